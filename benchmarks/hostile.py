@@ -6,6 +6,7 @@ join as strangers do, by `echo2 invite`.
 
     python benchmarks/hostile.py                     # every lie, one honest worker beside one liar
     python benchmarks/hostile.py --only "logprob -1e15" --honest 3
+    python benchmarks/hostile.py --search 8          # eight lies whose every field is drawn at random
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -23,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import recording
-from hostile_worker import IDLE, LIES
+from hostile_worker import IDLE, LIES, SEARCHED
 
 HERE = Path(__file__).resolve().parent
 ECHO2 = (sys.executable, "-m", "echo2")
@@ -55,7 +57,8 @@ def trial(folder: Path, lie: str, num_honest: int, num_liars: int, steps: int, s
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(RUN_SECONDS)
         seconds = time.perf_counter() - began
-    return {**_outcome(out), "seconds": round(seconds, 1)}
+    liars = {path.name for path in folder.glob("liar*/*") if path.is_dir()}
+    return {**_outcome(out), "seconds": round(seconds, 1), "trained_of_liars": _trained(out, liars)}
 
 
 def _start(stack: contextlib.ExitStack, log: Path, command: list[str]) -> subprocess.Popen[bytes]:
@@ -96,6 +99,13 @@ def _outcome(out: Path) -> dict[str, Any]:
     }
 
 
+def _trained(out: Path, workers: set[str]) -> int:
+    """How many groups of these workers were trained."""
+    with contextlib.closing(sqlite3.connect(out / "ledger.sqlite")) as ledger:
+        rows = ledger.execute("SELECT worker_id, count(*) FROM groups WHERE state = 'trained' GROUP BY worker_id")
+        return sum(count for worker_id, count in rows if worker_id in workers)
+
+
 def _faults(out: Path) -> list[dict[str, Any]]:
     """The first fault that a check found, of each ticket of strangers: how many steps were trained before it."""
     told = subprocess.run([*ECHO2, "trust", str(out), "--json"], env=ENVIRONMENT, capture_output=True, text=True)
@@ -116,6 +126,7 @@ def _faults(out: Path) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=[*LIES, *IDLE], nargs="+", help="these lies")
+    parser.add_argument("--search", type=int, default=0, help="so many lies drawn at random, in place of the listed")
     parser.add_argument("--honest", type=int, default=1, help="honest workers, of the run's owner")
     parser.add_argument("--liars", type=int, default=1)
     parser.add_argument("--steps", type=int, default=40)
@@ -123,7 +134,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()
     rows: dict[str, Any] = {}
-    for lie in ("", *(options.only or (*LIES, *IDLE))):
+    searched = [f"{SEARCHED}{number}" for number in range(options.search)]
+    for lie in ("", *(options.only or searched or (*LIES, *IDLE))):
         with tempfile.TemporaryDirectory() as folder:
             row = trial(Path(folder), lie, options.honest, options.liars, options.steps, options.seed)
         rows[lie or "honest"] = row
@@ -131,7 +143,8 @@ def main() -> None:
         accuracy = "no checkpoint" if row["accuracy"] is None else f"{row['accuracy']:.3f}"
         print(
             f"{lie or 'honest':24} {row['ended']:10} accuracy {accuracy}   {row['seconds']:6.1f} s"
-            f" ({ratio:.2f} of honest)   logs {row['log_bytes'] / 1e6:.1f} MB   {row['reason'][:90]}",
+            f" ({ratio:.2f} of honest)   {row['trained_of_liars']} groups of liars trained"
+            f"   logs {row['log_bytes'] / 1e6:.1f} MB   {row['reason'][:90]}",
             *(f"{fault['steps_before']} steps before: {fault['what'][:80]}" for fault in row["faults"]),
             sep="\n    ",
             flush=True,

@@ -1,12 +1,18 @@
-"""A rollout worker that lies in one way: the real worker, but for what it sends. Started by `hostile.py`."""
+"""A rollout worker that lies: the real worker, but for how it samples and what it sends. Started by `hostile.py`.
+
+`drawn at random N` lies in every field that a worker fills, each drawn from the seed N: so `hostile.py --search` finds
+what nobody listed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import random
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from echo2.runtime.worker import process as worker
 from echo2.transport import wire_pb2 as wire
@@ -89,13 +95,70 @@ LIES: dict[str, Lie] = {
     "120,000 tokens": endless,
     "empty groups": empty,
 }
+#: A lie whose fields are drawn from the seed that follows.
+SEARCHED = "drawn at random "
 #: Ways to do nothing: leases are held until they expire, or failed at once.
 IDLE = ("holds its leases", "fails its leases")
+
+
+class Searched(worker.WorkerProcess):
+    """Lies in fields drawn at random. `source` is seeded with the lie's number."""
+
+    source = random.Random()
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        draw = self.source.choice
+        self.temperature, self.top_p = draw((1.0, 0.9, 0.7)), draw((1.0, 1.0, 0.9))
+        self.tokens, self.spans = (
+            draw((None, random_tokens, copies)),
+            draw(("true", "each", "twice", "newer", "random")),
+        )
+        self.share, self.num_right = draw((1.0, 1.0, 0.3)), draw((0, 0, 8))
+        self.delay_seconds, self.says = draw((0.0, 0.0, 3.0)), draw(("", "", "vllm"))
+        self.shift = draw((0.0, 0.0, 0.3))
+
+    def _hello(self) -> wire.WorkerHello:
+        hello = super()._hello()
+        hello.engine = self.says or hello.engine
+        return hello
+
+    def _obey(self, order: wire.Order) -> None:
+        for lease in order.leases.leases if order.HasField("leases") else ():
+            lease.temperature, lease.top_p = self.temperature * lease.temperature, min(self.top_p, lease.top_p)
+        super()._obey(order)
+
+    async def _send(self, batch: wire.Deliveries) -> None:
+        await asyncio.sleep(self.delay_seconds)
+        for delivery in batch.items:
+            self.num_right -= 1
+            if self.num_right < 0 and self.source.random() < self.share:
+                self._spoil(delivery)
+        await super()._send(batch)
+
+    def _spoil(self, delivery: wire.Delivery) -> None:
+        if self.tokens is not None:
+            self.tokens(delivery, self.source)
+        if self.shift:
+            logprob(-self.shift, 0.5)(delivery, self.source)
+        for rollout in delivery.rollouts:
+            rollout.ClearField("support_tokens")  # top-p in secret
+            rollout.ClearField("support_offsets")
+            first, length = rollout.version_spans[0].version, len(rollout.loss_mask)
+            starts = {"each": range(1, length), "twice": (1,), "newer": (1,)}.get(self.spans, ())
+            if self.spans == "random":
+                starts = sorted(self.source.sample(range(1, length), min(2, length - 1)))
+            for count, start in enumerate(start for start in starts if start < length):
+                version = first + (count + 1 if self.spans in ("newer", "random") else 0)
+                rollout.version_spans.append(wire.VersionSpan(start=start, version=version))
 
 
 def lying(name: str, seed: int) -> type[worker.WorkerProcess]:
     """The worker's class, lying."""
     source = random.Random(seed)
+    if name.startswith(SEARCHED):
+        Searched.source = random.Random(name)
+        return Searched
 
     class Lying(worker.WorkerProcess):
         async def _send(self, batch: wire.Deliveries) -> None:
@@ -115,7 +178,7 @@ def lying(name: str, seed: int) -> type[worker.WorkerProcess]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("ticket")
-    parser.add_argument("lie", choices=[*LIES, *IDLE])
+    parser.add_argument("lie", help=f"one of {[*LIES, *IDLE]}, or '{SEARCHED}N'")
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from hostile_liars import Liar, LiarSpec
+
 from echo2.control.head import events as ev
 from echo2.control.machine import Event
 from echo2.control.worker import commands as do
@@ -49,8 +51,8 @@ def make_worker(
     world: SimWorld, network: SimNetwork, name: str, spec: WorkersSpec, scenario: Scenario, history: History
 ) -> SimWorker:
     """For `run_scenario`: a worker of the kind that its spec is of."""
-    kind = HostileWorker if isinstance(spec, HostileSpec) else SimWorker
-    return kind(world, network, name, spec, scenario, history)
+    kinds: dict[type, type[SimWorker]] = {HostileSpec: HostileWorker, LiarSpec: Liar}
+    return kinds.get(type(spec), SimWorker)(world, network, name, spec, scenario, history)
 
 
 class HostileWorker(SimWorker):

@@ -20,7 +20,7 @@ from hostile_workers import HostileSpec
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head import staleness
-from echo2.control.head.checks import UNTRUSTED, VERDICT
+from echo2.control.head.checks import UNTRUSTED
 from echo2.control.head.fleet import LOOK_AHEAD
 from echo2.control.head.planner import Planner
 from echo2.control.head.results import RESAMPLED_MAX
@@ -208,8 +208,8 @@ def forging_scenario(seed: int) -> Scenario:
 
 
 def judge_forging(seed: int) -> list[str]:
-    """What is wrong with the world of forgers of this seed: a forged group that is held for its check is not trained,
-    unless the check ended without a verdict; whoever is honest stays, and the run ends.
+    """What is wrong with the world of forgers of this seed: a forged group that is held for its check is not trained;
+    whoever is honest stays, and the run ends.
     """
     scenario = forging_scenario(seed)
     try:
@@ -229,8 +229,6 @@ def judge_forging(seed: int) -> list[str]:
                 held.discard(command.group.number)  # a head that died without storing an earlier one has forgotten it
             elif isinstance(command, do.RecordCheck) and command.check.holds:
                 held.add(command.check.number)
-            elif isinstance(command, do.EndCheck) and command.reason != VERDICT:
-                held.discard(command.number)
             elif isinstance(command, do.ExpelWorker) and not specs[command.worker_id].forges:
                 wrong.append(f"{command.worker_id} is honest and was expelled")
             elif isinstance(command, do.RetireGroup) and command.why == UNTRUSTED:
@@ -350,7 +348,7 @@ def judge(report: Report, scenario: Scenario) -> list[str]:
                 wrong.append(f"group {number} of version {version} was trained at step {done.step}")
     if report.retired.get("stale"):
         wrong.append(f"{report.retired['stale']} groups were dropped as stale")
-    is_honest = not any(spec.malformed_results or isinstance(spec, HostileSpec) for spec in scenario.workers)
+    is_honest = not any(spec.malformed_results or type(spec) is not WorkersSpec for spec in scenario.workers)
     if report.refused.get("malformed") and is_honest:
         wrong.append(f"{report.refused['malformed']} results of honest workers were called malformed")
     return wrong + judge_deterministic(report, scenario) + judge_resampling(report, scenario)
@@ -448,8 +446,10 @@ def judge_replay(report: Report, scenario: Scenario) -> list[str]:
 
 def main() -> None:
     """Judge the worlds of a range of seeds, and say which went wrong."""
+    from lying_worlds import judge_lying
+
     name, first, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    judges = {one.__name__: one for one in (judge_seed, judge_hostile, judge_forging)}
+    judges = {one.__name__: one for one in (judge_seed, judge_hostile, judge_forging, judge_lying)}
     began, num_wrong = time.process_time(), 0
     for seed in range(first, end):
         if wrong := judges[name](seed):

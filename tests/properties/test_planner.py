@@ -18,6 +18,7 @@ import pytest
 from echo2.buffer.audit import audit
 from echo2.sim import run_scenario as run_unchecked
 from invariants import run_scenario
+from lying_worlds import judge_lying
 from worlds import HOSTILE, calm, hostile_scenario, judge_forging, judge_hostile, judge_seed, random_scenario
 
 SEEDS_A_BLOCK = 25
@@ -62,6 +63,19 @@ def test_what_strangers_forge_is_not_trained_and_the_honest_stay(first: int) -> 
 @pytest.mark.parametrize("first", range(300_000, 301_000, SEEDS_A_BLOCK))
 def test_nor_is_it_in_more_worlds(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_forging(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+@pytest.mark.parametrize("first", range(0, 25, SEEDS_A_BLOCK))
+def test_no_lie_drawn_at_random_gets_past_the_checks_and_the_honest_are_found_honest(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_lying(seed))}
+    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(400_000, 400_500, SEEDS_A_BLOCK))
+def test_nor_does_any_in_more_worlds(first: int) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_lying(seed))}
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
 
 

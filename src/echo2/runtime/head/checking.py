@@ -67,6 +67,7 @@ async def report_check(head: Head, peer: Peer, report: wire.CheckReport) -> wire
             messages.whole_number("num_tokens", report.num_tokens),
             printable(report.fault, FAULT_CHARS_MAX),
             printable(report.missed, FAULT_CHARS_MAX),
+            messages.whole_number("num_skipped", report.num_skipped),
         )
     )
     return wire.Empty()
