@@ -133,8 +133,8 @@ def _prefill(tokens: array[int], reads: Sequence[tuple[int, int]], first: int) -
         low = float(probs[:token].sum())
         entropy = -float(probs @ nats)
         rows.append((low, low + probs[token], nats[token], entropy, float(probs @ nats**2) - entropy**2, 0.0))
-    low, high, logprobs, entropies, variances, errors = np.array(rows).T.reshape(6, -1)
-    return Prefill(low, high, logprobs, entropies, variances, errors, 32)
+    columns: Floats = np.array(rows).T.reshape(6, -1)
+    return Prefill(columns[0], columns[1], columns[2], columns[3], columns[4], columns[5], 32)
 
 
 # ---- rollouts --------------------------------------------------------------------------------------------------------
