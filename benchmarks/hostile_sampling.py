@@ -1,7 +1,8 @@
 """What the check of strangers' rollouts finds: false alarms over honest groups of mixed engines, dtypes, batches and
-threads, groups until a cheat is caught, and what a check costs.
+threads, with and without swaps of weights; groups until a cheat is caught, also one that claims swaps; and what a check
+costs.
 
-    python benchmarks/hostile_sampling.py [--groups 1024] [--cheats 16] [--out FILE]
+    python benchmarks/hostile_sampling.py [--groups 1024] [--cheats 16] [--parts NAME ...] [--out FILE]
 
 A Qwen3 of random weights (4 layers, width 96, 4,096 tokens, entropy of 1 to 4 nats). A group is 8 rollouts of 32
 tokens. Honest groups are sampled by one engine, in one batch size, with one or two threads, and checked by another
@@ -19,20 +20,27 @@ import random
 import statistics
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from recording import quantile, save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from echo2.control.seeds import mix
-from echo2.rollout.engine import Engine
+from echo2.rollout import sampler
+from echo2.rollout.compact import build_compact
+from echo2.rollout.decode_loop import DecodeLoop
+from echo2.rollout.engine import Completion, Engine, SampleRequest
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
-from echo2.rollout.verification import Verdict, check_group
+from echo2.rollout.hf_engine import build_transformers
+from echo2.rollout.torch_engine import TorchDecoder
+from echo2.rollout.verification import Prefill, PrefillRequest, Verdict, check_group, readings_of
 from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.types import (
     RUN_POLICY,
@@ -48,7 +56,10 @@ from echo2.types import (
 )
 
 VOCAB, ROLLOUTS, TOKENS, SEEDS, THREADS = 4096, 8, 32, 10, (1, 2)
-SHARES = (0.01, 0.02, 0.05)
+SHARES, DTYPES = (0.01, 0.02, 0.05), ("F32", "BF16")
+#: Noise of weights that take the place of others on the way, relative to their size.
+APART = {"a step": 1e-3, "far": 0.3}
+PAIRS = [("compact", "compact"), ("compact", "transformers"), ("transformers", "compact")]
 PARAMS = {
     "plain": SamplingParams(max_tokens=TOKENS),
     "temperature .7": SamplingParams(temperature=0.7, max_tokens=TOKENS),
@@ -129,31 +140,30 @@ async def honest(num_groups: int) -> list[dict[str, Any]]:
         PeerError: a rollout of an honest group counts as a copy.
     """
     rows, number, copies = [], 0, CopiedRollouts()
-    for dtype in ("F32", "BF16"):
+    for dtype in DTYPES:
         held = snapshot(dtype)
         engines = {name: await engine_of(name, held) for name in ("compact", "transformers")}
         few = await engine_of("compact", held, slots=3)
-        pairs = [("compact", "compact", 64), ("compact", "transformers", 64), ("transformers", "compact", 64)]
-        for sampler, checker, slots in [*pairs, ("compact", "compact", 3)]:
+        for source, checker, slots in [*((*pair, 64) for pair in PAIRS), ("compact", "compact", 3)]:
             verdicts: list[Verdict] = []
             for params, threads in itertools.product(PARAMS.values(), THREADS):
                 share = num_groups // (2 * 4 * len(PARAMS) * len(THREADS))
                 asked = [leased(number + at, params) for at in range(share)]
                 number += share
                 torch.set_num_threads(threads)
-                groups = await sampled(few if slots == 3 else engines[sampler], asked)
+                groups = await sampled(few if slots == 3 else engines[source], asked)
                 torch.set_num_threads(1)
                 verdicts += await judged(engines[checker], list(zip(asked, groups, strict=True)))
                 for group in groups:
                     copies.check(group)
-            rows.append({"dtype": dtype, "sampler": sampler, "checker": checker, "slots": slots, **spread(verdicts)})
+            rows.append({"dtype": dtype, "sampler": source, "checker": checker, "slots": slots, **spread(verdicts)})
             print(rows[-1], flush=True)
     return rows
 
 
 def spread(verdicts: list[Verdict]) -> dict[str, Any]:
     """Of groups: how many, how many are faulty, and the largest of what the tolerances bound."""
-    fields = ("worst_interval", "worst_support", "worst_logprob", "mean_logprob")
+    fields = ("worst_interval", "typical_interval", "worst_support", "worst_logprob", "mean_logprob")
     found: dict[str, Any] = {"groups": len(verdicts), "false_alarms": sum(bool(one.fault) for one in verdicts)}
     found["tokens"] = sum(one.num_tokens for one in verdicts)
     for name in fields:
@@ -161,6 +171,51 @@ def spread(verdicts: list[Verdict]) -> dict[str, Any]:
         found[name] = {"median": quantile(values, 0.5), "p99": quantile(values, 0.99), "max": max(values)}
     found["surprise_max"] = max(abs(one.surprise) for one in verdicts)
     return found
+
+
+async def honest_swaps(num_groups: int) -> list[dict[str, Any]]:
+    """As `honest`, over groups whose weights are swapped on the way for others, a training step or far apart. Half of
+    the batches have few slots, so that rows join later."""
+    rows, number = [], 500_000
+    for dtype, (name, noise), (source, checker) in itertools.product(DTYPES, APART.items(), PAIRS):
+        old, new = snapshot(dtype), replace(snapshot(dtype, noise=noise), ref=SnapshotRef(RUN_POLICY, 1, 1))
+        reader, verdicts = await checker_of(checker, old, new), list[Verdict]()
+        for batch in range(max(1, num_groups // (8 * len(DTYPES) * len(APART) * len(PAIRS)))):
+            asked = [leased(number + at, (PARAMS["plain"], PARAMS["temperature .7"])[at % 2]) for at in range(8)]
+            number += 8
+            engine = swapping(source, old, {random.Random(number).randrange(2, TOKENS): new}, (64, 24)[batch % 2])
+            groups = await sampled(engine, asked)
+            verdicts += [await check_group(reader, old.ref, *pair) for pair in zip(asked, groups, strict=True)]
+        rows.append({"dtype": dtype, "apart": name, "sampler": source, "checker": checker, **spread(verdicts)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+class Swapping(TorchDecoder):
+    """Gets new weights before some of its steps."""
+
+    def __init__(self, name: str, swaps: Mapping[int, Snapshot]) -> None:
+        super().__init__({"compact": build_compact, "transformers": build_transformers}[name], "cpu")
+        self._swaps, self._steps = swaps, itertools.count(1)
+
+    def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        if (newer := self._swaps.get(next(self._steps))) is not None:
+            self.load(newer)
+        return super().step(added, dropped)
+
+
+def swapping(name: str, old: Snapshot, swaps: Mapping[int, Snapshot], slots: int = 64) -> DecodeLoop:
+    decoder = Swapping(name, swaps)
+    decoder.load(old)
+    return DecodeLoop(decoder, slots)
+
+
+async def checker_of(name: str, old: Snapshot, new: Snapshot) -> Any:
+    """An engine that holds both."""
+    engine = await engine_of(name, old)
+    await engine.prefill(old.ref, [])  # from now on it keeps the weights before
+    await engine.update_weights(new)
+    return engine
 
 
 # ---- cheats ----------------------------------------------------------------------------------------------------------
@@ -218,7 +273,7 @@ CHEATS: dict[str, tuple[dict[str, Any], dict[str, Any], Edit | None]] = {
 async def cheats(num_groups: int) -> list[dict[str, Any]]:
     """For each, the share of its groups that a check finds, and groups until the first is found."""
     rows = []
-    for dtype in ("F32", "BF16"):
+    for dtype in DTYPES:
         checker = await engine_of("compact", snapshot(dtype))
         for name, (changes, params, edit) in CHEATS.items():
             engine = await engine_of("compact", snapshot(dtype, **changes)) if changes else checker
@@ -247,6 +302,109 @@ def waits(found: float, share: float) -> dict[str, float] | None:
     return {"mean": statistics.mean(counts), "max": max(counts)}
 
 
+# ---- cheats that claim swaps ----------------------------------------------------------------------------------------
+
+#: Temperature and top-p that the worker hides, and by how much it moves random numbers to choose one of four rollouts.
+HIDDEN: dict[str, tuple[dict[str, Any], float]] = {
+    "temperature .95": ({"temperature": 0.95}, 0.0),
+    "temperature .9": ({"temperature": 0.9}, 0.0),
+    "temperature .7": ({"temperature": 0.7}, 0.0),
+    "top-p .9": ({"top_p": 0.9}, 0.0),
+    "best of 4, numbers moved by .15": ({}, 0.15),
+    "best of 4, numbers moved by .03": ({}, 0.03),
+}
+CLAIMS: dict[str, Callable[[Rollout], tuple[tuple[int, int], ...]]] = {
+    "none": lambda _: ((0, 0),),
+    "one version twice": lambda one: ((0, 0), (1, 0))[: len(one.tokens)],
+    "a span at every token": lambda one: tuple((at, 0) for at in range(len(one.tokens))),
+    "a swap at token 1": lambda one: one.version_spans,  # it really swaps there
+}
+POSITIONS = range(2, TOKENS, 4)
+
+
+async def claimed_swaps(num_groups: int) -> list[dict[str, Any]]:
+    """The share of groups that a check finds, by cheat and claim. All report the logprobs that an honest worker would.
+    The weights claimed to come next are a training step apart; `gain`: by how many standard deviations of the reward
+    (the share of even tokens) the chosen rollouts are better than honest ones."""
+    rows, told = [], PARAMS["plain"]
+    for dtype in DTYPES:
+        old, new = snapshot(dtype), replace(snapshot(dtype, noise=APART["a step"]), ref=SnapshotRef(RUN_POLICY, 1, 1))
+        reader = await checker_of("compact", old, new)
+        asked = [leased(40_000 + at, told) for at in range(num_groups)]
+        fair = await sampled(swapping("compact", old, {}), asked)
+        for (name, (params, by)), (claim, spans) in itertools.product(HIDDEN.items(), CLAIMS.items()):
+            swaps = {2: new} if claim == "a swap at token 1" else {}
+            hidden = [replace(one, params=replace(told, **params)) for one in asked]
+            tries = []
+            for seed in range(4 if by else 1):
+                with moved_numbers(by, seed):
+                    tries.append(await sampled(swapping("compact", old, swaps, 8 * num_groups), hidden))
+            groups = [best(list(one), spans) for one in zip(*tries, strict=True)]
+            rows.append({"dtype": dtype, "cheat": name, "claim": claim, **await outcome(reader, asked, groups, fair)})
+            print(rows[-1], flush=True)
+        for apart, noise in APART.items():  # honest rollouts; but the worker chooses where to swap
+            newer = replace(snapshot(dtype, noise=noise), ref=new.ref)
+            reader = await checker_of("compact", old, newer)
+            engines = [swapping("compact", old, {step: newer}, 8 * num_groups) for step in POSITIONS]
+            tries = [await sampled(engine, asked) for engine in engines]
+            groups = [best(list(one), lambda rollout: rollout.version_spans) for one in zip(*tries, strict=True)]
+            cheat = f"best of {len(POSITIONS)} places to swap, {apart} apart"
+            rows.append({"dtype": dtype, "cheat": cheat, "claim": "true", **await outcome(reader, asked, groups, fair)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+@contextmanager
+def moved_numbers(by: float, seed: int) -> Iterator[None]:
+    """The sampler's random numbers are up to this far from the head's."""
+    rng, true = np.random.default_rng(seed), sampler.uniforms
+
+    def moved(keys_B: Any, token_B: Any) -> Any:
+        return np.clip(true(keys_B, token_B) + rng.uniform(-by, by, len(keys_B)), 0.0, 1.0 - 2.0**-53)
+
+    if by:
+        sampler.uniforms = moved
+    yield
+    sampler.uniforms = true
+
+
+def reward(rollout: Rollout) -> float:
+    return statistics.mean(token % 2 == 0 for token in rollout.tokens)
+
+
+def best(tries: Sequence[RolloutGroup], spans: Callable[[Rollout], tuple[tuple[int, int], ...]]) -> RolloutGroup:
+    """The best try of each rollout, with the spans that are claimed and without supports."""
+    chosen = [max(of_sample, key=reward) for of_sample in zip(*(one.rollouts for one in tries), strict=True)]
+    return replace(
+        tries[0],
+        rollouts=tuple(
+            replace(one, version_spans=spans(one), support_tokens=None, support_offsets=None) for one in chosen
+        ),
+    )
+
+
+async def outcome(
+    reader: Any, asked: Sequence[Assignment], groups: Sequence[RolloutGroup], fair: Sequence[RolloutGroup]
+) -> dict[str, Any]:
+    verdicts = []
+    for assignment, group in zip(asked, groups, strict=True):
+        true = await with_true_logprobs(reader, assignment, group)
+        verdicts.append(await check_group(reader, SnapshotRef(RUN_POLICY, 1, 0), assignment, true))
+    rewards = [[reward(one) for group in part for one in group.rollouts] for part in (groups, fair)]
+    gain = (statistics.mean(rewards[0]) - statistics.mean(rewards[1])) / statistics.stdev(rewards[1])
+    return {"found": statistics.mean(bool(one.fault) for one in verdicts), "gain": gain}
+
+
+async def with_true_logprobs(reader: Any, assignment: Assignment, group: RolloutGroup) -> RolloutGroup:
+    """As a worker computes them who knows the weights."""
+    versions = {one.version for one in reader.held}
+    read = [list(readings_of(assignment, one, versions)) for one in group.rollouts]
+    found = await reader.prefill(SnapshotRef(RUN_POLICY, 1, 0), [reading.request for (reading,) in read])
+    logprobs = [array("f", one.logprobs.clip(max=0.0).tolist()) for one in found]
+    rollouts = [replace(one, logprobs=own) for one, own in zip(group.rollouts, logprobs, strict=True)]
+    return replace(group, rollouts=tuple(rollouts))
+
+
 # ---- cost ------------------------------------------------------------------------------------------------------------
 
 
@@ -265,21 +423,64 @@ async def cost(rounds: int = 5) -> dict[str, Any]:
     return {"check_per_sampled_second": middle, "spread": [min(ratios), max(ratios)], "at_5_percent": 0.05 * middle}
 
 
+class Counted:
+    """A `PrefillEngine` that counts the tokens which the engine behind it reads."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine, self.num_read = engine, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        self.num_read += sum(len(one.prompt_tokens) + len(one.tokens) for one in requests)
+        found: list[Prefill] = await self._engine.prefill(ref, requests)
+        return found
+
+
+async def cost_of_claims() -> list[dict[str, Any]]:
+    """Tokens that a check reads for each sampled token, by how many spans a rollout claims."""
+    old, new = snapshot("F32"), replace(snapshot("F32", noise=1e-3), ref=SnapshotRef(RUN_POLICY, 1, 1))
+    engine, rows = await checker_of("compact", old, new), []
+    asked = [leased(50_000 + at, PARAMS["plain"]) for at in range(8)]
+    groups = await sampled(swapping("compact", old, {}), asked)
+    for num, versions in itertools.product((1, 2, 8, 32), ("one version", "versions of their own")):
+        counted, tokens = Counted(engine), 0
+        for assignment, group in zip(asked, groups, strict=True):
+            rollouts = []
+            for one in group.rollouts:
+                starts = [at * len(one.tokens) // num for at in range(num) if len(one.tokens) >= num] or [0]
+                spans = tuple((start, at if versions != "one version" else 0) for at, start in enumerate(starts))
+                rollouts.append(replace(one, version_spans=spans))
+            await check_group(counted, old.ref, assignment, replace(group, rollouts=tuple(rollouts)))
+            tokens += group.num_tokens
+        rows.append({"spans": num, "of": versions, "read_per_sampled_token": counted.num_read / tokens})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=1024, help="honest ones")
     parser.add_argument("--cheats", type=int, default=16, help="groups of each cheat")
+    parser.add_argument("--parts", nargs="*", help="names in the result, such as honest; all by default")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"cost": asyncio.run(cost())}
-    print(figures["cost"], flush=True)
-    figures["honest"] = asyncio.run(honest(options.groups))
-    figures["cheats"] = asyncio.run(cheats(options.cheats))
-    alarms = sum(row["false_alarms"] for row in figures["honest"])
-    total = sum(row["groups"] for row in figures["honest"])
+    parts: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "cost": cost,
+        "cost_of_claims": cost_of_claims,
+        "honest": lambda: honest(options.groups),
+        "honest_swaps": lambda: honest_swaps(options.groups),
+        "cheats": lambda: cheats(options.cheats),
+        "claimed_swaps": lambda: claimed_swaps(options.cheats),
+    }
+    figures: dict[str, Any] = {name: asyncio.run(parts[name]()) for name in options.parts or parts}
+    honest_rows = [row for name in ("honest", "honest_swaps") for row in figures.get(name, ())]
+    alarms = sum(row["false_alarms"] for row in honest_rows)
+    total = sum(row["groups"] for row in honest_rows)
     # None in n: with 95 % probability the rate is below 3 / n.
-    figures["false_alarms"] = {"num": alarms, "groups": total, "below": max(alarms, -math.log(0.05)) / total}
+    figures["false_alarms"] = {"num": alarms, "groups": total, "below": max(alarms, -math.log(0.05)) / max(1, total)}
     print("saved to", save("hostile_sampling", figures, options.out))
 
 

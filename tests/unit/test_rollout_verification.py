@@ -8,15 +8,28 @@ from array import array
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
 from echo2.errors import PeerError
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
+from echo2.rollout.random_streams import Keys, uniforms
 from echo2.rollout.turns import derived_seed
-from echo2.rollout.verification import Verdict, check_group, numbers_of
-from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, Rollout, RolloutGroup, SamplingParams, Snapshot
+from echo2.rollout.verification import TOLERANCES, TYPICAL_TOKENS, Verdict, check_group, numbers_of
+from echo2.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    TensorBytes,
+)
 from rollout_cases import VOCAB, hooked, load, plain_tokenizer, snapshot_of, tiny_module
 
 PARAMS: list[dict[str, Any]] = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.8}, {"top_k": 8, "top_p": 0.7}]
@@ -194,6 +207,43 @@ def test_rollouts_are_read_while_others_are_sampled() -> None:
     verdict, group = asyncio.run(both())
     assert verdict.fault == ""
     assert group.rollouts == alone.rollouts
+
+
+def in_16_bits(snapshot: Snapshot) -> Snapshot:
+    tensors = {}
+    for name, one in snapshot.tensors.items():
+        values = torch.frombuffer(bytearray(one.read(0, one.num_bytes)), dtype=torch.float32).bfloat16()
+        tensors[name] = TensorBytes("BF16", one.shape, values.view(torch.int16).numpy().tobytes())
+    return replace(snapshot, tensors=tensors)
+
+
+def test_in_16_bits_a_little_off_at_most_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that moves each random number by so little that no single token shows it, to have several rollouts to
+    choose from; and one that samples a little colder."""
+    snapshot = in_16_bits(snapshot_of(tiny_module("qwen3")))
+    compact, hf = engine_with("compact", snapshot), engine_with("transformers", snapshot)
+    for sampler, checker in [(compact, compact), (compact, hf), (hf, compact)]:
+        for seed in range(3):
+            assignment = leased(seed, num_samples=16, max_tokens=40)
+            verdict = judged(checker, assignment, sampled(sampler, assignment))
+            assert verdict.fault == "", verdict
+            assert verdict.num_tokens > TYPICAL_TOKENS
+            assert verdict.typical_interval < TOLERANCES[16].typical_interval / 3
+    rng = np.random.default_rng(0)
+
+    def moved(keys_B: Keys, token_B: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return np.clip(uniforms(keys_B, token_B) + rng.uniform(-0.15, 0.15, len(keys_B)), 0.0, 1.0 - 2.0**-53)
+
+    for seed in range(3):
+        assignment = leased(seed, num_samples=16, max_tokens=40)
+        cold = sampled(compact, leased(seed, num_samples=16, max_tokens=40, temperature=0.8))
+        with monkeypatch.context() as patch:
+            patch.setattr("echo2.rollout.sampler.uniforms", moved)
+            chosen = sampled(compact, assignment)
+        for cheat in (cold, chosen):
+            verdict = judged(compact, assignment, cheat)
+            assert verdict.worst_interval < TOLERANCES[16].interval
+            assert "typically miss" in verdict.fault
 
 
 def test_each_turn_has_a_stream_of_its_own() -> None:

@@ -98,18 +98,21 @@ class PrefillEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Deviations allowed to an honest group. `interval` and `support`: probability; `logprob` (of a token) and
-    `mean_logprob` (mean over a group): nats.
+    """Deviations allowed to an honest group. `interval`, `typical_interval` and `support`: probability; `logprob` (of a
+    token) and `mean_logprob` (mean over a group): nats.
     """
 
     interval: float
+    typical_interval: float
     support: float
     logprob: float
     mean_logprob: float
 
 
 #: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
-TOLERANCES = {32: Tolerance(1e-3, 1e-3, 0.02, 1e-3), 16: Tolerance(0.2, 0.15, 1.5, 0.1)}
+TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 1.5, 0.1)}
+#: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
+TYPICAL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +121,9 @@ class Verdict:
     the engine does not hold weights that they depend on.
 
     worst_interval  largest distance of a token's random number from its interval; 0: all lie inside
+    typical_interval
+                    square of the mean root of these distances, which few large ones change little: whoever draws from
+                    slightly other distributions is off by little at most tokens
     worst_support   largest `support_errors`
     worst_logprob   largest |reported logprob - computed logprob|, nats; `mean_logprob`: the mean
     surprise        (sum of -logprob minus sum of entropies) in standard deviations
@@ -127,6 +133,7 @@ class Verdict:
     num_tokens: int
     num_skipped: int
     worst_interval: float
+    typical_interval: float
     worst_support: float
     worst_logprob: float
     mean_logprob: float
@@ -293,13 +300,16 @@ def verdict(
 ) -> Verdict:
     """Return the verdict on a group of `num_sampled` tokens, from the parts that were compared."""
     if not parts:
-        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, "")
+        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     intervals, supports, logprobs, surprises, variances = (
         np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__
     )
+    if not is_from_stream:
+        intervals = np.zeros_like(intervals)
     deviation = math.sqrt(max(float(variances.sum()), 1e-9))
     found = {
-        "worst_interval": float(intervals.max()) if is_from_stream else 0.0,
+        "worst_interval": float(intervals.max()),
+        "typical_interval": float(np.sqrt(intervals).sum() / max(len(intervals), TYPICAL_TOKENS)) ** 2,
         "worst_support": float(supports.max()),
         "worst_logprob": float(logprobs.max()),
         "mean_logprob": float(logprobs.mean()),
@@ -309,6 +319,11 @@ def verdict(
     if found["worst_interval"] > tolerance.interval:
         num = int((intervals > tolerance.interval).sum())
         fault = f"{num} of {len(intervals)} tokens are not those that its random numbers draw from these weights"
+    elif found["typical_interval"] > tolerance.typical_interval:
+        fault = (
+            f"its random numbers typically miss its tokens by {found['typical_interval']:.2g}; "
+            f"{tolerance.typical_interval:g} is allowed"
+        )
     elif found["worst_support"] > tolerance.support:
         fault = "a token was drawn from others than top-k and top-p leave"
     elif found["worst_logprob"] > tolerance.logprob or found["mean_logprob"] > tolerance.mean_logprob:
