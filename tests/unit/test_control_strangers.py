@@ -373,3 +373,86 @@ def test_seconds_that_the_head_spends_on_a_reward_which_fails_cost_credit() -> N
     desk.deliver(lease_id, scored=False)
     desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long", 60.0))
     assert desk.planner.standings.rests.get("t") == desk.now + 60.0
+
+
+def earned(results: int = 6) -> Desk:
+    """A stranger that earned credit beside a machine of the owner, whose groups took two seconds to score each."""
+    desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=1000))
+    for worker_id in ("own", *["s"] * results):
+        desk.tell(scored(desk, worker_id, 2.0))
+    return desk
+
+
+def scored(desk: Desk, worker_id: str, seconds: float) -> ev.GroupScored:
+    """It delivers the first lease that it holds, whose rewards take as long."""
+    lease_id = held_by(desk, worker_id)[0]
+    desk.deliver(lease_id, scored=False)
+    return ev.GroupScored(desk.leases[lease_id][1].group, seconds=seconds)
+
+
+def test_seconds_that_the_texts_of_a_stranger_waste_cost_credit_as_those_of_a_reward_that_fails() -> None:
+    desk = earned()
+    credit = desk.planner.standings.of("t").credit
+    desk.tell(scored(desk, "s", 23.5))  # ten times the usual is allowed
+    assert desk.planner.standings.of("t").credit == credit + 1 - 2 - 3
+    commands = desk.tell(scored(desk, "s", 80.0))
+    assert desk.planner.standings.rests.get("t") == desk.now + 60.0
+    assert "rewards of its group took 80.0 s, where 2 s are usual" in of(do.RecordRest, commands)[-1].reason
+    assert not of(do.RetireGroup, commands)  # the group itself is as good as others
+
+
+def test_rewards_that_are_slow_for_everybody_cost_nobody_credit() -> None:
+    """A judge takes 20 seconds a group, whoever sampled it; the texts of one are three times as long."""
+    desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=1000))
+    desk.tell(scored(desk, "s", 20.0), scored(desk, "own", 20.0))
+    for seconds in (20.0, 60.0, 20.0):
+        credit = desk.planner.standings.of("t").credit
+        desk.tell(scored(desk, "s", seconds))
+        assert desk.planner.standings.of("t").credit == credit + 1
+
+
+def test_a_stranger_can_not_make_its_own_slowness_usual() -> None:
+    desk = earned()
+    for seconds in [19.0, 20.0] * 10:
+        desk.tell(scored(desk, "s", seconds))
+    credit = desk.planner.standings.of("t").credit
+    desk.tell(scored(desk, "s", 25.5))
+    assert desk.planner.standings.of("t").credit == credit + 1 - 2 - 5
+
+
+def test_groups_that_were_blamed_are_in_no_mean() -> None:
+    """Where all are strangers, their groups are all there is to compare with."""
+    desk = desk_with(("s", "t"), ("r", "u"), options=replace(WIDE, groups_per_step=1000))
+    desk.tell(scored(desk, "r", 1.0), scored(desk, "s", 50.0))
+    assert desk.planner.reward_seconds == 1.0
+    assert desk.planner.standings.rests.get("t") == desk.now + 40.0
+
+
+def test_a_machine_of_the_owner_is_never_blamed_for_slow_rewards() -> None:
+    desk = earned()
+    credit = desk.planner.standings.of("t").credit
+    desk.tell(scored(desk, "own", 500.0))
+    assert desk.planner.standings.of("t").credit == credit
+    assert desk.planner.reward_seconds == pytest.approx(2.0 * 0.9 + 500.0 * 0.1)
+
+
+@pytest.mark.parametrize("outcome", ["accepted", "failed", "malformed", "late"])
+def test_seconds_of_the_environment_at_the_head_cost_credit_whatever_becomes_of_the_group(outcome: str) -> None:
+    desk = earned(12)
+    own, lease_id = held_by(desk, "own")[0], held_by(desk, "s")[0]
+    desk.deliver(own, replay_seconds=0.2)
+    before = desk.planner.standings.of("t").credit
+    group = desk.leases[lease_id][1].group
+    if outcome == "accepted":
+        desk.deliver(lease_id, replay_seconds=7.5)
+        wanted = before - 2 - 5 + 1
+    elif outcome == "failed":
+        desk.tell(ev.LeaseFailed("s", lease_id, "environment_failed", "it hung", replay_seconds=5.5))
+        wanted = before - 2 - 5 - 2
+    elif outcome == "malformed":
+        desk.tell(ev.DeliveryMalformed("s", lease_id, "malformed", "other words", replay_seconds=5.5))
+        wanted = before - 2 - 5 - 2
+    else:
+        desk.tell(ev.GroupDelivered("s", 10**6, group, 4, 0, 0, 9, replay_seconds=7.5))
+        wanted = before - 2 - 5
+    assert desk.planner.standings.of("t").credit == wanted

@@ -201,6 +201,7 @@ class GroupDelivered(PlannerEvent):
     """A well-formed result arrived. `seconds`: sampling time. `rollouts` are passed on with `AcceptDelivery` and
     `ScoreGroup`. `lineage`: of the weights, as the worker claims; `versions_between`: versions of tokens between the
     oldest and the newest. `logged`: the head read the rollouts from a log, so there is nothing to check.
+    `replay_seconds`: that the head's environment took to replay the rollouts, here and below.
     """
 
     worker_id: str
@@ -215,6 +216,7 @@ class GroupDelivered(PlannerEvent):
     lineage: int = 1
     versions_between: tuple[int, ...] = ()
     logged: bool = False
+    replay_seconds: float = 0.0
 
 
 class DeliveryMalformed(PlannerEvent):
@@ -224,6 +226,7 @@ class DeliveryMalformed(PlannerEvent):
     lease_id: int
     reason: str
     detail: str
+    replay_seconds: float = 0.0
 
 
 class LeaseFailed(PlannerEvent):
@@ -236,6 +239,7 @@ class LeaseFailed(PlannerEvent):
     reason: str
     detail: str
     traceback: str = ""
+    replay_seconds: float = 0.0
 
 
 class GroupScored(PlannerEvent):

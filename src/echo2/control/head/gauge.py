@@ -23,6 +23,33 @@ NEW_RATE = 0.5
 NUM_REMEMBERED = 15
 #: Share of its training time that the learner may wait before a bottleneck is reported.
 LITTLE_WAIT = 0.05
+#: Weight of the newest group in the running means of the seconds that the head spends on a group.
+GROUP_SHARE = 0.1
+
+
+@dataclass(slots=True)
+class UsualSeconds:
+    """Seconds that the head usually spends on a group, as running means: of all groups that wasted nothing, and of those
+    that machines of the owner sampled. None: of no group yet.
+    """
+
+    mean: float | None = None
+    own: float | None = None
+
+    @property
+    def usual(self) -> float | None:
+        """The mean of the owner's groups if there is one; otherwise of all."""
+        return self.mean if self.own is None else self.own
+
+    def add(self, seconds: float, is_own: bool) -> None:
+        """Add a group's seconds."""
+        self.mean = _moved(self.mean, seconds)
+        if is_own:
+            self.own = _moved(self.own, seconds)
+
+
+def _moved(mean: float | None, value: float) -> float:
+    return value if mean is None else (1.0 - GROUP_SHARE) * mean + GROUP_SHARE * value
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from echo2.control.head import checks, strangers
+from echo2.control.head import checks, strangers, waste
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.delivery import has_result, judge
@@ -15,9 +15,6 @@ from echo2.control.head.leases import FAILURES, MAX_ATTEMPTS
 from echo2.control.head.standings import MALFORMED_COST, REFUSED_COST
 from echo2.control.head.state import PlannerState
 from echo2.types import GroupRef
-
-#: Weight of the newest group in the running mean of the seconds that rewards take.
-REWARD_MEAN_SHARE = 0.1
 
 #: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
 #: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
@@ -65,6 +62,7 @@ def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcom
 
 def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
     """Handle a delivered group: refuse it with a reason, or accept it and ask for its rewards."""
+    waste.replayed(state, event.worker_id, event.replay_seconds)
     refusal = judge(state, event)
     if refusal is not None:
         word, reason = refusal
@@ -119,6 +117,7 @@ def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
 
 def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
     """Handle a delivery that broke the protocol: refuse it, count it against its worker, and lease the group again."""
+    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
     held = state.leases.get(event.lease_id)
     group = held[1].group if held is not None and held[0] == event.worker_id else None
     _refuse(state, event, event.reason, event.detail, MALFORMED_COST, group)
@@ -164,6 +163,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
         detail = f"lease {event.lease_id} failed, which it does not hold"
         state.conducts.refused(event.worker_id, REFUSED_COST, detail, now)
         return
+    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
     group = held[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
     end_lease(state, event.lease_id, "failed", f"{reason}: {event.detail}")
@@ -198,9 +198,8 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
     """Handle the rewards of a group: it becomes ready, or is replaced if it is uninformative. Does nothing if the group
     was given up or scored meanwhile.
     """
-    group, before = event.group, state.reward_seconds
-    share = REWARD_MEAN_SHARE if before is not None else 1.0
-    state.reward_seconds = (1.0 - share) * (before or 0.0) + share * event.seconds
+    group = event.group
+    waste.scored(state, event)
     state.failures_in_a_row = state.failed_at_strangers = 0
     place = state.evaluation.locate(group) if group.kind == "eval" else None
     record = state.groups.get(group.number) if group.kind == "train" else None
@@ -249,8 +248,8 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
             return
         is_own_word = _is_own_word(record, why)
         if record.state == "delivered":
-            if len(record.supplied_by) == 1 and sum(record.supplied_by.values()) >= state.options.group_size:
-                strangers.blame(state, next(iter(record.supplied_by)), seconds, int(seconds))
+            if (ticket := waste.sole_supplier(state, record)) is not None:
+                strangers.blame(state, ticket, seconds, int(seconds))
         elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
             record.attempts = 0  # strangers alone can't retire the last group of a step without replacements
             record.failed_by.clear()

@@ -12,7 +12,7 @@ from echo2.control.head import commands as do
 from echo2.control.head.evaluation import Evaluation
 from echo2.control.head.fleet import Fleet
 from echo2.control.head.frontier import Frontier
-from echo2.control.head.gauge import Gauge, is_occupied
+from echo2.control.head.gauge import Gauge, UsualSeconds, is_occupied
 from echo2.control.head.groups import GroupBook
 from echo2.control.head.leases import LeaseIds, LeaseTable
 from echo2.control.head.standings import Conducts, Standings
@@ -95,7 +95,7 @@ class PlannerState(StateMachine):
     failed_at_strangers, last_failure
                 groups in a row that only strangers failed, and why the last of them was given up
     first_lease_id  the first lease of this head, which may not know earlier ones
-    reward_seconds  of the reward functions for a group: a running mean, None before the first
+    reward_time, replay_time  seconds of the reward functions, and of the environment's replay, for a group
     paused      what keeps the run from leasing and feeding groups; None if nothing does
     took_over_at  when the learner last fell back, or this head replaced an earlier one; -inf if neither happened
     """
@@ -124,7 +124,7 @@ class PlannerState(StateMachine):
         self.paused: Wait | None = None
         self.failures_in_a_row = 0
         self.failed_at_strangers, self.last_failure = 0, ""
-        self.reward_seconds: float | None = None
+        self.reward_time, self.replay_time = UsualSeconds(), UsualSeconds()
         self.standings = Standings()
         self.conducts = Conducts()
         self.trust = TrustBook()
@@ -170,6 +170,11 @@ class PlannerState(StateMachine):
                     idle_since = now if worker.idle_since is None else worker.idle_since
                     worker.idle_since = None if worker.samples else idle_since
         self._touched.clear()
+
+    @property
+    def reward_seconds(self) -> float | None:
+        """Seconds of the reward functions for a group: a running mean, None before the first."""
+        return self.reward_time.mean
 
     @property
     def has_unsettled(self) -> bool:

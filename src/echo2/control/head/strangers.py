@@ -2,9 +2,9 @@
 joined with a ticket for other people's machines; all workers of one ticket count as one.
 
 credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
-          without a result, and one less for each second that the head spends on a reward which fails. At 0 the ticket
-          rests for as long as it held that lease, doubled at each rest; then its credit is 1. A group that is held for
-          its check counts as a lease, and adds credit only when it passes.
+          without a result, and one less for each second of the head that it wastes (`waste`, and rewards that fail).
+          At 0 the ticket rests for as long as it held that lease or wasted, doubled at each rest; then its credit is 1.
+          A group that is held for its check counts as a lease, and adds credit only when it passes.
 checks    where the run requires them, a newcomer's ticket gets leases only while a machine of the owner can check.
 share     while a machine of the owner can work, a ticket supplies at most half of a step, or one batch if batches of a
           fixed shape are larger than that.
@@ -180,7 +180,13 @@ def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> N
         blame(state, worker.ticket, held_seconds)
 
 
-def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) -> None:
+def blame(
+    state: PlannerState,
+    ticket: str,
+    held_seconds: float,
+    more: int = 0,
+    reason: str = "too many of its leases brought nothing",
+) -> None:
     """Reduce the credit of this ticket, by `more` beyond the usual; with no credit left, it rests."""
     standing = state.standings.of(ticket)
     standing.credit = max(0, standing.credit - LOST_CREDIT - more)
@@ -189,7 +195,7 @@ def blame(state: PlannerState, ticket: str, held_seconds: float, more: int = 0) 
         is_alone = not others_can_try(state, ticket, state.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
         seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
-        rest(state, ticket, seconds, "too many of its leases brought nothing")
+        rest(state, ticket, seconds, reason)
 
 
 def rest(state: PlannerState, ticket: str, seconds: float, reason: str) -> None:
