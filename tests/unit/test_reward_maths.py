@@ -1,12 +1,9 @@
 """The `math` reward on answers as models write them, right, wrong and hostile."""
 
-import os
 from array import array
-from types import SimpleNamespace
 
 import pytest
 
-from echo2.reward import sandbox_child
 from echo2.reward.score import Scorer
 from echo2.reward.text_scorers import MAX_MATH_CHARS
 from echo2.types import Rollout, Task
@@ -62,24 +59,6 @@ def test_a_completion_costs_no_more_than_its_limits() -> None:
     """A tower that no comparison ends, boxes and brackets beyond number, text without end: all wrong, all bounded."""
     hostile = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 20_000, "9" * 200_000, "1," * 50_000, "$" + "(" * 5_000 + "$"]
     assert scores("42", *hostile, "#### 42") == [0.0] * len(hostile) + [1.0]
-
-
-def test_a_group_that_has_cost_enough_gets_less_time_for_each_rollout(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[float] = []
-    numbers = iter([sandbox_child._READY, 1.0, None, sandbox_child._READY, 1.0])
-    clock = iter([0.0, 0.0, sandbox_child.GROUP_SECONDS - 1, sandbox_child.GROUP_SECONDS])
-
-    def number(_: int, seconds: float) -> float | None:
-        given.append(seconds)
-        return next(numbers)
-
-    monkeypatch.setattr(sandbox_child, "_number", number)
-    monkeypatch.setattr(sandbox_child, "_score_confined", lambda *_: os._exit(0))
-    # The module's own clock, not that of every thread of this process.
-    monkeypatch.setattr(sandbox_child, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    assert sandbox_child._scores(lambda text: 1.0, ["1", "2", "3"]) == [1.0, 0.0, 1.0]
-    wait = sandbox_child.CONFINE_SECONDS
-    assert given == [wait, 5.0, 5.0, wait, sandbox_child.LATER_SECONDS]
 
 
 def test_only_the_end_of_a_long_completion_is_read() -> None:

@@ -36,6 +36,7 @@ def reward(completions, do, **columns):
 def act(do):
     if do == "hang": threading.Event().wait()
     if do == "hang with a child": subprocess.run([sys.executable, "-c", CHILD, os.path.dirname(__file__) + "/lock"])
+    if do == "slow": threading.Event().wait(0.5)
     if do == "exit": os._exit(3)
     if do == "leave": sys.exit("enough")
     if do == "segfault": os.kill(os.getpid(), 11)
@@ -221,6 +222,34 @@ def test_what_ends_the_process_costs_its_own_group_and_none_that_was_sent_with_i
                 assert isinstance(outcome, RewardFailure)
 
     with_process(own, body, timeout_seconds=6.0)  # the quick ones take no such time on any machine
+
+
+def test_slow_groups_that_were_sent_together_have_their_own_time_each(own: Path) -> None:
+    """Those before are quick, so that many are sent with the next."""
+
+    async def body(process: RewardProcesses) -> None:
+        for _ in range(3):
+            await process.score(task("nothing"), rollouts("a"))
+        before = process.pids
+        found = await asyncio.gather(*(process.score(task("slow"), rollouts("a")) for _ in range(9)))
+        assert all(0.5 <= seconds for _, seconds in found)
+        assert process.pids == before  # none was broken off, and tried again in another
+
+    with_process(own, body, timeout_seconds=3.0)
+
+
+def test_each_group_has_its_own_seconds_also_of_a_process_that_it_broke_with_others(own: Path) -> None:
+    async def body(process: RewardProcesses) -> None:
+        await process.score(task("nothing"), rollouts("a"))
+        calls = [process.score(task(do), rollouts("a")) for do in ("hang", "nothing", "slow", "nothing")]
+        hung, quick, slow, last = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(hung, RewardFailure)
+        assert hung.seconds > 3.9
+        assert not any(isinstance(one, BaseException) for one in (quick, slow, last))
+        assert quick[1] < 2.0
+        assert slow[1] >= 0.5
+
+    with_process(own, body, timeout_seconds=2.0)
 
 
 def test_groups_that_wait_get_more_processes_and_are_scored_side_by_side(own: Path) -> None:

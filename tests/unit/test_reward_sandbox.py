@@ -187,6 +187,55 @@ def test_what_hangs_or_bursts_costs_its_own_completion() -> None:
     assert all(score is not None and score <= 0.01 for score in found[1::2])
 
 
+#: Scores texts as a group of its own, with some limits of the test's own, and says how many processes that took.
+GROUP = """
+import json, os, sys
+from echo2.errors import UserError
+from echo2.reward import sandbox_child
+assert not sandbox_child.confinement.missing()
+texts, limits, hangs_on = json.loads(sys.argv[1])
+for name, seconds in limits.items():
+    setattr(sandbox_child, name, seconds)
+forks, fork = [], os.fork
+def counted():
+    forks.append(fork())
+    return forks[-1]
+os.fork = counted
+def scorer(text):
+    while text == hangs_on: pass
+    if text == "long": sum(range(1_000_000))
+    return 1.0
+try:
+    print(json.dumps([sandbox_child._scores(scorer, texts), len(forks)]))
+except UserError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def group_of(texts: list[str], hangs_on: str, **limits: float) -> Any:
+    return json.loads(in_python(GROUP, json.dumps([texts, limits, hangs_on])))
+
+
+@confined
+def test_all_completions_of_a_group_that_hang_share_one_budget_of_time() -> None:
+    found, num_forks = group_of(["right", *["hang"] * 40], "hang", QUICK_SECONDS=0.1, LOST_SECONDS=1.0)
+    assert found == [1.0] + [0.0] * 40
+    assert num_forks <= 11
+
+
+@confined
+def test_a_completion_that_takes_long_is_scored_after_the_others() -> None:
+    found, num_forks = group_of(["long", "long"], "hang", QUICK_SECONDS=1e-4)
+    assert found == [1.0, 1.0]
+    assert num_forks == 3  # the last of them scored both
+
+
+@confined
+def test_a_column_that_cannot_be_read_in_time_is_an_error_of_the_data() -> None:
+    """No completion is wrong because of it."""
+    assert "cannot read its column in 5 s" in group_of(["right"], "", COMPLETION_SECONDS=0.2)
+
+
 #: What a program would try that had got past the reading: each returns only if it succeeded.
 DEEDS = {
     "read the run's keys": "open(SECRET).read()",

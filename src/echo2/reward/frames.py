@@ -2,8 +2,10 @@
 
     setup      {"functions", "timeout_seconds"}, answered {"is_async"}
     request    {"groups": [{"task", "rollouts"}, ...]}
-    answer     {"groups": [...], "seconds": {function: seconds}}
-               for each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}
+    answer     {"groups": [...], "seconds": {function: seconds}}; of functions that are not asynchronous the first
+               groups only, where these took `REQUEST_SECONDS`
+               for each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}; and the
+               "seconds" that it took
 
 JSON keeps scores exactly: Python writes floats with all their digits.
 """
@@ -11,6 +13,7 @@ JSON keeps scores exactly: Python writes floats with all their digits.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,6 +23,9 @@ from echo2.errors import UserError
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox.child import Handler, failed
 from echo2.types import Message, Rollout, Task
+
+#: Time that the groups of one request should take together, before which no group is left unscored.
+REQUEST_SECONDS = 0.05
 
 
 def group_message(task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
@@ -57,13 +63,20 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     scorer, seconds = Scorer(setup["functions"]), setup["timeout_seconds"]
 
     def score(request: dict[str, Any]) -> dict[str, Any]:
-        return {"groups": [score_one(group) for group in request["groups"]], "seconds": scorer.take_seconds()}
+        until, groups = time.perf_counter() + REQUEST_SECONDS, list[dict[str, Any]]()
+        for group in request["groups"]:
+            if groups and time.perf_counter() > until:
+                break
+            groups.append(score_one(group))
+        return {"groups": groups, "seconds": scorer.take_seconds()}
 
     def score_one(group: dict[str, Any]) -> dict[str, Any]:
+        began = time.perf_counter()
         try:
-            return _scores(scorer.score(*group_of(group)))
+            found = _scores(scorer.score(*group_of(group)))
         except UserError as error:
-            return failed(error)
+            found = failed(error)
+        return found | {"seconds": time.perf_counter() - began}
 
     async def score_together(request: dict[str, Any]) -> dict[str, Any]:
         groups = await asyncio.gather(*map(score_one_async, request["groups"]))
@@ -71,14 +84,16 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
     async def score_one_async(group: dict[str, Any]) -> dict[str, Any]:
         task, rollouts = group_of(group)
+        began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
-                return _scores(await scorer.score_async(task, rollouts))
+                found = _scores(await scorer.score_async(task, rollouts))
         except TimeoutError:
             problem = f"The reward functions took longer than {seconds:g} s for task {task.cursor}"
-            return failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
+            found = failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
         except UserError as error:
-            return failed(error)
+            found = failed(error)
+        return found | {"seconds": time.perf_counter() - began}
 
     return (score_together if scorer.is_async else score), {"is_async": scorer.is_async}
 

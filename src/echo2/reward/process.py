@@ -26,8 +26,7 @@ from echo2.types import Rollout, Score, Task
 PROCESSES_MAX = 16
 #: If a group waits this long for a free process, another one is started.
 GROW_SECONDS = 0.5
-#: Time that the groups of one request take together, estimated from previous groups; and their maximum number.
-REQUEST_SECONDS = 0.05
+#: Maximum number of groups in one request. How many take `REQUEST_SECONDS` is estimated from previous groups.
 REQUEST_GROUPS_MAX = 64
 #: Groups in flight in one process whose functions are asynchronous.
 GROUPS_TOGETHER = 64
@@ -43,11 +42,14 @@ def groups_at_once(is_async: bool) -> int:
 
 @dataclass(eq=False, slots=True)
 class _Group:
-    """A group that waits for its scores. `doing`: for error messages; `answer`: scores or failure, and the seconds."""
+    """A group that waits for its scores. `doing`: for error messages; `answer`: scores or failure, and the seconds.
+    `lost_seconds`: of requests that broke their process while they held this group and others.
+    """
 
     message: dict[str, Any]
     doing: str
     answer: asyncio.Future[tuple[dict[str, Any], float]]
+    lost_seconds: float = 0.0
 
 
 class RewardProcesses:
@@ -108,7 +110,7 @@ class RewardProcesses:
                 self._free.put_nowait(self._processes[0])
 
     async def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[tuple[Rollout, ...], float]:
-        """Return the rollouts with `reward_parts` and `reward` filled in, and the seconds that the process took.
+        """Return the rollouts with `reward_parts` and `reward` filled in, and the seconds that they took.
 
         Raises:
             RewardFailure, UserError: as `scores`.
@@ -120,7 +122,7 @@ class RewardProcesses:
     async def scores(
         self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]
     ) -> tuple[Sequence[Score], float]:
-        """Return the scores of rollouts with these texts, and the seconds that the process took.
+        """Return the scores of rollouts with these texts, and the seconds that they took.
 
         Raises:
             RewardFailure: a function raised, returned no score, took over `timeout_seconds` or ended the process.
@@ -168,7 +170,7 @@ class RewardProcesses:
         """
         process = await self._take()
         try:
-            most = max(1, min(REQUEST_GROUPS_MAX, int(REQUEST_SECONDS / self._seconds)))
+            most = max(1, min(REQUEST_GROUPS_MAX, int(frames.REQUEST_SECONDS / self._seconds)))
             groups += [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             self._is_asking = False
             self._request_soon()
@@ -181,29 +183,37 @@ class RewardProcesses:
                 await self._answer(self._alone, [group])
 
     async def _answer(self, process: CodeProcess, groups: Sequence[_Group]) -> Sequence[_Group]:
-        """Score these groups in one request. Returns them if one of them, unknown which, broke the process."""
+        """Score these groups in one request; those that take too long to go with it wait for another. Returns them if one
+        of them, unknown which, broke the process.
+        """
         if not groups:
             return ()
         seconds = self._timeout_seconds + (CANCEL_SECONDS if self._is_async else 0.0)
         request, began = {"groups": [group.message for group in groups]}, time.monotonic()
         try:
             answer = await process.call(request, seconds, groups[0].doing, ADVICE)
-            found = list(zip(groups, answer["groups"], strict=True))
+            found = list(zip(groups, answer["groups"], strict=False))
+            self._waiting.extendleft(reversed(groups[len(found) :]))
+            self._request_soon()
             for name, took in answer["seconds"].items():
                 self._seconds_by_function[name] = self._seconds_by_function.get(name, 0.0) + took
         except CodeFailure as failure:
+            took = time.monotonic() - began
             if failure.is_shared or len(groups) > 1:
+                for group in groups:
+                    group.lost_seconds += took
                 return groups
-            found = [(groups[0], {"failed": str(failure), "traceback": failure.traceback})]
+            broken = {"failed": str(failure), "traceback": failure.traceback, "seconds": groups[0].lost_seconds + took}
+            found = [(groups[0], broken)]
         except Exception as error:
             for group in groups:
                 if not group.answer.done():
                     group.answer.set_exception(error)
             return ()
-        self._seconds = max(1e-6, (time.monotonic() - began) / len(groups))
+        self._seconds = max(1e-6, (time.monotonic() - began) / len(found))
         for group, scores in found:
             if not group.answer.done():
-                group.answer.set_result((scores, self._seconds))
+                group.answer.set_result((scores, scores["seconds"]))
         return ()
 
     async def _take(self) -> CodeProcess:

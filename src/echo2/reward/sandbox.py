@@ -19,7 +19,7 @@ from echo2.errors import PeerError, UserError
 from echo2.sandbox import pipes
 
 STARTUP_SECONDS = 120.0  # imports of the scorer's library
-SECONDS_PER_COMPLETION = 10.0  # more than the limits of `sandbox_child.py`
+SECONDS_PER_COMPLETION = 10.0  # more than the limits of `sandbox_child.py`; `reward.timeout_seconds` ends it before
 EXIT_SECONDS = 5.0
 #: One thread, because the process forks; the rest makes scores the same on every machine.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}

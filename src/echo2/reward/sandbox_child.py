@@ -2,7 +2,8 @@
 
 Each group is scored in a fork that has given up its rights (`confinement.py`) and answers with one number a completion;
 this process reads the numbers and never a completion. A completion on which the scorer hangs, dies or raises scores 0:
-an answer that a scorer cannot read is wrong. After a hang or a death, the next completion gets a new fork.
+an answer that a scorer cannot read is wrong. After a hang or a death, the next completion gets a new fork. Those that
+need long wait until the others are scored, and all of a group that hang or die share one budget of time.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import struct
 import time
 import traceback
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -23,10 +25,11 @@ from echo2.reward import confinement, expressions, text_scorers
 from echo2.reward.text_scorers import Score
 from echo2.sandbox import pipes
 
-COMPLETION_SECONDS = 5.0  # limit for one completion
-GROUP_SECONDS = 20.0  # for a group in all; beyond that,
-LATER_SECONDS = 0.5  # limit for each completion that is left
+QUICK_SECONDS = 0.5  # limit for one completion while others of its group wait
+COMPLETION_SECONDS = 5.0  # its limit when it is tried again after them
+LOST_SECONDS = 10.0  # for the completions of a group that hang or die, together; then all that have no score yet get 0
 CONFINE_SECONDS = 30.0
+TOO_HARD = f"cannot read its column in {COMPLETION_SECONDS:g} s, or not within the memory of the sandbox"
 UNREADABLE_COLUMN = "finds no mathematics that math-verify can read in the column 'answer'"
 
 _NUMBER = struct.Struct("<d")
@@ -59,15 +62,28 @@ def _answer(message: dict[str, Any], unconfined: str) -> dict[str, Any]:
 
 
 def _scores(scorer: Score, texts: Sequence[str]) -> list[float]:
-    scores: list[float] = []
-    started = time.monotonic()
-    while len(scores) < len(texts):
-        scores += _scores_of_a_fork(scorer, texts[len(scores) :], started + GROUP_SECONDS)
-    return scores
+    scores: list[float | None] = [None] * len(texts)
+    lost = 0.0
+    for seconds in (QUICK_SECONDS, COMPLETION_SECONDS):
+        waiting = deque(place for place, score in enumerate(scores) if score is None)
+        while waiting and lost < LOST_SECONDS:
+            limit = min(seconds, LOST_SECONDS - lost)
+            found, is_dead, last_seconds = _scores_of_a_fork(scorer, [texts[place] for place in waiting], limit)
+            for score in found:
+                scores[waiting.popleft()] = score
+            if waiting:
+                lost += last_seconds
+                place = waiting.popleft()
+                scores[place] = 0.0 if is_dead else None
+    return [score or 0.0 for score in scores]
 
 
-def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float) -> list[float]:
-    """Score texts in one fork; returns the scores of all texts, or up to the text that ended the fork."""
+def _scores_of_a_fork(scorer: Score, texts: Sequence[str], limit: float) -> tuple[list[float], bool, float]:
+    """Score texts in one fork. Return the scores of all texts, or those up to the text that ended the fork; whether it
+    killed the fork (or else took longer than `limit`); and the seconds that this text took, the fork included if it was
+    the first.
+    """
+    began = time.monotonic()
     from_fork, to_parent = os.pipe()
     here = os.getpid()
     fork = os.fork()
@@ -77,16 +93,17 @@ def _scores_of_a_fork(scorer: Score, texts: Sequence[str], patient_until: float)
     try:
         if _number(from_fork, CONFINE_SECONDS) != _READY:
             raise UserError("cannot run: the kernel refused the sandbox for its process; see the log")
+        if (number := _number(from_fork, COMPLETION_SECONDS)) in (None, _UNREADABLE):
+            raise UserError(TOO_HARD) if number is None else text_scorers.UnreadableColumn
         scores: list[float] = []
         while len(scores) < len(texts):
-            is_patient = time.monotonic() < patient_until
-            number = _number(from_fork, COMPLETION_SECONDS if is_patient else LATER_SECONDS)
-            if number == _UNREADABLE:
-                raise text_scorers.UnreadableColumn
-            scores.append(number if number is not None and 0.0 <= number <= 1.0 else 0.0)
-            if number is None:
-                break
-        return scores
+            if not select.select([from_fork], [], [], limit)[0]:
+                return scores, False, time.monotonic() - began
+            if (number := _number(from_fork, 0.0)) is None:
+                return scores, True, time.monotonic() - began
+            scores.append(number if 0.0 <= number <= 1.0 else 0.0)
+            began = time.monotonic()
+        return scores, False, 0.0
     finally:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
@@ -107,7 +124,7 @@ def _score_confined(scorer: Score, texts: Sequence[str], to_parent: int, parent:
         confinement.confine(to_parent, parent)
         expressions.forbid_code()
         os.write(to_parent, _NUMBER.pack(_READY))
-        for text in texts:
+        for text in ("", *texts):  # the first reads the task's column, which no completion should pay for
             try:
                 score = scorer(text)
             except text_scorers.UnreadableColumn:
