@@ -19,7 +19,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from echo2.config.rules import weighted
 from echo2.errors import UserError
+from echo2.reward import sandbox
+from echo2.reward.functions import RUN_TEXT
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox.child import Handler, failed
 from echo2.types import Message, Rollout, Task
@@ -61,6 +64,9 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         UserError: the functions cannot be loaded.
     """
     scorer, seconds = Scorer(setup["functions"]), setup["timeout_seconds"]
+    for entry in setup["functions"]:
+        if (name := weighted(entry)[1]) in RUN_TEXT:
+            sandbox.shared().load(name)
 
     def score(request: dict[str, Any]) -> dict[str, Any]:
         until, groups = time.perf_counter() + REQUEST_SECONDS, list[dict[str, Any]]()

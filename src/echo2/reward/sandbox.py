@@ -38,10 +38,21 @@ class Sandbox:
         Raises:
             UserError: the scorer cannot be made for this column, or its process cannot run.
         """
-        request = {"scorer": scorer, "column": column, "texts": list(texts)}
+        answer = self._asked({"scorer": scorer, "column": column, "texts": list(texts)}, len(texts))
+        return [float(score) for score in answer["scores"]]
+
+    def load(self, scorer: str) -> None:
+        """Start the process and let it import the scorer's library, so that no group's time has to include that.
+
+        Raises:
+            UserError: its process cannot run, or the library cannot be imported.
+        """
+        self._asked({"scorer": scorer}, 0)
+
+    def _asked(self, request: dict[str, Any], num_texts: int) -> dict[str, Any]:
         with self._turn:
             process = self._running()
-            seconds = STARTUP_SECONDS + SECONDS_PER_COMPLETION * len(texts)
+            seconds = STARTUP_SECONDS + SECONDS_PER_COMPLETION * num_texts
             killer = threading.Timer(seconds, process.kill)  # which ends its pipes
             killer.start()
             try:
@@ -56,7 +67,7 @@ class Sandbox:
                 killer.cancel()
         if "failed" in answer:
             raise UserError(answer["failed"])
-        return [float(score) for score in answer["scores"]]
+        return answer
 
     def close(self) -> None:
         """End the process, even while it scores; the next call starts another."""

@@ -51,6 +51,9 @@ def _answer(message: dict[str, Any], unconfined: str) -> dict[str, Any]:
     try:
         if unconfined:
             raise UserError(f"needs a sandbox, which this machine cannot provide: {unconfined}")
+        if "texts" not in message:
+            text_scorers.load(message["scorer"])
+            return {}
         scorer = text_scorers.make_scorer(message["scorer"], message["column"])
         return {"scores": _scores(scorer, message["texts"])}
     except UserError as error:

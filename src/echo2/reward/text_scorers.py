@@ -34,6 +34,11 @@ def make_scorer(name: str, column: Any) -> Score:
     return _MAKERS[name](column)
 
 
+def load(name: str) -> None:
+    """Import the library of the scorer `name`, which takes a second or more."""
+    _LIBRARIES[name]()
+
+
 def final_answer(text: str) -> str:
     """Return the line after the last `####`; the whole text if there is no `####`, or if there is a boxed answer."""
     _, mark, tail = text.rpartition("####")
@@ -54,12 +59,18 @@ def _reasoning_gym(column: Mapping[str, Any]) -> Score:
     return lambda text: float(scorer.score_answer(tagged_answer(text), entry))
 
 
-@lru_cache(maxsize=32)
-def _generator(name: str, params_json: str) -> Any:
-    """Make a generator with the task's parameters: some scorers read them (time_intervals, puzzle24 ...)."""
+@cache
+def _factory() -> Any:
     expressions.disarm()
     from reasoning_gym import factory
 
+    return factory
+
+
+@lru_cache(maxsize=32)
+def _generator(name: str, params_json: str) -> Any:
+    """Make a generator with the task's parameters: some scorers read them (time_intervals, puzzle24 ...)."""
+    factory = _factory()
     try:
         generator = factory.create_dataset(name, **json.loads(params_json))
     except Exception as error:
@@ -100,4 +111,5 @@ def _math_verify() -> tuple[Callable[..., Any], Callable[..., bool]]:
     return parse, verify
 
 
+_LIBRARIES: Mapping[str, Callable[[], Any]] = {"reasoning_gym": _factory, "math": _math_verify}
 _MAKERS: Mapping[str, Callable[[Any], Score]] = {"reasoning_gym": _reasoning_gym, "math": _mathematics}
