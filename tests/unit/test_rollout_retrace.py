@@ -144,7 +144,7 @@ def test_no_other_attempt_does(whim: int) -> None:
 # ---- at a real head --------------------------------------------------------------------------------------------------
 
 OWN = """
-import os, time
+import asyncio, os, time
 
 class Parrot:
     stop, turn_tokens = "=", 4
@@ -154,24 +154,31 @@ class Parrot:
     def step(self, action):
         self.turns += 1
         if action == "666": os._exit(3)
+        if action == "777": time.sleep(600)
         return action[::-1], float(len(action)), self.turns == 2
+
+class Together(Parrot):
+    async def step(self, action):
+        if action == "777": await asyncio.sleep(600)
+        return super().step(action)
 """
 
 
-def parrot(path: Path) -> OpenHead:
+def parrot(path: Path, name: str = "Parrot", lease_seconds: float = 120.0) -> OpenHead:
     own = path / "own.py"
     own.write_text(OWN)
     raw = head_settings(
         rows(path / "rows.jsonl", "53="),
-        tasks={"environment": f"{own}:Parrot"},
+        tasks={"environment": f"{own}:{name}"},
         reward={"functions": ["environment"]},
         sampling={"max_turns": 3},
+        schedule={"lease_seconds": lease_seconds},
     )
     return OpenHead(path, raw, tokenizer_files() | {"config.json": b'{"max_position_embeddings": 64}'})
 
 
-def playing(open_head: OpenHead, path: Path) -> Any:
-    return open_head.attending(environments=[f"{path}/own.py:Parrot"])
+def playing(open_head: OpenHead, path: Path, name: str = "Parrot") -> Any:
+    return open_head.attending(environments=[f"{path}/own.py:{name}"])
 
 
 # 5 3 =  ->  the parrot says 3 5, its reward is 2;  7 =  ->  over, its reward is 1.   (ids: digit + 2, "=" is 28)
@@ -264,6 +271,40 @@ def test_an_attempt_that_kills_the_environment_fails_its_workers_lease(tmp_path:
             assert open_head.head.outcome is None
             await until(lambda: len(leases) > 1)
             assert (await open_head.deliver(delivery(leases[-1], [attempt()] * 4)))[0][0]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+HANGS = attempt([9, 9, 9, 28, 9, 28], ())
+
+
+def test_a_replay_ends_with_the_first_rollout_that_is_refused(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with parrot(tmp_path, "Together") as open_head, playing(open_head, tmp_path, "Together") as leases:
+            await until(lambda: leases)
+            lie, detail = LIES["no end"]
+            ((_, reason),) = await open_head.deliver(delivery(leases[0], [HANGS, attempt(), attempt(), lie]))
+            assert reason == f"malformed: a rollout in an environment: {detail}"
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_replay_ends_with_its_lease(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with parrot(tmp_path, lease_seconds=2.0) as open_head, playing(open_head, tmp_path) as leases:
+            await until(lambda: leases)
+            ((_, reason),) = await open_head.deliver(delivery(leases[0], [HANGS] * 4))
+            assert reason.startswith("late: ")
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_the_planner_hears_how_long_the_environment_took(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
+            await until(lambda: leases)
+            await open_head.deliver(delivery(leases[0], [attempt()] * 4))
+            assert (open_head.head.planner.replay_time.own or 0.0) > 0
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

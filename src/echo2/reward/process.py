@@ -183,8 +183,8 @@ class RewardProcesses:
                 await self._answer(self._alone, [group])
 
     async def _answer(self, process: CodeProcess, groups: Sequence[_Group]) -> Sequence[_Group]:
-        """Score these groups in one request; those that take too long to go with it wait for another. Returns them if one
-        of them, unknown which, broke the process.
+        """Score these groups in one request; those that it has no time for wait for another. Returns them if one of
+        them, unknown which, broke the process.
         """
         if not groups:
             return ()

@@ -35,7 +35,8 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class Begun:
     """A rollout, with all that is needed to begin it again. `member`: the process that holds it; `life`: how many times
-    that process had been started (0: not begun); `number`: the rollout's number in that process."""
+    that process had been started (0: not begun); `number`: the rollout's number in that process; `seconds`: of its
+    ended calls; `called_at`: when the call under way began."""
 
     columns: Mapping[str, Any]
     seed: int
@@ -45,6 +46,12 @@ class Begun:
     life: int = 0
     number: int = 0
     is_over: bool = False
+    seconds: float = 0.0
+    called_at: float | None = None
+
+    def spent_seconds(self) -> float:
+        """Seconds that its calls have held a process so far; of an asynchronous environment: that they have waited."""
+        return self.seconds + (0.0 if self.called_at is None else time.monotonic() - self.called_at)
 
 
 class EnvironmentProcess:
@@ -118,7 +125,8 @@ class EnvironmentProcess:
 
     async def _step(self, rollout: Begun, action: str) -> Reply:
         async def step() -> dict[str, Any]:
-            return await self._call(member, {"step": await self._number(rollout, member), "action": action})
+            number = await self._number(rollout, member)
+            return await self._called(rollout, member, {"step": number, "action": action})
 
         # Before its first action, a rollout can be begun in any process.
         async with self._turn(rollout.member, is_bound=bool(rollout.actions)) as member:
@@ -145,11 +153,11 @@ class EnvironmentProcess:
                 self._finished(self._forget(rollout.member, rollout.life, rollout.number))
             rollout.member, rollout.life = member, 0
             member.num_rollouts += 1
-            begun = await self._call(member, {"begin": dict(rollout.columns), "seed": rollout.seed})
+            begun = await self._called(rollout, member, {"begin": dict(rollout.columns), "seed": rollout.seed})
             rollout.number, rollout.turn_tokens = begun["number"], begun["turn_tokens"]
             rollout.life = member.process.num_started
             for action in rollout.actions:
-                await self._call(member, {"step": rollout.number, "action": action})
+                await self._called(rollout, member, {"step": rollout.number, "action": action})
         return rollout.number
 
     async def _end(self, rollout: Begun) -> None:
@@ -168,6 +176,14 @@ class EnvironmentProcess:
                 except UserError as error:
                     if not self._closed:
                         log.warning("%s", error)
+
+    async def _called(self, rollout: Begun, member: Member, request: dict[str, Any]) -> dict[str, Any]:
+        """Make a call of this rollout, and count its seconds."""
+        rollout.called_at = time.monotonic()
+        try:
+            return await self._call(member, request)
+        finally:
+            rollout.seconds, rollout.called_at = rollout.spent_seconds(), None
 
     async def _call(self, member: Member, request: dict[str, Any]) -> dict[str, Any]:
         self._check_open()

@@ -220,7 +220,7 @@ class GroupDelivered(PlannerEvent):
 
 
 class DeliveryMalformed(PlannerEvent):
-    """A result that broke the wire format or its bounds."""
+    """A result that broke the wire format or its bounds; or that was "late", as its lease ended while it was read."""
 
     worker_id: str
     lease_id: int

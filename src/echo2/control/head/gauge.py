@@ -29,8 +29,8 @@ GROUP_SHARE = 0.1
 
 @dataclass(slots=True)
 class UsualSeconds:
-    """Seconds that the head usually spends on a group, as running means: of all groups that wasted nothing, and of those
-    that machines of the owner sampled. None: of no group yet.
+    """Seconds that the head usually spends on a group, as running means: of all groups that wasted nothing, and of
+    those that machines of the owner sampled. None: of no group yet.
     """
 
     mean: float | None = None

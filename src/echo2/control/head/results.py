@@ -116,11 +116,14 @@ def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
 
 
 def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
-    """Handle a delivery that broke the protocol: refuse it, count it against its worker, and lease the group again."""
-    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
+    """Handle a delivery that broke the protocol: refuse it, count it against its worker, and lease the group again. One
+    that came too late to be replayed before its lease ended is no breach.
+    """
+    is_late = event.reason == "late"
+    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=not is_late)
     held = state.leases.get(event.lease_id)
     group = held[1].group if held is not None and held[0] == event.worker_id else None
-    _refuse(state, event, event.reason, event.detail, MALFORMED_COST, group)
+    _refuse(state, event, event.reason, event.detail, REFUSED_COST if is_late else MALFORMED_COST, group)
 
 
 def _refuse(

@@ -30,7 +30,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     The planner checks that the lease is open and that the versions are allowed.
 
     Raises:
-        PeerError: "malformed" or "oversized": the result cannot have been sampled under this lease.
+        PeerError: "malformed" or "oversized": the result cannot have been sampled under this lease. "late": it ended
+            before the environment had replayed the result.
         UserError: the environment fails.
     """
     task, config = await head.tasks.task(lease.group, lease.cursor), head.config
@@ -57,7 +58,8 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     elif head.referee is not None:
         is_chat = not isinstance(task.prompt, str)
         rules = head.reader.turn_rules(await head.referee.stop(), is_chat, config.sampling.max_turns, params.max_tokens)
-        group = await head.referee.judged(rules, lease, task, group)
+        seconds_left = lease.deadline - head.clock.now()
+        group = await head.referee.judged(rules, lease, task, group, seconds_left)
     elif not by_harness:
         head.reader.check_ends(group, params.max_tokens)
     if not (group.logged or head.identity.member(worker_id).is_own):

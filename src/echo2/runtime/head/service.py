@@ -239,15 +239,17 @@ class Service:
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
         strangers.check_not_expelled(head, peer.peer_id)
         held = head.planner.leases.get(lease_id)
+        event: _Result
         try:
             if held is None or held[0] != peer.peer_id:  # not read: the planner refuses it, and says why
                 return ev.GroupDelivered(peer.peer_id, lease_id, messages.delivered_group(delivery), 0, 0, 0, 0)
-            return await read_delivery(head, peer.peer_id, held[1], delivery)
+            event = await read_delivery(head, peer.peer_id, held[1], delivery)
         except UserError as error:  # reported as if the environment had failed at the worker
-            return ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
+            event = ev.LeaseFailed(peer.peer_id, lease_id, "environment_failed", str(error), traceback_of(error))
         except PeerError as error:
             detail = printable(error.detail, DETAIL_CHARS_MAX)
-            return ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)
+            event = ev.DeliveryMalformed(peer.peer_id, lease_id, error.reason, detail)
+        return event if head.referee is None else head.referee.timed(event)
 
     def _reply(self, event: _Result, commands: list[do.Command]) -> wire.DeliveryReply:
         """Return the reply to a delivery, from the planner's commands."""
