@@ -1,5 +1,5 @@
 """A real run with three strangers: the owner's worker checks the honest one and believes it, checks a liar and finds
-it; of one that names weights which nobody has nothing is taken.
+it; of one that names weights which nobody has nothing is taken. One whose engine nobody can check does not get in.
 """
 
 from __future__ import annotations
@@ -84,3 +84,26 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
     assert audit["trained"] == 16 * run.status()["version"]
     assert (audit["lost"], audit["doubled"]) == (0, 0)
     assert run.command("replay")["num_different"] == 0
+
+
+def test_a_stranger_with_an_engine_that_nobody_can_check_is_told_why_it_does_not_get_in(
+    tmp_path: Path, sort_model: Path
+) -> None:
+    run = Run(tmp_path / "run", sort_model, "--workers.count", "0", *ENDLESS).start()
+    try:
+        run.wait_version(0)
+        invited = [sys.executable, "-m", "echo2", "invite", str(run.out)]
+        ticket = subprocess.run(invited, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+        join = [sys.executable, "-m", "echo2", "worker", ticket, "--engine", "vllm", "--state", str(tmp_path / "state")]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        joined = subprocess.run(
+            join, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert joined.returncode != 0
+        for words in ("its engine is 'vllm'", "--engine compact", 'workers.strangers_engines = "any"'):
+            assert words in joined.stderr
+        run.wait(lambda: "'vllm'" in str(run.status().get("turned_away")), "status that says so")
+    finally:
+        assert run.process is not None
+        run.process.terminate()
+        run.process.communicate(timeout=150)

@@ -74,6 +74,49 @@ def test_leases_that_wait_for_a_worker_go_together(tmp_path: Path, deterministic
     asyncio.run(scenario())
 
 
+def stranger_of(open_head: OpenHead, path: Path) -> Peer:
+    """A machine that joined with a ticket for others."""
+    identity = open_head.head.identity
+    ticket = Ticket.parse(identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=False))
+    return Peer(identity.enrol(ticket.ticket_id, "worker", PeerIdentity(path / "stranger").request())[0], "worker")
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers", "named"),
+    [
+        ("vllm", {}, "'vllm'"),
+        ("fake", {}, "'fake'"),
+        ("", {}, "''"),
+        ("auto", {"engine": "vllm"}, "the run's, vllm"),
+        ("vllm", {"strangers_engines": "any"}, ""),
+        ("auto", {}, ""),
+        ("transformers", {"engine": "vllm"}, ""),
+    ],
+)
+def test_a_stranger_joins_with_an_engine_that_can_be_checked(
+    tmp_path: Path, engine: str, workers: dict[str, str], named: str
+) -> None:
+    async def scenario() -> None:
+        async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers)) as open_head:
+            peer = stranger_of(open_head, tmp_path)
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine=engine)
+            if named:
+                with pytest.raises(PeerError) as refused:
+                    await anext(open_head.service.attend(peer, hello))
+                assert refused.value.reason == "unchecked_engine"
+                for words in (f"its engine is {named}, which", "--engine compact", 'workers.strangers_engines = "any"'):
+                    assert words in refused.value.detail
+            else:
+                stream = open_head.service.attend(peer, hello)
+                await anext(stream)
+                await stream.aclose()
+            assert open_head.head.turned_away == ({peer.peer_id: refused.value.detail} if named else {})
+            async with open_head.attending("w-1", engine=engine) as leases:  # a machine of the owner has any
+                await until(lambda: leases)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_a_stranger_does_not_take_the_name_of_a_rented_machine(tmp_path: Path) -> None:
     """It would be paid as that one; and the machine itself, when it comes, would not be known."""
     spot = (
@@ -92,10 +135,8 @@ def test_a_stranger_does_not_take_the_name_of_a_rented_machine(tmp_path: Path) -
             (tmp_path / "run" / "ticket").write_text("a ticket")
             head.machines.rent("spot")
             (machine,) = head.machines.names()
-            ticket = Ticket.parse(head.identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=False))
-            csr = PeerIdentity(tmp_path / "stranger").request()
-            stranger = Peer(head.identity.enrol(ticket.ticket_id, "worker", csr)[0], "worker")
-            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, offer=machine)
+            stranger = stranger_of(open_head, tmp_path)
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, offer=machine, engine="compact")
             stream = open_head.service.attend(stranger, hello)
             await anext(stream)
             worker = head.planner.fleet.get(stranger.peer_id)

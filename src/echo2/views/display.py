@@ -227,7 +227,7 @@ def _broadcast_line(status: Mapping[str, Any]) -> str:
 
 
 def strangers_lines(status: Mapping[str, Any]) -> list[str]:
-    """Return lines about skipped evaluations, the prices strangers ask, and strangers turned away for their price."""
+    """Return lines about skipped evaluations, the prices strangers ask, and the strangers that were turned away."""
     lines = []
     if versions := sorted(status.get("not_evaluated") or {}, key=int):
         names = ", ".join(versions)

@@ -27,7 +27,7 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
 
 
 def replayed(state: PlannerState, worker_id: str, seconds: float, is_failed: bool = False) -> None:
-    """Record how long the environment's replay of a worker's result took, likewise. Of one that failed, all is wasted."""
+    """Record how long the environment's replay of a worker's result took, likewise. One that failed wasted it all."""
     worker = state.fleet.get(worker_id)
     if worker is None or seconds <= 0:
         return

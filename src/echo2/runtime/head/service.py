@@ -96,7 +96,7 @@ class Service:
             )
         if is_harness(environment):
             strangers.check_own(head, peer.peer_id)
-        joined = replace(strangers.known(head, joined), draws=draws_from_stream(head, hello.engine))
+        joined = strangers.known(head, replace(joined, draws=draws_from_stream(head, hello.engine)), hello.engine)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         presence = Presence(

@@ -15,6 +15,7 @@ from echo2.config.offers import Offer
 from echo2.control.head import events as ev
 from echo2.control.head.workers import possible_claims
 from echo2.errors import PeerError
+from echo2.printable import printable
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 #: Largest process id on Linux; other systems stay below it.
 PID_MAX = 2**22
-#: Maximum number of workers turned away for their price that `echo2 status` names.
+#: Maximum number of workers turned away for their price or engine that `echo2 status` names.
 TURNED_AWAY_MAX = 20
 
 
@@ -35,12 +36,13 @@ def check_not_expelled(head: Head, worker_id: str) -> None:
         raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {conduct.expelled_for}")
 
 
-def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
+def known(head: Head, joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
     """Return the event with the stranger's ticket ("" for the owner's machines), a stranger's first price, and only
-    those claimed leases that may be its own.
+    those claimed leases that may be its own. `engine`: as the worker names it.
 
     Raises:
-        PeerError: the worker is expelled, or asks for more than this run pays strangers.
+        PeerError: the worker is expelled, asks for more than this run pays strangers, or has an engine that nobody can
+            check.
     """
     check_not_expelled(head, joined.worker_id)
     member = head.identity.member(joined.worker_id)
@@ -49,6 +51,7 @@ def known(head: Head, joined: ev.WorkerJoined) -> ev.WorkerJoined:
         joined = replace(joined, price_usd_per_hour=known_as.price_usd_per_hour) if known_as else joined
         try:
             check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
+            check_engine(head.config, joined.draws, engine)
         except PeerError as error:
             head.turned_away.pop(joined.worker_id, None)
             head.turned_away[joined.worker_id] = error.detail
@@ -89,6 +92,21 @@ def check_price(price_usd_per_hour: float, most: float) -> None:
             f"it asks ${price_usd_per_hour:g} an hour, and this run pays strangers ${most:g} at most. Ask for less, or "
             "ask the run's owner to raise workers.price_usd_per_hour, to list such machines as offers, or for a ticket "
             "for own machines",
+        )
+
+
+def check_engine(config: Config, draws: bool, engine: str) -> None:
+    """Raise PeerError("unchecked_engine") for a stranger whose engine does not draw from the head's random stream,
+    unless the run takes any engine. The best of many tries of such an engine passes every check.
+    """
+    if not draws and config.workers.strangers_engines == "checkable":
+        named = f"the run's, {config.workers.engine}" if engine == "auto" else repr(printable(engine, 50))
+        raise PeerError(
+            "unchecked_engine",
+            f"its engine is {named}, which does not draw tokens from the head's random stream, so nobody can check "
+            "whether it delivers the best of many tries. Start the worker with --engine compact or --engine "
+            'transformers, or ask the run\'s owner to set workers.strangers_engines = "any" or for a ticket for own '
+            "machines",
         )
 
 
