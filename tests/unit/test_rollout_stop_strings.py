@@ -6,13 +6,14 @@ import random
 from array import array
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from echo2.rollout import stop_strings
 from echo2.rollout.engines import make_engine
 from echo2.rollout.stop_strings import stop_rule
 from echo2.rollout.tokenizer import load_tokenizer
@@ -48,7 +49,27 @@ def test_the_end_is_where_the_whole_text_first_holds_a_string(strings: list[str]
         return str(tokenizer.decode(known, skip_special_tokens=False))
 
     ends = (count for count in range(1, len(tokens) + 1) if any(string in text(count) for string in strings))
-    assert stop_rule(tokenizer, tuple(strings)).length(tokens) == next(ends, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stop_strings, "BLOCK_TOKENS", rng.randrange(1, 20))
+        assert stop_rule(tokenizer, tuple(strings)).length(tokens) == next(ends, None)
+
+
+def test_a_rollout_of_tokens_that_may_all_end_a_string_is_decoded_about_once() -> None:
+    """The head looks at every rollout of strangers, who choose its tokens."""
+    decoded: list[int] = []
+
+    class Counting:
+        def __len__(self) -> int:
+            return len(byte_tokenizer())
+
+        def decode(self, token_ids: list[int], **options: Any) -> str:
+            decoded.extend(token_ids)
+            return str(byte_tokenizer().decode(token_ids, **options))
+
+    tokens = array("i", byte_tokenizer().encode(">", add_special_tokens=False) * 4096)
+    rule = replace(stop_rule(byte_tokenizer(), ("</answer>",)), tokenizer=cast(Any, Counting()))
+    assert rule.length(tokens) is None
+    assert len(decoded) < 1.1 * len(tokens)
 
 
 @pytest.mark.parametrize("name", ["compact", "transformers", "fake"])

@@ -15,6 +15,8 @@ from echo2.rollout.tokenizer import Tokenizer, tokens_with
 
 #: Tokens decoded before the string's: for the first bytes of a character, and the first space that some decoders drop.
 MARGIN_TOKENS = 4
+#: Tokens of a whole rollout that are decoded at a time.
+BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,17 +30,26 @@ class StopRule:
 
     def ends(self, tokens: Sequence[int]) -> bool:
         """Whether a sample that has not ended before ends with the last of these tokens. The last `window` suffice."""
-        if tokens[-1] not in self.tokens:
-            return False
-        size = len(self.tokenizer)
-        known = [token for token in tokens[-self.window :] if token < size]
-        text = self.tokenizer.decode(known, skip_special_tokens=False)
-        return any(string in text for string in self.strings)
+        return tokens[-1] in self.tokens and self._is_in(tokens[-self.window :])
 
     def length(self, tokens: array[int]) -> int | None:
-        """Return the number of tokens up to the first that completes a stop string; None if there is none."""
-        places = (at + 1 for at, token in enumerate(tokens) if token in self.tokens)
-        return next((end for end in places if self.ends(tokens[max(0, end - self.window) : end])), None)
+        """Return the number of tokens up to the first that completes a stop string; None if there is none. However many
+        tokens may complete one: those of a block are looked at one by one only if the block has a stop string.
+        """
+        for begin in range(0, len(tokens), BLOCK_TOKENS):
+            block = range(begin, min(begin + BLOCK_TOKENS, len(tokens)))
+            ends = [at + 1 for at in block if tokens[at] in self.tokens]
+            if len(ends) < 2 or self._is_in(tokens[max(0, begin - self.window) : block.stop]):
+                for end in ends:
+                    if self.ends(tokens[max(0, end - self.window) : end]):
+                        return end
+        return None
+
+    def _is_in(self, tokens: Sequence[int]) -> bool:
+        """Whether the text of these tokens has a stop string."""
+        size = len(self.tokenizer)
+        text = self.tokenizer.decode([token for token in tokens if token < size], skip_special_tokens=False)
+        return any(string in text for string in self.strings)
 
 
 @lru_cache(maxsize=16)
