@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 from echo2.control.head import events as ev
 from echo2.errors import PeerError
@@ -19,7 +18,7 @@ from echo2.rollout.turns import ENVIRONMENT_SAMPLE, derived_seed
 from echo2.tasks.environment_process import Begun, EnvironmentProcess
 from echo2.types import Lease, Rollout, RolloutGroup, Task
 
-Result = TypeVar("Result", ev.GroupDelivered, ev.LeaseFailed, ev.DeliveryMalformed)
+Result = ev.GroupDelivered | ev.LeaseFailed | ev.DeliveryMalformed
 #: Maximum number of concurrent rollouts in the environment's process.
 ROLLOUTS_TOGETHER_MAX = 1024
 
