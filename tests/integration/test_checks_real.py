@@ -100,7 +100,7 @@ def test_a_stranger_with_an_engine_that_nobody_can_check_is_told_why_it_does_not
             join, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False
         )
         assert joined.returncode != 0
-        for words in ("its engine is 'vllm'", "--engine compact", 'workers.strangers_engines = "any"'):
+        for words in ("its engine is 'vllm'", "--engine compact", "workers.require_checks = false"):
             assert words in joined.stderr
         run.wait(lambda: "vllm" in str(run.status().get("turned_away")), "status that says so")
     finally:

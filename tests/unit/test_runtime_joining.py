@@ -88,13 +88,13 @@ def stranger_of(open_head: OpenHead, path: Path) -> Peer:
         ("fake", {}, "'fake'"),
         ("", {}, "''"),
         ("auto", {"engine": "vllm"}, "the run's, vllm"),
-        ("vllm", {"strangers_engines": "any"}, ""),
+        ("vllm", {"require_checks": False}, ""),
         ("auto", {}, ""),
         ("transformers", {"engine": "vllm"}, ""),
     ],
 )
 def test_a_stranger_joins_with_an_engine_that_can_be_checked(
-    tmp_path: Path, engine: str, workers: dict[str, str], named: str
+    tmp_path: Path, engine: str, workers: dict[str, Any], named: str
 ) -> None:
     async def scenario() -> None:
         async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers)) as open_head:
@@ -104,7 +104,7 @@ def test_a_stranger_joins_with_an_engine_that_can_be_checked(
                 with pytest.raises(PeerError) as refused:
                     await anext(open_head.service.attend(peer, hello))
                 assert refused.value.reason == "unchecked_engine"
-                for words in (f"its engine is {named}, which", "--engine compact", 'workers.strangers_engines = "any"'):
+                for words in (f"its engine is {named}, which", "--engine compact", "workers.require_checks = false"):
                     assert words in refused.value.detail
             else:
                 stream = open_head.service.attend(peer, hello)

@@ -248,13 +248,14 @@ class WorkersConfig:
 
     count: Annotated[int, _doc("Workers on this machine. Others join with the ticket.", ge=0, le=256)] = 1
     engine: Annotated[str, _doc(f"Software that samples tokens: {' | '.join(ENGINES)}.")] = "compact"
-    strangers_engines: Annotated[
-        Literal["checkable", "any"],
+    require_checks: Annotated[
+        bool,
         _doc(
-            "Engines with which strangers may join. checkable: those that draw tokens from the head's random stream "
-            "(compact, transformers). any: also others, whose best of many tries no check sees."
+            "Strangers must be checkable: their engine draws tokens from the head's random stream (compact, "
+            "transformers), and until they are trusted they work only while a machine of yours can check them. false: "
+            "also other engines, whose best of many tries no check sees, and unchecked groups while nobody can check."
         ),
-    ] = "checkable"
+    ] = True
     price_usd_per_hour: Annotated[float, _doc("Price of one local worker.", ge=0.0)] = 0.0
 
 

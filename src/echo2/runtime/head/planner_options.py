@@ -35,6 +35,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         publish_every=schedule.kappa,
         dynamic_sampling=schedule.dynamic_sampling,
         deterministic=config.run.deterministic,
+        require_checks=config.workers.require_checks,
         groups_per_batch=sampling.groups_per_batch,
         order=schedule.order,
         lease_seconds=schedule.lease_seconds,

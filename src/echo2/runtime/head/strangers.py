@@ -99,13 +99,13 @@ def check_engine(config: Config, draws: bool, engine: str) -> None:
     """Raise PeerError("unchecked_engine") for a stranger whose engine does not draw from the head's random stream,
     unless the run takes any engine. The best of many tries of such an engine passes every check.
     """
-    if not draws and config.workers.strangers_engines == "checkable":
+    if not draws and config.workers.require_checks:
         named = f"the run's, {config.workers.engine}" if engine == "auto" else repr(printable(engine, 50))
         raise PeerError(
             "unchecked_engine",
             f"its engine is {named}, which does not draw tokens from the head's random stream, so nobody can check "
             "whether it delivers the best of many tries. Start the worker with --engine compact or --engine "
-            'transformers, or ask the run\'s owner to set workers.strangers_engines = "any" or for a ticket for own '
+            "transformers, or ask the run's owner to set workers.require_checks = false, or for a ticket for own "
             "machines",
         )
 
