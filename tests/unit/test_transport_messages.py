@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Callable
@@ -33,23 +34,19 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
     """One or several turns; narrowed or not; scored or not."""
     tokens = draw(st.lists(TOKEN_IDS, min_size=1, max_size=12))
     mask = bytes(draw(st.lists(st.integers(0, 1), min_size=len(tokens), max_size=len(tokens))))
-    logprob = st.floats(-100, 0, width=32)
     later = draw(st.sets(st.integers(1, len(tokens) - 1), max_size=3)) if len(tokens) > 1 else set()
-    starts = [0, *sorted(later)]
-    versions = sorted(draw(st.sets(NUMBERS, min_size=len(starts), max_size=len(starts))))
+    versions = sorted(draw(st.sets(NUMBERS, min_size=len(later) + 1, max_size=len(later) + 1)))
     supports = [
         draw(st.lists(TOKEN_IDS, max_size=3)) + ([token] if m else []) for token, m in zip(tokens, mask, strict=True)
     ]
-    offsets = [0]
-    for support in supports:
-        offsets.append(offsets[-1] + len(support))
+    offsets = [0, *itertools.accumulate(map(len, supports))]
     is_narrowed = draw(st.booleans())
     tops = draw(st.lists(TOKEN_IDS, max_size=4))
     return Rollout(
         tokens=array("i", tokens),
-        logprobs=array("f", [draw(logprob) if m else 0.0 for m in mask]),
+        logprobs=array("f", [draw(st.floats(-100, 0, width=32)) if m else 0.0 for m in mask]),
         loss_mask=mask,
-        version_spans=tuple(zip(starts, versions, strict=True)),
+        version_spans=tuple(zip([0, *sorted(later)], versions, strict=True)),
         finish=draw(st.sampled_from(["stop", "length"])),
         reward=draw(FINITE) if is_scored else None,
         reward_parts=draw(st.dictionaries(NAMES, FINITE, max_size=3)),
@@ -263,8 +260,8 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
     "spans descend": lambda r: set_spans(r, (0, 3), (2, 4), (1, 5)),
     "spans repeat": lambda r: set_spans(r, (0, 3), (0, 4)),
     "spans beyond the end": lambda r: set_spans(r, (0, 3), (3, 4)),
-    "a version twice": lambda r: set_spans(r, (0, 3), (1, 3)),
-    "a version falls": lambda r: set_spans(r, (0, 4), (1, 3)),
+    "versions repeat": lambda r: set_spans(r, (0, 3), (1, 3)),
+    "versions fall": lambda r: set_spans(r, (0, 4), (1, 3)),
     "version": lambda r: setattr(r.version_spans[0], "version", BEYOND),
     "finish": lambda r: setattr(r, "finish", "tired"),
     "a reward of its own": lambda r: r.reward_parts.update({"environment": 1.0}),
