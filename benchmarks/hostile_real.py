@@ -14,6 +14,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -81,7 +82,9 @@ async def honest(
             num_swapped += sum(len(one.version_spans) > 1 for group in groups for one in group.rollouts)
         print(f"{len(verdicts)} groups, {sum(bool(one.fault) for one in verdicts)} false alarms", flush=True)
     num_skipped, typical = sum(one.num_skipped for one in verdicts), max(one.typical_interval for one in verdicts)
-    return {**spread(verdicts), "swapped_rollouts": num_swapped, "skipped": num_skipped, "typical_max": typical}
+    together = sum(one.surprise for one in verdicts) / math.sqrt(len(verdicts))
+    found = {"swapped_rollouts": num_swapped, "skipped": num_skipped, "typical_max": typical}
+    return {**spread(verdicts), **found, "surprise_of_all": together}
 
 
 async def cheats(old: Snapshot, new: Snapshot, told: Sequence[array[int]], num_groups: int) -> list[dict[str, Any]]:
