@@ -39,7 +39,7 @@ from echo2.rollout.engine import Completion, Engine, SampleRequest
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
 from echo2.rollout.hf_engine import build_transformers
-from echo2.rollout.torch_engine import TorchDecoder
+from echo2.rollout.torch_engine import BuildModel, TorchDecoder
 from echo2.rollout.verification import Prefill, PrefillRequest, Verdict, check_group, readings_of
 from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.types import (
@@ -195,7 +195,8 @@ class Swapping(TorchDecoder):
     """Gets new weights before some of its steps."""
 
     def __init__(self, name: str, swaps: Mapping[int, Snapshot]) -> None:
-        super().__init__({"compact": build_compact, "transformers": build_transformers}[name], "cpu")
+        builds: dict[str, BuildModel] = {"compact": build_compact, "transformers": build_transformers}
+        super().__init__(builds[name], "cpu")
         self._swaps, self._steps = swaps, itertools.count(1)
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
@@ -357,15 +358,15 @@ async def claimed_swaps(num_groups: int) -> list[dict[str, Any]]:
 @contextmanager
 def moved_numbers(by: float, seed: int) -> Iterator[None]:
     """The sampler's random numbers are up to this far from the head's."""
-    rng, true = np.random.default_rng(seed), sampler.uniforms
+    rng, true = np.random.default_rng(seed), vars(sampler)["uniforms"]
 
     def moved(keys_B: Any, token_B: Any) -> Any:
         return np.clip(true(keys_B, token_B) + rng.uniform(-by, by, len(keys_B)), 0.0, 1.0 - 2.0**-53)
 
     if by:
-        sampler.uniforms = moved
+        vars(sampler)["uniforms"] = moved
     yield
-    sampler.uniforms = true
+    vars(sampler)["uniforms"] = true
 
 
 def reward(rollout: Rollout) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from check_cases import CHECKED, FIRST, answers, brings, desk_with, honest, joins
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.checks import (
@@ -17,48 +17,12 @@ from echo2.control.head.checks import (
     OVERDUE_LEASES,
     UNTRUSTED,
 )
-from echo2.control.head.standings import MISMATCH_TOKENS, SURPRISE_ODD
-from echo2.control.head.trust import CLEAN_TO_LEAVE, NEWCOMER_CHECKS, UNCHECKED_MAX
+from echo2.control.head.trust import (
+    CLEAN_TO_LEAVE,
+    NEWCOMER_CHECKS,
+)
 from echo2.types import RUN_POLICY, SnapshotRef
-from planner_cases import OPTIONS, Desk, of
-
-FIRST = SnapshotRef(RUN_POLICY, 1, 0)
-CHECKED = replace(OPTIONS, groups_per_step=400, groups_per_batch=4, heartbeat_seconds=1e6, check_seed=7)
-
-
-def joins(desk: Desk, worker_id: str, ticket: str = "", draws: bool = True) -> list[do.Command]:
-    return desk.tell(ev.WorkerJoined(worker_id, 16, 0.5, FIRST, ticket=ticket, draws=draws))
-
-
-def desk_with(*strangers: str, own: bool = True, **options: Any) -> Desk:
-    """A machine of the owner that can check, and workers that are strangers of a ticket each."""
-    desk = Desk(replace(CHECKED, **options))
-    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
-    if own:
-        joins(desk, "own")
-    for name in strangers:
-        joins(desk, name, f"ticket-{name}")
-    desk.publish(0)
-    return desk
-
-
-def brings(desk: Desk, worker_id: str) -> list[do.Command]:
-    """The worker delivers the first lease that it holds; its group is scored."""
-    return desk.deliver(desk.planner.leases.of_worker(worker_id)[0])
-
-
-def answers(desk: Desk, asked: do.CheckGroup, fault: str = "", missed: str = "") -> list[do.Command]:
-    return desk.tell(ev.GroupChecked(asked.worker_id, asked.group, 0 if missed else 50, fault, missed))
-
-
-def honest(desk: Desk, worker_id: str, num_groups: int, fault: str = "") -> int:
-    """So many groups, each check of which is answered at once; how many there were."""
-    num_checks = 0
-    for _ in range(num_groups):
-        for asked in of(do.CheckGroup, brings(desk, worker_id)):
-            num_checks += 1
-            answers(desk, asked, fault)
-    return num_checks
+from planner_cases import Desk, of
 
 
 def test_a_newcomers_first_groups_are_checked_and_not_fed_before_the_verdict() -> None:
@@ -85,17 +49,6 @@ def test_later_a_share_is_drawn_that_does_not_wait_for_the_verdict() -> None:
             num_checks += 1
             answers(desk, asked)
     assert 0.4 * CHECK_SHARE < num_checks / 500 < 1.6 * CHECK_SHARE
-
-
-def test_whose_tokens_surprise_the_learner_is_checked_more() -> None:
-    desk = desk_with("s")
-    honest(desk, "s", NEWCOMER_CHECKS)
-    assert honest(desk, "s", 12) < 6
-    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)
-    assert honest(desk, "s", 12) == 12
-    assert not desk.planner.conducts.to_expel
-    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 0.0)
-    assert honest(desk, "s", 12) < 6
 
 
 def test_groups_of_the_owners_machines_are_not_checked_and_nothing_is_without_a_seed() -> None:
@@ -137,18 +90,6 @@ def test_a_run_that_does_not_require_checks_trains_strangers_unchecked_while_nob
     assert of(do.FeedGroup, brings(desk, "s"))
     joins(desk, "own")
     assert not of(do.FeedGroup, brings(desk, "s"))
-
-
-def test_a_newcomer_earns_leases_by_checks_that_it_passed_and_not_by_deliveries() -> None:
-    desk = desk_with("s")
-    for num_held in (1, 2, 4):
-        asked: list[do.CheckGroup] = []
-        while desk.planner.leases.of_worker("s"):
-            asked += of(do.CheckGroup, brings(desk, "s"))
-        assert desk.planner.trust.num_held("ticket-s") == num_held
-        while asked:  # the machine gets one after the other
-            asked += of(do.CheckGroup, answers(desk, asked.pop()))
-    assert desk.planner.trust.of("ticket-s").is_believed
 
 
 def test_a_fault_retires_what_is_not_trained_yet_and_a_second_one_expels_the_ticket() -> None:
@@ -229,54 +170,6 @@ def test_a_machine_without_those_weights_leaves_the_check_to_another() -> None:
     assert again.group == asked.group
     assert of(do.RetireGroup, answers(desk, again, missed="snapshot_gone"))
     assert desk.planner.trust.of("ticket-s").num_missed == 1
-
-
-def test_a_group_passes_only_if_all_of_it_was_judged() -> None:
-    """A worker that says of all tokens but one that they are of weights that the machine does not hold has not been
-    checked."""
-    desk = desk_with("s")
-    (asked,) = of(do.CheckGroup, brings(desk, "s"))
-    commands = desk.tell(ev.GroupChecked(asked.worker_id, asked.group, num_tokens=1, num_skipped=99))
-    assert of(do.RetireGroup, commands)
-    assert (desk.planner.trust.of("ticket-s").num_passed, desk.planner.trust.of("ticket-s").num_missed) == (0, 1)
-    assert desk.planner.trust.of("ticket-s").num_failed == 0
-
-
-def test_a_fault_counts_even_if_part_of_the_group_was_not_judged() -> None:
-    desk = desk_with("s")
-    (asked,) = of(do.CheckGroup, brings(desk, "s"))
-    desk.tell(ev.GroupChecked(asked.worker_id, asked.group, 1, "not drawn so", num_skipped=99))
-    assert desk.planner.trust.of("ticket-s").is_quarantined
-
-
-def test_what_was_never_checked_never_becomes_trust() -> None:
-    """However many checks end without a verdict, nothing of a newcomer is trained."""
-    desk = desk_with("s")
-    for _ in range(50):
-        (asked,) = of(do.CheckGroup, brings(desk, "s"))
-        assert not of(do.FeedGroup, answers(desk, asked, missed="it took too long"))
-        desk.now += 2.0 * CHECKED.lease_seconds
-        desk.tell(ev.Tick())
-    assert not desk.planner.trust.of("ticket-s").is_believed
-
-
-def test_trust_lapses_when_checks_in_a_row_end_without_a_verdict() -> None:
-    """A ticket that was found good, and then delivers what nobody can check."""
-    desk = desk_with("s", groups_per_step=1200)
-    honest(desk, "s", NEWCOMER_CHECKS)
-    num_missed = num_groups = 0
-    while num_missed < UNCHECKED_MAX:
-        num_groups += 1
-        commands = brings(desk, "s")
-        assert of(do.FeedGroup, commands)
-        for asked in of(do.CheckGroup, commands):
-            num_missed += 1
-            answers(desk, asked, missed="snapshot_gone")
-    assert num_groups < 4 * UNCHECKED_MAX / CHECK_SHARE
-    trust = desk.planner.trust.of("ticket-s")
-    assert (trust.is_new, trust.num_failed) == (True, 0)
-    assert "newcomer again" in trust.history[-1][1]
-    assert not of(do.FeedGroup, brings(desk, "s"))
 
 
 def test_verdicts_count_only_from_the_machine_that_was_asked() -> None:

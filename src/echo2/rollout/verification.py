@@ -127,6 +127,7 @@ class Verdict:
     worst_support   largest `support_errors`
     worst_logprob   largest |reported logprob - computed logprob|, nats; `mean_logprob`: the mean
     surprise        (sum of -logprob minus sum of entropies) in standard deviations
+    variance        of that sum, nats^2
     fault           why the group was not drawn as its worker says; empty: it passes
     """
 
@@ -138,6 +139,7 @@ class Verdict:
     worst_logprob: float
     mean_logprob: float
     surprise: float
+    variance: float
     fault: str
 
 
@@ -300,20 +302,21 @@ def verdict(
 ) -> Verdict:
     """Return the verdict on a group of `num_sampled` tokens, from the parts that were compared."""
     if not parts:
-        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
+        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     intervals, supports, logprobs, surprises, variances = (
         np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__
     )
     if not is_from_stream:
         intervals = np.zeros_like(intervals)
-    deviation = math.sqrt(max(float(variances.sum()), 1e-9))
+    variance = max(float(variances.sum()), 1.0)
     found = {
         "worst_interval": float(intervals.max()),
         "typical_interval": float(np.sqrt(intervals).sum() / max(len(intervals), TYPICAL_TOKENS)) ** 2,
         "worst_support": float(supports.max()),
         "worst_logprob": float(logprobs.max()),
         "mean_logprob": float(logprobs.mean()),
-        "surprise": float(surprises.sum()) / max(deviation, 1.0),
+        "surprise": float(surprises.sum()) / math.sqrt(variance),
+        "variance": variance,
     }
     fault = ""
     if found["worst_interval"] > tolerance.interval:

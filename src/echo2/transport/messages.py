@@ -456,6 +456,12 @@ def whole_number(what: str, value: int) -> int:
     return value
 
 
+def finite(what: str, value: float) -> float:
+    """Return `value` if it is finite. Raises PeerError("malformed") otherwise."""
+    _require(math.isfinite(value), f"{what} = {value} is not finite")
+    return value
+
+
 def policy_id(text: str) -> str:
     """Return `text` if it is a valid policy id. Raises PeerError("malformed") otherwise."""
     _require(is_policy_id(text), f"{text[:80]!r} is no policy id")

@@ -223,20 +223,24 @@ class Check(_message.Message):
     def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[bytes] = ..., ref: _Optional[_Union[SnapshotId, _Mapping]] = ..., is_from_stream: _Optional[bool] = ...) -> None: ...
 
 class CheckReport(_message.Message):
-    __slots__ = ("policy", "number", "num_tokens", "fault", "missed", "num_skipped")
+    __slots__ = ("policy", "number", "num_tokens", "fault", "missed", "num_skipped", "surprise", "variance")
     POLICY_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAULT_FIELD_NUMBER: _ClassVar[int]
     MISSED_FIELD_NUMBER: _ClassVar[int]
     NUM_SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    SURPRISE_FIELD_NUMBER: _ClassVar[int]
+    VARIANCE_FIELD_NUMBER: _ClassVar[int]
     policy: str
     number: int
     num_tokens: int
     fault: str
     missed: str
     num_skipped: int
-    def __init__(self, policy: _Optional[str] = ..., number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., fault: _Optional[str] = ..., missed: _Optional[str] = ..., num_skipped: _Optional[int] = ...) -> None: ...
+    surprise: float
+    variance: float
+    def __init__(self, policy: _Optional[str] = ..., number: _Optional[int] = ..., num_tokens: _Optional[int] = ..., fault: _Optional[str] = ..., missed: _Optional[str] = ..., num_skipped: _Optional[int] = ..., surprise: _Optional[float] = ..., variance: _Optional[float] = ...) -> None: ...
 
 class SnapshotId(_message.Message):
     __slots__ = ("lineage", "version", "policy")

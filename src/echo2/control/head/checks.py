@@ -28,7 +28,7 @@ from echo2.control.head import strangers
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.state import PlannerState
-from echo2.control.head.trust import CLEAN_TO_LEAVE, DrawnCheck, OpenCheck, Trust, first
+from echo2.control.head.trust import CLEAN_TO_LEAVE, SURPRISE_MAX, DrawnCheck, OpenCheck, Trust, first
 from echo2.control.seeds import mix
 from echo2.types import GroupRef, SnapshotRef
 
@@ -134,9 +134,13 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
         return
     _close(state, number, VERDICT)
     trust = state.trust.of(check.drawn.ticket)
-    trust = replace(trust, num_tokens=trust.num_tokens + event.num_tokens)
-    if event.fault:
-        _fault(state, check, trust, f"group {check.drawn.number} of {check.drawn.worker_id}: {event.fault}")
+    trust = trust.with_tokens(event.num_tokens, event.surprise, event.variance)
+    fault = event.fault
+    if not fault and abs(trust.deviations) > SURPRISE_MAX:
+        fault = f"with the groups checked before, its tokens are {trust.deviations:+.1f} standard deviations more "
+        fault += "surprising than their entropies say: its engine samples from another distribution"
+    if fault:
+        _fault(state, check, trust, f"group {check.drawn.number} of {check.drawn.worker_id}: {fault}")
         return
     trust = trust.passed()
     if trust.is_quarantined and trust.num_clean >= CLEAN_TO_LEAVE:

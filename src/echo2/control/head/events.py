@@ -268,7 +268,7 @@ class GroupUnfit(PlannerEvent):
 class GroupChecked(PlannerEvent):
     """A machine of the owner has checked a group. `num_tokens`: drawn tokens that were judged; `num_skipped`: drawn
     tokens that were not; `fault`: why the group was not drawn as its worker claims, empty if it was; `missed`: why the
-    group could not be checked.
+    group could not be checked; `surprise`: of its tokens, in standard deviations; `variance`: of that sum, nats^2.
     """
 
     worker_id: str
@@ -277,6 +277,8 @@ class GroupChecked(PlannerEvent):
     fault: str = ""
     missed: str = ""
     num_skipped: int = 0
+    surprise: float = 0.0
+    variance: float = 0.0
 
 
 class RentFailed(PlannerEvent):

@@ -4,6 +4,7 @@ checks are recorded in the ledger and outlive the head.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -15,6 +16,10 @@ NEWCOMER_CHECKS = 4
 UNCHECKED_MAX = 4
 #: Clean checks in a row that end a quarantine.
 CLEAN_TO_LEAVE = 8
+#: Standard deviations by which the tokens of all checked groups of a ticket together may be more or less surprising
+#: than their entropies say: somebody that samples a little too cold passes each check alone. The sums are halved when
+#: their variance reaches so many nats^2, so that a bias by rounding, far below the spread, never adds up to a fault.
+SURPRISE_MAX, SURPRISE_KEPT = 7.0, 30_000.0
 #: Events kept in a ticket's history.
 HISTORY_MAX = 16
 #: Tickets that are remembered; the least recently updated are dropped first.
@@ -24,7 +29,8 @@ TICKETS_MAX = 10_000
 @dataclass(frozen=True, slots=True)
 class Trust:
     """The trust in one ticket. `num_missed`: checks without a verdict; `num_unchecked`: those since the last verdict;
-    `num_clean`: checks passed since the last fault, or since the trust lapsed; `history`: (time in seconds, event).
+    `num_clean`: checks passed since the last fault, or since the trust lapsed; `surprise`, `variance`: sum of -logprob
+    less the entropy over the tokens of passed groups, nats, and its variance; `history`: (time in seconds, event).
     """
 
     num_groups: int = 0
@@ -35,6 +41,8 @@ class Trust:
     num_clean: int = 0
     num_tokens: int = 0
     is_quarantined: bool = False
+    surprise: float = 0.0
+    variance: float = 0.0
     history: tuple[tuple[float, str], ...] = ()
 
     @property
@@ -60,6 +68,23 @@ class Trust:
         """Return a copy with this event in its history."""
         return replace(self, history=(*self.history, (at, what))[-HISTORY_MAX:])
 
+    def with_tokens(self, num_tokens: int, deviations: float, variance: float) -> Trust:
+        """Return the trust after a group with so many judged tokens. `deviations`: their surprise in standard
+        deviations; `variance`: of that sum.
+        """
+        share = 0.5 if self.variance > SURPRISE_KEPT else 1.0
+        return replace(
+            self,
+            num_tokens=self.num_tokens + num_tokens,
+            surprise=share * self.surprise + deviations * math.sqrt(max(variance, 0.0)),
+            variance=share * self.variance + max(variance, 0.0),
+        )
+
+    @property
+    def deviations(self) -> float:
+        """How much more surprising its tokens are than their entropies say, in standard deviations."""
+        return self.surprise / math.sqrt(max(self.variance, 1.0))
+
     def passed(self) -> Trust:
         """Return the trust after a check that found no fault."""
         return replace(self, num_passed=self.num_passed + 1, num_clean=self.num_clean + 1, num_unchecked=0)
@@ -76,6 +101,7 @@ class Trust:
     def failed(self, at: float, reason: str) -> Trust:
         """Return the trust after a check that found a fault: in quarantine."""
         found = replace(self, num_failed=self.num_failed + 1, num_clean=0, num_unchecked=0, is_quarantined=True)
+        found = replace(found, surprise=0.0, variance=0.0)
         return found.noted(at, reason)
 
 

@@ -68,6 +68,8 @@ async def report_check(head: Head, peer: Peer, report: wire.CheckReport) -> wire
             printable(report.fault, FAULT_CHARS_MAX),
             printable(report.missed, FAULT_CHARS_MAX),
             messages.whole_number("num_skipped", report.num_skipped),
+            messages.finite("surprise", report.surprise),
+            messages.finite("variance", report.variance),
         )
     )
     return wire.Empty()

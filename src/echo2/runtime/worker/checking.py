@@ -29,5 +29,5 @@ async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
         report.missed = str(error)
     else:
         report.num_tokens, report.num_skipped = verdict.num_tokens, verdict.num_skipped
-        report.fault = verdict.fault
+        report.fault, report.surprise, report.variance = verdict.fault, verdict.surprise, verdict.variance
     return report
