@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import grpc
+
 from echo2.transport import limits
 
 #: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
@@ -32,6 +34,9 @@ _BOTH: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
     ("grpc.http2.max_frame_size", FRAME_BYTES),
+    # No compression: 61 kB become 60 MiB. A call or answer that names an algorithm is refused; none is decompressed.
+    ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
+    ("grpc.per_message_decompression", 0),
 ]
 _SERVER: list[tuple[str, Any]] = [
     *_BOTH,
