@@ -44,10 +44,10 @@ async def serving(identity: RunIdentity, desk: Desk) -> AsyncIterator[int]:
 
 
 @asynccontextmanager
-async def channel(port: int, shown: Credentials) -> AsyncIterator[grpc.aio.Channel]:
+async def channel(port: int, shown: Credentials, name: str = SERVER_NAME) -> AsyncIterator[grpc.aio.Channel]:
     """Without our client's own checks."""
     tls = grpc.ssl_channel_credentials(shown.ca_pem, shown.key_pem, shown.certificate_pem)
-    options = [("grpc.ssl_target_name_override", SERVER_NAME), ("grpc.max_send_message_length", -1)]
+    options = [("grpc.ssl_target_name_override", name), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.secure_channel(f"{LOOPBACK}:{port}", tls, options) as opened:
         yield opened
 

@@ -272,9 +272,9 @@ def test_door_forgets_who_has_gone(identity: RunIdentity, tmp_path: Path) -> Non
                 pass
         while door._open:  # noqa: ASYNC110 (see `until_closed`)
             await asyncio.sleep(0.01)
-        counts = (door._inside, door._unproven, door._by_address, door._unproven_by_address, door._by_name)
+        counts = (door._inside, door._unproven, door._by_address, door._unproven_by_address, door._by_party)
         assert [len(kept) for kept in counts] == [0] * 5
-        assert door._num_named == 0
+        assert door._named == set()
         await server.stop()
 
     run(scenario())

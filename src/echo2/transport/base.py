@@ -35,7 +35,8 @@ class Peer:
 class Method:
     """A remote method of the head, or of a worker that listens. `raw`: the handler gets the request's bytes, unparsed.
     `in_header`: the request travels in the header of the call, which has a few kilobytes; the body is never read.
-    `is_large`: a worker's request may have `MESSAGE_BYTES_MAX` bytes instead of `PEER_MESSAGE_BYTES_MAX`."""
+    `is_large`: a worker's request may have `MESSAGE_BYTES_MAX` bytes instead of `PEER_MESSAGE_BYTES_MAX`.
+    `is_paced`: the handler itself bounds the bytes that it sends to each peer."""
 
     name: str
     request: type[Any]
@@ -45,6 +46,7 @@ class Method:
     raw: bool = False
     in_header: bool = False
     is_large: bool = False
+    is_paced: bool = False
 
 
 Handler = Callable[[Peer, Any], Any]
@@ -53,6 +55,7 @@ Handlers = Mapping[str, Handler]
 
 _RAW = frozenset({"GiveChunk", "PutProbe"})
 _LARGE = frozenset({"Deliver", "AnswerSamples"})
+_PACED = frozenset({"FetchChunks"})
 _IN_HEADER = frozenset({"Enrol"})  # anyone with a ticket may call it
 
 
@@ -86,7 +89,8 @@ def _methods() -> dict[str, Method]:
         ("ReportCheckpoint", wire.CheckpointReport, wire.CheckpointReply, False, learner),
         ("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),
     ]
-    return {row[0]: Method(*row, row[0] in _RAW, row[0] in _IN_HEADER, row[0] in _LARGE) for row in rows}
+    marks = (_RAW, _IN_HEADER, _LARGE, _PACED)
+    return {row[0]: Method(*row, *(row[0] in mark for mark in marks)) for row in rows}
 
 
 METHODS: Mapping[str, Method] = _methods()
@@ -147,6 +151,11 @@ def packed(message: Any) -> bytes:
         return message
     data: bytes = message.SerializeToString()
     return data
+
+
+def num_bytes(message: Any) -> int:
+    """The size of a message when packed."""
+    return len(message) if isinstance(message, bytes) else int(message.ByteSize())
 
 
 def parse(kind: type[Any], data: bytes) -> Any:

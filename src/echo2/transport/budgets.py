@@ -1,14 +1,17 @@
-"""Budgets of one peer at a server: calls a second, calls under way, bodies read at a time, bytes a second.
+"""Budgets of one peer at a server: connections, calls a second, calls under way, large bodies read at a time, bytes a
+second in both directions.
 
 Each peer belongs to *parties* that share a budget: the peer itself, all peers of its ticket, all strangers together.
-So neither a peer nor the holders of a ticket can use up what the others need.
+Nobody waits for another ticket: what is waited for (a rate, a turn) belongs to a peer or to a ticket. What strangers
+share is memory and connections. Where these are used up, `PeerServer` cuts off whoever has most of them.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from weakref import WeakValueDictionary
@@ -24,7 +27,8 @@ UNREAD_SECONDS = 2 * limits.READ_SECONDS
 @dataclass(frozen=True, slots=True)
 class Party:
     """Peers that share a budget, and its bounds; 0: no bound. `*_burst`: allowed at once after a while of rest.
-    `unread`: received bytes that gRPC holds for calls waiting for their turn to be read."""
+    `reads`: large bodies that are read at a time. `unread`: received bytes of bodies that were not read to their end.
+    `sent_*`: bytes of answers."""
 
     name: str
     calls_per_second: float = 0.0
@@ -33,6 +37,18 @@ class Party:
     bytes_per_second: float = 0.0
     bytes_burst: float = 0.0
     unread: float = 0.0
+    connections: int = 0
+    sent_per_second: float = 0.0
+    sent_burst: float = 0.0
+
+
+def worst(over: Party, chains: Sequence[tuple[Party, ...]], measure: Callable[[Party], float]) -> Party:
+    """The peer that has most of what a party has too much of: in all strangers, the worst peer of the worst ticket. So
+    a ticket is safe as long as it has less than another, however many peers share the other. `chains`: for each
+    connection, the peer and the parties around it."""
+    while within := {chain[at - 1]: None for chain in chains if over in chain and (at := chain.index(over))}:
+        over = max(within, key=measure)
+    return over
 
 
 class OverBudget(Exception):
@@ -73,7 +89,7 @@ class Budgets:
     """The budgets of all peers of one server."""
 
     def __init__(self) -> None:
-        self._calls, self._bytes, self._unread = Buckets(), Buckets(), Buckets()
+        self._calls, self._bytes, self._unread, self._sent = Buckets(), Buckets(), Buckets(), Buckets()
         self._under_way: Counter[str] = Counter()
         self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # to read a body, by party
 
@@ -110,12 +126,13 @@ class Budgets:
                 del self._under_way[name]
 
     @asynccontextmanager
-    async def reading(self, parties: tuple[Party, ...]) -> AsyncGenerator[None]:
-        """Hold a turn to read one body. Waits until the byte debt of earlier bodies is paid off and a turn is free."""
+    async def reading(self, parties: tuple[Party, ...], is_large: bool) -> AsyncGenerator[None]:
+        """Read one body. Waits until the byte debt of earlier bodies is paid off and, for a large body, a turn is free:
+        a small one, such as a heartbeat, does not wait for large ones that come slowly, or never to their end."""
         for party in parties:
             if (owed := -self._charge(party, 0.0)) > 0:
                 await asyncio.sleep(owed / party.bytes_per_second)
-        turns, num_held = [self._turns_of(party) for party in parties if party.reads], 0
+        turns, num_held = [self._turns_of(party) for party in parties if party.reads and is_large], 0
         try:
             for each in turns:
                 await each.acquire()
@@ -146,6 +163,20 @@ class Budgets:
                 if self._unread.take(party.name, rate, party.unread, now, num_bytes, debt_max) < 0:
                     over = party
         return over
+
+    async def sending(self, parties: tuple[Party, ...], num_bytes: int) -> None:
+        """Charge an answer. Waits until the debt of all answers is paid off; an empty answer does not."""
+        if (wait_seconds := self.sent(parties, num_bytes, asyncio.get_running_loop().time())) > 0.0:
+            await asyncio.sleep(wait_seconds)
+
+    def sent(self, parties: tuple[Party, ...], num_bytes: int, now: float) -> float:
+        """Charge an answer. Return the seconds to wait before it is sent."""
+        wait_seconds = 0.0
+        for party in parties:
+            if num_bytes and (rate := party.sent_per_second):
+                left = self._sent.take(party.name, rate, party.sent_burst, now, num_bytes, debt_max=math.inf)
+                wait_seconds = max(wait_seconds, -left / rate)
+        return wait_seconds
 
     def unread(self, party: Party) -> float:
         """Return how many bytes of this party gRPC holds, at most."""

@@ -15,7 +15,7 @@ import logging
 import resource
 import socket
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import cast
 
@@ -89,13 +89,13 @@ class Door:
         self.connections_max = connections_max()
         self._listeners: list[socket.socket] = []
         self._inner_port = 0
-        self._open: set[Connection] = set()
+        self._open: dict[Connection, None] = {}  # oldest first, as below
         self._inside: dict[int, Connection] = {}
         self._unproven: set[Connection] = set()
         self._by_address: Counter[str] = Counter()
         self._unproven_by_address: Counter[str] = Counter()
-        self._by_name: Counter[str] = Counter()
-        self._num_named = 0
+        self._named: set[Connection] = set()
+        self._by_party: defaultdict[str, dict[Connection, None]] = defaultdict(dict)
         self._handshakes = Buckets()
         self._refused: Counter[tuple[str, str]] = Counter()
         self._telling: asyncio.TimerHandle | None = None
@@ -193,11 +193,12 @@ class Door:
             asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def _reason_against(self, network: str) -> str:
-        few, half = max(1, self.connections_max // 4), max(1, self.connections_max // 2)
+        half, unnamed = max(1, self.connections_max // 2), max(1, int(limits.UNNAMED_SHARE * self.connections_max))
+        few = max(1, unnamed // 2)
         if len(self._open) >= self.connections_max:
             return f"{self.connections_max} connections are open"
-        if len(self._open) - self._num_named >= half:  # the other half is for members that have made a call
-            return f"{half} connections have not asked anything"
+        if len(self._open) - len(self._named) >= unnamed:  # the others are for members that have made a call
+            return f"{unnamed} connections have not asked anything"
         if len(self._unproven) >= min(limits.UNPROVEN_MAX, half):
             return f"{len(self._unproven)} connections have not proven who they are"
         if self._by_address[network] >= min(limits.CONNECTIONS_PER_ADDRESS_MAX, half):
@@ -224,7 +225,7 @@ class Door:
 
     def came(self, connection: Connection) -> None:
         """Count a connection that was just accepted; its name is not known yet."""
-        self._open.add(connection)
+        self._open[connection] = None
         self._unproven.add(connection)
         self._by_address[connection.network] += 1
         self._unproven_by_address[connection.network] += 1
@@ -257,27 +258,36 @@ class Door:
             self._unproven.discard(connection)
             _count_down(self._unproven_by_address, connection.network)
 
-    def connections(self) -> list[Connection]:
-        """Return all open connections."""
-        return list(self._open)
+    def connections(self, party: Party | None = None) -> list[Connection]:
+        """Return the open connections, oldest first: all, or those of a party, which have made a call."""
+        return list(self._open if party is None else self._by_party.get(party.name, ()))
 
-    def named(self, connection: Connection, name: str) -> int:
-        """Record that this caller has proven to be `name`; returns how many connections that name has."""
-        if not connection.name:
-            self.proven(connection)
-            connection.name = name
-            self._by_name[name] += 1
-            self._num_named += 1
-        return self._by_name[name]
+    def num_connections(self, party: Party) -> int:
+        """Return how many connections a party has."""
+        return len(self._by_party.get(party.name, ()))
+
+    def named(self, connection: Connection, name: str, parties: tuple[Party, ...]) -> None:
+        """Record that this caller has proven to be `name`, of these parties."""
+        self.proven(connection)
+        connection.name, connection.parties = name, parties
+        self._named.add(connection)
+        for party in parties:
+            self._by_party[party.name][connection] = None
+
+    def uncounted(self, connection: Connection) -> None:
+        """Stop to count a connection that is being closed."""
+        self._named.discard(connection)
+        for party in connection.parties:
+            self._by_party[party.name].pop(connection, None)
+            if not self._by_party[party.name]:
+                del self._by_party[party.name]
 
     def went(self, connection: Connection, inner_port: int) -> None:
         """Forget a connection that has ended."""
         self.proven(connection)
-        self._open.discard(connection)
+        self.uncounted(connection)
+        self._open.pop(connection, None)
         _count_down(self._by_address, connection.network)
-        if connection.name:
-            _count_down(self._by_name, connection.name)
-            self._num_named -= 1
         if self._inside.get(inner_port) is connection:
             del self._inside[inner_port]
 
@@ -382,6 +392,7 @@ class Connection:
 
     def cut(self) -> None:
         """Abort both ends."""
+        self.door.uncounted(self)
         for end in (self.outer, self.inner):
             if end.transport is not None:
                 end.transport.abort()

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -19,8 +20,8 @@ import grpc.aio
 from echo2.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, packed, parse
-from echo2.transport.budgets import Budgets, OverBudget, Party
+from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, num_bytes, packed, parse
+from echo2.transport.budgets import Budgets, OverBudget, Party, worst
 from echo2.transport.door import LOOPBACK, Connection, Door
 from echo2.transport.identity import Enrolment, RunIdentity
 from echo2.transport.tickets import Credentials
@@ -88,9 +89,21 @@ class PeerServer:
     def _parties(self, peer: Peer) -> tuple[Party, ...]:
         """The parties whose budgets a call of this peer counts against; its own first."""
         rate, burst = limits.PEER_CALLS_PER_SECOND_MAX, limits.PEER_CALLS_BURST
-        reads, unread = limits.PEER_READS_PER_PEER_MAX, limits.PEER_UNREAD_PER_PEER_MAX
-        own = Party(peer.peer_id, rate, burst, reads, unread=unread)
-        return own, Party("all workers", reads=limits.PEER_READS_MAX, unread=limits.PEER_UNREAD_MAX)
+        own = Party(
+            peer.peer_id,
+            rate,
+            burst,
+            unread=limits.PEER_UNREAD_PER_PEER_MAX,
+            connections=limits.CONNECTIONS_PER_PEER_MAX,
+            sent_per_second=limits.SENT_PER_SECOND_MAX,
+            sent_burst=limits.SENT_BURST,
+        )
+        return own, self._strangers("all workers", limits.PEER_UNREAD_MAX)
+
+    def _strangers(self, name: str, unread: float) -> Party:
+        """The party of all whom the owner of this server need not trust: what they share is memory and connections."""
+        num_connections = max(1, int(limits.STRANGERS_SHARE * self._door.connections_max))
+        return Party(name, unread=unread, connections=num_connections)
 
     # ---- one call ----------------------------------------------------------------------------------------------------
 
@@ -99,16 +112,23 @@ class PeerServer:
 
         async def answer(_: Any, context: Any) -> Any:
             try:
-                async with self._asked(method, context) as (peer, request):
-                    return await handler(peer, request)
+                async with self._asked(method, context) as (peer, request, parties):
+                    reply = await handler(peer, request)
+                    await self._budgets.sending(parties, num_bytes(reply))
+                    return reply
             except Exception as error:
                 await self._abort(method, context, error)
 
         # A coroutine that writes, not a generator: gRPC cancels it when the caller is gone, which closes the handler.
         async def answer_stream(_: Any, context: Any) -> None:
             try:
-                async with self._asked(method, context) as (peer, request), aclosing(handler(peer, request)) as replies:
+                async with (
+                    self._asked(method, context) as (peer, request, parties),
+                    aclosing(handler(peer, request)) as replies,
+                ):
                     async for reply in replies:
+                        if not method.is_paced:
+                            await self._budgets.sending(parties, num_bytes(reply))
                         self._check_not_revoked(peer.peer_id)
                         if not await _written(context, packed(reply)):
                             return
@@ -123,16 +143,17 @@ class PeerServer:
         )
 
     @asynccontextmanager
-    async def _asked(self, method: Method, context: Any) -> AsyncGenerator[tuple[Peer, Any]]:
-        """Yield the caller and its request. The body is read only after the caller's rights and budget are checked."""
+    async def _asked(self, method: Method, context: Any) -> AsyncGenerator[tuple[Peer, Any, tuple[Party, ...]]]:
+        """Yield the caller, its request and its parties. The body is read only after the caller's rights and budget are
+        checked."""
         names = context.auth_context().get("x509_common_name", [])
         name = names[0].decode() if names else ""
         role, _, peer_id = name.partition(":")
         caller = self._door.caller(context.peer())
-        if caller is None:
+        if caller is None or caller.name not in ("", name):  # a late call of a connection that had the same port
             raise PeerError("forbidden", "call the port that the ticket names")
         peer = Peer(peer_id, role, caller.host)
-        parties = caller.parties if caller.name == name else self._parties(peer)
+        parties = caller.parties if caller.name else self._parties(peer)
         self._count(name, caller, parties)
         check_role(method, peer)
         try:
@@ -142,35 +163,43 @@ class PeerServer:
             raise
         with self._budgets.under_way(name):
             data = _header(context) if method.in_header else await self._body(method, context, parties)
-            yield peer, data if method.raw else parse(method.request, data)
+            yield peer, data if method.raw else parse(method.request, data), parties
 
     def _count(self, name: str, caller: Connection, parties: tuple[Party, ...]) -> None:
         if not caller.name:
-            caller.parties, caller.meter = parties, lambda num_bytes: self._came(parties, num_bytes)
+            caller.meter = lambda num_bytes: self._came(parties, num_bytes)
+            self._door.named(caller, name, parties)
+            for party in parties:
+                if 0 < party.connections < self._door.num_connections(party):
+                    newest = self._worst(party, self._door.num_connections)[-1]
+                    newest.drop("had too many others")
+                    if newest is caller:
+                        raise OverBudget(f"{party.name} has more than {party.connections} connections")
         try:
-            if self._door.named(caller, name) > limits.CONNECTIONS_PER_PEER_MAX and parties:
-                raise OverBudget(f"{name} has more than {limits.CONNECTIONS_PER_PEER_MAX} connections", is_flood=True)
             self._budgets.called(parties)
         except OverBudget as error:
             if error.is_flood:
                 caller.drop("asked too much")
             raise
 
+    def _worst(self, over: Party, measure: Callable[[Party], float]) -> list[Connection]:
+        """The connections of the peer that has most of what a party has too much of, oldest first."""
+        chains = [each.parties for each in self._door.connections(over)]
+        return self._door.connections(worst(over, chains, measure))
+
     def _came(self, parties: tuple[Party, ...], num_bytes: int) -> None:
         """Count received bytes; if a party is over its limit, disconnect its peer with the most unread bytes."""
         over = self._budgets.came(parties, num_bytes)
         if over is None:
             return
-        sharing = {each.parties[0]: each.parties for each in self._door.connections() if over in each.parties}
-        worst = max(sharing, key=self._budgets.unread, default=parties[0])
-        for connection in self._door.connections():
-            if worst in connection.parties:
-                connection.drop("sent much more than was read")
-        self._budgets.came(sharing.get(worst, parties), -self._budgets.unread(worst))
+        for connection in self._worst(over, self._budgets.unread):
+            parties = connection.parties
+            connection.drop("sent much more than was read")
+        self._budgets.came(parties, -self._budgets.unread(parties[0]))
 
     async def _body(self, method: Method, context: Any, parties: tuple[Party, ...]) -> bytes:
         try:
-            async with asyncio.timeout(limits.READ_SECONDS), self._budgets.reading(parties):
+            async with asyncio.timeout(limits.READ_SECONDS), self._budgets.reading(parties, method.is_large):
                 data = await context.read()
         except TimeoutError as error:
             raise OverBudget(f"no request of {method.name} within {limits.READ_SECONDS:.0f} s") from error
@@ -226,7 +255,8 @@ class GrpcServer(PeerServer):
             return ()
         if peer.role.startswith("join-"):
             rate, burst, unread = limits.ENROLMENTS_PER_SECOND, limits.ENROLMENTS_BURST, limits.UNREAD_UNNAMED_MAX
-            return (Party(f"{peer.role}:{peer.peer_id}", rate, burst, unread=unread),)
+            joining = f"{peer.role}:{peer.peer_id}"
+            return (Party(joining, rate, burst, unread=unread, connections=limits.CONNECTIONS_PER_PEER_MAX),)
         own = Party(
             peer.peer_id,
             limits.CALLS_PER_SECOND_MAX,
@@ -235,16 +265,25 @@ class GrpcServer(PeerServer):
             limits.BYTES_PER_SECOND_MAX,
             limits.BYTES_BURST,
             limits.UNREAD_PER_PEER_MAX,
+            limits.CONNECTIONS_PER_PEER_MAX,
         )
         try:
             member = self._identity.member(peer.peer_id)
         except PeerError:  # a valid certificate of this run, but the list of members is older
             member = Enrolment("", is_own=False)
         if member.is_own:
-            return own, Party("machines of the owner", reads=limits.READS_MAX, unread=limits.UNREAD_MAX)
-        rate, burst, reads = limits.TICKET_CALLS_PER_SECOND_MAX, limits.TICKET_CALLS_BURST, limits.READS_PER_TICKET_MAX
-        ticket = Party(f"ticket {member.ticket_id}", rate, burst, reads, unread=limits.UNREAD_PER_TICKET_MAX)
-        return own, ticket, Party("strangers", reads=limits.READS_MAX, unread=limits.UNREAD_MAX)
+            return own, Party("machines of the owner", unread=limits.UNREAD_MAX)
+        own = replace(own, sent_per_second=limits.SENT_PER_SECOND_MAX, sent_burst=limits.SENT_BURST)
+        ticket = Party(
+            f"ticket {member.ticket_id}",
+            limits.TICKET_CALLS_PER_SECOND_MAX,
+            limits.TICKET_CALLS_BURST,
+            limits.READS_PER_TICKET_MAX,
+            unread=limits.UNREAD_PER_TICKET_MAX,
+            sent_per_second=limits.TICKET_SENT_PER_SECOND_MAX,
+            sent_burst=limits.TICKET_SENT_BURST,
+        )
+        return own, ticket, self._strangers("strangers", limits.UNREAD_MAX)
 
     async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
         if request.protocol != limits.PROTOCOL_VERSION:

@@ -25,7 +25,12 @@ CONNECTIONS_PER_ADDRESS_MAX = 1024
 UNPROVEN_PER_ADDRESS_MAX = 128
 UNPROVEN_MAX = 1024
 #: Connections of one peer: a worker has one, plus one or eight for chunks, and as many more while it measures its link.
+#: Of all strangers: this share of all connections. Beyond that, of the ticket with the most connections, the peer with
+#: the most loses its newest one.
 CONNECTIONS_PER_PEER_MAX = 64
+STRANGERS_SHARE = 0.5
+#: Share of all connections that have not made a call yet.
+UNNAMED_SHARE = 0.25
 #: Handshakes (about 1 ms of a core each): of one address, and in all.
 HANDSHAKES_PER_SECOND_PER_ADDRESS = 16.0
 HANDSHAKES_BURST_PER_ADDRESS = 256.0
@@ -47,27 +52,31 @@ ENROLMENTS_BURST = 64.0
 REFUSALS_MAX = 1000.0
 #: Calls and streams of one peer under way, over all its connections.
 CALLS_PER_PEER_MAX = 256
-#: Bodies that the head reads at a time, each at most `MESSAGE_BYTES_MAX`: of one peer (128 MiB), of all peers of one
-#: ticket for strangers (512 MiB), and of all strangers, or of all machines of the owner (2 GiB). More wait unread.
+#: Large bodies (`Method.is_large`) that the head reads at a time, each at most `MESSAGE_BYTES_MAX`: of one peer (128
+#: MiB), and of all peers of one ticket for strangers (512 MiB). More wait unread. There is no such bound on all
+#: strangers, because a few tickets could use it up. Their memory is bounded by `UNREAD_MAX`.
 READS_PER_PEER_MAX = 2
 READS_PER_TICKET_MAX = 8
-READS_MAX = 32
-#: Bodies that a worker reads at a time, each at most `PEER_MESSAGE_BYTES_MAX`: of one peer, and in all (128 MiB).
-PEER_READS_PER_PEER_MAX = 8
-PEER_READS_MAX = 64
-#: Waiting for a turn to be read and reading, together; as long as a delivering worker waits for its answer.
+#: Waiting for a turn to be read and reading, together: as long as a delivering worker waits for its answer.
 READ_SECONDS = 60.0
 #: Bytes of bodies that one peer sends the head; bodies beyond this rate are read later. Measuring a link sends 32 MiB.
 BYTES_PER_SECOND_MAX = 32 << 20
 BYTES_BURST = 256 << 20
-#: Received bytes that gRPC holds for calls waiting to be read: of one peer, of all peers of one ticket for strangers,
-#: and of all strangers, or of all machines of the owner. Beyond a limit, the peer with the most such bytes is cut off.
+#: Received bytes that gRPC holds for bodies that were not read to their end: of one peer, of all peers of one ticket
+#: for strangers, and of all strangers, or of all machines of the owner. Beyond a limit, the peer with the most such
+#: bytes is cut off, in the ticket with the most.
 UNREAD_PER_PEER_MAX = 192 << 20
 UNREAD_PER_TICKET_MAX = 512 << 20
 UNREAD_MAX = 2 << 30
 #: The same at a worker: of one peer, and of all peers.
 PEER_UNREAD_PER_PEER_MAX = 128 << 20
 PEER_UNREAD_MAX = 512 << 20
+#: Bytes of answers to one stranger, and to all of one ticket, without chunks (`broadcast.serving.COPIES` bounds these).
+#: Answers beyond this rate are sent later. They are orders, manifests, and 32 MiB for each measurement of a link.
+SENT_PER_SECOND_MAX = 1 << 20
+SENT_BURST = 128 << 20
+TICKET_SENT_PER_SECOND_MAX = 4 << 20
+TICKET_SENT_BURST = 512 << 20
 #: Unread bytes of a connection that has not made a call yet, or whose peer is enrolling.
 UNREAD_UNNAMED_MAX = 32 << 20
 #: Names (addresses, peers) whose recent use is remembered.
