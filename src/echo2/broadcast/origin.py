@@ -82,7 +82,7 @@ class OriginNode:
         self._machine = Broadcast(options)
         self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
         self._cache = ChunkCache(store, self._disk)
-        self._server = Server(self._cache, lambda payload: False, self._machine.pace)
+        self._server = Server(self._cache, lambda payload: False, self._machine.pace, self._is_own)
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
@@ -130,6 +130,7 @@ class OriginNode:
     def stored(self, hash_: bytes, data: bytes) -> None:
         """Keep a verified chunk in memory, from where it is served without reading it from disk."""
         self._cache.arrived(hash_, chunks.pack(hash_, data))
+        self._server.allowance.add(num_new_bytes=len(data))
 
     def left(self, worker_id: str, reason: str) -> None:
         """Remove a worker that no longer attends."""
@@ -146,6 +147,7 @@ class OriginNode:
     def assign(self, payload: PayloadId, worker_ids: Iterable[str], manifest: Manifest) -> None:
         """Send this stored payload to these workers."""
         num_bytes, ids = sum(manifest.chunk_bytes.values()), tuple(worker_ids)
+        self._server.allowance.add(payload_bytes=num_bytes)
         self.finished.setdefault(payload, set())
         while len(self.finished) > FINISHED_MAX:
             del self.finished[next(iter(self.finished))]
@@ -296,6 +298,10 @@ class OriginNode:
         if message == DONE:
             self._turn_until = self._now()
         return wire.Empty()
+
+    def _is_own(self, worker_id: str) -> bool:
+        """Whether a worker is a machine of the run's owner, and attends."""
+        return self._tickets.get(worker_id) == ""
 
     def _take_turn(self, worker_id: str) -> None:
         if addresses.reach(self._hosts.get(worker_id, "")) == ev.ONE_MACHINE:

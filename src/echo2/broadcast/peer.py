@@ -95,6 +95,7 @@ class PeerNode:
         self._fetcher = Fetcher(peer_id)
         self._cache = ChunkCache(store, self._disk)
         self._server = Server(self._cache, self._expects)
+        self._server.allowance.add(payload_bytes=max((each.content_bytes for each in store.manifests()), default=0))
         self._edges = Edges(network, self, self._server)
         self._reports = Reports(link)
         self._fetching: _Fetching | None = None
@@ -149,6 +150,7 @@ class PeerNode:
         if self._fetching is not None:
             self._asked[self._fetching.payload] = -math.inf
         self._fetching = _Fetching(manifest, missing)
+        self._server.allowance.add(payload_bytes=self._fetching.bytes_total)
         self._spawn(self._tell_progress(self._fetching))
         self._happen(ev.PayloadWanted(manifest.payload, manifest.hashes, frozenset(missing)))
         self._server.reconsider()
@@ -279,6 +281,7 @@ class PeerNode:
     def _stored(self, source: str, hash_: bytes, num_bytes: int) -> None:
         self.bytes_received += num_bytes
         self.bytes_from_peers += num_bytes if source != ORIGIN else 0
+        self._server.allowance.add(num_new_bytes=num_bytes)
         if self._fetching is not None:
             self._fetching.stored(hash_, num_bytes)
         self._happen(ev.ChunkStored(source, hash_, num_bytes))

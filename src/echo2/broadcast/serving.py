@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
 from concurrent.futures import Executor
@@ -18,6 +19,7 @@ from echo2.errors import PeerError, UserError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
+from echo2.transport.budgets import Buckets
 from echo2.types import PayloadId
 from echo2.weights.store import ChunkStore
 
@@ -34,6 +36,11 @@ ALIVE_SECONDS = 0.5
 NUDGE_SECONDS = 0.02
 #: Maximum number of concurrent requests of one peer.
 REQUESTS_PER_PEER_MAX = 64
+#: What a peer may be sent: this many copies of every chunk that is new here, and as many of the largest payload, which
+#: it earns again over this time. An honest one needs each chunk about once, and everything again if its disk is lost.
+COPIES = 2
+COPIES_SECONDS = 3600.0
+COPIES_BYTES_MIN = 64 << 20
 
 
 class ChunkCache:
@@ -103,11 +110,32 @@ class ChunkCache:
             self._recent_bytes -= len(self._recent.popitem(last=False)[1])
 
 
+class Allowance:
+    """The bytes that each peer may be sent. A peer over its allowance is not refused, but sent more only as it earns
+    it. Its buckets run by a clock of bytes: those that are new here, and those earned over time."""
+
+    def __init__(self) -> None:
+        self._buckets, self._earned, self._at, self._largest = Buckets(), 0.0, math.inf, COPIES_BYTES_MIN // COPIES
+
+    def add(self, num_new_bytes: int = 0, payload_bytes: int = 0) -> None:
+        """Record bytes of new chunks, and the size of a payload that peers may fetch."""
+        self._earned += COPIES * (num_new_bytes + max(0, payload_bytes - self._largest))
+        self._largest = max(self._largest, payload_bytes)
+
+    def take(self, peer_id: str, num_bytes: int, now: float) -> float:
+        """Take bytes from a peer's allowance. Return the seconds until it has earned them."""
+        per_second = COPIES * self._largest / COPIES_SECONDS
+        self._earned, self._at = self._earned + per_second * max(0.0, now - self._at), now
+        left = self._buckets.take(peer_id, 1.0, COPIES * self._largest, self._earned, num_bytes, debt_max=math.inf)
+        return max(0.0, -left / per_second)
+
+
 class Server:
     """Serves requests from `cache`.
 
     expects(payload)        whether missing chunks of a payload may still arrive
     pace(peer, payload)     bytes per second at which this peer is sent the payload; None: as fast as its link takes it
+    is_trusted(peer)        whether this peer may be sent any number of bytes
     """
 
     def __init__(
@@ -115,8 +143,10 @@ class Server:
         cache: ChunkCache,
         expects: Callable[[PayloadId], bool],
         pace: Callable[[str, PayloadId], float | None] = lambda peer_id, payload: None,
+        is_trusted: Callable[[str], bool] = lambda peer_id: False,
     ) -> None:
-        self._cache, self._expects, self._pace = cache, expects, pace
+        self._cache, self._expects, self._pace, self._is_trusted = cache, expects, pace, is_trusted
+        self.allowance = Allowance()
         self._under_way: Counter[str] = Counter()
         self._due: dict[str, float] = {}  # peer -> when its next chunk may be sent
         self._orders: set[_Order] = set()
@@ -183,12 +213,15 @@ class Server:
         return bool(self._under_way)
 
     def _due_at(self, peer_id: str, payload: PayloadId, num_bytes: int) -> float:
-        """Return when this message may be sent. A peer whose link was slow for a while may catch up with its pace."""
+        """Return when this message may be sent, and charge it. A peer whose link was slow for a while may catch up with
+        its pace."""
         pace, now = self._pace(peer_id, payload), asyncio.get_running_loop().time()
         due = self._due.get(peer_id, now)
         if pace is not None:
             self._due[peer_id] = due + num_bytes / pace
-        return due
+        if self._is_trusted(peer_id):
+            return due
+        return max(due, now + self.allowance.take(peer_id, num_bytes, now))
 
     async def _read(self, order: _Order, payload: PayloadId) -> bytes | None:
         """Return the next message; None if its chunk was dropped before it was read, and is awaited again."""
