@@ -2,8 +2,8 @@
 
     python benchmarks/hostile_door.py [ATTACK ...] [--out FILE]
 
-The head is `echo2 head`, with 1,024 descriptors at most, as a process of its own; attacker and honest member are this
-one. Linux only: memory of the head is read below /proc.
+The head is `echo2 head`, with 1,024 descriptors at most, and two honest members, a machine of the owner and a stranger,
+are another process; the attacker is this one. Linux only: memory of the head is read below /proc.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import resource
 import socket
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ count = 0
 DESCRIPTORS = 1024
 BODY_BYTES = 60 << 20
 SECONDS = 30.0
+HEARTBEAT_SECONDS = 10.0  # a member that is not heard for so long is lost
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # as a TLS handshake begins
 
 Figures = dict[str, float]
@@ -60,9 +62,11 @@ class Head:
 
     def __init__(self, directory: Path) -> None:
         self.directory, self.out = directory, directory / "run"
+        from echo2.demo.small_models import character_tokenizer, small_qwen3, write_model  # torch: not for the honest
+
         model, config = directory / "model", directory / "run.toml"
-        model.mkdir()
-        (model / "config.json").write_text("{}")
+        tokenizer = character_tokenizer("0123456789=")
+        write_model(small_qwen3(tokenizer, 64), tokenizer, model)
         config.write_text(CONFIG.format(model=model))
         self._log = open(directory / "log", "wb")  # noqa: SIM115 (closed with the head)
         self.process = subprocess.Popen(
@@ -141,32 +145,55 @@ async def enrol(ticket: Ticket, state: Path) -> tuple[str, Credentials]:
     return peer.keep(ticket.credentials.ca_pem, reply.certificate_der)
 
 
-@asynccontextmanager
-async def honest_member(head: Head) -> AsyncIterator[list[float]]:
-    """A machine of the owner that asks twenty times a second; the milliseconds it waited."""
-    _, credentials = await enrol(head.ticket, head.directory / "honest")
-    link, waited = GrpcLink(head.ticket.address, credentials), list[float]()
+def be_honest(address: str, shown: dict[str, Credentials], begun: Any, over: Any, told: Any) -> None:
+    """Attend and report twenty times a second, until `over`; tell the milliseconds waited, and who was not served."""
 
-    async def ask() -> None:
+    async def attend(link: GrpcLink) -> None:
         while True:
-            began = time.perf_counter()
-            try:
-                await link.call("Report", wire.WorkerReport(), SECONDS)
-            except PeerError as error:  # it answers that nobody attends under this name
-                if error.reason != "unknown_worker":
-                    raise
-            waited.append((time.perf_counter() - began) * 1e3)
-            await asyncio.sleep(0.05)
+            with suppress(LinkError, PeerError):
+                async for _ in link.stream("Attend", wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1)):
+                    pass
+            await asyncio.sleep(0.1)
 
-    asking = asyncio.ensure_future(ask())
-    try:
-        yield waited
-    finally:
-        asking.cancel()
-        await asyncio.wait([asking])
+    async def ask(name: str, credentials: Credentials) -> tuple[str, list[float], list[str]]:
+        link, waited, failed = GrpcLink(address, credentials), list[float](), list[str]()
+        attending = asyncio.ensure_future(attend(link))
+        while not over.is_set():
+            began = time.perf_counter()
+            for method, request in (("Report", wire.WorkerReport()), ("Deliver", wire.Deliveries())):
+                try:
+                    await link.call(method, request, HEARTBEAT_SECONDS)
+                except PeerError:
+                    pass  # an answer, too: this head has no learner
+                except LinkError as error:
+                    failed.append(str(error))
+            waited.append((time.perf_counter() - began) * 1e3)
+            begun.set()
+            await asyncio.sleep(0.05)
+        attending.cancel()
         await link.close()
-    if not asking.cancelled() and asking.exception() is not None:
-        raise SystemExit(f"the honest member was not served: {asking.exception()}")
+        return name, waited, failed
+
+    async def both() -> list[tuple[str, list[float], list[str]]]:
+        return await asyncio.gather(*(ask(*each) for each in shown.items()))
+
+    told.put(asyncio.run(both()))
+
+
+@contextmanager
+def honest_members(head: Head, shown: dict[str, Credentials], figures: Figures) -> Iterator[None]:
+    """Adds to `figures` how they fared."""
+    context = multiprocessing.get_context("spawn")
+    begun, over, told = context.Event(), context.Event(), context.Queue()
+    process = context.Process(target=be_honest, args=(head.ticket.address, shown, begun, over, told))
+    process.start()
+    begun.wait()
+    yield
+    over.set()
+    for name, waited, failed in told.get(timeout=SECONDS):
+        figures[f"{name}: calls"], figures[f"{name}: not served"] = 2 * len(waited), len(failed)
+        figures[f"{name}: median ms"], figures[f"{name}: longest ms"] = statistics.median(waited), max(waited)
+    process.join()
 
 
 @contextmanager
@@ -318,6 +345,103 @@ async def back_with_another_key(head: Head) -> Figures:
     return {"back": 1}
 
 
+# ---- of strangers who joined -----------------------------------------------------------------------------------------
+
+
+async def strangers(head: Head, num_tickets: int, each: int = 1) -> list[Credentials]:
+    """So many members by each of so many tickets."""
+    tickets = [head.invite() for _ in range(num_tickets)]
+    return [
+        (await enrol(ticket, head.directory / f"s{number}-{at}"))[1]
+        for number, ticket in enumerate(tickets)
+        for at in range(each)
+    ]
+
+
+async def bodies_without_end(head: Head) -> Figures:
+    """4 tickets, 4 members each: every one begins 16 heartbeats and 16 results and ends none, for 20 s."""
+    never = asyncio.Event()
+
+    async def nothing() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    async with AsyncExitStack() as stack:
+        begun: list[Any] = []
+        for credentials in await strangers(head, 4, 4):
+            channel = await stack.enter_async_context(bare(head, credentials))
+            for method in ("Report", "Deliver"):
+                begun += [channel.stream_unary(f"/{SERVICE}/{method}")(nothing(), timeout=SECONDS) for _ in range(16)]
+        await asyncio.sleep(20.0)
+        under_way = sum(not each.done() for each in begun)
+        for each in begun:
+            each.cancel()
+        never.set()
+    return {"bodies under way": under_way}
+
+
+async def many_connections(head: Head) -> Figures:
+    """2 members of one ticket keep 150 connections each open, for 20 s, and dial again where they are cut."""
+    end_at, opened = time.monotonic() + 20.0, 0
+
+    async def keep(credentials: Credentials) -> None:
+        nonlocal opened
+        while time.monotonic() < end_at:
+            link = GrpcLink(head.ticket.address, credentials)
+            with suppress(LinkError, PeerError):
+                async for _ in link.stream("Attend", wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1)):
+                    opened += 1
+            await link.close()
+            await asyncio.sleep(0.1)
+
+    members = await strangers(head, 1, 2)
+    keeping = [asyncio.ensure_future(keep(credentials)) for credentials in members for _ in range(150)]
+    await asyncio.sleep(20.0)
+    for each in keeping:
+        each.cancel()
+    await asyncio.wait(keeping)
+    return {"connections that were served": opened}
+
+
+async def squeezed_bodies(head: Head) -> Figures:
+    """2 tickets, 4 members each: 32 results of 60 MiB in all, of gzip, which makes 61 kB of each."""
+    members = await strangers(head, 2, 4)
+    async with Watch(head) as watch, AsyncExitStack() as stack:
+        channels = [await stack.enter_async_context(bare(head, credentials)) for credentials in members]
+        body, squeeze = bytes(BODY_BYTES), grpc.Compression.Gzip
+        calls = [
+            channel.unary_unary(f"/{SERVICE}/Deliver")(body, timeout=SECONDS, compression=squeeze)
+            for channel in channels
+            for _ in range(4)
+        ]
+        ends = await asyncio.gather(*calls, return_exceptions=True)
+    told = [end.code() for end in ends if isinstance(end, grpc.aio.AioRpcError)]
+    return {"MiB more": watch.grown, "refused unread of 32": told.count(grpc.StatusCode.UNIMPLEMENTED)}
+
+
+async def probes(head: Head) -> Figures:
+    """A stranger measures its link without end, for 12 s, over 3 connections 8 times each."""
+    [credentials], num_bytes = await strangers(head, 1), 0
+
+    async def take(link: GrpcLink) -> None:
+        nonlocal num_bytes
+        while True:
+            with suppress(LinkError, PeerError):
+                async for message in link.frames("Probe", wire.ProbeRequest(num_bytes=16 << 20)):
+                    num_bytes += len(message)
+            await asyncio.sleep(0.01)
+
+    links = [GrpcLink(head.ticket.address, credentials) for _ in range(3)]
+    taking = [asyncio.ensure_future(take(link)) for link in links for _ in range(8)]
+    await asyncio.sleep(12.0)
+    for each in taking:
+        each.cancel()
+    await asyncio.wait(taking)
+    for link in links:
+        await link.close()
+    return {"MB in 12 s": num_bytes / 1e6}
+
+
 ATTACKS: dict[str, Callable[[Head], Awaitable[Figures]]] = {
     attack.__name__: attack
     for attack in (
@@ -330,24 +454,27 @@ ATTACKS: dict[str, Callable[[Head], Awaitable[Figures]]] = {
         flood_of_calls,
         flood_of_enrolments,
         back_with_another_key,
+        bodies_without_end,
+        many_connections,
+        squeezed_bodies,
+        probes,
     )
 }
 
 
 async def attempt(attack: Callable[[Head], Awaitable[Figures]]) -> Figures:
-    """Against a new head, while an honest member asks."""
+    """Against a new head, while an honest machine of the owner and an honest stranger ask."""
     with tempfile.TemporaryDirectory() as directory:
-        head = Head(Path(directory))
+        head, honest = Head(Path(directory)), dict[str, Credentials]()
         try:
-            async with honest_member(head) as waited:
-                await asyncio.sleep(0.5)
-                waited.clear()
+            for name, ticket in (("owner", head.ticket), ("stranger", head.invite())):
+                _, honest[name] = await enrol(ticket, head.directory / name)
+            fared: Figures = {}
+            with honest_members(head, honest, fared):
                 figures = await attack(head)
         finally:
             head.close()
-        figures["honest member: calls"] = len(waited)
-        figures["median ms"], figures["longest ms"] = statistics.median(waited or [-1]), max(waited, default=-1)
-        return figures
+        return {**figures, **fared}
 
 
 def main() -> None:
@@ -356,9 +483,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     found: dict[str, Any] = {}
-    for name in arguments.attacks or ATTACKS:
-        found[name] = asyncio.run(attempt(ATTACKS[name]))
-        print(f"{name}: {', '.join(f'{value:.4g} {what}' for what, value in found[name].items())}", flush=True)
+
+    async def all_of_them() -> None:
+        for name in arguments.attacks or ATTACKS:
+            found[name] = await attempt(ATTACKS[name])
+            print(f"{name}: {', '.join(f'{what}: {value:.4g}' for what, value in found[name].items())}", flush=True)
+
+    asyncio.run(all_of_them())
     print(f"figures are in {save('hostile_door', json.loads(json.dumps(found)), arguments.out)}")
 
 
