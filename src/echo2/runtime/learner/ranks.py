@@ -69,6 +69,6 @@ def _start(rundir: RunDir, place: Place, lifeline: int) -> subprocess.Popen[byte
 
 def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
     status = process.wait()
-    if not is_over.is_set():
+    if status and not is_over.is_set():  # 0: it was released, perhaps before the first rank has left
         log.error("rank %d ended with status %d, and with it this learner", rank, status)
         os._exit(status if status in TELLING_STATUSES else 1)
