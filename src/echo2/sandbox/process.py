@@ -74,6 +74,7 @@ class CodeProcess:
         self._child: _Child | None = None
         self._said: dict[str, Any] = {}
         self._turn = asyncio.Lock()
+        self._is_closed = False
         self._endings: set[asyncio.Task[int | None]] = set()
         self.num_started = 0
 
@@ -102,14 +103,18 @@ class CodeProcess:
         return await self._ask(await self._running(), request, seconds, doing, advice)
 
     async def close(self) -> None:
-        """End the child; calls in flight fail."""
+        """End the child; calls in flight fail, and so do later ones."""
+        self._is_closed = True
         if self._child is not None:
             await self._lose(self._child, "was closed")
+        async with self._turn:
+            pass  # a child that was being started is ended by its caller
         if self._endings:  # of children whose callers were cancelled meanwhile
             await asyncio.wait(self._endings)
 
     async def _running(self) -> _Child:
         async with self._turn:
+            self._check_open()
             if self._child is not None and self._child.process.returncode is None:
                 return self._child
             if self._child is not None:  # it died between two calls
@@ -118,11 +123,16 @@ class CodeProcess:
             self.num_started += 1
             child.reader = asyncio.ensure_future(self._read_answers(child))
             try:
+                self._check_open()
                 self._said = await self._ask(child, self._setup, STARTUP_SECONDS, "loading the user's code")
             except BaseException:
                 await self._lose(child, "was closed")
                 raise
             return child
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise CodeFailure(f"{self._name} was closed.")
 
     async def _spawn(self) -> asyncio.subprocess.Process:
         log = self._open_log()

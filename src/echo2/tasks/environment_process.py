@@ -113,7 +113,6 @@ class EnvironmentProcess:
         await self._pool.close()  # calls under way fail with their processes
         if self._under_way:
             await asyncio.wait(list(self._under_way))
-            await self._pool.close()  # a child that was starting meanwhile
 
     def _turn(self, member: Member | None, is_bound: bool = True) -> AbstractAsyncContextManager[Member]:
         """Return a context that holds a process for one call: `member` if the rollout is bound to it."""

@@ -69,6 +69,7 @@ class ProcessPool:
 
     async def close(self) -> None:
         """End all processes; calls under way are abandoned."""
+        self._may_grow = False
         if self._growing is not None:
             self._growing.cancel()
             await asyncio.wait([self._growing])
