@@ -49,6 +49,7 @@ class MemoryLink:
         try:
             while True:
                 following = asyncio.ensure_future(anext(replies))
+                following.add_done_callback(lambda done: done.cancelled() or done.exception())  # the link may be cut
                 try:
                     reply = await self._unless_cut(following, method, None)
                 except StopAsyncIteration:

@@ -381,9 +381,9 @@ async def join_head(
     client = HeadClient(link, version, info, publisher, patience_seconds, on_stop, others or OtherRanks())
     try:
         await client._patiently("LearnerHello", lambda: client._join_again(0))
-    except PeerError as error:
-        await link.close()
-        if error.reason not in (REFUSED, OVER):
+    except BaseException as error:
+        await client.close()
+        if not isinstance(error, PeerError) or error.reason not in (REFUSED, OVER):
             raise
         raise UserError(f"The head refuses this learner: {error.detail}") from error
     return client

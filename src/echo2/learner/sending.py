@@ -12,7 +12,6 @@ import asyncio
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ import msgspec
 
 from echo2.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
+from echo2.loop_thread import LoopThread
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import SnapshotRef
@@ -101,7 +101,7 @@ async def send_parts(payload: Payload | BasePayload, send: Callable[[Sequence[by
         for names in payload.parts():
             loop.call_soon_threadsafe(encoded.put_nowait, names)
 
-    encoding = asyncio.ensure_future(asyncio.to_thread(encode))
+    encoding = loop.run_in_executor(None, encode)  # a future, not a task, which could be cancelled under the thread
     encoding.add_done_callback(lambda _: encoded.put_nowait(None))
     try:
         while (names := await encoded.get()) is not None:
@@ -140,6 +140,7 @@ class OtherRanks:
         self._listening = socket.create_server((host, 0)) if num else None
         self._token = secrets.token_bytes(32)
         self._streams: dict[int, Streams] = {}
+        self._greetings: set[asyncio.Task[None]] = set()
         self._are_here = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -151,14 +152,21 @@ class OtherRanks:
     async def open(self) -> None:
         """Let the other ranks in."""
         if self._listening is not None:
-            self._server = await asyncio.start_server(self._let_in, sock=self._listening)
+            self._server = await asyncio.start_server(self._greet, sock=self._listening)
 
     async def call(self, verb: str, ref: SnapshotRef, epoch: int) -> None:
-        """Tell the other ranks what to send. `epoch`: of the head's last welcome."""
+        """Tell the other ranks what to send. `epoch`: of the head's last welcome.
+
+        Raises:
+            RuntimeError: a rank is gone.
+        """
         if self._num:
             await self._are_here.wait()
-        for _, writer in self._streams.values():
-            await _write(writer, _Call(verb, ref, epoch))
+        for rank, (_, writer) in self._streams.items():
+            try:
+                await _write(writer, _Call(verb, ref, epoch))
+            except ConnectionError as error:
+                raise RuntimeError(f"rank {rank} is gone") from error
 
     async def hear(self) -> list[Sent]:
         """Return the answers to the last call, in the order of ranks.
@@ -180,23 +188,34 @@ class OtherRanks:
         return sent
 
     def close(self) -> None:
-        """End the connections."""
+        """Let no rank in any more, and end the connections."""
         if self._server is not None:
             self._server.close()
         elif self._listening is not None:
             self._listening.close()
+        for greeting in self._greetings:
+            greeting.cancel()
         for _, writer in self._streams.values():
             writer.close()
 
+    def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        greeting = asyncio.ensure_future(self._let_in(reader, writer))
+        self._greetings.add(greeting)
+        greeting.add_done_callback(self._greetings.discard)
+
     async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        is_rank = False
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 hello = await _read(reader, _Hello)
+            is_rank = secrets.compare_digest(hello.token, self._token)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError):
-            hello = _Hello(b"", 0)
-        if not secrets.compare_digest(hello.token, self._token):
+            pass
+        finally:
+            if not is_rank:
+                writer.close()
+        if not is_rank:
             log.warning("refused a connection that is of no rank of this learner")
-            writer.close()
             return
         self._streams[hello.rank] = reader, writer
         if len(self._streams) == self._num:
@@ -230,32 +249,30 @@ class RankSender:
         self._payload: Payload | None = None
         self._version, self._weights = -1, LentWeights({}, {})
         self._loans: asyncio.Queue[tuple[int, LentWeights]] = asyncio.Queue()
-        self._loop = asyncio.new_event_loop()
-        self._serving = self._loop.create_task(self._serve())
-        self._thread = threading.Thread(target=self._run, name="rank-sender", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("rank-sender")
+        self._serving = self._thread.start(self._serve())
 
     def lend(self, version: int, weights: LentWeights) -> None:
-        """Lend this rank's share of the weights of a version, until those of another are lent."""
-        self._loop.call_soon_threadsafe(self._loans.put_nowait, (version, weights))
+        """Lend this rank's share of the weights of a version, until those of another are lent. Without effect if the
+        first rank is gone, or this sender closed."""
+        if not self._serving.done():
+            self._thread.call(self._loans.put_nowait, (version, weights))
 
     def close(self) -> None:
-        """End the thread; an encoding under way runs to its end."""
+        """End the thread; an encoding under way runs to its end. A second call does nothing."""
         self._publisher.stop()
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._serving.cancel)
-        self._thread.join()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run_until_complete(self._serving)
-        except (asyncio.CancelledError, asyncio.IncompleteReadError, ConnectionError) as error:
-            log.info("rank %d sends no more: %r", self._rank, error)
-        finally:
-            self._loop.run_until_complete(self._loop.shutdown_default_executor())
-            self._loop.close()
+        self._thread.close()
+        self._socket.close()  # if the thread had not begun to use it
 
     async def _serve(self) -> None:
+        try:
+            await self._answer_calls()
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            log.info("rank %d sends no more: %r", self._rank, error)
+        except Exception:  # the first rank hears that this one is gone
+            log.exception("rank %d sends no more", self._rank)
+
+    async def _answer_calls(self) -> None:
         reader, writer = await asyncio.open_connection(sock=self._socket)
         try:
             await _write(writer, _Hello(self._meeting.token, self._rank))

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import threading
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 
 from echo2.errors import LinkError, PeerError
 from echo2.learner.head_client import HeadClient, LearnerInfo, join_head
 from echo2.learner.publication import LentWeights, Publisher
 from echo2.learner.sending import OtherRanks
+from echo2.loop_thread import LoopThread
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.learner_logprobs import LearnerLogprobs
@@ -30,7 +30,8 @@ T = TypeVar("T")
 class HeadSession:
     """A connection to the head. All methods but `stop` are for the one training thread; `close` ends the session.
 
-    Errors of background work (LinkError, PeerError, UserError) are raised by the next call that waits for it.
+    Errors of background work (LinkError, PeerError, UserError) are raised by the next call that waits for it. A call
+    that waits for a session which is closed raises LinkError.
     """
 
     def __init__(
@@ -58,18 +59,18 @@ class HeadSession:
 
         self.doing = "starting"
         self.stop_reason = ""  # why training must end; empty: it goes on
-        self._loop = asyncio.new_event_loop()
         self._joined: HeadClient | None = None
         self._publisher = publisher
-        self._thread = threading.Thread(target=self._loop.run_forever, name="head-session", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("head-session")
         self._feed: queue.SimpleQueue[RolloutGroup | wire.StepDone | Exception] = queue.SimpleQueue()
         self._publications: dict[int, Future[None]] = {}
         try:
             self._client = self._joined = self._wait(join())
         except BaseException:
-            self._stop_loop()
+            self._thread.close(self._leave)
             raise
+        if self.stop_reason:  # the head stopped the run before `_joined` was there
+            self._client.is_stopping = True
         self._reporter = self._start(self._report_doing())
 
     def stop(self, reason: str) -> None:
@@ -123,24 +124,23 @@ class HeadSession:
         publication.add_done_callback(lambda _: weights.give_back())  # also if it never began
         publication.add_done_callback(self._end_waiting)
         for before in [before for before, sent in self._publications.items() if sent.done()]:
-            self._publications.pop(before).result()
+            _result(self._publications.pop(before))
         self._publications[version] = publication
 
     def finish_publishing(self, but: int = -1) -> None:
         """Wait for the snapshots under way, except that of version `but`."""
         for version in list(self._publications):
             if version != but or self._publications[version].done():
-                self._publications.pop(version).result()
+                _result(self._publications.pop(version))
 
     def report_checkpoint(self, version: int, oldest_kept: int, versions: Sequence[int]) -> Collection[int]:
         """Wait until the head knows that this checkpoint is durable. Return those of `versions` to be spared."""
         return self._wait(self._client.report_checkpoint(version, oldest_kept, versions))
 
     def close(self) -> None:
-        """End the session; work under way is abandoned."""
-        self._publisher.stop()
-        self._wait(self._abandon())
-        self._stop_loop()
+        """End the session; work under way is abandoned, but an encoding runs to its end. A second call does nothing."""
+        self.stop("the session with the head is closed")  # a signal during `close` finds the reason, and does nothing
+        self._thread.close(self._leave)
 
     def _end_waiting(self, publication: Future[None]) -> None:
         """End the wait for groups if a publication fails: rollouts of a snapshot that can't be sent never come."""
@@ -148,13 +148,10 @@ class HeadSession:
         if isinstance(error, Exception):
             self._feed.put(error)
 
-    async def _abandon(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)  # an encoding under way runs to its end
+    async def _leave(self) -> None:
         self._others.close()
-        await self._client.close()
+        if self._joined is not None:
+            await self._joined.close()
 
     async def _pump(self, step: int) -> None:
         try:
@@ -176,12 +173,15 @@ class HeadSession:
             await asyncio.sleep(DOING_SECONDS)
 
     def _start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._thread.start(work)
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._start(work).result()
+        return _result(self._start(work))
 
-    def _stop_loop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+
+def _result(work: Future[T]) -> T:
+    """Wait for work of the session. Raises LinkError if the session was closed before it ended; and what it raised."""
+    try:
+        return work.result()
+    except CancelledError as error:
+        raise LinkError("the session with the head is closed") from error

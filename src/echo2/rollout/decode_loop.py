@@ -7,7 +7,6 @@ the model and makes no scheduling decisions. The thread exists only while there 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import threading
 import time
@@ -17,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from echo2.errors import UserError
+from echo2.loop_thread import call_in
 from echo2.rollout.engine import Completion, Outcome, RequestFailure, SampleRequest
 from echo2.rollout.verification import Prefill, PrefillRequest
 from echo2.types import Snapshot, SnapshotRef
@@ -142,8 +142,7 @@ class DecodeLoop:
             if (failure := self._decoder.refusal(ticket.request)) is not None:
                 ticket.future.set_result(failure)
         with self._changed:
-            if self._is_closed:
-                raise UserError("The engine is closed.")
+            self._check_open()
             self._queue.extend(ticket for ticket in tickets if not ticket.future.done())
         loop.call_soon(self._wake)  # deferred: all requests of this iteration of the event loop join together
         return [ticket.future for ticket in tickets]
@@ -158,6 +157,7 @@ class DecodeLoop:
 
     async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Engine.update_weights`. The new policy is read in a thread of its own, beside the decode thread."""
+        self._check_open()
         is_sampling, started = self.free_slots < self.slots, time.perf_counter()
         pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot, base)
         return pause_seconds if is_sampling else time.perf_counter() - started
@@ -166,13 +166,19 @@ class DecodeLoop:
         """See `PrefillEngine.prefill`."""
         return await asyncio.to_thread(self._decoder.prefill, ref, requests)
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("The engine is closed.")
+
     async def close(self) -> None:
         """See `Engine.close`. Waits for the token that is being sampled."""
         with self._changed:
             self._is_closed, thread = True, self._thread
-            left = [] if thread is not None else list(self._queue)
+            left = [] if thread is not None else list(self._queue)  # else the thread's last act
+            if thread is None:
+                self._queue.clear()
             self._changed.notify_all()
-        _deliver([(ticket, None) for ticket in left])
+        _settle([(ticket, None) for ticket in left])  # they may be of another event loop
         if thread is not None:
             await asyncio.to_thread(thread.join)
 
@@ -253,8 +259,7 @@ def _settle(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> No
     for ticket, outcome in settled:
         by_loop.setdefault(ticket.loop, []).append((ticket, outcome))
     for loop, of_loop in by_loop.items():
-        with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits
-            loop.call_soon_threadsafe(_deliver, of_loop)
+        call_in(loop, _deliver, of_loop)
 
 
 def _deliver(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:

@@ -106,7 +106,7 @@ class Engine(Protocol):
         engine while the request ran; the engine itself goes on.
 
         Raises:
-            UserError: nothing is installed.
+            UserError: nothing is installed, or the engine is closed.
         """
 
     def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
@@ -115,7 +115,7 @@ class Engine(Protocol):
         these requests only.
 
         Raises:
-            UserError: nothing is installed.
+            UserError: nothing is installed, or the engine is closed.
         """
 
     async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
@@ -130,12 +130,12 @@ class Engine(Protocol):
             PeerError: the snapshot is damaged or wrong, or is an adapter that does not fit its base model. The old
                 weights stay, unless the bytes, which were checked, could not be read again while they were copied: then
                 nothing is installed.
-            UserError: this engine does not support the architecture; the old weights stay.
+            UserError: this engine does not support the architecture; the old weights stay. Or the engine is closed.
             OutOfMemoryError: the device has no room for the policy; the old weights stay.
         """
 
     async def close(self) -> None:
-        """Abort all requests and release the device."""
+        """Abort all requests, whose futures are cancelled, and release the device. A second call does nothing."""
 
 
 def refuse_request(request: SampleRequest, vocab_size: int, max_positions: int) -> RequestFailure | None:

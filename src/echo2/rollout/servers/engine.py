@@ -11,15 +11,15 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-import threading
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from echo2.errors import LinkError, PeerError, UserError
+from echo2.loop_thread import LoopThread
 from echo2.rollout.engine import Completion, Outcome, RequestFailure, SampleRequest, refuse_request
 from echo2.rollout.servers.answers import Served
 from echo2.rollout.servers.models import ModelDirectories, ServedModel
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 CHECK_EVERY_SECONDS = 5.0
 #: Pause before a dead server is restarted: the first value, doubled after each failure up to the second.
 RESTART_SECONDS = (0.5, 60.0)
+CLOSED = "The engine is closed."
 #: Maximum number of weight versions remembered for requests still running.
 LABELS_MAX = 1000
 
@@ -88,10 +89,8 @@ class ServerEngine:
         self._reason = ""  # why the server is being restarted
         self._is_closed = False
         self._looking: Future[Any] | None = None
-        self._loop = asyncio.new_event_loop()
         self._up, self._doubted, self._changing = asyncio.Event(), asyncio.Event(), asyncio.Lock()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="token server")
-        self._thread.start()
+        self._thread = LoopThread("token server")
 
     @property
     def installed(self) -> SnapshotRef | None:
@@ -119,8 +118,8 @@ class ServerEngine:
         """See `Engine.submit`. While the server restarts, requests wait."""
         self._installed()
         if self._is_closed:
-            raise UserError("The engine is closed.")
-        running = asyncio.run_coroutine_threadsafe(self._sample(request), self._loop)
+            raise UserError(CLOSED)
+        running = self._thread.start(self._sample(request))
         self._open.add(running)
         running.add_done_callback(self._open.discard)
         return asyncio.wrap_future(running)
@@ -132,23 +131,21 @@ class ServerEngine:
     async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Engine.update_weights`. The first call starts the server. If it cannot load new weights, it is restarted
         with the old ones; a server that the worker did not start loads the old ones again."""
-        seconds: float = await self._there(self._update(snapshot, base))
-        return seconds
+        updating = self._thread.start(self._update(snapshot, base))
+        try:
+            return await asyncio.wrap_future(updating)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise UserError(CLOSED) from error
 
     async def close(self) -> None:
         """See `Engine.close`. Ends the server too, if the worker started it."""
         self._is_closed = True
-        for running in (*self._open, *((self._looking,) if self._looking else ())):
-            running.cancel()
-        await self._there(self._server.stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._loop.close()
+        await asyncio.to_thread(self._thread.close, self._server.stop)
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    async def _there(self, doing: Coroutine[Any, Any, Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(doing, self._loop))
 
     def _installed(self) -> ServedModel:
         if self._model is None:
@@ -236,7 +233,7 @@ class ServerEngine:
         self._directories.keep_only(model)
         self._up.set()
         if self._looking is None:
-            self._looking = asyncio.run_coroutine_threadsafe(self._look_after(), self._loop)
+            self._looking = self._thread.start(self._look_after())
             self._looking.add_done_callback(_tell_failure)
         return time.perf_counter() - started
 

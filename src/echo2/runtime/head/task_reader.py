@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from echo2.errors import UserError
+from echo2.loop_thread import call_in
 from echo2.tasks.streams import Tasks
 from echo2.types import GroupRef, Task
 
@@ -111,5 +112,4 @@ class _ReadingThread:
             except UserError as error:
                 found = error
             self.job = None
-            if not job.loop.is_closed():
-                job.loop.call_soon_threadsafe(job.end, found)
+            call_in(job.loop, job.end, found)
