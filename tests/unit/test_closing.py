@@ -72,13 +72,25 @@ def shuffled(draw: random.Random, *actions: Callable[[], object]) -> list[Callab
 
 
 def ranks(draw: random.Random) -> None:
-    """A learner of three ranks leaves, in any order, and with publications under way."""
+    """A learner of three ranks leaves, in any order, and with publications under way. A publication that needs a rank
+    which has left says so."""
     with directory() as path:
         made = sending.Learner(sending.Head(), path)
-        for version in range(draw.randrange(3)):
+        num_before = draw.randrange(3)
+        for version in range(num_before):
             made.publish(version, lambda _, version=version: lent(version))  # type: ignore[misc]
-        if draw.random() < 0.5:
+        if are_here := draw.random() < 0.5:
             made.session.finish_publishing()
+        leave_at_once = draw.random() < 0.5
+
+        def lead() -> None:
+            try:
+                if num_before and are_here and leave_at_once:
+                    made.session.publish(5, lent(5))
+                    with pytest.raises(RuntimeError, match=r"rank \d is gone"):
+                        made.session.finish_publishing()
+            finally:
+                made.session.close()
 
         def follow(sender: Any) -> None:
             for version in range(7, 7 + draw.randrange(3)):
@@ -86,8 +98,8 @@ def ranks(draw: random.Random) -> None:
             sender.close()
 
         follows = [lambda sender=sender: follow(sender) for sender in made.senders]  # type: ignore[misc]
-        closings = shuffled(draw, made.session.close, *follows)
-        if draw.random() < 0.5:
+        closings = shuffled(draw, lead, *follows)
+        if leave_at_once:
             at_once(*closings)
         else:
             for close in closings:
