@@ -276,7 +276,8 @@ def _read_adapter_config(data: bytes) -> None:
     """Of an adapter of rank 2: with any other it is refused."""
     import torch
 
-    from echo2.rollout.adapter import CONFIG_FILE, DOWN, PREFIX, UP, read_adapter
+    from echo2.peft_config import CONFIG_FILE
+    from echo2.rollout.adapter import DOWN, PREFIX, UP, read_adapter
     from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 
     shapes = {DOWN: (2, 4), UP: (4, 2)}

@@ -21,7 +21,8 @@ MAX_FILE_LINES = 500
 FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "misc", "common"})
 
 FLOOR_OF_ROOM = {
-    **dict.fromkeys(("types", "errors", "documents", "printable", "sandbox", "devices", "disk", "loop_thread"), 1),
+    **dict.fromkeys(("types", "errors", "documents", "printable", "sandbox", "devices", "disk"), 1),
+    **dict.fromkeys(("loop_thread", "peft_config"), 1),
     "": 1,  # the package itself: its version, and the door to `api`, which it imports when somebody asks
     "config": 2,
     **dict.fromkeys(("control", "tasks", "rollout", "reward", "weights", "transport", "rundir"), 3),

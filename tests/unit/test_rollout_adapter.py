@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from echo2.errors import InvariantError, PeerError
-from echo2.rollout.adapter import RANK_MAX
+from echo2.peft_config import RANK_MAX
 from echo2.rollout.compact import build_compact
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.generate import sample_group

@@ -27,6 +27,7 @@ from echo2.learner.mesh import Mesh
 from echo2.learner.model import Policy, load_policy
 from echo2.learner.shard_files import open_tensors
 from echo2.learner.state import load_weights
+from echo2.peft_config import lora_factors
 from echo2.rollout.adapter import PREFIX
 from echo2.types import Snapshot, SnapshotRef
 from echo2.weights.adapter_files import (
@@ -236,13 +237,15 @@ def load_merged(base: str, adapter: Path, device: str) -> Policy:
         UserError: there is no such model, or the adapter does not fit it.
     """
     policy = load_policy(base, "float32", device)
-    values = parse_json(_read(adapter / ADAPTER_CONFIG))
+    scale = lora_factors(parse_json(_read(adapter / ADAPTER_CONFIG))).scale
     factors, weights = load_file(adapter / ADAPTER_WEIGHTS), policy.state()
     try:
         for name in [name for name in factors if ".lora_A." in name]:
-            down, up = (factors[key].to(policy.device) for key in (name, name.replace(".lora_A.", ".lora_B.")))
+            down, up = (factors.pop(key).to(policy.device) for key in (name, name.replace(".lora_A.", ".lora_B.")))
             target = weights[name.removeprefix(PREFIX).replace(".lora_A.", ".")]
-            target += (up @ down) * (values["lora_alpha"] / values["r"])
+            target += (up @ down) * scale
+        if factors:
+            raise UserError(f"{adapter} has {min(factors)}, which is no factor of a linear layer of {base}.")
     except (KeyError, TypeError, RuntimeError) as error:
         raise UserError(f"{adapter} is no adapter of {base}: {error!r}.") from error
     return policy

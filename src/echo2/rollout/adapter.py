@@ -2,41 +2,31 @@
 
     y = W x + b + B (A x) scale
 
-Tensor names and configuration follow PEFT. Adapters that compute another formula are refused. The base model's weights
-stay unchanged, so many adapters can share one base model, and a swap costs only the size of the adapter.
+Tensor names and configuration follow PEFT. Adapters that compute another formula are refused (`peft_config.py`). The
+base model's weights stay unchanged, so many adapters can share one base model, and a swap costs only the size of the
+adapter.
 
-Source: Hu et al., LoRA (arXiv 2106.09685); for `use_rslora`, Kalajdzievski (arXiv 2312.03732).
+Source: Hu et al., LoRA (arXiv 2106.09685).
 
 Shape suffixes: R = rank, I = inputs, O = outputs.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from echo2.errors import PeerError
-from echo2.rollout.snapshot_files import read_object
+from echo2.rollout.snapshot_files import read_factors
 from echo2.rollout.snapshot_tensors import FLOAT_DTYPES, check_layout, copy_tensors
 from echo2.types import Snapshot
 
-RANK_MAX = 4096
-ALPHA_MAX = 1e6
-CONFIG_FILE = "adapter_config.json"
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-#: Entries of adapter_config.json that do not change what a given A and B compute. All other entries must be empty.
-HARMLESS = {
-    *("auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "exclude_modules", "fan_in_fan_out"),
-    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
-    *("megatron_core", "peft_type", "peft_version", "qalora_group_size", "r", "revision", "target_modules"),
-    *("task_type", "use_rslora"),
-}
 
 
 class LowRank(NamedTuple):
@@ -77,7 +67,7 @@ def read_adapter(
     Raises:
         PeerError: the snapshot is not a LoRA adapter, does not fit this base model, or is damaged.
     """
-    rank, scale = _read_scale(snapshot)
+    factors = read_factors(snapshot)
     modules = {name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in snapshot.tensors}
     unknown = sorted(modules - linears.keys())
     if unknown or not modules:
@@ -95,12 +85,12 @@ def read_adapter(
         if dtype not in FLOAT_DTYPES or snapshot.tensors[PREFIX + module + UP].dtype != dtype:
             raise PeerError("bad_adapter", f"{module} of {snapshot.ref} has A and B that are not floats of one kind")
         empty = partial(torch.empty, dtype=FLOAT_DTYPES[dtype], device=device)
-        low = found[module] = LowRank(empty((rank, inputs)), empty((outputs, rank)))
+        low = found[module] = LowRank(empty((factors.rank, inputs)), empty((outputs, factors.rank)))
         places[PREFIX + module + DOWN], places[PREFIX + module + UP] = (low.a_RI,), (low.b_OR,)
     check_layout(snapshot, places)
     copy_tensors(snapshot, places)
     for low in found.values():
-        low.b_OR.mul_(scale)
+        low.b_OR.mul_(factors.scale)
     return found
 
 
@@ -122,26 +112,3 @@ def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
             column += rank
         row += outputs
     return LowRank(a_RI, b_OR)
-
-
-def _read_scale(snapshot: Snapshot) -> tuple[int, float]:
-    """Return the rank and the factor that scales B (A x)."""
-    config = read_object(snapshot.files, CONFIG_FILE)
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    _require(snapshot, config.get("peft_type") == "LORA", "peft_type", config.get("peft_type"))
-    is_rank = isinstance(rank, int) and not isinstance(rank, bool) and 1 <= rank <= RANK_MAX
-    _require(snapshot, is_rank, "r", rank)
-    is_alpha = isinstance(alpha, int | float) and abs(alpha) <= ALPHA_MAX
-    _require(snapshot, is_alpha, "lora_alpha", alpha)
-    _require(snapshot, config.get("bias", "none") == "none", "bias", config.get("bias"))
-    for key in sorted(config.keys() - HARMLESS):
-        _require(snapshot, not config[key], key, config[key])
-    assert isinstance(rank, int)
-    assert isinstance(alpha, int | float)
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _require(snapshot: Snapshot, is_known: bool, key: str, value: Any) -> None:
-    if not is_known:
-        shown = repr(value)[:80]
-        raise PeerError("bad_adapter", f"{CONFIG_FILE} of {snapshot.ref} has {key} = {shown}, which no engine computes")

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from echo2.documents import parse_json
-from echo2.errors import PeerError
+from echo2.errors import PeerError, UserError
+from echo2.peft_config import CONFIG_FILE, LoraFactors, lora_factors
+from echo2.types import Snapshot
 
 
 def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -31,6 +33,18 @@ def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise PeerError("bad_snapshot", f"{name} does not hold an object")
     return value
+
+
+def read_factors(snapshot: Snapshot) -> LoraFactors:
+    """Return how the factors of a snapshot's adapter are applied.
+
+    Raises:
+        PeerError: the snapshot is no LoRA adapter, or one that computes something else than engines do.
+    """
+    try:
+        return lora_factors(read_object(snapshot.files, CONFIG_FILE))
+    except UserError as error:
+        raise PeerError("bad_adapter", f"{snapshot.ref}: {error}") from error
 
 
 def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from echo2.config.sections import LoraConfig
 from echo2.documents import parse_json
 from echo2.errors import PeerError, UserError
 from echo2.learner.checkpoint import write_checkpoint
+from echo2.peft_config import lora_factors
 from echo2.service.backend import BaseInfo, ModelSpec
 from echo2.types import Snapshot, StoredTensor, TensorBytes, TensorSource
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
@@ -27,11 +28,9 @@ from echo2.weights.model_files import read_adapter, read_base_model
 
 #: Maximum size of a tar file, which is held in memory while it is read.
 ARCHIVE_BYTES_MAX = 256 << 20
-ENTRIES_MAX, RANK_MAX, ALPHA_MAX = 64, 1024, 2**20
+ENTRIES_MAX, RANK_MAX, ALPHA_MAX = 64, 1024, 1_000_000
 #: PEFT's names of a linear layer's factors A and B.
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
-#: Settings that are refused because they change what the factors compute without changing their names and shapes.
-REFUSED = ("use_rslora", "alpha_pattern", "use_qalora")
 
 
 def take_adapter(archive: bytes, base: BaseInfo, owner: str, to: Path) -> ModelSpec:
@@ -83,25 +82,21 @@ def _read_config(text: bytes, base: str, policy: str) -> tuple[int, int]:
         config: Any = parse_json(text)
     except ValueError as error:
         raise UserError(f"{ADAPTER_CONFIG} is not JSON: {error}.") from error
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        raise UserError(f"{ADAPTER_CONFIG} has no peft_type LORA; adapters of other kinds are not taken.")
-    for key in REFUSED:
-        if config.get(key):
-            raise UserError(f"{ADAPTER_CONFIG}: {key} = {str(config[key])[:64]} is not taken; train it without.")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    whole_rank, whole_alpha = _whole(rank, RANK_MAX), _whole(alpha, ALPHA_MAX)
-    if not whole_rank or not whole_alpha:
-        raise UserError(f"{ADAPTER_CONFIG}: r = {rank!r}, lora_alpha = {alpha!r}: whole numbers, r to {RANK_MAX}.")
+    factors = lora_factors(config, is_trained=True)
+    rank, alpha = _whole(factors.rank, RANK_MAX), _whole(factors.alpha, ALPHA_MAX)
+    if not rank or not alpha:
+        raise UserError(
+            f"{ADAPTER_CONFIG} has r = {factors.rank}, lora_alpha = {factors.alpha:g}; whole numbers are taken, r up "
+            f"to {RANK_MAX} and lora_alpha up to {ALPHA_MAX}."
+        )
     named = str(config.get("base_model_name_or_path"))
     if re.fullmatch(r"base-[0-9a-f]{16}", named) and named != policy:  # the form that services and runs write
         raise UserError(f"The adapter is of the base model {named}; {base} is {policy}.")
-    return whole_rank, whole_alpha
+    return rank, alpha
 
 
-def _whole(value: object, most: int) -> int:
+def _whole(value: float, most: int) -> int:
     """Return the value if it is a whole number from 1 to `most`, else 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return 0
     return int(value) if 1 <= value <= most and value % 1 == 0 else 0
 
 

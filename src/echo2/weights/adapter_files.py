@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
+from echo2.peft_config import CONFIG_FILE, lora_factors
 from echo2.types import SnapshotRef
 
 if TYPE_CHECKING:
     from echo2.config.sections import LoraConfig
 
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", CONFIG_FILE
 ALL_LINEAR = "all-linear"
 BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
@@ -36,8 +37,8 @@ def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: Snapsho
 
 
 def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
-    """Check that the PEFT adapter in a directory has the rank, alpha and targets of the adapter_config.json `ours`.
-    Returns the base model that the adapter names.
+    """Check that the PEFT adapter in a directory has the rank, alpha and targets of the adapter_config.json `ours`, and
+    that the learner computes it. Returns the base model that the adapter names.
 
     Raises:
         UserError: the message says what differs, or that there is no adapter.
@@ -45,7 +46,10 @@ def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
     path = directory / ADAPTER_CONFIG
     try:
         theirs = parse_json(path.read_bytes())
+        lora_factors(theirs, is_trained=True)
         theirs["target_modules"] = sorted(theirs["target_modules"])
+    except UserError as error:
+        raise UserError(f"The adapter in {directory} is not taken: {error}") from error
     except OSError as error:
         raise UserError(f"{directory} holds no PEFT adapter: {path} cannot be read ({error.strerror}).") from error
     except (ValueError, KeyError, TypeError) as error:

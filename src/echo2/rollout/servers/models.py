@@ -18,7 +18,8 @@ import numpy as np
 
 from echo2.documents import safetensors_pieces
 from echo2.errors import PeerError, UserError, write_failed
-from echo2.rollout.snapshot_files import end_tokens, read_config, read_object
+from echo2.peft_config import CONFIG_FILE
+from echo2.rollout.snapshot_files import end_tokens, read_config, read_factors
 from echo2.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -92,7 +93,7 @@ class ModelDirectories:
             ref=snapshot.ref,
             base_model=snapshot.base_model,
             directory=directory,
-            adapter=self._write(snapshot, "adapter_model.safetensors", "adapter_config.json") if is_adapter else None,
+            adapter=self._write(snapshot, "adapter_model.safetensors", CONFIG_FILE) if is_adapter else None,
             rank=_rank(snapshot) if is_adapter else 0,
             dtype=dtype,
             vocab_size=_size(config, "vocab_size"),
@@ -181,9 +182,7 @@ def _size(config: Mapping[str, Any], key: str) -> int:
 
 
 def _rank(snapshot: Snapshot) -> int:
-    rank = read_object(snapshot.files, "adapter_config.json").get("r")
-    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANK_MAX:
-        raise PeerError(
-            "bad_adapter", f"r in adapter_config.json of {snapshot.ref} is {rank!r}; 1 to {RANK_MAX} can be"
-        )
+    rank = read_factors(snapshot).rank
+    if rank > RANK_MAX:
+        raise PeerError("bad_adapter", f"r in {CONFIG_FILE} of {snapshot.ref} is {rank}; 1 to {RANK_MAX} can be")
     return rank
