@@ -5,8 +5,10 @@
 
 Broken protobuf and JSON, huge shapes, NaN, ids of another tenant, path tricks, wrong keys and methods, bodies that
 unpack to gigabytes, from 32 connections at once; meanwhile heads and bodies that come a byte a second, and thousands of
-silent connections. Told: answers by status, the most memory of the process, and whether the client's lines are those of
-an undisturbed run. Linux only: memory is read below /proc.
+silent connections. Then what one tenant can do with its key: two uploads of 256 MiB that begin and do not end, sessions
+with 4 MB of metadata and their listing, and a quota of 20 MB that must bound what lies on the disk; `--tenant-only`
+makes these alone, without the SDK. Told: answers by status, the most memory of the process, and whether the client's
+lines are those of an undisturbed run. Linux only: memory is read below /proc.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import random
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Coroutine
@@ -32,6 +35,7 @@ import zstandard
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
+from echo2.disk import allocated_bytes  # noqa: E402
 from echo2.service import tinker_pb2 as pb  # noqa: E402
 from echo2.service.access import Doorkeeper  # noqa: E402
 from echo2.service.serve import open_database  # noqa: E402
@@ -203,6 +207,113 @@ async def all_of_them(served: Served, key: str, foreign: list[str], options: arg
     return {**found, **{name: dict(Counter(await each)) for name, each in beside.items()}}
 
 
+class Tenant:
+    """What one tenant can do with its key. Each attack returns figures; `others` is the slowest call of another tenant
+    meanwhile, in seconds.
+    """
+
+    def __init__(self, served: Served, tenant: str) -> None:
+        database = open_database(served.folder)
+        keeper = Doorkeeper(database, time.time)
+        self.served, self.tenant = served, tenant
+        self.key, self.other = keeper.add_key(tenant), keeper.add_key("bystander")
+        database.close()
+
+    def ask(self, path: str, body: object, key: str = "") -> tuple[int, Any]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        url, headers = f"{self.served.url}/api/v1/{path}", {"x-api-key": key or self.key}
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=120) as answer:
+                text = answer.read()
+                return answer.status, json.loads(text) if text[:1] == b"{" else text
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def done(self, path: str, body: object) -> Any:
+        """The result of a request, or its refusal."""
+        status, future = self.ask(path, body)
+        while status == 200 and "request_id" in future:
+            status, future = self.ask("retrieve_future", {"request_id": future["request_id"]})
+            if status == 408:
+                status, future = (
+                    200,
+                    {"request_id": future["request_id"]} if isinstance(future, dict) else json.loads(future),
+                )
+        return future
+
+    async def others(self, seconds: float) -> dict[str, float]:
+        """Calls of another tenant, one after the other, for so long."""
+        slowest, refused, until = 0.0, 0, time.monotonic() + seconds
+        while time.monotonic() < until:
+            begun = time.monotonic()
+            status, _ = await asyncio.to_thread(self.ask, "create_session", {}, self.other)
+            slowest, refused = max(slowest, time.monotonic() - begun), refused + (status != 200)
+            await asyncio.sleep(0.1)
+        return {"slowest_seconds": round(slowest, 3), "refused": refused}
+
+    async def stalled_uploads(self) -> dict[str, Any]:
+        port = int(self.served.url.rpartition(":")[2])
+        head = f"POST /api/v1/adapters?base_model=echo2/tiny&name=a HTTP/1.1\r\nHost: x\r\nX-API-Key: {self.key}\r\n"
+
+        async def upload() -> str:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(f"{head}Content-Length: {256 << 20}\r\n\r\n".encode())
+            with suppress(ConnectionError):
+                for _ in range(255):
+                    writer.write(bytes(1 << 20))
+                    await asyncio.wait_for(writer.drain(), 30)
+            answer = await reader.read(64)
+            writer.close()
+            return answer[9:12].decode() or "closed"
+
+        uploads = asyncio.gather(upload(), upload(), return_exceptions=True)
+        found: dict[str, Any] = {"others": await self.others(15.0)}
+        return {**found, "answers": [str(each) for each in await uploads]}
+
+    async def metadata(self) -> dict[str, Any]:
+        large = {"user_metadata": {"a": "x" * 4_000_000}}
+        statuses = Counter(str(self.ask("create_session", large)[0]) for _ in range(20))
+        most = {"user_metadata": {"a": "x" * 4000}}
+        statuses.update(f"{self.ask('create_session', most)[0]} of 4 kB" for _ in range(1000))
+        begun = time.monotonic()
+        answer = await asyncio.to_thread(told, self.served, "sessions?limit=1000", self.key)
+        seconds = round(time.monotonic() - begun, 3)
+        return {"answers": dict(statuses), "listed": len(answer["sessions"]), "listing_seconds": seconds}
+
+    async def hoard(self) -> dict[str, Any]:
+        """All that is kept: models with moments and journals, saves, samplers, sessions, answers."""
+        session = self.ask("create_session", {})[1]["session_id"]
+        folder, models = self.served.folder, []
+        before, refusals = allocated_bytes(folder), Counter[str]()
+        targets = {"data": [1] * 100, "dtype": "int64", "shape": [100]}
+        datum = {"model_input": {"chunks": [{"tokens": [1] * 100}]}, "loss_fn_inputs": {"target_tokens": targets}}
+        train = {"forward_backward_input": {"data": [datum] * 50, "loss_fn": "cross_entropy"}}
+        for turn in range(40):
+            body = {
+                "session_id": session,
+                "model_seq_id": turn,
+                "base_model": "echo2/tiny",
+                "lora_config": {"rank": 64},
+            }
+            made = self.done("create_model", body)
+            models += [made["model_id"]] if isinstance(made, dict) and "model_id" in made else []
+            model = models[turn % len(models)]
+            named = {"path": f"n{turn}"}
+            verbs = [("forward_backward", train), ("optim_step", {"adam_params": {}}), ("save_weights", named)]
+            verbs += [("save_weights_for_sampler", {}), ("save_weights_for_sampler", named)]
+            for verb, more in verbs:
+                outcome = await asyncio.to_thread(self.done, verb, {"model_id": model, **more})
+                refusals[verb] += "error" in outcome if isinstance(outcome, dict) else 1
+        grown = allocated_bytes(folder) - before
+        return {"quota_mb": 20, "grown_mb": round(grown / 1e6, 2), "models": len(models), "refusals": dict(refusals)}
+
+    async def attack(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for one in (self.stalled_uploads, self.metadata, self.hoard):
+            found[one.__name__] = await one()
+        return found
+
+
 async def slow_body(port: int, begun: bytes, seconds: float) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(begun)
@@ -217,9 +328,9 @@ async def slow_body(port: int, begun: bytes, seconds: float) -> str:
     return "still open"
 
 
-def told(served: Served, path: str) -> Any:
-    """What the service tells the client that is not hostile."""
-    request = urllib.request.Request(f"{served.url}/api/v1/{path}", headers={"x-api-key": served.key})
+def told(served: Served, path: str, key: str = "") -> Any:
+    """What the service tells the client that is not hostile, or who has this key."""
+    request = urllib.request.Request(f"{served.url}/api/v1/{path}", headers={"x-api-key": key or served.key})
     with urllib.request.urlopen(request) as answer:
         return json.load(answer)
 
@@ -230,6 +341,18 @@ def most_memory(process: int) -> int:
     return int(next(line for line in text.splitlines() if line.startswith("VmHWM")).split()[1]) // 1024
 
 
+def tenant_attacks() -> dict[str, Any]:
+    """On a service of its own, without machines; the attacker has a quota of 20 MB of disk."""
+    with tempfile.TemporaryDirectory() as folder:
+        served = Served(Path(folder), bills="quota_disk_gb = { mallory = 0.02 }", with_machine=False)
+        before = most_memory(served.process.pid)
+        found = asyncio.run(Tenant(served, "mallory").attack())
+        found |= {"mib_before": before, "mib_at_most": most_memory(served.process.pid)}
+        served.process.terminate()
+        served.process.communicate()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000)
@@ -237,7 +360,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=150.0, help="how long slow and silent ones go on")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--tenant-only", action="store_true")
     options = parser.parse_args()
+    if options.tenant_only:
+        print(json.dumps(tenant_attacks(), indent=1))
+        return
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder))
         database = open_database(served.folder)
@@ -255,6 +382,7 @@ def main() -> None:
         for process in (served.machine, served.process):
             process.terminate()
             process.communicate()
+    found["tenant"] = tenant_attacks()
     print(json.dumps(found, indent=1))
     print(recording.save("hostile_service", found, options.out))
 

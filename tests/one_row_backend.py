@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import shutil
 from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from echo2.disk import allocated_bytes
 from echo2.errors import UserError
 from echo2.service.backend import (
     AdamSettings,
@@ -43,6 +45,9 @@ class OneRowBackend:
         self.gradients: dict[str, NDArray[np.float64]] = {}
         self.outcomes: dict[tuple[str, int], Any] = {}
         self.unloaded: list[str] = []
+        self.deleted: list[str] = []
+        self.directory = directory
+        self.more_bytes = 0  # beside the row, in what is saved
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         """See `Backend`."""
@@ -109,6 +114,12 @@ class OneRowBackend:
 
     async def delete(self, model: str) -> None:
         """See `Backend`."""
+        self.deleted.append(model)
+        shutil.rmtree(self.directory / "models" / model, ignore_errors=True)
+
+    def num_bytes(self, model: str) -> int:
+        """See `Backend`."""
+        return allocated_bytes(self.directory / "models" / model)
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
         """See `Backend`."""
@@ -155,6 +166,8 @@ class OneRowBackend:
     def _write(self, model: str, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         np.save(directory / "row.npy", self.rows[model])
+        if self.more_bytes:
+            (directory / "more").write_bytes(bytes(self.more_bytes))
 
 
 def log_softmax(row: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -29,15 +29,20 @@ def free_port() -> int:
 class Served:
     """`echo2 serve` in a directory, on ports that stay, and a machine that samples for it: `echo2 worker`."""
 
-    def __init__(self, folder: Path, bases: Sequence[str] = ("echo2/tiny",)) -> None:
+    def __init__(
+        self, folder: Path, bases: Sequence[str] = ("echo2/tiny",), bills: str = "", with_machine: bool = True
+    ) -> None:
         self.folder = folder
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         models = "".join(f'"{base}" = ""\n' for base in bases)
-        settings = f'port = {self.port}\n[bases]\n{models}[fleet]\nlisten = "127.0.0.1:{free_port()}"\n'
+        settings = f"port = {self.port}\n[bases]\n{models}[bills]\n{bills}\n"
+        if with_machine:
+            settings += f'[fleet]\nlisten = "127.0.0.1:{free_port()}"\n'
         (folder / "serve.toml").write_text(settings)
         self.start()
-        self.start_machine()
+        if with_machine:
+            self.start_machine()
 
     def start(self) -> None:
         self.process = self.echo2("serve", str(self.folder / "serve.toml"), "--out", str(self.folder))

@@ -7,6 +7,7 @@ within one that is rolled back; the supervisor restarts the process when there i
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +29,22 @@ def free_bytes(path: Path) -> int:
 def num_bytes(directory: Path) -> int:
     """Return the size of all files below a directory; 0 if it is gone."""
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+
+
+def allocated_bytes(directory: Path) -> int:
+    """Return the bytes that the files below a directory take on the disk; files that go meanwhile do not count."""
+    total = 0
+    try:
+        with os.scandir(directory) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    total += allocated_bytes(Path(entry.path))
+                else:
+                    stat = entry.stat(follow_symlinks=False)
+                    total += max(stat.st_size, 512 * stat.st_blocks)
+    except FileNotFoundError:
+        pass
+    return total
 
 
 def checkpoint_bytes(checkpoints: Path) -> int:

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import IntegrityError
 
-from echo2.service import app, dispatch
+from echo2.service import app, limits
+from echo2.service.cleaning import SILENCE_SECONDS
 from echo2.service.database import models, sessions
 from echo2.service.settings import Quotas
 from front_service import Service
@@ -27,7 +28,7 @@ def test_a_checkpoint_that_is_replaced_leaves_the_disk(service: Service) -> None
         body = {"model_id": model, "seq_id": number, "path": "last", "overwrite": True}
         service.result(service.post("save_weights", body))
     service.sweep()
-    assert len(list((service.folder / "checkpoints").glob("req_*"))) == 1
+    assert len(list((service.folder / "checkpoints").rglob("req_*"))) == 1
 
 
 def test_what_is_published_stays_as_long_as_a_sampler_or_a_checkpoint_names_it(service: Service) -> None:
@@ -42,7 +43,7 @@ def test_what_is_published_stays_as_long_as_a_sampler_or_a_checkpoint_names_it(s
 
     def count() -> int:
         service.sweep()
-        return len(list(folder.glob("req_*")))
+        return len(list(folder.rglob("req_*")))
 
     assert count() == 2
     headers = {"x-api-key": service.key}
@@ -70,48 +71,111 @@ def test_a_sample_that_is_open_keeps_the_weights_that_inflight_samplers_left(ser
             service.post("save_weights_for_sampler", {**save, "seq_id": number, "sampling_session_seq_id": number})
         )
     service.sweep()
-    assert len(list((service.folder / "checkpoints").glob("req_*"))) == 3
+    assert len(list((service.folder / "checkpoints").rglob("req_*"))) == 3
     service.in_front(service.backend.gate.set)
     assert service.result(future)["sequences"]
     service.sweep()
-    assert [entry.name for entry in (service.folder / "checkpoints").glob("req_*")] == [
+    assert [entry.name for entry in (service.folder / "checkpoints").rglob("req_*")] == [
         Path(service.database.select(models)[0].inflight).name
     ]
 
 
-def test_a_quota_of_disk_ends_saves_until_something_is_deleted(tmp_path: Path) -> None:
-    service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", Quotas(quota_disk_gb={"ada": 1e-9}))
-    try:
-        model = service.model(service.session())
-        saved = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "first"}))
-        assert service.get("usage")["disk_gb"] > 1e-9
-        again = {"model_id": model, "seq_id": 2, "path": "second"}
-        for path, body in (("save_weights", again), ("copy_weights", {"source_path": saved["path"]})):
-            assert "are allowed. Delete some" in service.post(path, body, status=400)["detail"]
+#: A row and a file take some kB each.
+SMALL = Quotas(quota_disk_gb={"ada": 40e-6})
+
+
+def failed(service: Service, future: dict[str, str]) -> str:
+    return str(service.result(future)["error"])
+
+
+def test_a_quota_of_disk_ends_saves_until_something_is_deleted_and_never_training(tmp_path: Path) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
+        model, paths = service.model(service.session()), []
+        for number in range(1, 20):
+            save = {"model_id": model, "seq_id": number, "path": f"n{number}"}
+            done = service.result(service.post("save_weights", save))
+            if "error" in done:
+                break
+            paths.append(done["path"])
+        assert "allowed; the last tenth is for training. Delete checkpoints" in done["error"]
+        assert 1 < len(paths) < 10
+        assert 0.7 * 40e-6 < service.get("usage")["disk_gb"] <= 40e-6
+        trained = [service.train(model, number + 1, [1]), service.step(model, number + 2)]
+        assert ["metrics" in service.result(future) for future in trained] == [True, True]
+        assert "allowed" in service.post("copy_weights", {"source_path": paths[0]}, status=400)["detail"]
         adapter = service.client.post(
             "/api/v1/adapters?base_model=echo2/tiny&name=own", headers={"x-api-key": service.key}, content=b""
         )
-        assert (adapter.status_code, "Delete some" in adapter.text) == (400, True)
-        url_of = f"/api/v1/training_runs/{model}/checkpoints/weights/first"
-        assert service.client.delete(url_of, headers={"x-api-key": service.key}).status_code == 204
-        assert service.result(service.post("save_weights", again))["path"].endswith("/second")
-    finally:
-        service.close()
+        assert (adapter.status_code, "Delete" in adapter.text) == (400, True)
+        for name in ("n1", "n2"):
+            url_of = f"/api/v1/training_runs/{model}/checkpoints/weights/{name}"
+            assert service.client.delete(url_of, headers={"x-api-key": service.key}).status_code == 204
+        again = {"model_id": model, "seq_id": number + 3, "path": "last"}
+        assert service.result(service.post("save_weights", again))["path"].endswith("/last")
 
 
 def test_adapters_that_only_samplers_name_count_until_their_session_ends(tmp_path: Path) -> None:
-    quotas = Quotas(quota_disk_gb={"ada": 1e-9})
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)) as service:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
         session, other = service.session(), service.session()
         model, kept = service.model(session), service.model(other)
-        saved = service.post("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0})
-        assert service.result(saved)["sampling_session_id"] == f"{session}:sample:0"
-        assert service.get("usage")["disk_gb"] > 1e-9
+        for number in range(1, 20):
+            save = {"model_id": model, "seq_id": number, "sampling_session_seq_id": number}
+            done = service.result(service.post("save_weights_for_sampler", save))
+            if "error" in done:
+                break
         again = {"model_id": kept, "seq_id": 1, "path": "last"}
-        assert "finish sessions" in service.post("save_weights", again, status=400)["detail"]
+        assert "finish sessions" in failed(service, service.post("save_weights", again))
         service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
-        assert service.get("usage")["disk_gb"] == 0.0
-        assert service.result(service.post("save_weights", again))["path"].endswith("/last")
+        assert service.get("usage")["disk_gb"] < 0.7 * 40e-6
+        assert service.result(service.post("save_weights", {**again, "seq_id": 2}))["path"].endswith("/last")
+
+
+def test_a_save_that_is_larger_than_what_is_left_does_not_stay(tmp_path: Path) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
+        model = service.model(service.session())
+        service.backend.more_bytes = 40_000
+        assert "allowed" in failed(service, service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))
+        assert list((service.folder / "checkpoints").rglob("req_*")) == []
+        assert service.get("checkpoints")["checkpoints"] == []
+        service.backend.more_bytes = 0
+        assert "path" in service.result(service.post("save_weights", {"model_id": model, "seq_id": 2, "path": "a"}))
+
+
+def test_models_leave_the_disk_when_their_session_is_finished_or_long_silent(service: Service) -> None:
+    session, silent, live = (service.session() for _ in range(3))
+    finished, forgotten, used = (service.model(one) for one in (session, silent, live))
+    service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
+    service.until(lambda: service.backend.deleted == [finished])
+    service.now += SILENCE_SECONDS - 1
+    service.post("session_heartbeat", {"session_id": live})
+    service.now += 2
+    service.sweep()
+    assert service.backend.deleted == [finished], "a client that was asleep may come back"
+    for _ in range(49):
+        service.now += SILENCE_SECONDS - 1
+        service.post("session_heartbeat", {"session_id": live})
+        service.sweep()
+    service.until(lambda: service.backend.deleted == [finished, forgotten])
+    service.sweep()
+    service.sweep()
+    assert service.get("sessions")["sessions"] == [live]
+    assert [run["training_run_id"] for run in service.get("training_runs")["training_runs"]] == [used]
+    assert "metrics" in service.result(service.train(used, 1, [1]))
+
+
+def test_a_copy_is_charged_to_who_has_it_and_no_more_to_who_had_the_original(tmp_path: Path) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
+        service.backend.more_bytes = 10_000
+        model, eve = service.model(service.session()), service.keeper.add_key("eve")
+        path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+        service.post(f"training_runs/{model}/checkpoints/weights/a/publish", status=204)
+        service.post("copy_weights", {"source_path": path}, key=eve)
+        before = service.get("usage")["disk_gb"]
+        assert service.get("usage", key=eve)["disk_gb"] > 10e-6
+        url_of = f"/api/v1/training_runs/{model}/checkpoints/weights/a"
+        assert service.client.delete(url_of, headers={"x-api-key": service.key}).status_code == 204
+        assert service.get("usage")["disk_gb"] < before - 10e-6
+        assert service.get("usage", key=eve)["disk_gb"] > 10e-6
 
 
 #: What keeps a request from being stored: a statement that fails, or only the commit (a reference to no key).
@@ -136,7 +200,7 @@ def execute(service: Service, *statements: str) -> None:
 def test_what_the_database_does_not_store_is_not_in_memory_either(
     service: Service, fails: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "OPEN_MAX", 2)
+    monkeypatch.setattr(limits, "OPEN_MAX", 2)
     model = service.model(service.session())
     service.backend.gate.clear()
 
@@ -166,5 +230,5 @@ def test_the_cleanup_goes_on_once_the_database_is_back(
         execute(service, "ALTER TABLE sessions RENAME TO away")
         service.until(lambda: "cleaning up later" in caplog.text)
         execute(service, "ALTER TABLE away RENAME TO sessions")
-        service.now += app.SILENCE_SECONDS + 1
+        service.now += SILENCE_SECONDS + 1
         service.until(lambda: not service.front.database.count(sessions, finished=None))

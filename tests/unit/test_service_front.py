@@ -18,9 +18,9 @@ import pytest
 import zstandard
 
 import house
-from echo2.service import entrance, requests_api
+from echo2.service import limits, requests_api
 from echo2.service import tinker_pb2 as pb
-from echo2.service.app import SILENCE_SECONDS
+from echo2.service.cleaning import SILENCE_SECONDS
 from echo2.service.database import requests, sessions
 from echo2.service.settings import Quotas
 from echo2.service.status_command import status
@@ -245,7 +245,7 @@ def test_checkpoints_are_listed_under_both_sets_of_names_and_deleted(service: Se
     service.now += 61.0
     service.sweep()
     assert service.get("checkpoints")["checkpoints"] == []
-    assert list((service.folder / "checkpoints").glob("req_*")) == []
+    assert list((service.folder / "checkpoints").rglob("req_*")) == []
 
 
 def test_a_poll_is_held_and_then_says_why_it_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ HOSTILE = [
     ("asample", b'{"sampling_session_id": "x", "prompt": {"chunks": []}}', {}, 404),
     ("optim_step", b'{"model_id": "x", "adam_params": {"learning_rate": NaN}}', {}, 400),
     ("retrieve_future", b"\xff\xfe", {}, 400),
-    ("create_session", b" " * (entrance.SMALL_BODY_BYTES_MAX + 1), {}, 413),
+    ("create_session", b" " * (limits.SMALL_BODY_BYTES_MAX + 1), {}, 413),
     ("forward_backward", zstandard.compress(bytes(1 << 30)), {"content-encoding": "zstd"}, 413),
     ("forward_backward", b"not zstd", {"content-encoding": "zstd"}, 400),
 ]
@@ -363,7 +363,8 @@ def test_hostile_bodies_are_refused(
 def test_all_bodies_together_are_bounded_as_they_came_and_unpacked(
     service: Service, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(entrance, "ALL_BODIES_BYTES_MAX", 1000)
+    monkeypatch.setattr(limits, "ALL_BYTES_MAX", limits.RESERVED_BYTES + 1000)
+    monkeypatch.setattr(limits, "FEW_BYTES", 0)
     body = b" " * 2000
     service.post("create_session", zstandard.compress(body) if headers else body, status=429, headers=headers)
     service.session()

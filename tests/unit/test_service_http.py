@@ -18,7 +18,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from echo2.errors import UserError
-from echo2.service import http_server
+from echo2.service import http_server, limits
 from echo2.service.http_server import HttpServer
 
 REQUEST = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -70,7 +70,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 
 
 def test_a_head_that_does_not_come_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_SECONDS", 5.0)
+    monkeypatch.setattr(limits, "HEAD_SECONDS", 5.0)
 
     async def client(port: int, may_answer: asyncio.Event) -> None:
         async with connected(port) as (reader, writer):

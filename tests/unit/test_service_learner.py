@@ -15,7 +15,7 @@ from echo2.control.service.turns import Turns
 from echo2.errors import InvariantError, UserError
 from echo2.learner.adapters import load_base
 from echo2.learner.tenants import Tenants
-from echo2.service import calling
+from echo2.service import calling, limits
 from echo2.service.backend import AdamSettings, ClientDatum, ModelSpec
 from echo2.service.frames import (
     Answer,
@@ -101,6 +101,32 @@ def test_a_restart_changes_no_bit(client: Client, redo_seconds: float, monkeypat
     assert disturbed == undisturbed
     assert client.train("m", range(11, 15)) == undisturbed[10:]  # told again, not done again
     assert client.train("m", range(15, 19)) == client.train("same", range(15, 19))
+
+
+def test_a_journal_is_bounded_until_a_step_lets_a_checkpoint_take_its_place(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOURNAL_BYTES_MAX", 5000)
+    operation, refused = 0, ""
+    while not refused:
+        operation += 1
+        call = ForwardBackwardCall("m", operation, some_data(f"{operation}"), "cross_entropy", {}, False)
+        refused = client.call(call).fault
+        assert operation < 100
+    assert "Call optim_step before more data" in refused
+    assert client.call(OptimStepCall("m", operation + 1, ADAM)).metrics
+    found = client.loss("m", operation + 2)
+    client.restart()
+    assert client.loss("m", operation + 2) == found, "told again"
+    assert client.loss("m", operation + 3) < found * 10
+
+
+def test_an_adapter_that_takes_too_much_memory_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ADAPTER_MEMORY_BYTES", 100_000)
+    with pytest.raises(UserError, match=r"rank 64 takes \d+ bytes .*Lower the rank"):
+        client.call(CreateModelCall("large", ModelSpec("tiny", rank=64)))
+    client.call(CreateModelCall("large", ModelSpec("tiny", rank=2)))
+    assert client.loss("large", 1) > 0
 
 
 def test_who_is_moved_out_of_memory_comes_back(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:

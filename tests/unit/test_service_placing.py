@@ -102,3 +102,20 @@ def test_a_call_that_machines_die_of_ends_on_this_one() -> None:
             placing.left(name)
             placing.came_back(1)
     assert tried == ["a", "b", "c", LOCAL]
+
+
+def test_one_owner_leaves_room_for_others_whatever_its_calls_ask_for() -> None:
+    placing = Placing(16)
+    for number in range(40):
+        placing.arrive(number, "busy", "x", 1)
+    assert len(placing.place()) == 30
+    placing.arrive(100, "late", "x", 1)
+    assert placing.place() == [(100, LOCAL)]
+    placing = Placing(16)
+    placing.arrive(1, "busy", "x", 1024)
+    assert placing.place() == [(1, LOCAL)]
+    placing.arrive(2, "busy", "x", 1)
+    placing.arrive(3, "late", "x", 1)
+    assert placing.place() == [(3, LOCAL)]
+    placing.ended(1)
+    assert placing.place() == [(2, LOCAL)]

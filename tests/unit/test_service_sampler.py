@@ -229,3 +229,24 @@ def test_who_has_many_waiting_does_not_hold_up_another(model: Path) -> None:
     asyncio.run(all_of_them())
     assert max(place for place, owner in enumerate(ended) if owner == "few") < 24
     assert ended.count("many") == 60
+
+
+def test_who_uses_all_slots_for_long_leaves_one_in_sixteen(model: Path) -> None:
+    sampler = base_sampler(str(model), "cpu", slots=16)
+    ended: list[str] = []
+
+    async def sample(owner: str, num_samples: int, max_tokens: int) -> None:
+        spec = replace(SPEC, owner=owner, num_samples=num_samples, max_tokens=max_tokens, ends_with_model=False)
+        await sampler.sample("", spec)
+        ended.append(owner)
+
+    async def both() -> None:
+        busy = asyncio.create_task(sample("busy", 32, 40))
+        while len(sampler._slots._used) < 1:  # noqa: ASYNC110  # nobody tells it
+            await asyncio.sleep(0)
+        await sample("late", 1, 2)
+        await busy
+        await sampler.close()
+
+    asyncio.run(both())
+    assert ended == ["late", "busy"]

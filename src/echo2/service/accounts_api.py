@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import secrets
 import tarfile
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response, StreamingResponse
 
 from echo2.errors import PeerError, UserError
+from echo2.service import limits
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
 from echo2.service.bodies import AdapterBody, CopyBody, ModelIdBody, SessionBody, SessionIdBody, TtlBody, parse
+from echo2.service.cleaning import ARRIVING, DONE, Cleaning
 from echo2.service.database import Row, checkpoints, models, samplers, sessions
 from echo2.service.dispatch import Dispatcher
 from echo2.service.entrance import answer
-from echo2.service.leftovers import ARRIVING
 from echo2.service.own_adapters import take_adapter
 from echo2.service.settings import PRICED
 from echo2.service.work import KINDS, Work
 
-#: Seconds for which the URL of an archive is valid.
+#: Seconds for which the URL of an archive is valid; bytes of it that are read at a time.
 ARCHIVE_SECONDS = 900.0
+PIECE_BYTES = 256 << 10
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
 NOTHING = Response(status_code=204)
 
@@ -42,10 +47,12 @@ class PathBody(msgspec.Struct):
 class AccountsApi:
     """Endpoints that list and change what a tenant has."""
 
-    def __init__(self, work: Work, dispatcher: Dispatcher, bills: Bills) -> None:
+    def __init__(self, work: Work, dispatcher: Dispatcher, bills: Bills, cleaning: Cleaning) -> None:
         self._work, self._database, self._dispatcher, self._bills = work, work.database, dispatcher, bills
-        self._archives: dict[str, tuple[float, str]] = {}
+        self._storage, self._cleaning = work.storage, cleaning
+        self._archives: dict[str, dict[str, tuple[float, str]]] = {}  # by tenant and token; the oldest first
         self._importing = asyncio.Lock()  # one at a time: an import needs several times the adapter's size in memory
+        self._num_imports = Counter[str]()
 
     async def health(self, request: Request) -> Response:
         """Answer that the process is alive; needs no key."""
@@ -74,6 +81,9 @@ class AccountsApi:
     async def create_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a session. The ids of its models and samplers begin with the session's id."""
         given, now = parse(SessionBody, body), self._work.clock()
+        if given.user_metadata:
+            self._storage.check(caller.tenant, 1.0, limits.LABELS_BYTES_MAX)
+        self._storage.check_rows(sessions, caller.tenant)
         session = secrets.token_hex(16)
         self._database.insert(
             sessions, id=session, tenant=caller.tenant, created=now, seen=now, labels=given.user_metadata
@@ -92,19 +102,21 @@ class AccountsApi:
         """End a session."""
         session = self._own(sessions, request.path_params["session"], caller)
         if session.finished is None:
-            self._dispatcher.end_session(session.id, "The session was finished.")
+            self._dispatcher.end_session(session.id, "The session was finished.", seen=DONE)
+            await self._cleaning.tidy(caller.tenant, self._work.clock())
         return NOTHING
 
     async def list_sessions(self, caller: Caller, request: Request, body: bytes) -> Response:
         """List the ids of a tenant's sessions, newest first."""
         limit, offset = _page(request)
-        rows = self._database.select(sessions, "-created", limit, offset, tenant=caller.tenant)
+        rows = self._database.select(sessions, "-created", limit, offset, columns=["id"], tenant=caller.tenant)
         return answer({"sessions": [row.id for row in rows]})
 
     async def show_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """List the models and samplers of a session."""
         session = self._own(sessions, request.path_params["session"], caller)
-        made = [self._database.select(table, session=session.id, limit=10_000) for table in (models, samplers)]
+        find, most = self._database.select, 10 * limits.PAGE_MAX
+        made = [find(table, columns=["id"], session=session.id, limit=most) for table in (models, samplers)]
         runs, found = ([row.id for row in rows] for rows in made)
         return answer({"training_run_ids": runs, "sampler_ids": found, "user_metadata": _labels(session.labels)})
 
@@ -139,11 +151,11 @@ class AccountsApi:
         rows = self._database.select(models, "-created", limit, offset, tenant=caller.tenant)
         total = self._database.count(models, tenant=caller.tenant)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
-        return answer({"training_runs": [self._run(row) for row in rows], "cursor": cursor})
+        return answer({"training_runs": self._runs(rows), "cursor": cursor})
 
     async def show_run(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return one of a tenant's models."""
-        return answer(self._run(self._own(models, request.path_params["model"], caller)))
+        return answer(self._runs([self._own(models, request.path_params["model"], caller)])[0])
 
     async def list_run_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
         """List the checkpoints of a model."""
@@ -157,6 +169,7 @@ class AccountsApi:
     async def delete_checkpoint(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Delete a checkpoint. Its files stay as long as a sampler made from it exists."""
         self._database.delete(checkpoints, id=self._checkpoint(caller, request).id)
+        await self._cleaning.tidy(caller.tenant, self._work.clock())
         return NOTHING
 
     async def publish(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -184,7 +197,8 @@ class AccountsApi:
         copy = "copy_" + hashlib.sha256(msgspec.json.encode([caller.tenant, key, given.source_path])).hexdigest()[:32]
         found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
         if found is None:
-            self._bills.check_disk(caller.tenant)
+            await self._storage.check_measured(caller.tenant)
+            self._storage.check_rows(checkpoints, caller.tenant)
             found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
             values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
             values["labels"] = found.labels if found.tenant == caller.tenant else None
@@ -197,15 +211,18 @@ class AccountsApi:
     async def bring_adapter(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Import a client's own PEFT adapter, a tar file, as a checkpoint to train and to sample from."""
         given = parse(AdapterBody, msgspec.json.encode(dict(request.query_params)))
-        self._bills.check_disk(caller.tenant)
+        await self._storage.check_measured(caller.tenant, len(body))
+        self._storage.check_rows(checkpoints, caller.tenant)
         base = self._work.backend.bases.get(given.base_model)
         if base is None:
             known = ", ".join(self._work.backend.bases)
             raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
         model = "adapter_" + secrets.token_hex(16)
-        arriving, directory = (self._work.directory / name for name in (f"{ARRIVING}/{model}", model))
-        async with self._importing:
-            spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
+        arriving = self._storage.folder / ARRIVING / model
+        directory = self._storage.directory(caller.tenant) / model
+        with self._one_import_more(caller.tenant):
+            async with self._importing:
+                spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
         arriving.rename(directory)
         self._database.insert(
             checkpoints,
@@ -220,31 +237,49 @@ class AccountsApi:
             size=len(body),
             public=False,
         )
+        await self._storage.measure(caller.tenant)
         return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
+
+    @contextmanager
+    def _one_import_more(self, tenant: str) -> Iterator[None]:
+        if self._num_imports[tenant] >= limits.UPLOADS_MAX:
+            raise PeerError("rate", f"{limits.UPLOADS_MAX} of your uploads are being checked; wait for one of them.")
+        self._num_imports[tenant] += 1
+        try:
+            yield
+        finally:
+            self._num_imports[tenant] -= 1
+            if not self._num_imports[tenant]:
+                del self._num_imports[tenant]
 
     async def archive(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Redirect to a temporary URL of the checkpoint as a tar file, which needs no key."""
         row, now = self._checkpoint(caller, request), self._work.clock()
-        self._archives = {token: entry for token, entry in self._archives.items() if entry[0] > now}
+        valid = {token: one for token, one in self._archives.get(caller.tenant, {}).items() if one[0] > now}
+        if len(valid) >= limits.ARCHIVES_MAX:
+            del valid[next(iter(valid))]
         token = secrets.token_urlsafe(32)
-        self._archives[token] = (now + ARCHIVE_SECONDS, row.directory)
+        self._archives[caller.tenant] = {**valid, token: (now + ARCHIVE_SECONDS, row.directory)}
         location = str(request.url.replace(path=f"/api/v1/archives/{token}", query=""))
         expires = datetime.fromtimestamp(now + ARCHIVE_SECONDS, UTC)
         headers = {"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
         return Response(status_code=302, headers=headers)
 
     async def fetch_archive(self, request: Request) -> Response:
-        """Return the tar file at a URL from `archive`."""
-        entry = self._archives.get(request.path_params["token"])
+        """Return the tar file at a URL from `archive`. It is made while it is sent, so that it takes no disk."""
+        found = (entries.get(request.path_params["token"]) for entries in self._archives.values())
+        entry = next((one for one in found if one is not None), None)
         is_there = entry is not None and entry[0] > self._work.clock()
-        path = await asyncio.to_thread(_packed, Path(entry[1])) if entry is not None and is_there else None
-        if path is None:
+        files = await asyncio.to_thread(_opened, Path(entry[1])) if entry is not None and is_there else []
+        if not files:
             return answer({"detail": "there is no such archive, or not any more."}, 404)
-        return FileResponse(path, media_type="application/x-tar", filename="checkpoint.tar")
+        headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
+        return StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
 
     async def show_usage(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return a tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
-        return answer(self._bills.of(caller.tenant))
+        gb = await self._storage.measure(caller.tenant) / 1e9
+        return answer({**self._bills.of(caller.tenant), "disk_gb": gb})
 
     async def estimate(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return what these numbers of tokens would cost: `?forward_backward=1200000&sample=300000`."""
@@ -276,21 +311,24 @@ class AccountsApi:
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         return answer({"checkpoints": [_checkpoint(row) for row in rows], "cursor": cursor})
 
-    def _run(self, row: Row) -> dict[str, Any]:
-        newest = {kind: self._database.select(checkpoints, "-created", 1, model=row.id, kind=kind) for kind in KINDS}
-        last, last_sampler = ([_checkpoint(one) for one in rows] for rows in newest.values())
-        return {
-            "training_run_id": row.id,
-            "base_model": row.spec["base"],
-            "model_owner": row.tenant,
-            "is_lora": True,
-            "corrupted": False,
-            "lora_rank": row.spec["rank"],
-            "last_request_time": _time(row.used),
-            "last_checkpoint": last[0] if last else None,
-            "last_sampler_checkpoint": last_sampler[0] if last_sampler else None,
-            "user_metadata": _labels(row.labels),
-        }
+    def _runs(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
+        """Describe models, with the newest checkpoint of each kind."""
+        newest = {(row.model, row.kind): _checkpoint(row) for row in self._database.newest([row.id for row in rows])}
+        return [
+            {
+                "training_run_id": row.id,
+                "base_model": row.spec["base"],
+                "model_owner": row.tenant,
+                "is_lora": True,
+                "corrupted": False,
+                "lora_rank": row.spec["rank"],
+                "last_request_time": _time(row.used),
+                "last_checkpoint": newest.get((row.id, "weights")),
+                "last_sampler_checkpoint": newest.get((row.id, "sampler_weights")),
+                "user_metadata": _labels(row.labels),
+            }
+            for row in rows
+        ]
 
 
 def _checkpoint(row: Row) -> dict[str, Any]:
@@ -329,7 +367,7 @@ def _trains(spec: Mapping[str, Any], layer: str) -> bool:
 
 def _page(request: Request) -> tuple[int, int]:
     """Return `limit` and `offset` of a listing."""
-    return min(1000, _number(request, "limit", "100")), _number(request, "offset", "0")
+    return min(limits.PAGE_MAX, _number(request, "limit", "100")), _number(request, "offset", "0")
 
 
 def _number(request: Request, name: str, default: str) -> int:
@@ -339,15 +377,24 @@ def _number(request: Request, name: str, default: str) -> int:
     return int(text)
 
 
-def _packed(directory: Path) -> Path | None:
-    """Return the tar file of a directory, which is made once; None if the directory is gone."""
-    path = directory.with_name(directory.name + ".tar")
-    if not directory.is_dir():
-        return None
-    if not path.exists():
-        partial = directory.with_name(f"{directory.name}.{secrets.token_hex(4)}.part")
-        with tarfile.open(partial, "w") as file:
-            for entry in sorted(directory.iterdir()):
-                file.add(entry, arcname=entry.name)
-        partial.replace(path)
-    return path
+def _opened(directory: Path) -> list[tuple[str, BinaryIO]]:
+    """Open the files of a directory, which can then be deleted; none if it is gone."""
+    try:
+        return [(path.name, path.open("rb")) for path in sorted(directory.iterdir()) if path.is_file()]
+    except FileNotFoundError:
+        return []
+
+
+def _packed(files: Sequence[tuple[str, BinaryIO]]) -> Iterator[bytes]:
+    """Yield a tar file of these files piece by piece, and close them."""
+    with ExitStack() as stack:
+        for _, file in files:
+            stack.enter_context(file)
+        for name, file in files:
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = os.fstat(file.fileno()).st_size, 0o644
+            yield entry.tobuf()
+            while piece := file.read(PIECE_BYTES):
+                yield piece
+            yield bytes(-entry.size % tarfile.BLOCKSIZE)
+        yield bytes(2 * tarfile.BLOCKSIZE)

@@ -16,22 +16,20 @@ from echo2.service.access import Doorkeeper
 from echo2.service.accounts_api import AccountsApi
 from echo2.service.backend import Backend
 from echo2.service.bills import Bills
-from echo2.service.database import UNREACHED, Database, checkpoints, requests, sessions
+from echo2.service.cleaning import ARRIVING, Cleaning
+from echo2.service.database import Database
 from echo2.service.dispatch import Dispatcher
-from echo2.service.entrance import BODY_BYTES_MAX, Entrance
-from echo2.service.leftovers import ARRIVING, Leftovers
-from echo2.service.own_adapters import ARCHIVE_BYTES_MAX
+from echo2.service.entrance import Entrance
 from echo2.service.requests_api import RequestsApi
 from echo2.service.settings import Quotas
+from echo2.service.storage import Storage
 from echo2.service.unserved import UNSERVED, refusing
 from echo2.service.work import Work
 
 log = logging.getLogger(__name__)
 
-#: Seconds between cleanups; seconds of silence until a session is ended; seconds for which answers are kept.
+#: Seconds between cleanups.
 SWEEP_SECONDS = 10.0
-SILENCE_SECONDS = 1800.0
-ANSWER_SECONDS = 86400.0
 ROOT = "/api/v1/"
 NO_QUOTAS = Quotas()
 
@@ -50,16 +48,17 @@ class Front:
         shutil.rmtree(directory / ARRIVING, ignore_errors=True)
         (directory / ARRIVING).mkdir(parents=True)
         self.database, self.clock = database, clock
-        self.work = Work(database, backend, directory, clock)
+        self.work = Work(database, backend, Storage(database, backend, directory, quotas), clock)
         self.bills = Bills(database, quotas)
         self.dispatcher = Dispatcher(database, self.work, self.bills, clock)
-        self.leftovers = Leftovers(database, directory)
+        self.cleaning = Cleaning(self.work, self.dispatcher)
         self.requests = RequestsApi(self.work, self.dispatcher)
-        self.accounts = AccountsApi(self.work, self.dispatcher, self.bills)
+        self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
+        self.entrance = Entrance(Doorkeeper(database, clock))
         self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
 
     def _routes(self) -> list[Route]:
-        enter, training, accounts = Entrance(Doorkeeper(self.database, self.clock)), self.requests, self.accounts
+        enter, training, accounts = self.entrance, self.requests, self.accounts
         checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
         posts = {
             "client/config": enter(accounts.config),
@@ -72,8 +71,8 @@ class Front:
             "get_info": enter(accounts.get_info),
             "unload_model": enter(accounts.unload_model, "train"),
             "weights_info": enter(accounts.weights_info),
-            "forward_backward": enter(training.forward_backward, "train", BODY_BYTES_MAX),
-            "forward": enter(training.forward, "train", BODY_BYTES_MAX),
+            "forward_backward": enter(training.forward_backward, "train", "BODY_BYTES_MAX"),
+            "forward": enter(training.forward, "train", "BODY_BYTES_MAX"),
             "optim_step": enter(training.optim_step, "train"),
             "save_weights": enter(training.save_weights, "train"),
             "save_weights_for_sampler": enter(training.save_weights_for_sampler, "train"),
@@ -83,7 +82,7 @@ class Front:
             "retrieve_future": enter(training.retrieve_future),
             "cancel_future": enter(training.cancel_future, "sample"),
             "copy_weights": enter(accounts.copy_weights, "train"),
-            "adapters": enter(accounts.bring_adapter, "train", ARCHIVE_BYTES_MAX),
+            "adapters": enter(accounts.bring_adapter, "train", "ADAPTER_BYTES_MAX"),
             checkpoint + "/publish": enter(accounts.publish, "train"),
         }
         gets = {
@@ -123,19 +122,8 @@ class Front:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
-            try:
-                self.sweep()
-            except UNREACHED as error:
-                log.warning("the database can't be reached, cleaning up later: %s", error)
+            await self.sweep()
 
-    def sweep(self) -> None:
+    async def sweep(self) -> None:
         """End silent sessions and waits for missing requests; delete expired checkpoints, old answers and files."""
-        now = self.clock()
-        self.dispatcher.expire()
-        for row in self.database.older(sessions, "seen", now - SILENCE_SECONDS, finished=None):
-            self.dispatcher.end_session(row.id, f"Nothing was heard of the session for {SILENCE_SECONDS:g} seconds.")
-        for row in self.database.older(checkpoints, "expires", now):
-            self.database.delete(checkpoints, id=row.id)
-        for row in self.database.older(requests, "ended", now - ANSWER_SECONDS):
-            self.database.delete(requests, id=row.id)
-        self.leftovers.remove(now)
+        await self.cleaning.sweep(self.clock())

@@ -198,6 +198,9 @@ class Backend(Protocol):
     async def delete(self, model: str) -> None:
         """Delete the model permanently. Directories to which it was saved or published stay."""
 
+    def num_bytes(self, model: str) -> int:
+        """Return the size of the model on the disk, without what was saved or published. May be called in a thread."""
+
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
         """Sample from what `publish` wrote to `snapshot`, or from the base model alone. The same seed gives the same
         samples."""

@@ -1,15 +1,12 @@
-"""Usage, costs and quotas of tenants."""
+"""Usage, costs and quotas of tenants. The quota of disk is in `storage.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from echo2.disk import num_bytes
 from echo2.errors import PeerError
-from echo2.service.database import Database, bills, checkpoints
-from echo2.service.leftovers import sampler_directories
+from echo2.service.database import Database, bills
 from echo2.service.settings import Quotas
 
 
@@ -39,17 +36,6 @@ class Bills:
         if quota is not None and (usd := self._usd(tenant)) >= quota:
             raise PeerError("spent", f"{tenant} has spent ${usd:.4f} of ${quota:g}; ask who runs the service for more.")
 
-    def check_disk(self, tenant: str) -> None:
-        """Raise PeerError("disk_quota") if the tenant's checkpoints and samplers have reached its quota. Copies count
-        as well: files that they share stay as long as any of them."""
-        quota = self._quotas.quota_disk_gb.get(tenant)
-        if quota is not None and (gb := self._disk_gb(tenant)) >= quota:
-            raise PeerError(
-                "disk_quota",
-                f"{tenant} has checkpoints and samplers of {gb:.3f} GB; {quota:g} GB are allowed. Delete some "
-                "checkpoints, finish sessions whose samplers are no longer used, or ask for more.",
-            )
-
     def estimate(self, tenant: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
         """Return the cost of these tokens, in total and by kind of request, and the rest of the tenant's quota (None:
         no quota).
@@ -70,18 +56,11 @@ class Bills:
             "usd": usd,
             "quota_usd": quotas.quota_usd.get(tenant),
             "usd_per_million_tokens": prices,
-            "disk_gb": self._disk_gb(tenant),
             "quota_disk_gb": quotas.quota_disk_gb.get(tenant),
         }
 
     def _usd(self, tenant: str) -> float:
         return float(sum(row.usd for row in self._database.select(bills, tenant=tenant)))
-
-    def _disk_gb(self, tenant: str) -> float:
-        """Return the gigabytes of a tenant's checkpoints, and of the adapters that only its samplers name."""
-        saved = self._database.select(checkpoints, tenant=tenant)
-        unnamed = sampler_directories(self._database, tenant=tenant) - {row.directory for row in saved}
-        return float(sum(row.size for row in saved) + sum(num_bytes(Path(path)) for path in unnamed)) / 1e9
 
     def _price(self, kind: str, num_tokens: int) -> float:
         return num_tokens / 1e6 * self._quotas.usd_per_million_tokens.get(kind, 0.0)

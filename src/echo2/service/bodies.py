@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from echo2.errors import PeerError, UserError
+from echo2.service import limits
 
 #: Whole numbers that fit a 64-bit database column, and those that fit an int32 array.
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
@@ -17,16 +18,29 @@ Token: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Id: TypeAlias = Annotated[str, Meta(max_length=512)]
 Name: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.+$)[A-Za-z0-9._-]{1,128}$")]
 #: Free-form data of users, which is stored and returned.
-Labels: TypeAlias = Annotated[dict[str, Any], Meta(max_length=64)]
+Labels: TypeAlias = dict[str, Any]
 
 T = TypeVar("T", bound=Struct)
 
 
-class SessionBody(Struct):
+class LabelledBody(Struct):
+    """A body with a client's own data.
+
+    Raises:
+        ValueError: the data are too large.
+    """
+
+    user_metadata: Labels | None = None
+
+    def __post_init__(self) -> None:
+        if self.user_metadata and (size := len(msgspec.json.encode(self.user_metadata))) > limits.LABELS_BYTES_MAX:
+            raise ValueError(f"user_metadata has {size} bytes as JSON; {limits.LABELS_BYTES_MAX} are taken")
+
+
+class SessionBody(LabelledBody):
     """`create_session`."""
 
     tags: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=64)] = []
-    user_metadata: Labels | None = None
     sdk_version: Annotated[str, Meta(max_length=64)] = ""
 
 
@@ -39,21 +53,20 @@ class SessionIdBody(Struct):
 class LoraBody(Struct):
     """Settings of an adapter."""
 
-    rank: Annotated[int, Meta(ge=1, le=1024)] = 32
+    rank: Annotated[int, Meta(ge=1, le=limits.RANK_MAX)] = 32
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
 
-class ModelBody(Struct):
+class ModelBody(LabelledBody, kw_only=True):
     """`create_model`."""
 
     session_id: Id
     model_seq_id: Count
     base_model: Id
     lora_config: LoraBody | None = None
-    user_metadata: Labels | None = None
 
 
 class ModelIdBody(Struct):
@@ -128,7 +141,7 @@ class OptimBody(Struct):
     seq_id: Count | None = None
 
 
-class SaveBody(Struct):
+class SaveBody(LabelledBody, kw_only=True):
     """`save_weights` and `save_weights_for_sampler`. Without `path` the latter makes a sampler."""
 
     model_id: Id
@@ -136,12 +149,11 @@ class SaveBody(Struct):
     seq_id: Count | None = None
     ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
     overwrite: bool = False
-    user_metadata: Labels | None = None
     sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
 
 
-class LoadBody(Struct):
+class LoadBody(LabelledBody, kw_only=True):
     """`load_weights`, into a model or, with `session_id`, into a new one."""
 
     path: Id
@@ -150,7 +162,6 @@ class LoadBody(Struct):
     seq_id: Count | None = None
     session_id: Id | None = None
     model_seq_id: Count | None = None
-    user_metadata: Labels | None = None
 
 
 class SamplerBody(Struct):
@@ -178,7 +189,7 @@ class SampleBody(Struct):
 
     prompt: PromptBody
     sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
-    num_samples: Annotated[int, Meta(ge=1, le=1024)] = 1
+    num_samples: Annotated[int, Meta(ge=1, le=limits.SAMPLES_MAX)] = 1
     sampling_session_id: Id | None = None
     seq_id: Count | None = None
     base_model: Id | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,15 +17,11 @@ from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from echo2.errors import PeerError, UserError
+from echo2.service import limits
 from echo2.service import tinker_pb2 as pb
 from echo2.service.backend import ClientDatum, Floats, TrainOutput
 from echo2.service.bodies import DatumBody, LossBody, TensorBody, TrainBody, not_text, parse, prompt_tokens
 from echo2.service.sampled import are_whole, csr_rows, sample_as_json
-
-#: Limits: numbers in one tensor; numbers in all sparse tensors of a request once dense; data in one request.
-TENSOR_NUMBERS_MAX = 1 << 22
-SPARSE_NUMBERS_MAX = 1 << 24
-DATA_MAX = 8192
 
 DTYPES: Mapping[int, str] = {
     pb.DTYPE_FLOAT32: "<f4",
@@ -72,8 +68,7 @@ def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
         _check_count(len(message.data))
         tensors = [tensor for datum in message.data for tensor in datum.loss_fn_inputs.values()]
         _check_sparse(tensor.shape for tensor in tensors if tensor.HasField("sparse_csr"))
-        for index, datum in enumerate(message.data):
-            data.append(_named(index, _protobuf_datum, datum))
+        data = _read_all(message.data, _protobuf_datum)
     except UserError as error:
         params, error_text = {}, str(error)
     work = TrainWork(
@@ -124,10 +119,7 @@ def _json_data(given: LossBody) -> tuple[list[tuple[ClientDatum, int]], dict[str
     _check_count(len(given.data))
     tensors = [tensor for datum in given.data for tensor in datum.loss_fn_inputs.values()]
     _check_sparse(tensor.shape or () for tensor in tensors if tensor.sparse_crow_indices is not None)
-    data = []
-    for index, datum in enumerate(given.data):
-        data.append(_named(index, _json_datum, datum))
-    return data, params
+    return _read_all(given.data, _json_datum), params
 
 
 def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
@@ -138,21 +130,29 @@ def _json_datum(datum: DatumBody) -> tuple[ClientDatum, int]:
 def _check_sparse(shapes: Iterable[Sequence[int]]) -> None:
     """Refuse sparse tensors that would be too large once dense."""
     count = sum(math.prod(abs(size) for size in shape) for shape in shapes)
-    if count > SPARSE_NUMBERS_MAX:
-        raise UserError(f"The sparse tensors of a request stand for {count} numbers; {SPARSE_NUMBERS_MAX} are taken.")
+    if count > limits.NUMBERS_MAX:
+        raise UserError(f"The sparse tensors of a request stand for {count} numbers; {limits.NUMBERS_MAX} are taken.")
 
 
 def _check_count(count: int) -> None:
-    if not 1 <= count <= DATA_MAX:
-        raise UserError(f"A request has {count} data; from 1 to {DATA_MAX} are taken.")
+    if not 1 <= count <= limits.DATA_MAX:
+        raise UserError(f"A request has {count} data; from 1 to {limits.DATA_MAX} are taken.")
 
 
-def _named(index: int, read: Any, given: Any) -> Any:
-    """Return `read(given)`; errors name the datum by its index."""
-    try:
-        return read(given)
-    except (UserError, ValueError, OverflowError) as error:
-        raise UserError(f"datum {index}: {error}") from error
+def _read_all(given: Iterable[Any], read: Callable[[Any], tuple[ClientDatum, int]]) -> list[tuple[ClientDatum, int]]:
+    """Return `read(datum)` for each datum; errors name the datum by its index."""
+    data, count = [], 0
+    for index, datum in enumerate(given):
+        try:
+            data.append(read(datum))
+        except (UserError, ValueError, OverflowError) as error:
+            raise UserError(f"datum {index}: {error}") from error
+        made = data[-1][0]
+        columns = (made.targets, made.weights, made.advantages, made.logprobs, made.clip_low, made.clip_high)
+        count += sum(len(column) for column in columns if column is not None)
+        if count > limits.NUMBERS_MAX:
+            raise UserError(f"The first {index + 1} data have {count} numbers; a request has {limits.NUMBERS_MAX}.")
+    return data
 
 
 def _protobuf_datum(datum: pb.Datum) -> tuple[ClientDatum, int]:
@@ -200,14 +200,16 @@ def _json_tensor(tensor: TensorBody) -> Array:
 def _shaped(values: Array, shape: Sequence[int] | None) -> Array:
     if not shape:
         return values
-    if any(size < 0 or size > TENSOR_NUMBERS_MAX for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
+    most = limits.TENSOR_NUMBERS_MAX
+    if any(size < 0 or size > most for size in shape) or int(np.prod(shape, dtype=object)) != values.size:
         raise UserError(f"a tensor of shape {list(shape)[:4]} has {values.size} numbers.")
     return values.reshape(shape)
 
 
 def _dense(values: Array, crow: Array, col: Array, shape: Sequence[int]) -> Array:
     """Convert a sparse tensor with compressed rows to a dense one."""
-    if len(shape) != 2 or min(shape) < 0 or max(shape) > TENSOR_NUMBERS_MAX or shape[0] * shape[1] > TENSOR_NUMBERS_MAX:
+    most = limits.TENSOR_NUMBERS_MAX
+    if len(shape) != 2 or min(shape) < 0 or max(shape) > most or shape[0] * shape[1] > most:
         raise UserError(f"a sparse tensor has the shape {list(shape)[:4]}; two sizes are taken, their product bounded.")
     rows = csr_rows(crow, col, len(values), shape)
     dense = np.zeros(shape, dtype=values.dtype)

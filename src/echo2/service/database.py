@@ -183,9 +183,9 @@ class Database:
         else:
             self._when_stored.append(act)
 
-    def find(self, table: Table, **where: Any) -> Row | None:
+    def find(self, table: Table, columns: Sequence[str] = (), **where: Any) -> Row | None:
         """Return the row with these values; None if there is none. A tuple stands for any of its values."""
-        rows = self.select(table, limit=1, **where)
+        rows = self.select(table, limit=1, columns=columns, **where)
         return rows[0] if rows else None
 
     def select(
@@ -197,7 +197,9 @@ class Database:
         columns: Sequence[str] = (),
         **where: Any,
     ) -> list[Row]:
-        """Return the rows with these values. `order`: a column, descending after "-". `columns`: empty means all."""
+        """Return the rows with these values. `order`: a column, descending after "-". `columns`: empty means all;
+        `X_bytes` is the size of X.
+        """
         query = _selection(table, order, tuple(columns), _kinds(where))
         with self.transaction() as connection:
             return list(connection.execute(query, {**_bound(where), "most": limit, "skipped": offset}))
@@ -208,12 +210,47 @@ class Database:
         with self.transaction() as connection:
             return int(connection.execute(query, _bound(where)).scalar_one())
 
-    def older(self, table: Table, column: str, than: float, limit: int = 1000, **where: Any) -> list[Row]:
-        """Return the rows with these values whose time in `column` is before `than`."""
+    def older(
+        self, table: Table, column: str, than: float, limit: int = 1000, *, columns: Sequence[str], **where: Any
+    ) -> list[Row]:
+        """Return these columns of the rows with these values whose time in `column` is before `than`."""
         conditions = _conditions(table, _kinds(where))
-        query = sql.select(table).where(table.c[column] < than, *conditions).limit(limit)
+        query = sql.select(*_columns(table, columns)).where(table.c[column] < than, *conditions).limit(limit)
         with self.transaction() as connection:
             return list(connection.execute(query, _bound(where)))
+
+    def earliest(self, table: Table, column: str, by: Sequence[str], **where: Any) -> list[Row]:
+        """Return the least value of `column`, as `earliest`, for each combination of the columns `by`."""
+        groups = _columns(table, by)
+        query = sql.select(*groups, sql.func.min(table.c[column]).label("earliest")).group_by(*groups)
+        with self.transaction() as connection:
+            return list(connection.execute(query.where(*_conditions(table, _kinds(where))), _bound(where)))
+
+    def delete_session(self, session: str) -> None:
+        """Delete a session and its samplers."""
+        with self.transaction():
+            self.delete(samplers, session=session)
+            self.delete(sessions, id=session)
+
+    def delete_orphans(self) -> None:
+        """Delete the models whose session is gone and of which there is no checkpoint."""
+        is_live = sql.exists().where(sessions.c.id == models.c.session)
+        is_saved = sql.exists().where(checkpoints.c.model == models.c.id)
+        with self.transaction() as connection:
+            connection.execute(sql.delete(models).where(~is_live, ~is_saved))
+
+    def newest(self, ids: Sequence[str]) -> list[Row]:
+        """Return the newest checkpoint of each kind of these models."""
+        of_these = checkpoints.c.model.in_(ids)
+        groups = checkpoints.c.model, checkpoints.c.kind
+        last = sql.select(*groups, sql.func.max(checkpoints.c.created).label("at")).where(of_these).group_by(*groups)
+        found = last.subquery()
+        query = sql.select(checkpoints).join(
+            found,
+            sql.and_(groups[0] == found.c.model, groups[1] == found.c.kind, checkpoints.c.created == found.c.at),
+        )
+        with self.transaction() as connection:
+            return list(connection.execute(query))
 
     def insert(self, table: Table, **values: Any) -> None:
         """Insert a row."""
@@ -246,13 +283,22 @@ class Database:
 
 @functools.cache
 def _selection(table: Table, order: str, columns: tuple[str, ...], kinds: Kinds) -> sql.Select[Any]:
-    wanted = [table.c[name] for name in columns] or table.c
-    query = sql.select(*wanted).where(*_conditions(table, kinds))
+    query = sql.select(*_columns(table, columns)).where(*_conditions(table, kinds))
     query = query.limit(sql.bindparam("most")).offset(sql.bindparam("skipped"))
     if order:
         column = table.c[order.removeprefix("-")]
         query = query.order_by(column.desc() if order.startswith("-") else column)
     return query
+
+
+def _columns(table: Table, names: Sequence[str]) -> list[sql.ColumnElement[Any]]:
+    """Return the columns of these names; all if there are none."""
+    found: list[sql.ColumnElement[Any]] = []
+    for name in names or table.c.keys():
+        measured = table.c.get(name.removesuffix("_bytes"))
+        is_size = name not in table.c and measured is not None
+        found.append(sql.func.coalesce(sql.func.length(measured), 0).label(name) if is_size else table.c[name])
+    return found
 
 
 @functools.cache

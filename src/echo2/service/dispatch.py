@@ -9,26 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
-from copy import deepcopy
 from functools import partial
 from typing import Any, TypeVar
 
-from echo2.control.service.order import HELD_MAX, ModelOrder, Released
+from echo2.control.service.order import ModelOrder, Released
 from echo2.control.service.turns import Turns
 from echo2.errors import InvariantError, PeerError, UserError
+from echo2.service import limits
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
 from echo2.service.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
+from echo2.service.storage import ROW_BYTES
+from echo2.service.words import for_tenants
 from echo2.service.work import Work
 
 log = logging.getLogger(__name__)
 
-#: Limits: operations of one model at the back end; samples at the back end; open requests of a tenant.
-OPERATIONS_MAX = 16
-SAMPLES_MAX = 512
-OPEN_MAX = 8192
+#: What is read of a request that is stopped: not its body.
+STOPPED = ("id", "tenant", "state", "kind", "target", "body_bytes")
 #: Pause before the database is tried again.
 AGAIN_SECONDS = 1.0
 
@@ -45,15 +45,17 @@ class Dispatcher:
         self._samples: dict[str, deque[str]] = {}
         self._turns = Turns()
         self._sampling: dict[str, asyncio.Task[None]] = {}
-        self._num_open: dict[str, int] = {}
+        self._num_sampling = Counter[str]()
+        self._num_open, self._open_bytes = Counter[str](), Counter[str]()
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     def start(self) -> None:
         """Resume the open requests of the previous process."""
-        rows = self._database.select(requests, order="arrival", state=OPEN)
+        columns = ["id", "tenant", "kind", "state", "operation", "target", "number", "body_bytes"]
+        rows = self._database.select(requests, order="arrival", columns=columns, state=OPEN)
         for row in sorted(rows, key=lambda row: (row.state == "held", row.operation or 0)):
-            self._count(row.tenant, 1)
+            self._count(row.tenant, 1, row.body_bytes)
             if row.kind == "sample":
                 self._add_sample(row.tenant, row.id)
             elif row.state == "queued":
@@ -63,27 +65,35 @@ class Dispatcher:
         self._start_samples()
 
     def submit(
-        self, caller: Caller, session: str, target: str, kind: str, number: int | None, digest: str, body: bytes
+        self,
+        caller: Caller,
+        session: str,
+        target: str,
+        kind: str,
+        number: int | None,
+        digest: str,
+        body: bytes,
+        refusal: str = "",
     ) -> str:
-        """Store a request and return its id. An identical request gets the same id.
+        """Store a request and return its id. An identical request gets the same id. A `refusal` is stored in place of
+        the body: the request fails with it in its turn.
 
         Raises:
             PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
                 used up.
         """
         again = number is not None and self._database.find(
-            requests, target=target, number=number, kind=kind, digest=digest
+            requests, columns=["id"], target=target, number=number, kind=kind, digest=digest
         )
         if again:
             return str(again.id)
-        if kind != "sample" and self._order(target).num_held >= HELD_MAX:
-            raise PeerError("rate", f"{HELD_MAX} requests of this model wait for an earlier one: send that one first.")
-        if self._num_open.get(caller.tenant, 0) >= OPEN_MAX:
-            raise PeerError("rate", f"{OPEN_MAX} requests are open; wait for some of them.")
+        if kind != "sample" and self._order(target).num_held >= limits.HELD_MAX:
+            raise PeerError(
+                "rate", f"{limits.HELD_MAX} requests of this model wait for an earlier one: send that one first."
+            )
+        self._check_open(caller.tenant, len(body))
         self._bills.check(caller.tenant)
-        if kind.startswith("save_weights"):
-            self._bills.check_disk(caller.tenant)
-        request = "req_" + secrets.token_hex(16)
+        request, body = "req_" + secrets.token_hex(16), b"" if refusal else body
         with self._database.transaction():
             self._database.insert(
                 requests,
@@ -94,11 +104,13 @@ class Dispatcher:
                 kind=kind,
                 number=number,
                 digest=digest,
-                body=body,
+                body=body or None,
+                error=refusal or None,
                 state="queued" if kind == "sample" else "held",
                 created=self._clock(),
             )
-            self._database.when_stored(partial(self._count, caller.tenant, 1))
+            self._database.when_stored(partial(self._count, caller.tenant, 1, len(body)))
+            self._database.when_stored(partial(self._work.storage.stored, caller.tenant, len(body) + ROW_BYTES))
             if kind != "sample":
                 self._database.update(models, {"id": target}, used=self._clock())
                 self._arrive(request, target, number)
@@ -107,9 +119,16 @@ class Dispatcher:
             self._start_samples()
         return request
 
+    def _check_open(self, tenant: str, num_bytes: int) -> None:
+        self._work.storage.check_refusals(tenant)
+        if self._num_open[tenant] >= limits.OPEN_MAX:
+            raise PeerError("rate", f"{limits.OPEN_MAX} requests are open; wait for some of them.")
+        if self._open_bytes[tenant] + num_bytes > limits.OPEN_BYTES_MAX:
+            raise PeerError("rate", f"{self._open_bytes[tenant]} bytes of requests are open; wait for some of them.")
+
     async def wait(self, request: str, tenant: str, seconds: float) -> Row | None:
         """Return the request once it has ended, or open after `seconds`; None if the tenant has no such request."""
-        row = self._database.find(requests, id=request, tenant=tenant)
+        row = self.find(request, tenant)
         if row is None or row.state not in OPEN:
             return row
         event = self._ended.setdefault(request, asyncio.Event())
@@ -118,7 +137,12 @@ class Dispatcher:
                 await event.wait()
         except TimeoutError:
             return row
-        return self._database.find(requests, id=request, tenant=tenant)
+        return self.find(request, tenant)
+
+    def find(self, request: str, tenant: str) -> Row | None:
+        """Return what a poll tells of a request; None if the tenant has no such request."""
+        columns = ("id", "state", "kind", "target", "error", "category", "answer")  # not the body
+        return self._database.find(requests, columns=columns, id=request, tenant=tenant)
 
     def why_it_waits(self, request: Row) -> str:
         """Return, for people, why an open request waits."""
@@ -133,19 +157,25 @@ class Dispatcher:
 
     def cancel_sample(self, request: str, tenant: str) -> None:
         """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""
-        row = self._database.find(requests, id=request, tenant=tenant, kind="sample", state=OPEN)
+        row = self._database.find(requests, columns=STOPPED, id=request, tenant=tenant, kind="sample", state=OPEN)
         if row is not None:
             self._stop(row, "The client cancelled the sample.")
 
-    def end_session(self, session: str, reason: str) -> None:
-        """Fail the session's open samples and held requests, and unload its models from memory."""
-        self._database.update(sessions, {"id": session}, finished=self._clock())
-        for row in self._database.select(requests, session=session, state=OPEN):
+    def end_session(self, session: str, reason: str, **more: Any) -> None:
+        """Fail the session's open samples and held requests, and unload its models from memory. `more`: what else is
+        stored of the session.
+        """
+        self._database.update(sessions, {"id": session}, finished=self._clock(), **more)
+        for row in self._database.select(requests, columns=STOPPED, session=session, state=OPEN):
             if row.kind == "sample" or row.state == "held":
                 self._stop(row, reason)
-        for model in self._database.select(models, session=session):
-            self._orders.pop(model.id, None)
+        for model in self._database.select(models, columns=["id"], session=session):
+            self.forget(model.id)
             self._spawn(self._work.backend.unload(model.id))
+
+    def forget(self, model: str) -> None:
+        """Forget the order of a model's requests. It is read again if there are others."""
+        self._orders.pop(model, None)
 
     def expire(self) -> None:
         """Stop waiting for requests that never arrived."""
@@ -162,7 +192,7 @@ class Dispatcher:
 
     def _order(self, model: str) -> ModelOrder:
         if model not in self._orders:
-            row = self._database.find(models, id=model)
+            row = self._database.find(models, columns=["next_number"], id=model)
             self._orders[model] = ModelOrder(row.next_number if row is not None else 1)
         return self._orders[model]
 
@@ -173,7 +203,7 @@ class Dispatcher:
         """Fix the turn of the requests that this change releases: number those that go to the back end, and fail the
         others.
         """
-        order = deepcopy(self._order(model))
+        order = self._order(model).copy()
         released = change(order)
         with self._database.transaction():
             self._database.when_stored(partial(self._orders.__setitem__, model, order))
@@ -185,7 +215,7 @@ class Dispatcher:
                     self._fix_turn(row, one.missing)
 
     def _fix_turn(self, row: Row, missing: int) -> None:
-        refusal = f"Request {missing} of this model never came." if missing else self._work.refusal(row)
+        refusal = f"Request {missing} of this model never came." if missing else row.error or self._work.refusal(row)
         if refusal:
             self._end(row, "failed", error=refusal, category="user")
             return
@@ -207,7 +237,7 @@ class Dispatcher:
 
     async def _run_model(self, model: str, queue: asyncio.Queue[str]) -> None:
         """Call the back end in order. The request that creates the model is awaited; the others overlap."""
-        room = asyncio.Semaphore(OPERATIONS_MAX)
+        room = asyncio.Semaphore(limits.OPERATIONS_MAX)
         while True:
             row = await self._reached(partial(self._database.find, requests, id=await queue.get()))
             if row is None or row.state != "queued":
@@ -220,26 +250,39 @@ class Dispatcher:
 
     def _add_sample(self, tenant: str, request: str) -> None:
         self._samples.setdefault(tenant, deque()).append(request)
-        self._turns.wait(tenant)
+        self._wait_for_turn(tenant)
+
+    def _wait_for_turn(self, tenant: str) -> None:
+        """Let the tenant's samples wait for a turn, if it has any and does not use all that one tenant may."""
+        most = limits.SAMPLES_AT_ONCE - limits.SAMPLES_FOR_OTHERS
+        if self._samples.get(tenant) and self._num_sampling[tenant] < most:
+            self._turns.wait(tenant)
+        else:
+            self._turns.rest(tenant)
 
     def _start_samples(self) -> None:
-        while len(self._sampling) < SAMPLES_MAX and (tenant := self._turns.next()) is not None:
+        while len(self._sampling) < limits.SAMPLES_AT_ONCE and (tenant := self._turns.next()) is not None:
             waiting = self._samples[tenant]
             request = waiting.popleft()
             if not waiting:
                 del self._samples[tenant]
-                self._turns.rest(tenant)
+            self._num_sampling[tenant] += 1
             self._turns.charge(tenant, 1.0)
+            self._wait_for_turn(tenant)
             task = self._sampling[request] = self._spawn(self._sample(request))
-            task.add_done_callback(partial(self._sampled, request))
+            task.add_done_callback(partial(self._sampled, tenant, request))
 
     async def _sample(self, request: str) -> None:
         row = await self._reached(partial(self._database.find, requests, id=request))
         if row is not None and row.state == "queued":
             await self._carry_out(row)
 
-    def _sampled(self, request: str, _: asyncio.Task[None]) -> None:
+    def _sampled(self, tenant: str, request: str, _: asyncio.Task[None]) -> None:
         del self._sampling[request]
+        self._num_sampling[tenant] -= 1
+        if not self._num_sampling[tenant]:
+            del self._num_sampling[tenant]
+        self._wait_for_turn(tenant)
         self._start_samples()
 
     def _stop(self, row: Row, reason: str) -> None:
@@ -263,16 +306,22 @@ class Dispatcher:
         """Store the outcome of a request, charge these tokens, and wake its waiters. If it had already ended, only wake
         them.
         """
+        if "error" in values:
+            values["error"] = for_tenants(values["error"])
         where = {"id": row.id, "state": OPEN}
         with self._database.transaction():
             is_news = self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
             if is_news and num_tokens is not None:
                 self._bills.charge(row.tenant, row.kind, num_tokens)
-            self._database.when_stored(partial(self._has_ended, row, bool(is_news)))
+            self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(values.get("answer") or b"")))
 
-    def _has_ended(self, row: Row, is_news: bool) -> None:
+    def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
         if is_news:
-            self._count(row.tenant, -1)
+            body_bytes = row.body_bytes if "body_bytes" in row._fields else len(row.body or b"")
+            self._count(row.tenant, -1, -body_bytes)
+            self._work.storage.stored(row.tenant, answer_bytes - body_bytes)
+            if row.kind == "forward_backward":
+                self._work.storage.written(row.tenant, body_bytes)  # into the journal of the model
         event = self._ended.pop(row.id, None)
         if event is not None:
             event.set()
@@ -286,8 +335,11 @@ class Dispatcher:
                 log.warning("the database can't be reached, trying again: %s", error)
                 await asyncio.sleep(AGAIN_SECONDS)
 
-    def _count(self, tenant: str, change: int) -> None:
-        self._num_open[tenant] = self._num_open.get(tenant, 0) + change
+    def _count(self, tenant: str, change: int, num_bytes: int) -> None:
+        for counter, by in ((self._num_open, change), (self._open_bytes, num_bytes)):
+            counter[tenant] += by
+            if not counter[tenant]:
+                del counter[tenant]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -1,31 +1,27 @@
-"""Checks every request before its handler: first the key, then the body, whose size is bounded while it is read.
+"""Checks every request before its handler: first the key, then the body, which is bounded and must keep coming.
 
-A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again.
+A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again. Errors
+pass `words.for_tenants` here.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 import msgspec
 import zstandard
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Message, Receive, Send
+from starlette.types import Scope as Asgi
 
 from echo2.errors import PeerError, UserError
+from echo2.service import limits
 from echo2.service.access import Caller, Doorkeeper
-
-log = logging.getLogger(__name__)
-
-#: Limits: bytes of a body, as received and unpacked; of all bodies being read or handled; seconds to receive a body.
-BODY_BYTES_MAX = 32 << 20
-SMALL_BODY_BYTES_MAX = 4 << 20
-ALL_BODIES_BYTES_MAX = 512 << 20
-BODY_SECONDS = 60.0
+from echo2.service.traffic import Passage, Traffic
+from echo2.service.words import for_tenants
 
 STATUS = {
     "unauthenticated": 401,
@@ -38,7 +34,7 @@ STATUS = {
 }
 
 Handler: TypeAlias = Callable[[Caller, Request, bytes], Awaitable[Response]]
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
+Endpoint: TypeAlias = Callable[[Request], Awaitable["Response | Counted"]]
 
 
 def answer(value: object, status: int = 200) -> Response:
@@ -46,80 +42,117 @@ def answer(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
+class Counted:
+    """A response whose bytes are under way until they are sent. It is sent piece by piece, because the server buffers
+    a piece of any size at once.
+    """
+
+    def __init__(self, response: Response, passage: Passage) -> None:
+        self._response, self._passage = response, passage
+
+    async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
+        """Send the response."""
+
+        async def paced(message: Message) -> None:
+            body = message.get("body", b"")
+            while len(body) > limits.PROGRESS_BYTES:
+                piece, body = body[: limits.PROGRESS_BYTES], body[limits.PROGRESS_BYTES :]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({**message, "body": body} if "body" in message else message)
+
+        try:
+            await self._response(scope, receive, paced)
+        finally:
+            self._passage.end()
+
+
 class Entrance:
-    """Wraps handlers. `keeper` authenticates the callers."""
+    """Wraps handlers. `keeper` authenticates the callers; `traffic`: what is under way."""
 
     def __init__(self, keeper: Doorkeeper) -> None:
-        self._keeper = keeper
-        self._num_bytes = 0
+        self._keeper, self.traffic = keeper, Traffic()
 
-    def __call__(self, handler: Handler, scope: str = "", max_bytes: int = SMALL_BODY_BYTES_MAX) -> Endpoint:
-        """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key."""
+    def __call__(self, handler: Handler, scope: str = "", limit: str = "SMALL_BODY_BYTES_MAX") -> Endpoint:
+        """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key. `limit`: the name
+        of the body's limit.
+        """
 
-        async def endpoint(request: Request) -> Response:
+        async def endpoint(request: Request) -> Response | Counted:
             try:
-                return await self._handle(handler, request, scope, max_bytes)
+                caller = self._admitted(request, scope)
+                passage = self.traffic.begin(caller.tenant)
             except PeerError as error:
-                headers = {"Retry-After": "1"} if error.reason == "rate" else None
-                response = answer({"detail": error.detail}, STATUS.get(error.reason, 400))
-                response.headers.update(headers or {})
-                return response
-            except UserError as error:
-                return answer({"detail": str(error)}, 400)
+                return refused(error)
+            try:
+                response = await self._handle(handler, caller, request, passage, getattr(limits, limit))
+                passage.take(len(response.body) if hasattr(response, "body") else 0)
+            except (PeerError, UserError) as error:
+                response = refused(error)
             except ClientDisconnect:
-                return Response(status_code=400)
+                response = Response(status_code=400)
+            except BaseException:
+                passage.end()
+                raise
+            return Counted(response, passage)
 
         return endpoint
 
-    async def _handle(self, handler: Handler, request: Request, scope: str, max_bytes: int) -> Response:
+    def _admitted(self, request: Request, scope: str) -> Caller:
         bearer = request.headers.get("authorization", "")
         text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
         caller = self._keeper.admit(text)
         if scope and scope not in caller.scopes:
             raise PeerError("scope", f"the API key {caller.key} lacks the scope {scope!r}.")
-        with self._taking() as take:
-            try:
-                async with asyncio.timeout(BODY_SECONDS):
-                    body = b"".join([take(part) async for part in _bounded(request, max_bytes)])
-            except TimeoutError as error:
-                raise PeerError("slow", f"the body took longer than {BODY_SECONDS:g} seconds.") from error
-            if request.headers.get("content-encoding", "") == "zstd":
-                body = take(unpacked(body, max_bytes))
-            return await handler(caller, request, body)
+        return caller
 
-    @contextmanager
-    def _taking(self) -> Iterator[Callable[[bytes], bytes]]:
-        """Yield a function that counts the bytes of one request, both as received and unpacked, until it is answered.
-
-        Raises:
-            PeerError: "rate", all requests together have too many bytes.
-        """
-        taken = 0
-
-        def take(data: bytes) -> bytes:
-            nonlocal taken
-            taken += len(data)
-            self._num_bytes += len(data)
-            if self._num_bytes > ALL_BODIES_BYTES_MAX:
-                raise PeerError("rate", "too much is being read; try again.")
-            return data
-
-        try:
-            yield take
-        finally:
-            self._num_bytes -= taken
+    async def _handle(
+        self, handler: Handler, caller: Caller, request: Request, passage: Passage, max_bytes: int
+    ) -> Response:
+        body = await _read(request, passage, max_bytes)
+        if request.headers.get("content-encoding", "") == "zstd":
+            body = await asyncio.to_thread(unpacked, body, max_bytes)
+            passage.take(len(body))
+        return await handler(caller, request, body)
 
 
-async def _bounded(request: Request, max_bytes: int) -> AsyncIterator[bytes]:
+def refused(error: PeerError | UserError) -> Response:
+    """Return the response that tells an error."""
+    if isinstance(error, UserError):
+        return answer({"detail": for_tenants(str(error))}, 400)
+    response = answer({"detail": for_tenants(error.detail)}, STATUS.get(error.reason, 400))
+    if error.reason == "rate":
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+async def _read(request: Request, passage: Passage, max_bytes: int) -> bytes:
+    """Return the body.
+
+    Raises:
+        PeerError: "too_large"; "slow", it does not keep coming; "rate", too many bytes are under way.
+    """
     announced = request.headers.get("content-length", "0")
     if not announced.isdecimal() or int(announced) > max_bytes:
         raise PeerError("too_large", f"the body is announced with {announced[:20]} bytes; {max_bytes} are taken.")
-    count = 0
-    async for part in request.stream():
-        count += len(part)
-        if count > max_bytes:
-            raise PeerError("too_large", f"the body is longer than {max_bytes} bytes.")
-        yield part
+    body, parts = bytearray(), request.stream()
+    while True:
+        before = len(body)
+        try:
+            async with asyncio.timeout(limits.PROGRESS_SECONDS):
+                while len(body) < before + limits.PROGRESS_BYTES:
+                    part = await anext(parts, None)
+                    if part is None:
+                        return bytes(body)
+                    passage.take(len(part))
+                    body += part
+                    if len(body) > max_bytes:
+                        raise PeerError("too_large", f"the body is longer than {max_bytes} bytes.")
+        except TimeoutError as error:
+            raise PeerError(
+                "slow",
+                f"the body came too slowly: {len(body) - before} bytes in {limits.PROGRESS_SECONDS:g} seconds, where "
+                f"{limits.PROGRESS_BYTES} are expected, or its end.",
+            ) from error
 
 
 def unpacked(body: bytes, max_bytes: int) -> bytes:

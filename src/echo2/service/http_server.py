@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import ipaddress
+import math
 import socket
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from echo2.errors import UserError
+from echo2.service import limits
 from echo2.transport.door import raise_descriptor_limit
 
 #: Connections that wait to be accepted: an SDK with 2000 samples polls 2000 times at once.
 BACKLOG = 4096
-HEADER_BYTES_MAX = 64 << 10
-#: Maximum seconds from a connection's start or its last response to the complete head of its next request.
-HEAD_SECONDS = 75.0
 #: Descriptors reserved for files, the database and other processes.
 DESCRIPTORS_LEFT = 256
 LAST_SECONDS = 5
@@ -43,11 +44,15 @@ def listening(host: str, port: int) -> socket.socket:
 
 
 class BoundedConnection(H11Protocol):
-    """A connection that is closed if the complete head of its next request does not arrive in time, or if there are too
-    many connections. uvicorn itself waits forever for the head of a first request.
+    """A connection that is closed if the complete head of its next request does not arrive in time, if its client does
+    not read an answer, or if there are too many connections, in all or of its address. uvicorn itself waits forever for
+    the head of a first request, and for the reader of an answer.
     """
 
     _waiting: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    _of_address: ClassVar[Counter[str]] = Counter()  # connections that this process has
+    _address = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept the connection, or abort it if there are too many."""
@@ -55,15 +60,31 @@ class BoundedConnection(H11Protocol):
         # A response is two writes, and the second would wait up to 40 ms for the client to acknowledge the first.
         # asyncio sees to that only where the listener's socket has a protocol number.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if len(self.connections) > connections_max():
+        self._address = _one_address(self.client[0] if self.client else "")
+        self._of_address[self._address] += 1
+        if len(self.connections) > connections_max() or self._of_address[self._address] > address_connections_max():
             transport.abort()
         else:
             self._wait_for_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer of a closed connection."""
+        """Stop the timers of a closed connection."""
         self._stop_waiting()
+        self._has_read()
+        self._of_address[self._address] -= 1
+        if not self._of_address[self._address]:
+            del self._of_address[self._address]
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Close the connection unless its client reads on: `Counted` writes no more than so many bytes at once."""
+        self._unread = self.loop.call_later(limits.PROGRESS_SECONDS, self.transport.abort)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """The client has read."""
+        self._has_read()
+        super().resume_writing()
 
     def handle_events(self) -> None:
         """Stop the timer once the head of a request is complete."""
@@ -78,7 +99,12 @@ class BoundedConnection(H11Protocol):
         super().on_response_complete()
 
     def _wait_for_head(self) -> None:
-        self._waiting = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+        self._waiting = self.loop.call_later(limits.HEAD_SECONDS, self.transport.close)
+
+    def _has_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -92,6 +118,16 @@ def connections_max() -> int:
     return max(64, raise_descriptor_limit() - DESCRIPTORS_LEFT)
 
 
+def _one_address(host: str) -> str:
+    """Return what counts as one address: for IPv6 the whole /64, which a single machine may own."""
+    return str(ipaddress.ip_network((host, 64), strict=False).network_address) if ":" in host else host
+
+
+def address_connections_max() -> int:
+    """Return the maximum number of connections of one address."""
+    return math.ceil(connections_max() * limits.ADDRESS_CONNECTIONS_SHARE)
+
+
 class HttpServer(uvicorn.Server):
     """uvicorn, which prints its address, and which calls `stop` to answer open polls when it is told to end. `serve` it
     with a socket of `listening`; it returns after SIGTERM or SIGINT, which uvicorn would raise again instead.
@@ -103,9 +139,9 @@ class HttpServer(uvicorn.Server):
                 app,
                 log_level="warning",
                 backlog=BACKLOG,
-                h11_max_incomplete_event_size=HEADER_BYTES_MAX,
+                h11_max_incomplete_event_size=limits.HEADER_BYTES_MAX,
                 timeout_graceful_shutdown=LAST_SECONDS,
-                timeout_keep_alive=int(HEAD_SECONDS),
+                timeout_keep_alive=int(limits.HEAD_SECONDS),
                 http=BoundedConnection,
                 ws="none",
             )

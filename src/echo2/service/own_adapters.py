@@ -9,7 +9,6 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from functools import cache
 from io import BytesIO
-from itertools import islice
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -21,14 +20,13 @@ from echo2.documents import parse_json
 from echo2.errors import PeerError, UserError
 from echo2.learner.checkpoint import write_checkpoint
 from echo2.peft_config import lora_factors
+from echo2.service import limits
 from echo2.service.backend import BaseInfo, ModelSpec
 from echo2.types import Snapshot, StoredTensor, TensorBytes, TensorSource
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from echo2.weights.model_files import read_adapter, read_base_model
 
-#: Maximum size of a tar file, which is held in memory while it is read.
-ARCHIVE_BYTES_MAX = 256 << 20
-ENTRIES_MAX, RANK_MAX, ALPHA_MAX = 64, 1024, 1_000_000
+ALPHA_MAX = 1_000_000
 #: PEFT's names of a linear layer's factors A and B.
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
@@ -40,9 +38,9 @@ def take_adapter(archive: bytes, base: BaseInfo, owner: str, to: Path) -> ModelS
         UserError: the adapter is no LoRA adapter of this base model, or has a value that is not finite.
         PeerError: the archive is no tar file.
     """
-    model = _base_model(base.directory)
     with TemporaryDirectory(dir=to.parent) as unpacked:
         _unpack(archive, Path(unpacked))
+        model = _base_model(base.directory)
         snapshot = read_adapter(Path(unpacked), model.ref, model.ref)
         rank, alpha = _read_config(snapshot.files[ADAPTER_CONFIG], base.name, model.ref.policy)
         targets = _check_shapes(snapshot, model, rank, base.name)
@@ -62,7 +60,9 @@ def _base_model(directory: str) -> Snapshot:
 def _unpack(archive: bytes, to: Path) -> None:
     try:
         with tarfile.open(fileobj=BytesIO(archive), mode="r:") as file:
-            for entry in islice(file, ENTRIES_MAX):
+            for number, entry in enumerate(file):
+                if number >= limits.ENTRIES_MAX:
+                    raise PeerError("malformed", f"the tar file has more than {limits.ENTRIES_MAX} entries.")
                 name = PurePosixPath(entry.name).name
                 if name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) and entry.isreg() and entry.size <= len(archive):
                     data = file.extractfile(entry)
@@ -83,11 +83,11 @@ def _read_config(text: bytes, base: str, policy: str) -> tuple[int, int]:
     except ValueError as error:
         raise UserError(f"{ADAPTER_CONFIG} is not JSON: {error}.") from error
     factors = lora_factors(config, is_trained=True)
-    rank, alpha = _whole(factors.rank, RANK_MAX), _whole(factors.alpha, ALPHA_MAX)
+    rank, alpha = _whole(factors.rank, limits.RANK_MAX), _whole(factors.alpha, ALPHA_MAX)
     if not rank or not alpha:
         raise UserError(
             f"{ADAPTER_CONFIG} has r = {factors.rank}, lora_alpha = {factors.alpha:g}; whole numbers are taken, r up "
-            f"to {RANK_MAX} and lora_alpha up to {ALPHA_MAX}."
+            f"to {limits.RANK_MAX} and lora_alpha up to {ALPHA_MAX}."
         )
     named = str(config.get("base_model_name_or_path"))
     if re.fullmatch(r"base-[0-9a-f]{16}", named) and named != policy:  # the form that services and runs write

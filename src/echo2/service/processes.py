@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from echo2.disk import allocated_bytes
 from echo2.errors import InvariantError, UserError
 from echo2.rollout.snapshot_files import read_config
 from echo2.service.backend import (
@@ -48,7 +49,8 @@ class LocalBackend:
             name: BaseInfo(name, directory, _context(Path(directory))) for name, directory in directories.items()
         }
         root.mkdir(parents=True, exist_ok=True)
-        settings = {"bases": directories, "root": str(root / "models"), "device": device}
+        self._models = root / "models"
+        settings = {"bases": directories, "root": str(self._models), "device": device}
         text = msgspec.json.encode(settings).decode()
         self.learner = AnsweringProcess("echo2.service.learner.process", text, root / "learner.log")
         self.sampler = AnsweringProcess("echo2.service.sampler.process", text, root / "sampler.log")
@@ -105,6 +107,10 @@ class LocalBackend:
     async def delete(self, model: str) -> None:
         """See `Backend.delete`."""
         await self.learner.call(DeleteCall(model))
+
+    def num_bytes(self, model: str) -> int:
+        """See `Backend.num_bytes`."""
+        return allocated_bytes(self._models / model)
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
         """See `Backend.sample`."""

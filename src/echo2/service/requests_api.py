@@ -26,7 +26,7 @@ from echo2.service.bodies import (
     parse,
 )
 from echo2.service.data import answer_as_json, read_json, read_protobuf
-from echo2.service.database import OPEN, Row, models, requests, samplers, sessions
+from echo2.service.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2.service.dispatch import Dispatcher
 from echo2.service.entrance import answer
 from echo2.service.work import Work, sample_spec
@@ -43,7 +43,7 @@ class RequestsApi:
     """Accepts requests and returns their answers."""
 
     def __init__(self, work: Work, dispatcher: Dispatcher) -> None:
-        self._work, self._database, self._dispatcher = work, work.database, dispatcher
+        self._work, self._database, self._dispatcher, self._storage = work, work.database, dispatcher, work.storage
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -57,51 +57,52 @@ class RequestsApi:
             known = ", ".join(self._work.backend.bases)
             raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
         spec = _spec(caller.tenant, given.base_model, given.lora_config or LoraBody())
-        model = self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
+        model = await self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
         return self._submit_first(caller, given.session_id, model, "create_model", body)
 
     async def load_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Load a checkpoint into a model, or into a new model with the settings of the checkpoint's model."""
         given = parse(LoadBody, body)
         if given.session_id is None or given.model_seq_id is None:
-            return self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body)
+            return await self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body)
         found = self._work.checkpoint(given.path, caller.tenant)
         spec = msgspec.convert({**found.spec, "owner": caller.tenant}, ModelSpec)
-        model = self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
+        model = await self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
         return self._submit_first(caller, given.session_id, model, "load_weights", body)
 
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Add up gradients; the body is protobuf or JSON."""
         if request.headers.get("content-type", "").startswith(PROTOBUF):
             work, canonical = read_protobuf(body)
-            return self._submit(caller, work.model, "forward_backward", work.seq, body, canonical)
+            return await self._submit(caller, work.model, "forward_backward", work.seq, body, canonical)
         work = read_json(body, forward_only=False)
-        return self._submit(caller, work.model, "forward_backward", work.seq, body)
+        return await self._submit(caller, work.model, "forward_backward", work.seq, body)
 
     async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Compute logprobs only, for the SDKs that send JSON."""
         work = read_json(body, forward_only=True)
-        return self._submit(caller, work.model, "forward", work.seq, body)
+        return await self._submit(caller, work.model, "forward", work.seq, body)
 
     async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Apply one step of the optimizer."""
         given = parse(OptimBody, body)
-        return self._submit(caller, given.model_id, "optim_step", given.seq_id, body)
+        return await self._submit(caller, given.model_id, "optim_step", given.seq_id, body)
 
     async def save_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Save a checkpoint with the optimizer."""
         given = parse(SaveBody, body)
-        return self._submit(caller, given.model_id, "save_weights", given.seq_id, body)
+        return await self._submit(caller, given.model_id, "save_weights", given.seq_id, body)
 
     async def save_weights_for_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Publish an adapter to sample from."""
         given = parse(SaveBody, body)
-        return self._submit(caller, given.model_id, "save_weights_for_sampler", given.seq_id, body)
+        return await self._submit(caller, given.model_id, "save_weights_for_sampler", given.seq_id, body)
 
     async def create_sampling_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a sampler of a base model or a checkpoint."""
         given = parse(SamplerBody, body)
         self.session(caller, given.session_id)
+        self._storage.check_rows(samplers, caller.tenant)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
         if self._database.find(samplers, id=sampler) is None:
             self._new_sampler(caller, given.session_id, sampler, given.base_model, given.model_path)
@@ -116,6 +117,7 @@ class RequestsApi:
         if sampler is None:
             raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
         self.session(caller, sampler.session)
+        self._storage.check(caller.tenant, 1.0, len(body))
         sample_spec(given, self._work.backend.bases[sampler.base].max_tokens, "")
         submitted = self._dispatcher.submit(
             caller, sampler.session, sampler.id, "sample", given.seq_id, _digest(body), body
@@ -130,11 +132,11 @@ class RequestsApi:
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
-            row = await waiting if waiting.done() else self._database.find(requests, id=given.request_id)
+            row = await waiting if waiting.done() else self._dispatcher.find(given.request_id, caller.tenant)
         finally:
             waiting.cancel()
             stopping.cancel()
-        if row is None or row.tenant != caller.tenant:
+        if row is None:
             raise PeerError("not_found", f"there is no request {given.request_id!r}.")
         return self._outcome(row, request.headers)
 
@@ -171,12 +173,14 @@ class RequestsApi:
             return Response(row.answer, media_type=PROTOBUF)
         return answer(answer_as_json(row.kind, row.answer))
 
-    def _new_model(
+    async def _new_model(
         self, caller: Caller, session: str, number: int, spec: ModelSpec, labels: Mapping[str, Any] | None
     ) -> str:
         self.session(caller, session)
         model, now = f"{session}:train:{number}", self._work.clock()
-        if self._database.find(models, id=model) is None:
+        if self._database.find(models, columns=["id"], id=model) is None:
+            await self._storage.check_measured(caller.tenant)
+            self._storage.check_rows(models, caller.tenant)
             self._database.insert(
                 models,
                 id=model,
@@ -204,19 +208,35 @@ class RequestsApi:
 
     def _submit_first(self, caller: Caller, session: str, model: str, kind: str, body: bytes) -> Response:
         """Submit the request that creates a model; a repetition returns the first request's id."""
-        again = self._database.find(requests, target=model, kind=kind, session=session, number=None)
+        again = self._database.find(requests, columns=["id"], target=model, kind=kind, session=session, number=None)
         submitted = again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body)
         return answer({"request_id": submitted, "model_id": model})
 
-    def _submit(
+    async def _submit(
         self, caller: Caller, model: str, kind: str, number: int | None, body: bytes, canonical: bytes = b""
     ) -> Response:
         row = self._database.find(models, id=model, tenant=caller.tenant)
         if row is None:
             raise PeerError("not_found", f"there is no model {model[:200]!r}.")
         digest = _digest(canonical or body)
-        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body)
+        refusal = await self._no_room(caller.tenant, kind, len(body))
+        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body, refusal)
         return answer({"request_id": submitted, "model_id": model})
+
+    async def _no_room(self, tenant: str, kind: str, num_bytes: int) -> str:
+        """Return why a request of a model finds no room in the tenant's quota of disk; empty if it does. The refused
+        request fails in its turn, and later ones go on.
+        """
+        try:
+            if kind.startswith("save_weights"):
+                await self._storage.check_measured(tenant)
+                for table in (checkpoints, samplers):
+                    self._storage.check_rows(table, tenant)
+            elif kind.startswith("forward"):
+                self._storage.check(tenant, 1.0, num_bytes)
+        except PeerError as error:
+            return error.detail
+        return ""
 
 
 def _digest(body: bytes) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from echo2.errors import UserError
+from echo2.service import limits
 from echo2.service import tinker_pb2 as pb
 from echo2.service.backend import Floats, Ints, SampleOutput, SampleSpec
 from echo2.service.bodies import SampleBody, TensorBody
 
-#: Maximum scores in one call: of most likely tokens, targets and alternatives together.
-SCORES_MAX = 1 << 22
 #: The protocol's value for "no logprob".
 NO_LOGPROB = -99999.0
 
@@ -27,9 +26,14 @@ def check_scores(spec: SampleSpec) -> None:
     """
     of_prompt = len(spec.prompt) * (spec.top_prompt_logprobs + spec.num_alternatives) + len(spec.target_places)
     count = of_prompt + spec.num_samples * spec.max_tokens * spec.top_sample_logprobs
-    if count > SCORES_MAX:
+    if count > limits.SCORES_MAX:
         raise UserError(
-            f"{count} logprobs are asked for; a call gives {SCORES_MAX}: lower max_tokens, num_samples or k."
+            f"{count} logprobs are asked for; a call gives {limits.SCORES_MAX}: lower max_tokens, num_samples or k."
+        )
+    if (count := spec.num_samples * spec.max_tokens) > limits.SAMPLED_TOKENS_MAX:
+        raise UserError(
+            f"{spec.num_samples} samples of {spec.max_tokens} tokens are asked for; a call gives "
+            f"{limits.SAMPLED_TOKENS_MAX} tokens: lower max_tokens or num_samples."
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import math
+import shutil
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -14,11 +16,13 @@ import msgspec
 
 from echo2.disk import num_bytes
 from echo2.errors import PeerError, UserError
+from echo2.service import limits
 from echo2.service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
 from echo2.service.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
 from echo2.service.data import TrainWork, read_json, read_protobuf, train_answer
 from echo2.service.database import Database, Row, checkpoints, models, samplers
 from echo2.service.sampled import check_scores, read_targets, sample_answer
+from echo2.service.storage import Storage
 
 SCHEMES = ("tinker://", "logits://")
 KINDS = ("weights", "sampler_weights")
@@ -33,11 +37,11 @@ class Done:
 
 
 class Work:
-    """Carries out requests. `directory`: holds checkpoints and published adapters."""
+    """Carries out requests. `storage`: holds checkpoints and published adapters."""
 
-    def __init__(self, database: Database, backend: Backend, directory: Path, clock: Callable[[], float]) -> None:
+    def __init__(self, database: Database, backend: Backend, storage: Storage, clock: Callable[[], float]) -> None:
         self.database, self.backend, self.clock = database, backend, clock
-        self.directory = directory
+        self.storage = storage
         self._carriers: Mapping[str, Callable[[Row], Any]] = {
             "create_model": self._create_model,
             "forward_backward": self._train,
@@ -120,15 +124,17 @@ class Work:
     async def _save(self, request: Row) -> Done:
         """Save to a directory named after the request; the user's name for it is only in the database."""
         body = parse(SaveBody, request.body)
-        directory = self.directory / request.id
+        directory = self.storage.directory(request.tenant) / request.id
         if request.kind == "save_weights":
             await self.backend.save_state(request.target, request.operation, directory)
         else:
             await self.backend.publish(request.target, request.operation, directory)
+        await self._check_disk(request.tenant, directory)
         if body.path is None and request.kind == "save_weights_for_sampler":
             return self._new_sampler(request, body, directory)
         kind, name = _checkpoint_kind(request.kind), body.path or f"{request.number or request.operation:06d}"
-        now, where = self.clock(), {"model": request.target, "kind": kind, "name": name}
+        size, now = num_bytes(directory), self.clock()
+        where = {"model": request.target, "kind": kind, "name": name}
         with self.database.transaction():
             self.database.delete(checkpoints, **where)
             self.database.insert(
@@ -141,12 +147,21 @@ class Work:
                 directory=str(directory),
                 spec=msgspec.to_builtins(self._spec(request.target)),
                 created=now,
-                size=num_bytes(directory),
+                size=size,
                 expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
                 public=False,
                 labels=body.user_metadata,
             )
         return _json(type=request.kind, path=f"tinker://{request.target}/{kind}/{name}")
+
+    async def _check_disk(self, tenant: str, saved: Path) -> None:
+        """Delete what was saved if it is more than the tenant's quota allows."""
+        try:
+            await self.storage.check_measured(tenant)
+        except PeerError:
+            await asyncio.to_thread(shutil.rmtree, saved, ignore_errors=True)
+            await self.storage.measure(tenant)
+            raise
 
     def _new_sampler(self, request: Row, body: SaveBody, directory: Path) -> Done:
         number = request.number if body.sampling_session_seq_id is None else body.sampling_session_seq_id
@@ -246,8 +261,15 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
     )
     check_scores(spec)
     stops = [given.stop] if isinstance(given.stop, str) else given.stop or []
+    texts = [stop for stop in stops if isinstance(stop, str)]
+    if len(stops) > limits.STOPS_MAX or not all(1 <= len(text) <= limits.STOP_CHARS_MAX for text in texts):
+        raise UserError(
+            f"stop has {len(stops)} entries, with texts of {min(map(len, texts), default=0)} to "
+            f"{max(map(len, texts), default=0)} characters; {limits.STOPS_MAX} entries are taken, and texts of 1 to "
+            f"{limits.STOP_CHARS_MAX} characters."
+        )
     ends = tuple(stop for stop in stops if isinstance(stop, int))
-    return replace(spec, stop_tokens=ends, stop_strings=tuple(stop for stop in stops if isinstance(stop, str)))
+    return replace(spec, stop_tokens=ends, stop_strings=tuple(texts))
 
 
 def _checkpoint_kind(request_kind: str) -> str:

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 
 #: How long a request waits for earlier ones: clients repeat a request for five minutes, then give up.
 GAP_SECONDS = 330.0
-#: Requests of a model that may wait for an earlier one.
-HELD_MAX = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +34,10 @@ class ModelOrder:
             return [Released(request)]
         self._held[number] = (request, now)
         return self._drain()
+
+    def copy(self) -> ModelOrder:
+        """Return an order that can be changed without a change of this one."""
+        return ModelOrder(self.next_number, dict(self._held))
 
     @property
     def num_held(self) -> int:

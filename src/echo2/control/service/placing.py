@@ -2,8 +2,9 @@
 of the fleet that has room, or else on this machine.
 
 A machine has room until it has twice as many running sequences as it decodes at once, so that it never waits for the
-next call. Of the machines with room, the one with the least load for its size is taken. A machine that never sampled
-from the snapshot counts as more loaded than it is, because it has to fetch the snapshot.
+next call. One tenant may use all but a sixteenth of that, so that the others do not wait until its sequences end. Of
+the machines with room, the one with the least load for its size is taken. A machine that never sampled from the
+snapshot counts as more loaded than it is, because it has to fetch the snapshot.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 LOCAL = ""
 #: Sequences that a machine decodes at once, unless its owner says otherwise.
 SLOTS = 128
+#: Part of the slots, and of a machine's room, that no single tenant may use: one in so many.
+OTHERS_SHARE = 16
 #: Machines of the fleet that may lose or fail a call before only this machine may sample it.
 TRIES_MAX = 3
 #: Load added to a machine that lacks the snapshot, as a fraction of its slots.
@@ -29,10 +32,20 @@ class _Machine:
     slots: int
     used: int = 0
     held: OrderedDict[str, None] = field(default_factory=OrderedDict)
+    of_owner: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def has_room(self) -> bool:
-        return self.used < 2 * self.slots
+    def has_room(self, owner: str) -> bool:
+        """Whether a call of this owner may begin. What an owner has beyond its part takes no room from the others."""
+        room = 2 * self.slots
+        most = room - room // OTHERS_SHARE
+        return self.of_owner[owner] < most and sum(min(used, most) for used in self.of_owner.values()) < room
+
+    def take(self, owner: str, num_samples: int) -> None:
+        """Count running sequences; less than 0: they ended."""
+        self.used += num_samples
+        self.of_owner[owner] += num_samples
+        if not self.of_owner[owner]:
+            del self.of_owner[owner]
 
     def load(self, snapshot: str) -> float:
         """Return the load relative to the machine's size, with the cost of fetching this snapshot if it lacks it."""
@@ -101,7 +114,7 @@ class Placing:
             if not waiting:
                 del self._waiting[call.owner]
             call.machine = machine
-            machine.used += call.num_samples
+            machine.take(call.owner, call.num_samples)
             machine.held[call.snapshot] = None
             machine.held.move_to_end(call.snapshot)
             if len(machine.held) > HELD_MAX:
@@ -130,17 +143,17 @@ class Placing:
         fleet = [
             machine
             for name, machine in self._machines.items()
-            if machine.has_room and name != LOCAL and name not in call.failed_at
+            if machine.has_room(call.owner) and name != LOCAL and name not in call.failed_at
         ]
         if fleet and len(call.failed_at) < TRIES_MAX:
             return min(fleet, key=lambda machine: machine.load(call.snapshot))
         local = self._machines[LOCAL]
-        return local if local.has_room else None
+        return local if local.has_room(call.owner) else None
 
     def _take_from_machine(self, call: _Call) -> _Machine:
         machine = call.machine
         assert machine is not None
-        machine.used -= call.num_samples
+        machine.take(call.owner, -call.num_samples)
         call.machine = None
         self._used[call.owner] -= call.num_samples
         if not self._used[call.owner]:

@@ -17,6 +17,7 @@ from echo2.broadcast.origin import OriginNode
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.runtime.head.archive import OFFER_CHUNKS_MAX, Archive
 from echo2.runtime.head.distribution import Distribution
+from echo2.service import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
@@ -25,8 +26,6 @@ from echo2.weights.encoder import Encoder
 from echo2.weights.model_files import read_adapter, read_base_model
 from echo2.weights.store import ChunkStore
 
-#: Maximum number of stored adapters.
-ADAPTERS_MAX = 256
 #: Lineage and version of every published adapter, which has only one version.
 LINEAGE, VERSION = 1, 0
 
@@ -48,7 +47,9 @@ class Payloads:
         self.distribution = Distribution(self._archive, origin, identity, order, lambda _: None, asyncio.ensure_future)
         self._bases: dict[str, SnapshotRef] = {}
         stored = [ref for ref in self._archive.retained if not ref.is_base_model]
-        self._adapters: OrderedDict[SnapshotRef, None] = OrderedDict.fromkeys(stored)  # most recently used last
+        self._adapters: OrderedDict[SnapshotRef, int] = OrderedDict(  # and bytes; most recently used last
+            (ref, self._archive.payload(ref, None).content_bytes) for ref in stored
+        )
         self._storing = asyncio.Lock()
 
     async def store(self, base: str, snapshot: Path | None) -> tuple[str, str]:
@@ -70,14 +71,16 @@ class Payloads:
                 return base_ref.policy, ""
             ref = adapter_ref(snapshot)
             if self._archive.find(ref) is None:
-                await self._put(await asyncio.to_thread(read_adapter, snapshot, ref, base_ref))
-            self._adapters[ref] = None
+                self._adapters[ref] = await self._put(await asyncio.to_thread(read_adapter, snapshot, ref, base_ref))
             self._adapters.move_to_end(ref)
-            if len(self._adapters) > ADAPTERS_MAX:
+            while len(self._adapters) > limits.FLEET_ADAPTERS_MAX or (
+                sum(self._adapters.values()) > limits.FLEET_ADAPTER_BYTES_MAX and len(self._adapters) > 1
+            ):
                 await self._archive.drop(self._adapters.popitem(last=False)[0])
             return base_ref.policy, ref.policy
 
-    async def _put(self, snapshot: Snapshot) -> None:
+    async def _put(self, snapshot: Snapshot) -> int:
+        """Store a snapshot and return its bytes."""
         encoder = Encoder(snapshot)
         parts = encoder.parts()
         while (chunks := await asyncio.to_thread(next, parts, None)) is not None:
@@ -85,7 +88,9 @@ class Payloads:
             for start in range(0, len(names), OFFER_CHUNKS_MAX):
                 for name in self._archive.offer(names[start : start + OFFER_CHUNKS_MAX]):
                     await self._archive.put(name, bytes(chunks[name]))
-        await self._archive.take(encoder.manifest())
+        manifest = encoder.manifest()
+        await self._archive.take(manifest)
+        return manifest.content_bytes
 
     async def close(self) -> None:
         """Stop serving payloads."""

@@ -88,6 +88,11 @@ class Journal:
         self._file.close()
         self._file = self._path.open("ab")
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the file."""
+        return self._file.tell()
+
     def close(self) -> None:
         """Close the file."""
         self._file.close()

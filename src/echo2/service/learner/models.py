@@ -26,6 +26,7 @@ from echo2.errors import InvariantError, NoRoomError, UserError
 from echo2.learner import checkpoint
 from echo2.learner.tenants import Tenants
 from echo2.learner.trainer import AdamParams
+from echo2.service import limits
 from echo2.service.backend import ModelSpec, TrainOutput
 from echo2.service.frames import (
     Answer,
@@ -47,7 +48,7 @@ from echo2.service.learner.journal import Journal
 #: Seconds of work since the last checkpoint beyond which a new one is written; writing takes 5 to 60 ms (small models).
 REDO_SECONDS = 10.0
 #: Maximum memory of all loaded adapters, with their gradients and moments.
-MEMORY_BYTES = 4 << 30
+MEMORY_BYTES = limits.ADAPTER_MEMORY_BYTES
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
 
 #: Yields whenever another model may have a turn.
@@ -141,6 +142,8 @@ class Models:
         """Carry out an operation, and record it in the journal."""
         is_redone = isinstance(call, OptimStepCall)  # also if it fails: it has cleared the gradients
         try:
+            if isinstance(call, ForwardBackwardCall) and not call.forward_only:
+                self._check_journal(call.model, model)
             answer = yield from self._apply(model, call)
             is_redone |= isinstance(call, ForwardBackwardCall) and not call.forward_only
         except NoRoomError:
@@ -233,6 +236,12 @@ class Models:
             raise UserError(f"There is no base model {spec.base!r}; there are {', '.join(self._bases)}.")
         directory = self._directory(name)
         tenants.add(name, LoraConfig(spec.rank, spec.alpha, list(spec.targets)), spec.seed)
+        if (size := tenants.num_bytes(name)) > limits.ADAPTER_MEMORY_BYTES:
+            tenants.remove(name)
+            raise UserError(
+                f"An adapter of rank {spec.rank} takes {size} bytes with gradients and moments; "
+                f"{limits.ADAPTER_MEMORY_BYTES} are allowed. Lower the rank, or train fewer layers."
+            )
         directory.mkdir(parents=True, exist_ok=True)
         model = _Model(spec, tenants, Journal(directory / "journal"), directory)
         self._in_memory[name] = model
@@ -248,6 +257,15 @@ class Models:
                 break
             excess -= sizes[other]
             self._unload(other)
+
+    def _check_journal(self, name: str, model: _Model) -> None:
+        if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
+            self._checkpoint(name, model)
+        if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
+            raise UserError(
+                f"The data since the last optim_step have {model.journal.num_bytes} bytes; {limits.JOURNAL_BYTES_MAX} "
+                "are kept. Call optim_step before more data."
+            )
 
     def _checkpoint(self, name: str, model: _Model) -> None:
         if not model.has_gradients:

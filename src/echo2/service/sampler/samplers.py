@@ -12,7 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from echo2.control.service.placing import SLOTS
+from echo2.control.service.placing import OTHERS_SHARE, SLOTS
 from echo2.errors import Echo2Error, UserError
 from echo2.rollout.compact import CompactModel
 from echo2.rollout.decode_loop import DecodeLoop
@@ -21,13 +21,12 @@ from echo2.rollout.many_policies import ManyPolicies, PolicyRequest
 from echo2.rollout.stop_strings import StopRule, stop_rule
 from echo2.rollout.text_scores import ScoreRequest, TextScores, score
 from echo2.rollout.tokenizer import Tokenizer, load_tokenizer
+from echo2.service import limits
 from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
 from echo2.types import SamplingParams, Snapshot
 
 #: Maximum memory of all adapters; the least recently used are dropped.
 MEMORY_BYTES = 2 << 30
-#: Maximum number of samples in one call.
-MOST_SAMPLES = 1024
 
 
 class BaseSampler:
@@ -78,8 +77,8 @@ class BaseSampler:
         await self._loop.close()
 
     def _requests(self, policy: CompactModel, spec: SampleSpec, stop: StopRule | None) -> list[PolicyRequest]:
-        if not 1 <= spec.num_samples <= MOST_SAMPLES:
-            raise UserError(f"num_samples = {spec.num_samples}: give 1 to {MOST_SAMPLES}.")
+        if not 1 <= spec.num_samples <= limits.SAMPLES_MAX:
+            raise UserError(f"num_samples = {spec.num_samples}: give 1 to {limits.SAMPLES_MAX}.")
         if spec.temperature < 0.0 or not 0.0 < spec.top_p <= 1.0 or spec.top_k < 0:
             raise UserError("Give temperature >= 0, 0 < top_p <= 1 and top_k >= 0 (0: all tokens).")
         params = SamplingParams(spec.temperature, spec.top_p, spec.top_k, spec.max_tokens)
@@ -168,7 +167,9 @@ def _scored(sequences: list[SampledSequence], scores: TextScores) -> SampleOutpu
 
 
 class _Slots:
-    """Shares an engine's slots equally: the next free slot goes to the waiting owner that uses the fewest."""
+    """Shares an engine's slots equally: the next free slot goes to the waiting owner that uses the fewest. One owner
+    never uses all of them.
+    """
 
     def __init__(self, engine: DecodeLoop) -> None:
         self._engine = engine
@@ -191,8 +192,12 @@ class _Slots:
                 self._give()
 
     def _give(self) -> None:
-        while self._waiting and sum(self._used.values()) < self._engine.slots:
+        slots = self._engine.slots
+        most = slots - slots // OTHERS_SHARE
+        while self._waiting and sum(self._used.values()) < slots:
             owner = min(self._waiting, key=lambda name: self._used.get(name, 0))
+            if self._used.get(owner, 0) >= most:
+                return
             turn = self._waiting[owner].popleft()
             if not self._waiting[owner]:
                 del self._waiting[owner]

@@ -1,0 +1,144 @@
+"""Every limit of what a tenant can make the service read, keep, send and do, in one table.
+
+`TABLE` names each limit with its scope and the place that enforces it; `tests/unit/test_service_limits.py` walks the
+table and exceeds each one as a client would. Limits of one request protect memory and the event loop; limits of a
+tenant leave room for the others; those in all are what the machine can bear. What a tenant spends and keeps on the disk
+is limited by the operator's quotas (`settings.Quotas`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+# ---- connections and bodies ------------------------------------------------------------------------------------------
+
+HEADER_BYTES_MAX = 64 << 10
+#: Maximum seconds from a connection's start or its last response to the complete head of its next request.
+HEAD_SECONDS = 75.0
+#: Share of the connections that one address may have. A proxy in front of the service is one address.
+ADDRESS_CONNECTIONS_SHARE = 0.75
+#: Bytes of a body, as received and unpacked: of training data, of adapters, and of everything else.
+BODY_BYTES_MAX = 32 << 20
+ADAPTER_BYTES_MAX = 256 << 20
+SMALL_BODY_BYTES_MAX = 4 << 20
+#: A body, or a client that reads an answer, must make this much progress in this time (64 kB/s).
+PROGRESS_BYTES, PROGRESS_SECONDS = 640_000, 10.0
+#: Bytes of bodies being read or handled, and of answers being sent: of one tenant, in all, and the part of that for
+#: tenants which have few of them.
+TENANT_BYTES_MAX = 320 << 20
+ALL_BYTES_MAX = 768 << 20
+RESERVED_BYTES, FEW_BYTES = 192 << 20, 48 << 20
+#: Requests of one tenant being handled, polls included: an SDK with 2000 samples polls 2000 times at once.
+AT_ONCE_MAX = 4096
+
+# ---- what is stored --------------------------------------------------------------------------------------------------
+
+#: Rows of one tenant: sessions and models that are not deleted yet, samplers, checkpoints.
+SESSIONS_MAX = 4096
+MODELS_MAX = 4096
+SAMPLERS_MAX = 1 << 17
+CHECKPOINTS_MAX = 1 << 17
+#: Bytes of a client's own data about a session, model or checkpoint (`user_metadata`), as JSON.
+LABELS_BYTES_MAX = 4096
+#: Open requests: of one tenant, their bytes, and those of one model that wait for an earlier one.
+OPEN_MAX = 8192
+OPEN_BYTES_MAX = 1 << 30
+HELD_MAX = 4096
+#: Bytes of a tenant's stored answers beyond which they are kept for minutes, not for a day.
+ANSWERS_BYTES_MAX = 4 << 30
+#: Bytes beyond a tenant's quota of disk for requests that are refused for lack of room: they use up their numbers.
+REFUSED_BYTES_MAX = 1 << 20
+#: Temporary URLs of archives of one tenant that are valid at once.
+ARCHIVES_MAX = 256
+#: Rows in one answer of a listing.
+PAGE_MAX = 1000
+
+# ---- what a request asks for -----------------------------------------------------------------------------------------
+
+#: Numbers in one tensor; numbers in all tensors of a request once dense; data in one request.
+TENSOR_NUMBERS_MAX = 1 << 22
+NUMBERS_MAX = 1 << 24
+DATA_MAX = 8192
+#: Samples of one request; their tokens in all; scores beside them (likely tokens, targets and alternatives together).
+SAMPLES_MAX = 1024
+SAMPLED_TOKENS_MAX = 1 << 23
+SCORES_MAX = 1 << 22
+#: Stop tokens and strings of a request, and characters of a string.
+STOPS_MAX, STOP_CHARS_MAX = 256, 256
+#: Rank of an adapter; memory of one adapter in the learner, with gradients and moments.
+RANK_MAX = 1024
+ADAPTER_MEMORY_BYTES = 4 << 30
+#: Entries of an uploaded tar file; uploads of one tenant that wait to be checked.
+ENTRIES_MAX = 64
+UPLOADS_MAX = 4
+
+# ---- what is done at once --------------------------------------------------------------------------------------------
+
+#: Samples at the back end: in all, and the part that no single tenant may use.
+SAMPLES_AT_ONCE = 512
+SAMPLES_FOR_OTHERS = 32
+#: Operations of one model at the back end.
+OPERATIONS_MAX = 16
+#: Bytes of a model's journal while it has gradients, so that no checkpoint can take its place.
+JOURNAL_BYTES_MAX = 1 << 30
+
+#: Adapters that are stored a second time, in chunks, for the machines of the fleet, and their bytes; the least recently
+#: used ones go.
+FLEET_ADAPTERS_MAX, FLEET_ADAPTER_BYTES_MAX = 256, 8 << 30
+
+Scope = Literal["connection", "request", "model", "key", "tenant", "in all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """`names`: of its values in this module, or of a setting. `at`: what enforces it."""
+
+    names: tuple[str, ...]
+    scope: Scope
+    at: str
+
+
+TABLE = (
+    Limit(("HEADER_BYTES_MAX",), "request", "http_server"),
+    Limit(("HEAD_SECONDS",), "connection", "http_server"),
+    Limit(("ADDRESS_CONNECTIONS_SHARE",), "in all", "http_server"),
+    Limit(("BODY_BYTES_MAX",), "request", "entrance"),
+    Limit(("ADAPTER_BYTES_MAX",), "request", "entrance"),
+    Limit(("SMALL_BODY_BYTES_MAX",), "request", "entrance"),
+    Limit(("PROGRESS_BYTES", "PROGRESS_SECONDS"), "connection", "entrance, http_server"),
+    Limit(("TENANT_BYTES_MAX",), "tenant", "traffic"),
+    Limit(("ALL_BYTES_MAX", "RESERVED_BYTES", "FEW_BYTES"), "in all", "traffic"),
+    Limit(("AT_ONCE_MAX",), "tenant", "traffic"),
+    Limit(("keys.per_minute",), "key", "access"),
+    Limit(("SESSIONS_MAX",), "tenant", "storage"),
+    Limit(("MODELS_MAX",), "tenant", "storage"),
+    Limit(("SAMPLERS_MAX",), "tenant", "storage"),
+    Limit(("CHECKPOINTS_MAX",), "tenant", "storage"),
+    Limit(("LABELS_BYTES_MAX",), "request", "bodies"),
+    Limit(("OPEN_MAX",), "tenant", "dispatch"),
+    Limit(("OPEN_BYTES_MAX",), "tenant", "dispatch"),
+    Limit(("HELD_MAX",), "model", "dispatch"),
+    Limit(("ANSWERS_BYTES_MAX",), "tenant", "app"),
+    Limit(("REFUSED_BYTES_MAX",), "tenant", "storage"),
+    Limit(("ARCHIVES_MAX",), "tenant", "accounts_api"),
+    Limit(("PAGE_MAX",), "request", "accounts_api"),
+    Limit(("bills.quota_usd",), "tenant", "bills"),
+    Limit(("bills.quota_disk_gb",), "tenant", "storage"),
+    Limit(("TENSOR_NUMBERS_MAX",), "request", "data"),
+    Limit(("NUMBERS_MAX",), "request", "data"),
+    Limit(("DATA_MAX",), "request", "data"),
+    Limit(("SAMPLES_MAX",), "request", "bodies"),
+    Limit(("SAMPLED_TOKENS_MAX",), "request", "work"),
+    Limit(("SCORES_MAX",), "request", "sampled"),
+    Limit(("STOPS_MAX", "STOP_CHARS_MAX"), "request", "work"),
+    Limit(("RANK_MAX",), "request", "bodies, own_adapters"),
+    Limit(("ADAPTER_MEMORY_BYTES",), "model", "learner.models"),
+    Limit(("ENTRIES_MAX",), "request", "own_adapters"),
+    Limit(("UPLOADS_MAX",), "tenant", "accounts_api"),
+    Limit(("SAMPLES_AT_ONCE", "SAMPLES_FOR_OTHERS"), "in all", "dispatch"),
+    Limit(("placing.OTHERS_SHARE",), "in all", "control.service.placing, sampler.samplers"),
+    Limit(("OPERATIONS_MAX",), "model", "dispatch"),
+    Limit(("JOURNAL_BYTES_MAX",), "model", "learner.models"),
+    Limit(("FLEET_ADAPTERS_MAX", "FLEET_ADAPTER_BYTES_MAX"), "in all", "fleet.payloads"),
+)
