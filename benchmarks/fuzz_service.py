@@ -20,6 +20,7 @@ from echo2.service.data import read_json, read_protobuf
 from echo2.service.fleet.machines import checked
 from echo2.service.frames import ANSWERS, REQUESTS, Answer, JournalRecord, Request, SampleCall, UnloadCall, encode
 from echo2.service.learner.journal import Journal, _checked
+from echo2.service.numbering import numbered
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 _SPEC = SampleSpec(prompt=array("i", [4, 5]), max_tokens=8)
@@ -68,6 +69,7 @@ def _bodies() -> list[Target]:
     return [
         Target("service.body", _read_body, (train, *others)),
         Target("service.train_json", lambda data: read_json(data, False), (train,)),
+        Target("service.numbered", lambda data: numbered(data, not data.startswith(b"{"), False), (train, *seeds)),
         Target("service.train_protobuf", read_protobuf, seeds, pb.ForwardBackwardRequest),
     ]
 

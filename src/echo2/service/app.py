@@ -71,12 +71,6 @@ class Front:
             "get_info": enter(accounts.get_info),
             "unload_model": enter(accounts.unload_model, "train"),
             "weights_info": enter(accounts.weights_info),
-            "forward_backward": enter(training.forward_backward, "train", "BODY_BYTES_MAX"),
-            "forward": enter(training.forward, "train", "BODY_BYTES_MAX"),
-            "optim_step": enter(training.optim_step, "train"),
-            "save_weights": enter(training.save_weights, "train"),
-            "save_weights_for_sampler": enter(training.save_weights_for_sampler, "train"),
-            "load_weights": enter(training.load_weights, "train"),
             "create_sampling_session": enter(training.create_sampling_session, "sample"),
             "asample": enter(training.sample, "sample"),
             "retrieve_future": enter(training.retrieve_future),
@@ -84,6 +78,17 @@ class Front:
             "copy_weights": enter(accounts.copy_weights, "train"),
             "adapters": enter(accounts.bring_adapter, "train", "ADAPTER_BYTES_MAX"),
             checkpoint + "/publish": enter(accounts.publish, "train"),
+        }
+        posts |= {
+            kind: enter(handler, "train", limit, training.when_refused(kind))
+            for kind, handler, limit in (
+                ("forward_backward", training.forward_backward, "BODY_BYTES_MAX"),
+                ("forward", training.forward, "BODY_BYTES_MAX"),
+                ("optim_step", training.optim_step, "SMALL_BODY_BYTES_MAX"),
+                ("save_weights", training.save_weights, "SMALL_BODY_BYTES_MAX"),
+                ("save_weights_for_sampler", training.save_weights_for_sampler, "SMALL_BODY_BYTES_MAX"),
+                ("load_weights", training.load_weights, "SMALL_BODY_BYTES_MAX"),
+            )
         }
         gets = {
             "get_server_capabilities": enter(accounts.capabilities),
@@ -101,7 +106,8 @@ class Front:
             "estimate": enter(accounts.estimate),
         }
         routes = [
-            Route(ROOT + path, enter(refusing(words)), methods=[verb]) for (verb, path), words in UNSERVED.items()
+            Route(ROOT + path, enter(refusing(words), when_refused=training.when_refused(path)), methods=[verb])
+            for (verb, path), words in UNSERVED.items()
         ]
         routes += [Route(ROOT + path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
         routes += [Route(ROOT + path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]

@@ -34,6 +34,7 @@ STATUS = {
 }
 
 Handler: TypeAlias = Callable[[Caller, Request, bytes], Awaitable[Response]]
+WhenRefused: TypeAlias = Callable[[Caller, Request, bytes, PeerError | UserError], Awaitable[Response | None]]
 Endpoint: TypeAlias = Callable[[Request], Awaitable["Response | Counted"]]
 
 
@@ -72,9 +73,15 @@ class Entrance:
     def __init__(self, keeper: Doorkeeper) -> None:
         self._keeper, self.traffic = keeper, Traffic()
 
-    def __call__(self, handler: Handler, scope: str = "", limit: str = "SMALL_BODY_BYTES_MAX") -> Endpoint:
+    def __call__(
+        self,
+        handler: Handler,
+        scope: str = "",
+        limit: str = "SMALL_BODY_BYTES_MAX",
+        when_refused: WhenRefused | None = None,
+    ) -> Endpoint:
         """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key. `limit`: the name
-        of the body's limit.
+        of the body's limit. `when_refused` gets the beginning of a refused body, and may return another answer.
         """
 
         async def endpoint(request: Request) -> Response | Counted:
@@ -83,11 +90,13 @@ class Entrance:
                 passage = self.traffic.begin(caller.tenant)
             except PeerError as error:
                 return refused(error)
+            body = bytearray()
             try:
-                response = await self._handle(handler, caller, request, passage, getattr(limits, limit))
+                response = await self._handle(handler, caller, request, passage, body, getattr(limits, limit))
                 passage.take(len(response.body) if hasattr(response, "body") else 0)
             except (PeerError, UserError) as error:
-                response = refused(error)
+                response = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
+                response = response or refused(error)
             except ClientDisconnect:
                 response = Response(status_code=400)
             except BaseException:
@@ -106,13 +115,20 @@ class Entrance:
         return caller
 
     async def _handle(
-        self, handler: Handler, caller: Caller, request: Request, passage: Passage, max_bytes: int
+        self,
+        handler: Handler,
+        caller: Caller,
+        request: Request,
+        passage: Passage,
+        body: bytearray,
+        max_bytes: int,
     ) -> Response:
-        body = await _read(request, passage, max_bytes)
+        """Read the request into `body`, and handle it."""
+        await _read(request, passage, body, max_bytes)
         if request.headers.get("content-encoding", "") == "zstd":
-            body = await asyncio.to_thread(unpacked, body, max_bytes)
+            body[:] = await asyncio.to_thread(unpacked, bytes(body), max_bytes)
             passage.take(len(body))
-        return await handler(caller, request, body)
+        return await handler(caller, request, bytes(body))
 
 
 def refused(error: PeerError | UserError) -> Response:
@@ -125,16 +141,14 @@ def refused(error: PeerError | UserError) -> Response:
     return response
 
 
-async def _read(request: Request, passage: Passage, max_bytes: int) -> bytes:
-    """Return the body.
+async def _read(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:
+    """Read the body; of one that is announced as too large, only the beginning.
 
     Raises:
         PeerError: "too_large"; "slow", it does not keep coming; "rate", too many bytes are under way.
     """
-    announced = request.headers.get("content-length", "0")
-    if not announced.isdecimal() or int(announced) > max_bytes:
-        raise PeerError("too_large", f"the body is announced with {announced[:20]} bytes; {max_bytes} are taken.")
-    body, parts = bytearray(), request.stream()
+    announced, parts = request.headers.get("content-length", "0"), request.stream()
+    is_too_large = not announced.isdecimal() or int(announced) > max_bytes
     while True:
         before = len(body)
         try:
@@ -142,9 +156,13 @@ async def _read(request: Request, passage: Passage, max_bytes: int) -> bytes:
                 while len(body) < before + limits.PROGRESS_BYTES:
                     part = await anext(parts, None)
                     if part is None:
-                        return bytes(body)
+                        return
                     passage.take(len(part))
                     body += part
+                    if is_too_large:
+                        raise PeerError(
+                            "too_large", f"the body is announced with {announced[:20]} bytes; {max_bytes} are taken."
+                        )
                     if len(body) > max_bytes:
                         raise PeerError("too_large", f"the body is longer than {max_bytes} bytes.")
         except TimeoutError as error:

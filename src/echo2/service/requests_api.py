@@ -28,13 +28,17 @@ from echo2.service.bodies import (
 from echo2.service.data import answer_as_json, read_json, read_protobuf
 from echo2.service.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2.service.dispatch import Dispatcher
-from echo2.service.entrance import answer
+from echo2.service.entrance import WhenRefused, answer, refused
+from echo2.service.numbering import numbered
+from echo2.service.words import for_tenants
 from echo2.service.work import Work, sample_spec
 
 #: Seconds for which a poll is held open; the SDKs give up after 45 and poll again at once.
 POLL_SECONDS = 30.0
 #: LoRA's alpha (an adapter is scaled by alpha / rank); the SDKs send none.
 ALPHA = 32
+#: Reasons of refusals after which the SDKs send the same request again.
+COME_AGAIN = ("rate", "spent")
 PROTOBUF = "application/x-protobuf"
 WITH_PROTOBUF = {"forward": "train", "forward_backward": "train", "sample": "sample"}
 
@@ -144,6 +148,32 @@ class RequestsApi:
         """Cancel an open sample. Requests that train are not cancelled."""
         self._dispatcher.cancel_sample(parse(FutureBody, body).request_id, caller.tenant)
         return Response(status_code=204)
+
+    def when_refused(self, kind: str) -> WhenRefused:
+        """Return what happens to refused requests of a kind that clients number: one that would be refused again uses
+        up its number, as a request that fails.
+        """
+
+        async def fail(caller: Caller, request: Request, body: bytes, error: PeerError | UserError) -> Response | None:
+            if isinstance(error, PeerError) and error.reason in COME_AGAIN:
+                return None
+            headers = request.headers
+            is_protobuf = headers.get("content-type", "").startswith(PROTOBUF)
+            is_packed = headers.get("content-encoding", "") == "zstd"
+            found = await asyncio.to_thread(numbered, body, is_protobuf, is_packed)
+            row = found and self._database.find(models, columns=["session"], id=found.model, tenant=caller.tenant)
+            if found is None or row is None:
+                return None
+            words = for_tenants(error.detail if isinstance(error, PeerError) else str(error))
+            try:
+                submitted = self._dispatcher.submit(
+                    caller, row.session, found.model, kind, found.number, _digest(body), b"", words
+                )
+            except PeerError as busy:
+                return refused(busy)
+            return answer({"request_id": submitted, "model_id": found.model})
+
+        return fail
 
     def session(self, caller: Caller, session: str) -> Row:
         """Return a live session of the caller.
