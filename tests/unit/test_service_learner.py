@@ -291,6 +291,75 @@ receive(inbox, take)
 """
 
 
+#: Its first answer, or all of them, are no messages.
+BABBLING = """
+import pathlib, sys
+from echo2.sandbox import pipes
+from echo2.service.frames import Answer, frame
+from echo2.service.serving import receive
+
+inbox, outbox = pipes.take()
+flag = pathlib.Path(sys.argv[1])
+
+def take(request):
+    first = not flag.exists()
+    flag.touch()
+    outbox.write(b"\\x03\\0\\0\\0abc" if first or request.call.model == "babble" else frame(Answer(request.number)))
+    outbox.flush()
+
+receive(inbox, take)
+"""
+
+
+def test_a_process_that_cannot_be_started_for_a_while_is_started_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log's directory is missing, as descriptors or memory may be."""
+    (tmp_path / "dying").mkdir()
+    (tmp_path / "dying" / "process.py").write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "MOST_DEATHS", 10**9)
+
+    async def run() -> None:
+        process = calling.AnsweringProcess("dying.process", "{}", tmp_path / "later" / "log")
+        call = asyncio.create_task(process.call(UnloadCall("good")))
+        while "cannot be started, trying again" not in caplog.text:  # noqa: ASYNC110  # nobody tells it
+            await asyncio.sleep(0)
+        (tmp_path / "later").mkdir()
+        await call
+        monkeypatch.setattr(calling, "MOST_DEATHS", 2)
+        await process.close()
+        process = calling.AnsweringProcess("dying.process", "{}", tmp_path / "never" / "log")
+        with pytest.raises(InvariantError, match="The dying process does not start"):
+            await process.call(UnloadCall("good"))
+        (tmp_path / "never").mkdir()
+        await process.call(UnloadCall("good"))
+        await process.close()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_cannot_be_read_costs_the_process_and_no_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "babbling").mkdir()
+    (tmp_path / "babbling" / "process.py").write_text(BABBLING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "MOST_DEATHS", 3)
+
+    async def run() -> None:
+        process = calling.AnsweringProcess("babbling.process", str(tmp_path / "flag"), tmp_path / "log")
+        await process.call(UnloadCall("good"))
+        with pytest.raises(InvariantError, match="The babbling process does not start"):
+            await process.call(UnloadCall("babble"))
+        await process.call(UnloadCall("good"))
+        await process.close()
+
+    asyncio.run(run())
+
+
 def test_a_call_that_kills_is_failed_and_others_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "dying").mkdir()
     (tmp_path / "dying" / "process.py").write_text(DYING)

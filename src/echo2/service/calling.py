@@ -12,7 +12,10 @@ from asyncio.subprocess import PIPE, Process
 from dataclasses import dataclass
 from pathlib import Path
 
-from echo2.errors import InvariantError, UserError
+import msgspec
+
+from echo2.background import spawn
+from echo2.errors import InvariantError, PeerError, UserError
 from echo2.sandbox.pipes import HEADER, child_environment, ending
 from echo2.service.frames import ANSWERS, Answer, Call, CancelCall, Request, frame, frame_length
 
@@ -61,7 +64,7 @@ class AnsweringProcess:
             InvariantError: a bug in echo2, or the call kills the process.
         """
         if self._running is None:
-            self._running = asyncio.create_task(self._run())
+            self._running = spawn(self._run(), self._failed)
         number = next(self._numbers)
         pending = _Pending(frame(Request(number, call)), asyncio.get_running_loop().create_future())
         self._pending[number] = pending
@@ -100,39 +103,64 @@ class AnsweringProcess:
 
     async def _run(self) -> None:
         pause, longest = RESTART_SECONDS
-        fruitless = 0  # starts in a row after which the process exited without an answer
+        fruitless = 0  # starts in a row that failed, or after which the process exited without an answer
         while True:
-            with self._log_path.open("ab") as log_file:
-                if log_file.tell() > LOG_BYTES:
-                    log_file.truncate(0)
-                process = await asyncio.create_subprocess_exec(
-                    *self._command, stdin=PIPE, stdout=PIPE, stderr=log_file, env=child_environment()
-                )
-            for pending in self._pending.values():
-                assert process.stdin is not None
-                process.stdin.write(pending.frame)
-            self._process = process
-            num_answers = await self._read_answers(process)
-            status = await process.wait()
+            status, num_answers = 1, 0
+            try:
+                process = await self._start()
+                num_answers, is_readable = await self._read_answers(process)
+                status = await process.wait() if is_readable else 1
+                log.warning("the %s %s; it is started again", self._name, ending(status))
+            except OSError as error:  # no descriptor, no memory, or no room for the log
+                log.warning("the %s cannot be started, trying again: %s", self._name, error)
             self._process = None
             if self._is_closing:
                 return
-            log.warning("the %s %s; it is started again", self._name, ending(status))
             self._count_deaths()
             fruitless = fruitless + 1 if status > 0 and not num_answers else 0
             if fruitless >= MOST_DEATHS:
-                self._fail(f"The {self._name} process does not start: see {self._log_path}.")
+                self._fail(f"The {self._name} process does not start: see its log.")
             pause = RESTART_SECONDS[0] if num_answers else min(2 * pause, longest)
             await asyncio.sleep(pause)
 
-    async def _read_answers(self, process: Process) -> int:
+    def _failed(self, error: Exception) -> None:
+        """Fail all calls because of a mistake in this class; the next call starts the process again."""
+        log.error("the calls of the %s", self._name, exc_info=error)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._process = self._running = None
+        self._fail(f"The calls of the {self._name} process failed: {type(error).__name__}.")
+
+    async def _start(self) -> Process:
+        """Start the process, and send it all calls that have no answer."""
+        with self._log_path.open("ab") as log_file:
+            if log_file.tell() > LOG_BYTES:
+                log_file.truncate(0)
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, stderr=log_file, env=child_environment()
+            )
+        for pending in self._pending.values():
+            assert process.stdin is not None
+            process.stdin.write(pending.frame)
+        self._process = process
+        return process
+
+    async def _read_answers(self, process: Process) -> tuple[int, bool]:
+        """Return the number of answers until the process ended, or was killed because one cannot be read; and whether
+        all could be.
+        """
         assert process.stdout is not None
         for number in itertools.count():
             try:
                 header = await process.stdout.readexactly(HEADER.size)
                 answer = ANSWERS.decode(await process.stdout.readexactly(frame_length(header)))
             except (asyncio.IncompleteReadError, ConnectionError):
-                return number
+                return number, True
+            except (PeerError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                log.warning("an answer of the %s cannot be read: %s", self._name, error)
+                process.kill()
+                await process.wait()
+                return number, False
             pending = self._pending.get(answer.number)
             if pending is None or pending.answered.done():
                 continue

@@ -1,0 +1,51 @@
+"""A failure in the background reaches its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from echo2.background import spawn
+
+
+def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
+    errors: list[Exception] = []
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("boom")
+
+    async def run() -> None:
+        task = spawn(fail(), errors.append)
+        with pytest.raises(ValueError, match="boom"):
+            await task
+        sleeping = spawn(asyncio.sleep(1000), errors.append)
+        await asyncio.sleep(0)
+        sleeping.cancel()
+        await asyncio.gather(sleeping, return_exceptions=True)
+        assert await spawn(asyncio.sleep(0, "done"), errors.append) == "done"
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert [str(error) for error in errors] == ["boom"]
+
+
+def test_work_that_nobody_refers_to_is_not_collected() -> None:
+    done: list[int] = []
+
+    async def work(event: asyncio.Event) -> None:
+        await event.wait()
+        done.append(1)
+
+    async def run() -> None:
+        event = asyncio.Event()
+        spawn(work(event), lambda _: None)
+        await asyncio.sleep(0)
+        gc.collect()
+        event.set()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert done == [1]
