@@ -232,3 +232,20 @@ def test_the_cleanup_goes_on_once_the_database_is_back(
         execute(service, "ALTER TABLE away RENAME TO sessions")
         service.now += SILENCE_SECONDS + 1
         service.until(lambda: not service.front.database.count(sessions, finished=None))
+
+
+def test_a_part_of_the_cleanup_that_fails_keeps_nothing_else_from_being_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(app, "SWEEP_SECONDS", 0.01)
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
+        model = service.model(service.session())
+        save = {"model_id": model, "seq_id": 1, "path": "a", "ttl_seconds": 60}
+        service.result(service.post("save_weights", save))
+        (tmp_path / "checkpoints").rename(tmp_path / "away")
+        service.until(lambda: "cleaning up later" in caplog.text)
+        assert "FileNotFoundError" in caplog.text
+        service.now += SILENCE_SECONDS + 1
+        service.until(lambda: not service.front.database.count(sessions, finished=None))
+        (tmp_path / "away").rename(tmp_path / "checkpoints")
+        service.until(lambda: not list((tmp_path / "checkpoints").rglob("req_*")))

@@ -12,6 +12,7 @@ from pathlib import Path
 from starlette.applications import Starlette
 from starlette.routing import Route
 
+from echo2.background import spawn
 from echo2.service.access import Doorkeeper
 from echo2.service.accounts_api import AccountsApi
 from echo2.service.backend import Backend
@@ -119,7 +120,7 @@ class Front:
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         self.dispatcher.start()
-        sweeper = asyncio.create_task(self._sweep())
+        sweeper = spawn(self._sweep(), self._sweeping_ended)
         yield
         sweeper.cancel()
         await asyncio.gather(sweeper, return_exceptions=True)
@@ -129,6 +130,9 @@ class Front:
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             await self.sweep()
+
+    def _sweeping_ended(self, error: Exception) -> None:
+        log.error("nothing is cleaned up any more: restart the service", exc_info=error)
 
     async def sweep(self) -> None:
         """End silent sessions and waits for missing requests; delete expired checkpoints, old answers and files."""
