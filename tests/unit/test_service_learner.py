@@ -181,6 +181,36 @@ def test_a_torn_record_is_cut_off(client: Client, tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
+def test_damage_of_a_record_is_told_and_nothing_behind_it_is_lost_in_silence(client: Client, tmp_path: Path) -> None:
+    client.train("m", range(1, 8))
+    path = tmp_path / "models" / "m" / "journal"
+    whole = path.read_bytes()
+    starts = [at for at in range(len(whole)) if whole[at + 4 :].startswith(b"\x84\xa9operation")]
+    assert len(starts) == 7
+    for start in starts:
+        for offset in (0, 1, 2, 3, 4, 30):  # lengths, which may reach behind the end, and contents
+            damaged = bytearray(whole)
+            damaged[start + offset] ^= 64
+            path.write_bytes(damaged)
+            client.restart()
+            if start == starts[-1] and offset in (1, 2, 3):
+                continue  # the last record is longer than the file: it looks torn
+            with pytest.raises(InvariantError, match=f"damaged at byte {start}.* saved state"):
+                client.train("m", range(8, 9))
+    path.write_bytes(whole)
+    assert client.train("m", range(8, 9)) == client.train("same", range(1, 9))[7:]
+
+
+def test_what_a_power_failure_left_unwritten_is_cut_off(client: Client, tmp_path: Path) -> None:
+    before = client.train("m", range(1, 4))
+    path = tmp_path / "models" / "m" / "journal"
+    whole = path.read_bytes()
+    for left in (whole + bytes(4096), whole[:-40] + bytes(4096), whole[:-40] + bytes(40)):
+        path.write_bytes(left)
+        client.restart()
+        assert client.train("m", range(3, 4)) == before[2:]
+
+
 def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = client.train("same", range(1, 7))
     assert client.train("m", range(1, 4)) == expected[:3]

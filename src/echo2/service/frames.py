@@ -148,6 +148,8 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
 REQUESTS = msgspec.msgpack.Decoder(Request, dec_hook=_typed)
 ANSWERS = msgspec.msgpack.Decoder(Answer, dec_hook=_typed)
 RECORDS = msgspec.msgpack.Decoder(JournalRecord, dec_hook=_typed)
+#: The first bytes of each JournalRecord: a map, and the first name in it.
+RECORD_BEGINNING = bytes([0x80 | len(JournalRecord.__struct_fields__)]) + _ENCODER.encode("operation")
 
 
 def encode(message: Request | Answer) -> bytes:

@@ -1,9 +1,9 @@
 """The operations of one model since its last checkpoint, on disk, so that they can be repeated after a kill.
 
 A record is appended when its operation has been carried out, before the answer is sent. So every answered operation is
-in the journal; an operation that was in progress at a kill is not, and is requested again. An incomplete last record is
-cut off. Records are written but not synced: a killed process loses nothing, but a power failure may lose the last
-second.
+in the journal; an operation that was in progress at a kill is not, and is requested again. Records are written but not
+synced: a killed process loses nothing, but a power failure may lose the last second. So an incomplete last record is
+cut off. Any other damage is an error, because what stands behind it was answered.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from pathlib import Path
 
 from echo2.errors import InvariantError
 from echo2.sandbox.pipes import HEADER
-from echo2.service.frames import RECORDS, Answer, JournalRecord, frame
+from echo2.service.frames import RECORD_BEGINNING, RECORDS, Answer, JournalRecord, frame
 
 #: Number of answers that can be requested again. A front has fewer operations of one model open at a time.
 ANSWERS_KEPT = 256
 _CHECK_BYTES = 4
+#: So many zeros at the end of a file were allocated, but not written.
+_UNWRITTEN_BYTES = 32
 
 
 class Journal:
-    """The records of one model in one file."""
+    """The records of one model in one file.
+
+    Raises:
+        InvariantError: a record is damaged.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -113,7 +119,26 @@ def _read(path: Path) -> Iterator[tuple[JournalRecord, int]]:
         return
     with path.open("rb") as file:
         while len(header := file.read(HEADER.size)) == HEADER.size:
-            body, check = file.read(HEADER.unpack(header)[0]), file.read(_CHECK_BYTES)
+            begin, length = file.tell() - HEADER.size, HEADER.unpack(header)[0]
+            body, check = file.read(length), file.read(_CHECK_BYTES)
             if zlib.crc32(header + body).to_bytes(_CHECK_BYTES, "little") != check:
+                file.seek(begin)
+                if not _is_torn(file.read()):
+                    raise InvariantError(
+                        f"{path} is damaged at byte {begin}: the model has lost operations that were answered. Begin a "
+                        "new one with a saved state."
+                    )
                 return
             yield RECORDS.decode(body), file.tell()
+
+
+def _is_torn(rest: bytes) -> bool:
+    """Whether the end of a file is one record that was not written to its end."""
+    begin = HEADER.size
+    while (begin := rest.find(RECORD_BEGINNING, begin + 1)) >= 0:
+        header, length = rest[begin - HEADER.size : begin], HEADER.unpack_from(rest, begin - HEADER.size)[0]
+        check = rest[begin + length : begin + length + _CHECK_BYTES]
+        if zlib.crc32(header + rest[begin : begin + length]).to_bytes(_CHECK_BYTES, "little") == check:
+            return False
+    claimed = HEADER.size + HEADER.unpack_from(rest)[0] + _CHECK_BYTES
+    return claimed > len(rest) or rest.endswith(bytes(_UNWRITTEN_BYTES))

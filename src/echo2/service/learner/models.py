@@ -243,7 +243,12 @@ class Models:
                 f"{limits.ADAPTER_MEMORY_BYTES} are allowed. Lower the rank, or train fewer layers."
             )
         directory.mkdir(parents=True, exist_ok=True)
-        model = _Model(spec, tenants, Journal(directory / "journal"), directory)
+        try:
+            journal = Journal(directory / "journal")
+        except Exception:
+            tenants.remove(name)
+            raise
+        model = _Model(spec, tenants, journal, directory)
         self._in_memory[name] = model
         self._make_room(name)
         return model
