@@ -19,8 +19,10 @@ from echo2.learner.adapters import load_base
 from echo2.learner.datum import Datum
 from echo2.learner.tenants import Tenants
 from echo2.learner.trainer import AdamParams
+from echo2.sandbox import pipes
 from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
-from echo2.service.sampler.process import base_sampler
+from echo2.service.frames import Answer, Request, SampleCall, frame
+from echo2.service.sampler.process import SampleDesk, base_sampler
 from echo2.service.sampler.samplers import BaseSampler
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module
 
@@ -250,3 +252,33 @@ def test_who_uses_all_slots_for_long_leaves_one_in_sixteen(model: Path) -> None:
 
     asyncio.run(both())
     assert ended == ["late", "busy"]
+
+
+def test_an_answer_that_cannot_be_sent_is_told_as_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sampler = base_sampler(str(model), "cpu")
+    monkeypatch.setattr(pipes, "MAX_FRAME_BYTES", 500)
+
+    async def sampler_of(base: str) -> BaseSampler:
+        return sampler
+
+    async def run() -> dict[int, Answer]:
+        told: dict[int, Answer] = {}
+        both = asyncio.Event()
+
+        def tell(answer: Answer) -> None:
+            frame(answer)
+            if not answer.has_begun:
+                told[answer.number] = answer
+            if len(told) == 2:
+                both.set()
+
+        desk = SampleDesk(sampler_of, tell)
+        for number, most in ((1, 200), (2, 2)):
+            desk.take(Request(number, SampleCall("", "", replace(SPEC, max_tokens=most, ends_with_model=False))))
+        await both.wait()
+        await sampler.close()
+        return told
+
+    told = asyncio.run(run())
+    assert (told[1].is_ours, "cannot be sent: oversized" in told[1].fault) == (True, True)
+    assert told[2].sampled is not None

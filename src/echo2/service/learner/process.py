@@ -19,7 +19,7 @@ from typing import BinaryIO
 import msgspec
 
 from echo2.control.service.turns import Turns
-from echo2.errors import Echo2Error, NoRoomError, UserError
+from echo2.errors import Echo2Error, NoRoomError, PeerError, UserError
 from echo2.learner.adapters import load_base
 from echo2.learner.tenants import Tenants
 from echo2.rundir import claimed
@@ -108,7 +108,11 @@ class Desk:
         self._tell(msgspec.structs.replace(answer, number=number))
 
     def _tell(self, answer: Answer) -> None:
-        self._outbox.write(frame(answer))
+        try:
+            data = frame(answer)
+        except PeerError as error:  # too large
+            data = frame(Answer(answer.number, fault=f"The answer cannot be sent: {error.detail}", is_ours=True))
+        self._outbox.write(data)
         self._outbox.flush()
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from echo2.background import spawn
 from echo2.control.service.placing import SLOTS
 from echo2.errors import Echo2Error, PeerError, UserError
 from echo2.learner import checkpoint
@@ -51,7 +52,7 @@ class SampleDesk:
             if task := self._under_way.get(number):
                 task.cancel()
         elif isinstance(call, SampleCall):
-            self._under_way[number] = task = asyncio.create_task(self._answer(number, call))
+            self._under_way[number] = task = spawn(self._answer(number, call), partial(self._failed, number))
             task.add_done_callback(partial(self._ended, number))
 
     def drop_all(self) -> None:
@@ -62,6 +63,11 @@ class SampleDesk:
     def _ended(self, number: int, task: asyncio.Task[None]) -> None:
         if self._under_way.get(number) is task:
             del self._under_way[number]
+
+    def _failed(self, number: int, error: Exception) -> None:
+        """Answer a call whose answer cannot be told: it may be too large."""
+        log.error("the answer of a sample", exc_info=error)
+        self._tell(Answer(number, fault=f"The samples cannot be sent: {error}", is_ours=True))
 
     async def _answer(self, number: int, call: SampleCall) -> None:
         self._tell(Answer(number, has_begun=True))
