@@ -22,8 +22,11 @@ from echo2.learner.trainer import AdamParams
 from echo2.sandbox import pipes
 from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
 from echo2.service.frames import Answer, Request, SampleCall, frame
+from echo2.service.sampler import process
 from echo2.service.sampler.process import SampleDesk, base_sampler
 from echo2.service.sampler.samplers import BaseSampler
+from echo2.types import Snapshot
+from echo2.weights.model_files import read_base_model
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module
 
 PROMPT = array("i", [5, 6, 7, 8, 9])
@@ -282,3 +285,26 @@ def test_an_answer_that_cannot_be_sent_is_told_as_an_error(model: Path, monkeypa
     told = asyncio.run(run())
     assert (told[1].is_ours, "cannot be sent: oversized" in told[1].fault) == (True, True)
     assert told[2].sampled is not None
+
+
+def test_an_adapter_that_could_not_be_read_once_is_read_again(
+    sampler: BaseSampler, tenants: Tenants, tmp_path: Path, model: Path
+) -> None:
+    """Memory was short at that moment."""
+    name = published(tenants, tmp_path)[1]
+    base, errors = read_base_model(model), [MemoryError(), RuntimeError("CUDA out of memory")]
+
+    async def read(snapshot: str) -> Snapshot:
+        if errors:
+            raise errors.pop()
+        return process.published(snapshot, base.ref)
+
+    async def run() -> list[Any]:
+        short = BaseSampler(base, "cpu", read)
+        found = [await asyncio.gather(short.sample(name, SPEC), return_exceptions=True) for _ in range(3)]
+        await short.close()
+        return [one for (one,) in found]
+
+    first, second, third = asyncio.run(run())
+    assert (type(first), type(second)) == (RuntimeError, MemoryError)
+    assert third.sequences[0].tokens == of_one(sampler, SPEC, name).tokens

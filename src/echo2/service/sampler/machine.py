@@ -149,8 +149,9 @@ class SamplerMachine:
             loading = self._bases[base] = asyncio.create_task(self._load(base))
         try:
             return await asyncio.shield(loading)
-        except (LinkError, PeerError, UserError):
-            self._bases.pop(base, None)
+        except Exception:  # also of memory: the next call loads it again
+            if self._bases.get(base) is loading:
+                del self._bases[base]
             raise
 
     async def _load(self, base: str) -> BaseSampler:

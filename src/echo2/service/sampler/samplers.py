@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from echo2.control.service.placing import OTHERS_SHARE, SLOTS
-from echo2.errors import Echo2Error, UserError
+from echo2.errors import UserError
 from echo2.rollout.compact import CompactModel
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Outcome, RequestFailure
@@ -103,8 +103,9 @@ class BaseSampler:
         self._adapters.move_to_end(snapshot)
         try:
             policy, _ = await asyncio.shield(reading)
-        except Echo2Error:
-            self._adapters.pop(snapshot, None)
+        except Exception:  # also of memory: the next call reads it again
+            if self._adapters.get(snapshot) is reading:
+                del self._adapters[snapshot]
             raise
         self._make_room()
         return policy
