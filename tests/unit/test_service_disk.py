@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -249,3 +250,31 @@ def test_a_part_of_the_cleanup_that_fails_keeps_nothing_else_from_being_done(
         service.until(lambda: not service.front.database.count(sessions, finished=None))
         (tmp_path / "away").rename(tmp_path / "checkpoints")
         service.until(lambda: not list((tmp_path / "checkpoints").rglob("req_*")))
+
+
+def test_sessions_that_are_over_leave_no_tasks_behind(service: Service) -> None:
+    def num_tasks() -> int:
+        return len(service.in_front(asyncio.all_tasks))
+
+    before = 0
+    for _ in range(30):
+        session = service.session()
+        model = service.model(session)
+        assert "metrics" in service.result(service.step(model, 1))
+        service.post(f"sessions/{session}/finish", {"reason": {"type": "success"}}, status=204)
+        service.until(lambda: service.backend.deleted[-1:] == [model])  # noqa: B023  # waited for here
+        before = before or num_tasks()
+    service.until(lambda: len(asyncio.all_tasks()) <= before + 1)
+
+
+def test_an_outcome_that_cannot_be_stored_fails_its_request_and_no_other(service: Service) -> None:
+    model = service.model(service.session())
+    execute(
+        service,
+        "CREATE TRIGGER odd BEFORE UPDATE OF state ON requests WHEN NEW.state = 'done' AND NEW.number IN (1, 3) "
+        "BEGIN SELECT RAISE(ABORT, 'odd'); END",
+    )
+    futures = [service.step(model, number) for number in (1, 2, 3, 4)]
+    outcomes = [service.result(future) for future in futures]
+    assert ["metrics" in outcome for outcome in outcomes] == [False, True, False, True]
+    assert "its log says more" in outcomes[0]["error"]

@@ -11,9 +11,11 @@ import logging
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from echo2.background import spawn
 from echo2.control.service.order import ModelOrder, Released
 from echo2.control.service.turns import Turns
 from echo2.errors import InvariantError, PeerError, UserError
@@ -29,10 +31,19 @@ log = logging.getLogger(__name__)
 
 #: What is read of a request that is stopped: not its body.
 STOPPED = ("id", "tenant", "state", "kind", "target", "body_bytes")
+FAILED = "The service failed at it; its log says more."
 #: Pause before the database is tried again.
 AGAIN_SECONDS = 1.0
 
 Used = TypeVar("Used")
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The queued requests of one model, as long as it has any. `changed`: one came, or one ended."""
+
+    waiting: deque[str] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Dispatcher:
@@ -41,7 +52,7 @@ class Dispatcher:
     def __init__(self, database: Database, work: Work, bills: Bills, clock: Callable[[], float]) -> None:
         self._database, self._work, self._bills, self._clock = database, work, bills, clock
         self._orders: dict[str, ModelOrder] = {}
-        self._queues: dict[str, asyncio.Queue[str]] = {}
+        self._lanes: dict[str, _Lane] = {}
         self._samples: dict[str, deque[str]] = {}
         self._turns = Turns()
         self._sampling: dict[str, asyncio.Task[None]] = {}
@@ -152,8 +163,8 @@ class Dispatcher:
         if request.kind == "sample":
             num_waiting = sum(map(len, self._samples.values()))
             return f"{len(self._sampling)} samples are under way, {num_waiting} wait for their turn"
-        queue = self._queues.get(request.target)
-        return f"{queue.qsize() if queue else 0} requests of this model wait before the learner"
+        lane = self._lanes.get(request.target)
+        return f"{len(lane.waiting) if lane else 0} requests of this model wait before the learner"
 
     def cancel_sample(self, request: str, tenant: str) -> None:
         """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""
@@ -171,7 +182,7 @@ class Dispatcher:
                 self._stop(row, reason)
         for model in self._database.select(models, columns=["id"], session=session):
             self.forget(model.id)
-            self._spawn(self._work.backend.unload(model.id))
+            self._spawn(self._work.backend.unload(model.id), partial(log.warning, "a model stays in memory: %s"))
 
     def forget(self, model: str) -> None:
         """Forget the order of a model's requests. It is read again if there are others."""
@@ -230,23 +241,50 @@ class Dispatcher:
         self._database.when_stored(partial(self._run_next, row))
 
     def _run_next(self, row: Row) -> None:
-        if row.target not in self._queues:
-            self._queues[row.target] = asyncio.Queue()
-            self._spawn(self._run_model(row.target, self._queues[row.target]))
-        self._queues[row.target].put_nowait(row.id)
+        lane = self._lanes.get(row.target)
+        if lane is None:
+            lane = self._lanes[row.target] = _Lane()
+            self._spawn(self._run_model(row.target, lane), partial(self._lane_failed, row.target, lane))
+        lane.waiting.append(row.id)
+        lane.changed.set()
 
-    async def _run_model(self, model: str, queue: asyncio.Queue[str]) -> None:
-        """Call the back end in order. The request that creates the model is awaited; the others overlap."""
-        room = asyncio.Semaphore(limits.OPERATIONS_MAX)
-        while True:
-            row = await self._reached(partial(self._database.find, requests, id=await queue.get()))
+    async def _run_model(self, model: str, lane: _Lane) -> None:
+        """Call the back end in order, until nothing is left to do. The request that creates the model is awaited; the
+        others overlap.
+        """
+        running = set[asyncio.Task[None]]()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            lane.changed.set()
+
+        while lane.waiting or running:
+            if not lane.waiting or len(running) >= limits.OPERATIONS_MAX:
+                lane.changed.clear()
+                await lane.changed.wait()
+                continue
+            row = await self._reached(partial(self._database.find, requests, id=lane.waiting[0]))
+            lane.waiting.popleft()
             if row is None or row.state != "queued":
                 continue
+            task = self._spawn(self._carry_out(row), partial(self._request_failed, row.id))
+            running.add(task)
+            task.add_done_callback(ended)
             if row.kind == "create_model" or row.operation == 1:
-                await self._carry_out(row)
-                continue
-            await room.acquire()
-            self._spawn(self._carry_out(row)).add_done_callback(lambda _: room.release())
+                await asyncio.wait({task})
+        del self._lanes[model]
+
+    def _lane_failed(self, model: str, lane: _Lane, error: Exception) -> None:
+        """Fail the requests that nobody would carry out any more; others of the model begin anew."""
+        del self._lanes[model]
+        for request in lane.waiting:
+            self._request_failed(request, error)
+
+    def _request_failed(self, request: str, error: Exception) -> None:
+        log.error("request %s failed", request, exc_info=error)
+        row = self._database.find(requests, columns=STOPPED, id=request, state=OPEN)
+        if row is not None:
+            self._end(row, "failed", error=FAILED, category="server")
 
     def _add_sample(self, tenant: str, request: str) -> None:
         self._samples.setdefault(tenant, deque()).append(request)
@@ -269,7 +307,8 @@ class Dispatcher:
             self._num_sampling[tenant] += 1
             self._turns.charge(tenant, 1.0)
             self._wait_for_turn(tenant)
-            task = self._sampling[request] = self._spawn(self._sample(request))
+            failed = partial(self._request_failed, request)
+            task = self._sampling[request] = self._spawn(self._sample(request), failed)
             task.add_done_callback(partial(self._sampled, tenant, request))
 
     async def _sample(self, request: str) -> None:
@@ -297,7 +336,7 @@ class Dispatcher:
             await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
         except Exception as error:
             log.exception("request %s (%s) failed", row.id, row.kind)
-            told = str(error) if isinstance(error, InvariantError) else "The service failed at it; its log says more."
+            told = str(error) if isinstance(error, InvariantError) else FAILED
             await self._reached(partial(self._end, row, "failed", error=told, category="server"))
         else:
             await self._reached(partial(self._end, row, "done", done.num_tokens, answer=done.answer))
@@ -341,8 +380,8 @@ class Dispatcher:
             if not counter[tenant]:
                 del counter[tenant]
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(work)
+    def _spawn(self, work: Coroutine[Any, Any, None], on_error: Callable[[Exception], object]) -> asyncio.Task[None]:
+        task = spawn(work, on_error)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
