@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+import sqlalchemy
 from sqlalchemy.exc import IntegrityError
 
 from echo2.service import app, limits
 from echo2.service.cleaning import SILENCE_SECONDS
-from echo2.service.database import models, sessions
+from echo2.service.database import models, requests, sessions
 from echo2.service.settings import Quotas
 from front_service import Service
 
@@ -278,3 +280,31 @@ def test_an_outcome_that_cannot_be_stored_fails_its_request_and_no_other(service
     outcomes = [service.result(future) for future in futures]
     assert ["metrics" in outcome for outcome in outcomes] == [False, True, False, True]
     assert "its log says more" in outcomes[0]["error"]
+
+
+def test_neither_the_cleanup_nor_a_start_loads_bodies_or_answers(service: Service) -> None:
+    """They may be megabytes each, and thousands."""
+    model = service.model(service.session())
+    for number in (1, 2):
+        service.result(service.step(model, number))
+    held = service.train(model, 4, [1])
+    statements: list[str] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        statements.append(statement)
+
+    service.end()
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
+    try:
+        service.begin(service.backend)
+        service.now += 86401.0
+        service.sweep()
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", note)
+    assert "never came" in service.result(held)["error"]
+    read = [one.partition(" FROM ")[0] for one in statements if one.startswith("SELECT") and "FROM requests" in one]
+    assert len(read) > 5
+    assert not [one for one in read if re.search(r"(?<!length\()requests\.(body|answer)", one) and "arrival" not in one]
+    whole = [one for one in statements if one.startswith("SELECT") and "requests.arrival, " in one]
+    assert len(whole) <= 2, "one row at a time, of a request whose turn comes"
+    assert service.database.count(requests) == 1
