@@ -481,3 +481,23 @@ def test_open_requests_and_how_long_they_wait_are_in_the_status(service: Service
     service.now += 5.0
     (told,) = status(service.database, service.now)["tenants"].values()
     assert (told["open"], told["oldest_wait_seconds"]) == ({"forward_backward": 2}, 5.0)
+
+
+def test_clients_may_number_up_to_63_bits(service: Service) -> None:
+    """Pickled sampling clients do; one number more is refused."""
+    session = service.session()
+    for number in (10**18, 2**63 - 1):
+        body = {"session_id": session, "sampling_session_seq_id": number, "base_model": "echo2/tiny"}
+        sampler = service.post("create_sampling_session", body)["sampling_session_id"]
+        sample = {"sampling_session_id": sampler, "seq_id": number, "prompt": {"chunks": [{"tokens": [1]}]}}
+        assert service.result(service.post("asample", sample))["sequences"]
+        model = service.model(session, number)
+        held = service.step(model, number)
+        assert held["request_id"] == service.step(model, number)["request_id"]
+        assert "metrics" in service.result(service.step(model, 1))
+        service.now += 331.0
+        service.sweep()
+        assert "Request 2 of this model never came" in service.result(held)["error"]
+        assert "metrics" in service.result(service.step(model, number, lr=0.2))
+        wrong = {**body, "sampling_session_seq_id": 2**63}
+        service.post("create_sampling_session", wrong, status=400)

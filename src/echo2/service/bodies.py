@@ -8,11 +8,13 @@ from typing import Annotated, Any, TypeAlias, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from echo2.control.service.order import NUMBER_MAX
 from echo2.errors import PeerError, UserError
 from echo2.service import limits
 
-#: Whole numbers that fit a 64-bit database column, and those that fit an int32 array.
-Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**53)]
+#: Whole numbers that fit a 64-bit database column, and those that fit an int32 array. An SDK numbers the clones of a
+#: sampling client up to 10^18.
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
 Token: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 #: An id made by the service or a path that contains one; and a name chosen by a user, which becomes part of a path.
 Id: TypeAlias = Annotated[str, Meta(max_length=512)]

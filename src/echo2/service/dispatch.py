@@ -191,8 +191,14 @@ class Dispatcher:
     def expire(self) -> None:
         """Stop waiting for requests that never arrived."""
         for model, order in list(self._orders.items()):
-            if order.num_held:
+            if not order.num_held:
+                continue
+            try:
                 self._change_order(model, lambda order: order.expire(self._clock()))
+            except UNREACHED:
+                raise
+            except Exception:  # other models go on
+                log.exception("the requests of the model %s that wait for others", model)
 
     async def close(self) -> None:
         """Stop all work; open requests stay stored."""

@@ -10,11 +10,11 @@ from typing import Any
 
 import zstandard
 
+from echo2.control.service.order import NUMBER_MAX
 from echo2.documents import parse_json
 
 #: Bytes at the beginning of a body in which model and number are looked for if the whole is not readable.
 BEGINNING_BYTES = 64 << 10
-NUMBER_MAX = 2**63 - 1
 _MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,512})"')
 _NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,19})\b')
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 #: How long a request waits for earlier ones: clients repeat a request for five minutes, then give up.
 GAP_SECONDS = 330.0
+#: The largest number of a request, and of the next one that is expected: a column of 64 bits holds it.
+NUMBER_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +57,12 @@ class ModelOrder:
             return []
         missing, upto = self.next_number, max(late)
         out = [Released(self._held.pop(number)[0], missing) for number in sorted(self._held) if number <= upto]
-        self.next_number = upto + 1
+        self.next_number = min(upto + 1, NUMBER_MAX)
         return out + self._drain()
 
     def _drain(self) -> list[Released]:
         out = []
         while self.next_number in self._held:
             out.append(Released(self._held.pop(self.next_number)[0]))
-            self.next_number += 1
+            self.next_number = min(self.next_number + 1, NUMBER_MAX)
         return out
