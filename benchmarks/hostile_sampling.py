@@ -24,6 +24,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -39,7 +40,7 @@ from echo2.rollout.engine import Completion, Engine, SampleRequest
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
 from echo2.rollout.hf_engine import build_transformers
-from echo2.rollout.torch_engine import BuildModel, TorchDecoder
+from echo2.rollout.torch_engine import BuildModel, Model, TorchDecoder
 from echo2.rollout.verification import Prefill, PrefillRequest, Verdict, check_group, readings_of
 from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.types import (
@@ -67,6 +68,7 @@ PARAMS = {
     "top-p .9": SamplingParams(top_p=0.9, max_tokens=TOKENS),
 }
 Edit = Callable[[random.Random, RolloutGroup], RolloutGroup]
+Change = Callable[[torch.Tensor], torch.Tensor]
 
 
 def weights(noise: float = 0.0, bits: int = 0) -> dict[str, torch.Tensor]:
@@ -192,21 +194,29 @@ async def honest_swaps(num_groups: int) -> list[dict[str, Any]]:
 
 
 class Swapping(TorchDecoder):
-    """Gets new weights before some of its steps."""
+    """Gets new weights before some of its steps. `hidden` changes the logits of all steps but the first."""
 
-    def __init__(self, name: str, swaps: Mapping[int, Snapshot]) -> None:
+    def __init__(self, name: str, swaps: Mapping[int, Snapshot], hidden: Change | None = None) -> None:
         builds: dict[str, BuildModel] = {"compact": build_compact, "transformers": build_transformers}
         super().__init__(builds[name], "cpu")
-        self._swaps, self._steps = swaps, itertools.count(1)
+        self._swaps, self._hidden, self._num_steps = swaps, hidden, 0
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
-        if (newer := self._swaps.get(next(self._steps))) is not None:
+        self._num_steps += 1
+        if (newer := self._swaps.get(self._num_steps)) is not None:
             self.load(newer)
         return super().step(added, dropped)
 
+    def _rows_model(self, model: Model) -> Any:
+        if (hidden := self._hidden) is None or self._num_steps == 1:
+            return model
+        return SimpleNamespace(step=lambda cache, tokens_B: hidden(model.step(cache, tokens_B)))
 
-def swapping(name: str, old: Snapshot, swaps: Mapping[int, Snapshot], slots: int = 64) -> DecodeLoop:
-    decoder = Swapping(name, swaps)
+
+def swapping(
+    name: str, old: Snapshot, swaps: Mapping[int, Snapshot], slots: int = 64, hidden: Change | None = None
+) -> DecodeLoop:
+    decoder = Swapping(name, swaps, hidden)
     decoder.load(old)
     return DecodeLoop(decoder, slots)
 
@@ -305,19 +315,26 @@ def waits(found: float, share: float) -> dict[str, float] | None:
 
 # ---- cheats that claim swaps ----------------------------------------------------------------------------------------
 
-#: Temperature and top-p that the worker hides, and by how much it moves random numbers to choose one of four rollouts.
-HIDDEN: dict[str, tuple[dict[str, Any], float]] = {
-    "temperature .95": ({"temperature": 0.95}, 0.0),
-    "temperature .9": ({"temperature": 0.9}, 0.0),
-    "temperature .7": ({"temperature": 0.7}, 0.0),
-    "top-p .9": ({"top_p": 0.9}, 0.0),
-    "best of 4, numbers moved by .15": ({}, 0.15),
-    "best of 4, numbers moved by .03": ({}, 0.03),
+
+def nucleus(logits_BV: torch.Tensor) -> torch.Tensor:
+    """Top-p .9, in the order of the vocabulary, as the head's numbers are used without it."""
+    sorted_BV, order_BV = logits_BV.softmax(-1).sort(descending=True)
+    is_cut_BV = sorted_BV.cumsum(-1) - sorted_BV >= 0.9
+    return logits_BV.masked_fill(is_cut_BV.scatter(1, order_BV, is_cut_BV), float("-inf"))
+
+
+#: What the worker hides, from each rollout's second token on: a change of the logits, and by how much it moves the
+#: random numbers to choose the best of four rollouts.
+HIDDEN: dict[str, tuple[Change | None, float]] = {
+    "temperature .95": (lambda logits_BV: logits_BV / 0.95, 0.0),
+    "temperature .9": (lambda logits_BV: logits_BV / 0.9, 0.0),
+    "top-p .9": (nucleus, 0.0),
+    "best of 4, numbers moved by .15": (None, 0.15),
+    "best of 4, numbers moved by .03": (None, 0.03),
 }
 CLAIMS: dict[str, Callable[[Rollout], tuple[tuple[int, int], ...]]] = {
     "none": lambda _: ((0, 0),),
-    "one version twice": lambda one: ((0, 0), (1, 0))[: len(one.tokens)],
-    "a span at every token": lambda one: tuple((at, 0) for at in range(len(one.tokens))),
+    "a span at every token, all of one version": lambda one: tuple((at, 0) for at in range(len(one.tokens))),
     "a swap at token 1": lambda one: one.version_spans,  # it really swaps there
 }
 POSITIONS = range(2, TOKENS, 4)
@@ -333,13 +350,11 @@ async def claimed_swaps(num_groups: int) -> list[dict[str, Any]]:
         reader = await checker_of("compact", old, new)
         asked = [leased(40_000 + at, told) for at in range(num_groups)]
         fair = await sampled(swapping("compact", old, {}), asked)
-        for (name, (params, by)), (claim, spans) in itertools.product(HIDDEN.items(), CLAIMS.items()):
-            swaps = {2: new} if claim == "a swap at token 1" else {}
-            hidden = [replace(one, params=replace(told, **params)) for one in asked]
-            tries = []
+        for (name, (hidden, by)), (claim, spans) in itertools.product(HIDDEN.items(), CLAIMS.items()):
+            swaps, tries = {2: new} if claim == "a swap at token 1" else {}, list[list[RolloutGroup]]()
             for seed in range(4 if by else 1):
                 with moved_numbers(by, seed):
-                    tries.append(await sampled(swapping("compact", old, swaps, 8 * num_groups), hidden))
+                    tries.append(await sampled(swapping("compact", old, swaps, 8 * num_groups, hidden), asked))
             groups = [best(list(one), spans) for one in zip(*tries, strict=True)]
             rows.append({"dtype": dtype, "cheat": name, "claim": claim, **await outcome(reader, asked, groups, fair)})
             print(rows[-1], flush=True)
@@ -357,11 +372,12 @@ async def claimed_swaps(num_groups: int) -> list[dict[str, Any]]:
 
 @contextmanager
 def moved_numbers(by: float, seed: int) -> Iterator[None]:
-    """The sampler's random numbers are up to this far from the head's."""
+    """The sampler's random numbers are up to this far from the head's, but for each rollout's first."""
     rng, true = np.random.default_rng(seed), vars(sampler)["uniforms"]
 
     def moved(keys_B: Any, token_B: Any) -> Any:
-        return np.clip(true(keys_B, token_B) + rng.uniform(-by, by, len(keys_B)), 0.0, 1.0 - 2.0**-53)
+        off = rng.uniform(-by, by, len(keys_B)) * (token_B > 0)
+        return np.clip(true(keys_B, token_B) + off, 0.0, 1.0 - 2.0**-53)
 
     if by:
         vars(sampler)["uniforms"] = moved
@@ -374,14 +390,9 @@ def reward(rollout: Rollout) -> float:
 
 
 def best(tries: Sequence[RolloutGroup], spans: Callable[[Rollout], tuple[tuple[int, int], ...]]) -> RolloutGroup:
-    """The best try of each rollout, with the spans that are claimed and without supports."""
+    """The best try of each rollout, with the spans that are claimed."""
     chosen = [max(of_sample, key=reward) for of_sample in zip(*(one.rollouts for one in tries), strict=True)]
-    return replace(
-        tries[0],
-        rollouts=tuple(
-            replace(one, version_spans=spans(one), support_tokens=None, support_offsets=None) for one in chosen
-        ),
-    )
+    return replace(tries[0], rollouts=tuple(replace(one, version_spans=spans(one)) for one in chosen))
 
 
 async def outcome(
