@@ -28,6 +28,7 @@ from hostile_sampling import HIDDEN, checker_of, moved_numbers, sampled, spread,
 from recording import save
 from transformers import AutoTokenizer
 
+from echo2.control.head.trust import SURPRISE_MAX
 from echo2.control.seeds import mix
 from echo2.rollout.verification import Verdict, check_group
 from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, SamplingParams, Snapshot, SnapshotRef, TensorBytes
@@ -88,24 +89,26 @@ async def honest(
 
 
 async def cheats(old: Snapshot, new: Snapshot, told: Sequence[array[int]], num_groups: int) -> list[dict[str, Any]]:
-    """The share of groups that a check finds, by cheat and by claim."""
+    """The share of groups that a check finds, by cheat and by claim, and how many checked groups show it together."""
     rng, rows = random.Random(1), list[dict[str, Any]]()
     reader = await checker_of("compact", old, new)
     asked = [leased(90_000 + at, rng.choice(told)) for at in range(num_groups)]
-    for name, (params, by) in HIDDEN.items():
-        hidden = [replace(one, params=replace(one.params, **params)) for one in asked]
+    for name, (change, by) in HIDDEN.items():
         with moved_numbers(by, 0):
-            groups = await sampled(swapping("compact", old, {}), hidden)
+            groups = await sampled(swapping("compact", old, {}, hidden=change), asked)
         for claim, spans in CLAIMS.items():
-            num_found = 0
+            verdicts = list[Verdict]()
             for assignment, group in zip(asked, groups, strict=True):
                 said = [
                     replace(one, version_spans=spans[: len(one.tokens)], support_tokens=None, support_offsets=None)
                     for one in group.rollouts
                 ]
                 true = await with_true_logprobs(reader, assignment, replace(group, rollouts=tuple(said)))
-                num_found += bool((await check_group(reader, old.ref, assignment, true)).fault)
-            rows.append({"cheat": name, "claim": claim, "found": num_found / num_groups})
+                verdicts.append(await check_group(reader, old.ref, assignment, true))
+            found = sum(bool(one.fault) for one in verdicts) / num_groups
+            off = abs(sum(one.surprise for one in verdicts)) / num_groups
+            groups_needed = math.ceil((SURPRISE_MAX / off) ** 2) if off else None
+            rows.append({"cheat": name, "claim": claim, "found": found, "found_together_after": groups_needed})
             print(rows[-1], flush=True)
     return rows
 
