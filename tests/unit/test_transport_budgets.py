@@ -120,7 +120,7 @@ def test_bytes_are_read_at_their_rate() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1000)), max_size=50))
-def test_bytes_that_are_read_count_no_longer_and_others_do(sent: list[tuple[int, int]]) -> None:
+def test_bytes_that_are_handled_count_no_longer_and_others_do(sent: list[tuple[int, int]]) -> None:
     async def scenario() -> None:
         budgets, ticket, clock = Budgets(), Party("ticket", unread=1e9), asyncio.get_running_loop().time
         began_at = clock()
@@ -134,7 +134,7 @@ def test_bytes_that_are_read_count_no_longer_and_others_do(sent: list[tuple[int,
             assert own - forgotten - 1e-6 <= unread <= own
             for whose, size in sent:
                 if whose == number:
-                    budgets.has_read(parties, size)
+                    budgets.handled(parties, size)
             assert budgets.unread(parties[0]) == 0.0
 
     run(scenario())

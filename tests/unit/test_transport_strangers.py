@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from door_cases import LOOPBACK, channel, enrolled, linked, report, serving
 from echo2.errors import LinkError, PeerError
-from echo2.transport import limits
+from echo2.transport import budgets, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers
 from echo2.transport.budgets import Budgets, Party, worst
@@ -90,6 +90,38 @@ def test_bodies_without_end_of_other_tickets_delay_nobody(
             for each in begun:
                 each.cancel()
             never.set()
+        await server.stop()
+
+    run(scenario())
+
+
+def test_a_body_counts_until_its_handler_is_done(
+    identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bodies that were read and wait in a slow handler are memory, too."""
+    monkeypatch.setattr(budgets, "UNREAD_SECONDS", 1e9)  # nothing is forgotten during the test
+
+    async def scenario() -> None:
+        held, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(_: Any, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
+            held.set()
+            await go_on.wait()
+            return wire.DeliveryReplies()
+
+        peer_id, credentials = enrolled(identity, tmp_path / "peer")
+        server = GrpcServer(LOOPBACK, 0, identity, {**Desk().handlers(), "Deliver": slow})
+        port = await server.start()
+        own = Party(peer_id, unread=limits.UNREAD_PER_PEER_MAX)
+        body = wire.Deliveries(items=[wire.Delivery(prompt_tokens=bytes(8 << 20))])
+        async with linked(port, credentials) as link:
+            await report(link)  # from now on it is known whose bytes come
+            calling = asyncio.ensure_future(link.call("Deliver", body, SECONDS))
+            await held.wait()
+            assert server._budgets.unread(own) > 7 << 20
+            go_on.set()
+            await calling
+            assert server._budgets.unread(own) < 1 << 20
         await server.stop()
 
     run(scenario())

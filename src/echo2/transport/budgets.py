@@ -149,9 +149,12 @@ class Budgets:
         return turns
 
     def has_read(self, parties: tuple[Party, ...], num_bytes: int) -> None:
-        """Charge a body that has been read, and remove it from the unread bytes."""
+        """Charge a body that has been read."""
         for party in parties:
             self._charge(party, num_bytes)
+
+    def handled(self, parties: tuple[Party, ...], num_bytes: int) -> None:
+        """Remove a body from the bytes that are held: its handler is done with it."""
         self.came(parties, -UNREAD_OVERHEAD * num_bytes - UNREAD_PER_CALL)
 
     def came(self, parties: tuple[Party, ...], num_bytes: float) -> Party | None:

@@ -162,8 +162,14 @@ class PeerServer:
             asyncio.get_running_loop().call_later(GRACE_SECONDS, caller.drop, "was revoked")
             raise
         with self._budgets.under_way(name):
-            data = _header(context) if method.in_header else await self._body(method, context, parties)
-            yield peer, data if method.raw else parse(method.request, data), parties
+            if method.in_header:
+                yield peer, _message(method, _header(context)), parties
+                return
+            data = await self._body(method, context, parties)
+            try:
+                yield peer, _message(method, data), parties
+            finally:
+                self._budgets.handled(parties, len(data))
 
     def _count(self, name: str, caller: Connection, parties: tuple[Party, ...]) -> None:
         if not caller.name:
@@ -207,6 +213,7 @@ class PeerServer:
             raise PeerError("malformed", f"{method.name} without a request")
         self._budgets.has_read(parties, len(data))
         if parties and not method.is_large and len(data) > limits.PEER_MESSAGE_BYTES_MAX:
+            self._budgets.handled(parties, len(data))
             detail = f"{method.name} of {len(data)} bytes; the limit is {limits.PEER_MESSAGE_BYTES_MAX}"
             raise PeerError("oversized", detail)
         return data
@@ -293,6 +300,10 @@ class GrpcServer(PeerServer):
             raise PeerError("protocol", detail)
         peer_id, certificate = self._identity.enrol(peer.peer_id, peer.role.removeprefix("join-"), request.csr_der)
         return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
+
+
+def _message(method: Method, data: bytes) -> Any:
+    return data if method.raw else parse(method.request, data)
 
 
 def _header(context: Any) -> bytes:

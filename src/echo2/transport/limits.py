@@ -62,9 +62,9 @@ READ_SECONDS = 60.0
 #: Bytes of bodies that one peer sends the head; bodies beyond this rate are read later. Measuring a link sends 32 MiB.
 BYTES_PER_SECOND_MAX = 32 << 20
 BYTES_BURST = 256 << 20
-#: Received bytes that gRPC holds for bodies that were not read to their end: of one peer, of all peers of one ticket
-#: for strangers, and of all strangers, or of all machines of the owner. Beyond a limit, the peer with the most such
-#: bytes is cut off, in the ticket with the most.
+#: Received bytes of bodies that wait, are read or are handled: of one peer, of all peers of one ticket for strangers,
+#: and of all strangers, or of all machines of the owner. Beyond a limit, the peer with the most such bytes is cut off,
+#: in the ticket with the most.
 UNREAD_PER_PEER_MAX = 192 << 20
 UNREAD_PER_TICKET_MAX = 512 << 20
 UNREAD_MAX = 2 << 30
