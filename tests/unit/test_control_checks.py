@@ -333,6 +333,28 @@ def test_a_stranger_names_no_version_below_what_it_had_when_it_got_the_lease() -
     assert "the worker had version 2" in of(do.RefuseDelivery, answer)[0].reason
 
 
+def test_a_stranger_that_delivered_with_new_weights_has_them_whatever_it_reports() -> None:
+    """Else every group might be said to have a swap inside, at a place of the worker's choice."""
+    desk = desk_with("s", groups_per_step=4, max_staleness=2)
+    for step in range(2):
+        _complete(desk, step)
+    old = SnapshotRef(RUN_POLICY, 1, 1)
+    desk.tell(ev.WorkerLeft("own", "its leases go to the stranger"), ev.WorkerLeft("s", "another comes"))
+    joins(desk, "own2")
+    desk.tell(ev.WorkerJoined("t", 4, 0.5, old, ticket="t", draws=True))
+    first = desk.planner.leases.of_worker("t")[0]
+    for asked in of(do.CheckGroup, desk.deliver(first, oldest_version=1, newest_version=2)):
+        answers(desk, asked)
+    desk.tell(ev.WorkerReported("t", old))
+    assert desk.planner.leases.of_worker("t")
+    for lease_id in desk.planner.leases.of_worker("t"):
+        had = desk.planner.leases.installed_at[lease_id]
+        assert had is not None
+        assert had.version == 2
+        refused = desk.deliver(lease_id, oldest_version=1, newest_version=2)
+        assert [one.refusal for one in of(do.RefuseDelivery, refused)] == ["malformed"]
+
+
 def _complete(desk: Desk, step: int) -> None:
     """Everybody delivers what it holds of the step, sampled with its version, until the learner has it; all install
     what comes of it."""

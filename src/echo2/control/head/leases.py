@@ -38,7 +38,7 @@ class LeaseIds:
 @dataclass(slots=True)
 class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
-    `installed_at`: the weights that its worker had when it got the lease; None if it is not known.
+    `installed_at`: the newest weights that its worker had said it has when it got the lease; None if there are none.
     """
 
     ids: LeaseIds = field(default_factory=LeaseIds)

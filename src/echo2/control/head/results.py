@@ -77,6 +77,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     if worker is not None:
         worker.failures_in_a_row = 0
         worker.first_groups = None
+        worker.sampled_with = state.published.get(event.newest_version)
         slots = state.fleet.at_once(worker) * state.options.group_size
         state.gauge.delivered(worker, event.num_samples, slots, not state.options.deterministic, now)
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None

@@ -137,7 +137,7 @@ class PlannerState(StateMachine):
     def open_lease(self, worker_id: str, lease: Lease) -> None:
         """Add a lease held by this worker."""
         worker = self.fleet.get(worker_id)
-        self.leases.add(worker_id, lease, None if worker is None else worker.installed)
+        self.leases.add(worker_id, lease, None if worker is None else worker.has_had)
         self._touched[worker_id] = None
         self.conducts.granted(worker_id)
         if worker is not None and not worker.is_own:
