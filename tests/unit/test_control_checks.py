@@ -340,7 +340,7 @@ def test_a_stranger_that_delivered_with_new_weights_has_them_whatever_it_reports
         _complete(desk, step)
     old = SnapshotRef(RUN_POLICY, 1, 1)
     desk.tell(ev.WorkerLeft("own", "its leases go to the stranger"), ev.WorkerLeft("s", "another comes"))
-    joins(desk, "own2")
+    desk.tell(ev.WorkerJoined("own2", 4, 0.5, SnapshotRef(RUN_POLICY, 1, 2), draws=True))
     desk.tell(ev.WorkerJoined("t", 4, 0.5, old, ticket="t", draws=True))
     first = desk.planner.leases.of_worker("t")[0]
     for asked in of(do.CheckGroup, desk.deliver(first, oldest_version=1, newest_version=2)):
