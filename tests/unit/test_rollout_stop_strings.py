@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from array import array
 from dataclasses import replace
 from functools import lru_cache
@@ -13,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+import house
 from echo2.rollout import stop_strings
 from echo2.rollout.engines import make_engine
 from echo2.rollout.stop_strings import stop_rule
 from echo2.rollout.tokenizer import load_tokenizer
-from rollout_cases import END, load, plain_tokenizer, requests, run, snapshot_of, tiny_module
+from rollout_cases import END, load, plain_tokenizer, requests, run, snapshot_of, tiny_module, tokenizer_files
 
 TEXT = "Question: what is it?\nAnswer: two é → ü, or 日本 </answer>\n\nQuestion: and that?\n" * 8
 STRINGS = ("\n\n", "</answer>", "Question:", ": ", " ", "é", "→", "日本", "r <", "<|end|>")
@@ -97,3 +101,39 @@ def test_a_rollout_ends_with_the_token_that_completes_a_string_and_is_else_the_s
 
 def test_one_rule_is_made_of_the_same_strings() -> None:
     assert stop_rule(plain_tokenizer(), ("ab", "+")) is stop_rule(plain_tokenizer(), ("ab", "+"))
+
+
+THREADS = """
+import sys, threading
+from echo2.rollout.tokenizer import load_tokenizer
+sys.path.insert(0, sys.argv[1])
+from rollout_cases import tokenizer_files
+
+sys.setswitchinterval(1e-6)
+files, together, found = tokenizer_files(), threading.Barrier(8), []
+
+def load():
+    together.wait()
+    try:
+        found.append(len(load_tokenizer(files)))
+    except Exception as error:
+        found.append(repr(error))
+
+threads = [threading.Thread(target=load) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*sorted(set(map(str, found))), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_tokenizers_that_threads_load_at_once_in_a_fresh_process_are_all_loaded(attempt: int) -> None:
+    """transformers imports its classes lazily, and threads disturb each other at that in about one process of three."""
+    command = [sys.executable, "-c", THREADS, str(house.REPOSITORY / "tests")]
+    environment = {**os.environ, "PYTHONPATH": str(house.SOURCE), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.stdout.splitlines(), done.returncode) == ([str(len(load_tokenizer(tokenizer_files())))], 0), (
+        done.stderr
+    )

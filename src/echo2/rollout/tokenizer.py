@@ -23,6 +23,8 @@ ANSWER_MARK = "echo2-answer-mark"
 #: Errors that a chat template's expressions raise, besides jinja2's own.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
 _SEARCHING = threading.Lock()
+#: transformers imports its classes when they are first used, which fails if several threads do so at once.
+_LOADING = threading.Lock()
 #: Decoders write this for an incomplete character.
 BROKEN = "\ufffd"
 
@@ -63,9 +65,9 @@ def load_tokenizer(
     Raises:
         PeerError: a file name would leave the directory, or there is no tokenizer that transformers can read.
     """
-    from transformers import AutoTokenizer
+    with _LOADING, TemporaryDirectory() as folder:
+        from transformers import AutoTokenizer
 
-    with TemporaryDirectory() as folder:
         for name, data in files.items():
             if Path(name).name != name:
                 raise PeerError("bad_snapshot", f"file name {name!r} is a path")

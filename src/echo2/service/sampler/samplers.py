@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
@@ -46,6 +47,7 @@ class BaseSampler:
         self._slots = _Slots(self._loop)
         self._adapters: OrderedDict[str, asyncio.Task[tuple[CompactModel, int]]] = OrderedDict()  # and sizes in bytes
         self._tokenizer: Tokenizer | None = None
+        self._loading = threading.Lock()
 
     async def sample(self, snapshot: str, spec: SampleSpec) -> SampleOutput:
         """Sample from the adapter `snapshot`, or from the base model if it is "".
@@ -89,8 +91,9 @@ class BaseSampler:
         ]
 
     def _stop_rule(self, strings: tuple[str, ...]) -> StopRule:
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._files)
+        with self._loading:  # several threads may need it at once
+            if self._tokenizer is None:
+                self._tokenizer = load_tokenizer(self._files)
         return stop_rule(self._tokenizer, strings)
 
     async def _policy(self, snapshot: str) -> CompactModel:
