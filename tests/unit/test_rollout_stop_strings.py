@@ -134,6 +134,5 @@ def test_tokenizers_that_threads_load_at_once_in_a_fresh_process_are_all_loaded(
     command = [sys.executable, "-c", THREADS, str(house.REPOSITORY / "tests")]
     environment = {**os.environ, "PYTHONPATH": str(house.SOURCE), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert (done.stdout.splitlines(), done.returncode) == ([str(len(load_tokenizer(tokenizer_files())))], 0), (
-        done.stderr
-    )
+    expected = str(len(load_tokenizer(tokenizer_files())))
+    assert (done.stdout.splitlines(), done.returncode) == ([expected], 0), done.stderr

@@ -22,7 +22,6 @@ from echo2.service import limits, requests_api
 from echo2.service import tinker_pb2 as pb
 from echo2.service.cleaning import SILENCE_SECONDS
 from echo2.service.database import requests, sessions
-from echo2.service.settings import Quotas
 from echo2.service.status_command import status
 from echo2.service.unserved import UNSERVED
 from front_service import PROTO, Service
@@ -404,45 +403,6 @@ def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of
     assert service.get("usage")["usage"]["sample"]["tokens"] == 6_000_000_000
     body = {"model_id": model, "seq_id": 1, "path": "a\x00b"}
     assert service.result(service.post("save_weights", body))["category"] == "user"
-
-
-def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path, url: str) -> None:
-    quotas = Quotas(usd_per_million_tokens={"forward_backward": 2e5}, quota_usd={"ada": 1.0})
-    service = Service(tmp_path, url, quotas)
-    try:
-        model = service.model(service.session())
-        service.result(service.train(model, 1, [1, 2, 3]))
-        assert service.get("usage")["usd"] == pytest.approx(0.6)
-        again = service.train(model, 1, [1, 2, 3])
-        service.result(again)
-        assert service.get("usage")["usd"] == pytest.approx(0.6)
-        service.result(service.step(model, 2))
-        service.result(service.train(model, 3, [1, 2]))
-        bill = service.get("usage")
-        assert (bill["quota_usd"], bill["usage"]["forward_backward"]["tokens"]) == (1.0, 5)
-        spent = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.1}}
-        assert "$1.0000 of $1" in service.post("optim_step", spent, status=402)["detail"]
-        assert service.result(again)["metrics"]["loss:sum"] > 0  # what was done is still told
-        eve = service.keeper.add_key("eve")
-        service.model(service.session(eve), key=eve)
-        told = status(service.database, service.now)["tenants"]
-        assert told["ada"]["usd"] == pytest.approx(1.0)
-        assert (told["eve"]["models"], told["eve"]["open"], told["eve"]["usd"]) == (1, {}, 0.0)
-    finally:
-        service.end()
-        service.database.close()
-
-
-def test_an_estimate_multiplies_the_prices_and_tells_what_is_left(tmp_path: Path) -> None:
-    quotas = Quotas(usd_per_million_tokens={"forward_backward": 1.2, "sample": 0.6}, quota_usd={"ada": 25.0})
-    service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)
-    told = service.get("estimate?forward_backward=2000000&sample=500000")
-    assert told["usd"] == pytest.approx(2.7)
-    assert (told["usd_by_kind"]["sample"], told["usd_left"]) == (pytest.approx(0.3), 25.0)
-    for wrong in ("save_weights=1", "sample=-1", "sample=1e6", "sample=" + "9" * 16):
-        service.get(f"estimate?{wrong}", status=400)
-    service.end()
-    service.database.close()
 
 
 def test_what_is_not_served_is_refused_in_words_that_say_what_to_do(service: Service) -> None:

@@ -78,7 +78,8 @@ class RequestsApi:
         """Add up gradients; the body is protobuf or JSON."""
         if request.headers.get("content-type", "").startswith(PROTOBUF):
             work, canonical = read_protobuf(body)
-            return await self._submit(caller, work.model, "forward_backward", work.seq, body, canonical)
+            kind = "forward" if work.forward_only else "forward_backward"  # they have prices of their own
+            return await self._submit(caller, work.model, kind, work.seq, body, canonical)
         work = read_json(body, forward_only=False)
         return await self._submit(caller, work.model, "forward_backward", work.seq, body)
 
