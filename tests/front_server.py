@@ -37,7 +37,9 @@ class FrontServer:
     async def _serve(self) -> None:
         database = Database(f"sqlite:///{self.folder}/service.sqlite")
         self.loop, self.backend = asyncio.get_running_loop(), OneRowBackend(self.folder)
-        self.front = Front(database, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas)
+        self.front = Front(
+            database, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas, lambda: self.now
+        )
         self.server = HttpServer(self.front.app, self.front.requests.stop)
         self.loop.call_soon(self._is_up.set)
         await self.server.serve([self._listener])

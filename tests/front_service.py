@@ -29,16 +29,27 @@ class Service:
     """An application with a clock of its own, and one tenant's client."""
 
     def __init__(self, folder: Path, url: str, quotas: Quotas = NO_QUOTAS) -> None:
-        self.folder, self.url, self.now, self.quotas = folder, url, START, quotas
+        self.folder, self.url, self.quotas = folder, url, quotas
+        self.now, self.stepped = START, 0.0  # the clock, and by how much it has stepped
         self.database = Database(url)
         self.keeper = Doorkeeper(self.database, lambda: self.now)
         self.key = self.keeper.add_key("ada")
         self.begin()
 
+    def step_clock(self, seconds: float) -> None:
+        self.now, self.stepped = self.now + seconds, self.stepped + seconds
+
     def begin(self, backend: OneRowBackend | None = None) -> None:
         self.backend = backend or OneRowBackend(self.folder)
         self._of_the_front = Database(self.url)
-        self.front = Front(self._of_the_front, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas)
+        self.front = Front(
+            self._of_the_front,
+            self.backend,
+            self.folder / "checkpoints",
+            lambda: self.now,
+            self.quotas,
+            lambda: self.now - self.stepped,
+        )
         self.client = TestClient(self.front.app, raise_server_exceptions=True)
         self.client.__enter__()
 

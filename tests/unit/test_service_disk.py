@@ -308,3 +308,36 @@ def test_neither_the_cleanup_nor_a_start_loads_bodies_or_answers(service: Servic
     whole = [one for one in statements if one.startswith("SELECT") and "requests.arrival, " in one]
     assert len(whole) <= 2, "one row at a time, of a request whose turn comes"
     assert service.database.count(requests) == 1
+
+
+def test_a_clock_that_steps_ends_no_session_and_fails_no_request_that_waits(service: Service) -> None:
+    slow = service.keeper.add_key("ada", per_minute=10)
+    session = service.session()
+    model = service.model(session)
+    held = service.train(model, 2, [1])
+    service.post("telemetry", key=slow)
+    for seconds in (SILENCE_SECONDS + 1, -3 * SILENCE_SECONDS, SILENCE_SECONDS):
+        service.step_clock(seconds)
+        service.sweep()
+        service.post("session_heartbeat", {"session_id": session})
+        service.post("telemetry", key=slow)
+    assert "metrics" in service.result(service.train(model, 1, [1]))
+    assert "metrics" in service.result(held)
+    service.now += SILENCE_SECONDS + 1
+    service.sweep()
+    service.post("session_heartbeat", {"session_id": session}, status=410)
+
+
+def test_sessions_do_not_end_because_the_service_was_away(service: Service) -> None:
+    session = service.session()
+    service.end()
+    service.now += SILENCE_SECONDS + 1
+    service.begin()
+    service.sweep()
+    service.post("session_heartbeat", {"session_id": session})
+    service.now += SILENCE_SECONDS - 1
+    service.sweep()
+    service.post("session_heartbeat", {"session_id": session})
+    service.now += SILENCE_SECONDS + 1
+    service.sweep()
+    service.post("session_heartbeat", {"session_id": session}, status=410)

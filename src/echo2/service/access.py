@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,8 +28,11 @@ class Caller:
 class Doorkeeper:
     """Authenticates callers by their keys and limits their rate."""
 
-    def __init__(self, database: Database, clock: Callable[[], float]) -> None:
-        self._database, self._clock = database, clock
+    def __init__(
+        self, database: Database, clock: Callable[[], float], ticks: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: seconds since 1970, by which keys expire; `ticks`: seconds that never step, for their rates."""
+        self._database, self._clock, self._ticks = database, clock, ticks
         self._budgets: dict[str, tuple[float, float]] = {}
 
     def add_key(
@@ -76,9 +80,10 @@ class Doorkeeper:
             raise PeerError("unauthenticated", "the API key is not known; send it as X-API-Key.")
         if row.revoked is not None or (row.expires is not None and row.expires <= now):
             raise PeerError("unauthenticated", f"the API key {row.id} is {'revoked' if row.revoked else 'expired'}.")
-        calls, since = self._budgets.get(row.id, (float(row.per_minute), now))
-        calls = min(float(row.per_minute), calls + (now - since) * row.per_minute / 60.0)
-        self._budgets[row.id] = (max(0.0, calls - 1.0), now)
+        ticks = self._ticks()
+        calls, since = self._budgets.get(row.id, (float(row.per_minute), ticks))
+        calls = min(float(row.per_minute), calls + (ticks - since) * row.per_minute / 60.0)
+        self._budgets[row.id] = (max(0.0, calls - 1.0), ticks)
         if calls < 1.0:
             raise PeerError("rate", f"the API key {row.id} may make {row.per_minute} calls a minute.")
         return Caller(row.tenant, row.id, frozenset(row.scopes))

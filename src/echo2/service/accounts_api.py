@@ -88,6 +88,7 @@ class AccountsApi:
         self._database.insert(
             sessions, id=session, tenant=caller.tenant, created=now, seen=now, labels=given.user_metadata
         )
+        self._cleaning.heard(session)
         return answer({"type": "create_session", "session_id": session})
 
     async def heartbeat(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -96,6 +97,7 @@ class AccountsApi:
         if session.finished is not None:
             raise PeerError("gone", f"the session {session.id} is finished.")
         self._database.update(sessions, {"id": session.id}, seen=self._work.clock())
+        self._cleaning.heard(session.id)
         return answer({"type": "session_heartbeat"})
 
     async def finish_session(self, caller: Caller, request: Request, body: bytes) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -45,17 +46,19 @@ class Front:
         directory: Path,
         clock: Callable[[], float],
         quotas: Quotas = NO_QUOTAS,
+        ticks: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do."""
         shutil.rmtree(directory / ARRIVING, ignore_errors=True)
         (directory / ARRIVING).mkdir(parents=True)
         self.database, self.clock = database, clock
         self.work = Work(database, backend, Storage(database, backend, directory, quotas), clock)
         self.bills = Bills(database, quotas)
-        self.dispatcher = Dispatcher(database, self.work, self.bills, clock)
-        self.cleaning = Cleaning(self.work, self.dispatcher)
+        self.dispatcher = Dispatcher(database, self.work, self.bills, clock, ticks)
+        self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
         self.requests = RequestsApi(self.work, self.dispatcher)
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
-        self.entrance = Entrance(Doorkeeper(database, clock))
+        self.entrance = Entrance(Doorkeeper(database, clock, ticks))
         self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
 
     def _routes(self) -> list[Route]:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,10 +39,12 @@ ANYBODY = Path()
 class Cleaning:
     """Cleans up, one thing after the other. For one event loop."""
 
-    def __init__(self, work: Work, dispatcher: Dispatcher) -> None:
+    def __init__(self, work: Work, dispatcher: Dispatcher, ticks: Callable[[], float]) -> None:
+        """`ticks`: seconds that never step."""
         self._database, self._backend, self._storage = work.database, work.backend, work.storage
-        self._dispatcher = dispatcher
-        self._unnamed_since: dict[Path, float] = {}
+        self._dispatcher, self._ticks = dispatcher, ticks
+        self._heard: dict[str, float] = {}  # when the clients of live sessions were last heard, in ticks
+        self._unnamed_since: dict[Path, int] = {}  # the newest request at that time
         self._cleaning, self._deleting = asyncio.Lock(), set[str]()
 
     async def sweep(self, now: float) -> None:
@@ -63,17 +65,24 @@ class Cleaning:
                 except Exception:
                     log.exception("cleaning up later what %s does", part.__name__)
 
+    def heard(self, session: str) -> None:
+        """The client of a session is there."""
+        self._heard[session] = self._ticks()
+
     async def tidy(self, tenant: str, now: float) -> None:
         """Remove what a tenant has just given up, and measure what is left. Models go a little later."""
         async with self._cleaning:
             await self._tidy(now)
-            await self._remove_leftovers(now)
+            await self._remove_leftovers()
             await self._storage.measure(tenant)
 
     async def _end_silent(self, now: float) -> None:
         self._dispatcher.expire()
-        for row in self._database.older(sessions, "seen", now - SILENCE_SECONDS, columns=["id"], finished=None):
-            self._dispatcher.end_session(row.id, f"Nothing was heard of the session for {SILENCE_SECONDS:g} seconds.")
+        live = [row.id for row in self._database.select(sessions, columns=["id"], finished=None)]
+        ticks = self._ticks()
+        self._heard = {session: self._heard.get(session, ticks) for session in live}  # not while this process was away
+        for session in [session for session, heard in self._heard.items() if heard <= ticks - SILENCE_SECONDS]:
+            self._dispatcher.end_session(session, f"Nothing was heard of the session for {SILENCE_SECONDS:g} seconds.")
 
     async def _tidy(self, now: float) -> None:
         """Delete the models of sessions that are done, once no request of theirs is open."""
@@ -116,7 +125,7 @@ class Cleaning:
     async def _measure(self, now: float) -> None:
         await self._storage.measure_all()
 
-    async def _remove_leftovers(self, now: float) -> None:
+    async def _remove_leftovers(self, _: float = 0.0) -> None:
         """Remove entries that no checkpoint, no sampler of a live session and no open save refers to.
 
         A request that was open before an entry became unreferenced may still read it, so the entry is kept until that
@@ -124,7 +133,9 @@ class Cleaning:
         """
         named, since = self._named(), self._unnamed_since
         unnamed = [path for path in self._entries() if path.name.lstrip(".").split(".")[0] not in named]
-        self._unnamed_since = {path: since.get(path, now) for path in unnamed}
+        newest = self._database.select(requests, "-arrival", 1, columns=["arrival"])
+        latest = newest[0].arrival if newest else 0
+        self._unnamed_since = {path: since.get(path, latest) for path in unnamed}
         may_read = self._oldest_readers() if unnamed else {}
         gone = [path for path, at in self._unnamed_since.items() if at < may_read.get(path.parent, may_read[ANYBODY])]
         await asyncio.to_thread(_remove, gone)
@@ -145,10 +156,10 @@ class Cleaning:
         return {Path(path).name for path in saved | sampler_directories(self._database)} | {row.id for row in saves}
 
     def _oldest_readers(self) -> dict[Path, float]:
-        """Return when the oldest open request that may read a directory began: by tenant's directory, where requests of
-        that tenant are open; of those that an earlier version left; and `ANYBODY`, of all the others.
+        """Return the arrival of the oldest open request that may read a directory: by tenant's directory, where
+        requests of that tenant are open; of those that an earlier version left; and `ANYBODY`, of all the others.
         """
-        oldest = self._database.earliest(requests, "created", ("tenant", "kind"), state=OPEN)
+        oldest = self._database.earliest(requests, "arrival", ("tenant", "kind"), state=OPEN)
         found = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
         found[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
         for row in oldest:

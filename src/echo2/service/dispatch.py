@@ -49,8 +49,16 @@ class _Lane:
 class Dispatcher:
     """Takes each acknowledged request to its answer. For one event loop."""
 
-    def __init__(self, database: Database, work: Work, bills: Bills, clock: Callable[[], float]) -> None:
-        self._database, self._work, self._bills, self._clock = database, work, bills, clock
+    def __init__(
+        self,
+        database: Database,
+        work: Work,
+        bills: Bills,
+        clock: Callable[[], float],
+        ticks: Callable[[], float],
+    ) -> None:
+        """`clock`: seconds since 1970; `ticks`: seconds that never step, by which requests wait for others."""
+        self._database, self._work, self._bills, self._clock, self._ticks = database, work, bills, clock, ticks
         self._orders: dict[str, ModelOrder] = {}
         self._lanes: dict[str, _Lane] = {}
         self._samples: dict[str, deque[str]] = {}
@@ -194,7 +202,7 @@ class Dispatcher:
             if not order.num_held:
                 continue
             try:
-                self._change_order(model, lambda order: order.expire(self._clock()))
+                self._change_order(model, lambda order: order.expire(self._ticks()))
             except UNREACHED:
                 raise
             except Exception:  # other models go on
@@ -214,7 +222,7 @@ class Dispatcher:
         return self._orders[model]
 
     def _arrive(self, request: str, model: str, number: int | None) -> None:
-        self._change_order(model, lambda order: order.arrive(request, number, self._clock()))
+        self._change_order(model, lambda order: order.arrive(request, number, self._ticks()))
 
     def _change_order(self, model: str, change: Callable[[ModelOrder], list[Released]]) -> None:
         """Fix the turn of the requests that this change releases: number those that go to the back end, and fail the
