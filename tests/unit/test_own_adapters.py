@@ -138,6 +138,14 @@ def test_hostile_bytes_are_refused(tmp_path: Path, base: BaseInfo) -> None:
         take_adapter(file.getvalue(), base, "ada", tmp_path / "taken")
 
 
+def archive(service: Service, path: str) -> bytes:
+    """The tar file of a checkpoint."""
+    model, kind, name = path.removeprefix("tinker://").split("/")
+    url = f"/api/v1/training_runs/{model}/checkpoints/{kind}/{name}/archive"
+    found: bytes = service.client.get(url, headers={"x-api-key": service.key}).content
+    return found
+
+
 def test_an_adapter_becomes_a_checkpoint_of_its_tenant(tmp_path: Path) -> None:
     service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")
     model_directory(tmp_path)  # where the back end says that the base lies
@@ -151,6 +159,12 @@ def test_an_adapter_becomes_a_checkpoint_of_its_tenant(tmp_path: Path) -> None:
     assert (info["base_model"], info["lora_rank"], info["train_mlp"]) == ("echo2/tiny", 2, False)
     load = {"session_id": service.session(), "model_seq_id": 0, "path": path, "optimizer": False}
     service.post("load_weights", load)
+    with tarfile.open(fileobj=io.BytesIO(archive(service, path))) as file:
+        assert sorted(file.getnames()) == ["adapter_config.json", "adapter_model.safetensors"]
+        config = file.extractfile("adapter_config.json")
+        assert config is not None
+        assert json.load(config)["base_model_name_or_path"] == "echo2/tiny"
+    service.post(url.replace("mine", "again"), archive(service, path))
     eve = service.keeper.add_key("eve")
     service.post("load_weights", {**load, "session_id": service.session(eve)}, eve, 400)
     for wrong in ("adapters?base_model=no/model&name=a", "adapters?base_model=echo2/tiny&name=../a", "adapters"):

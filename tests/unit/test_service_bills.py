@@ -10,6 +10,7 @@ import pytest
 
 from echo2.service import requests_api
 from echo2.service import tinker_pb2 as pb
+from echo2.service.database import models, sessions
 from echo2.service.settings import Quotas
 from echo2.service.status_command import status
 from front_service import PROTO, Service, protobuf
@@ -70,3 +71,44 @@ def test_a_forward_in_protobuf_costs_what_a_forward_costs(tmp_path: Path) -> Non
         assert "forward_backward" not in bill["usage"]
         assert service.get("estimate?forward=3")["usd"] == pytest.approx(bill["usd"])
         assert service.backend.gradients[model].sum() == 0.0
+
+
+def test_the_status_counts_models_of_live_sessions(tmp_path: Path) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
+        over, live = service.session(), service.session()
+        for number in range(3):
+            service.model(over, number)
+        service.model(live)
+        service.in_front(service.front.dispatcher.end_session, over, "over")
+        assert service.database.count(sessions, finished=None) == 1
+        told = status(service.database, service.now)["tenants"]["ada"]
+        assert (told["sessions"], told["models"]) == (1, 1)
+
+
+def test_adapters_without_a_seed_differ_and_with_one_are_alike(tmp_path: Path) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
+        body = {"session_id": service.session(), "base_model": "echo2/tiny"}
+        for number, lora in enumerate([{}, {}, {"seed": 3}, {"seed": 3}, {"seed": 0}]):
+            service.result(service.post("create_model", {**body, "model_seq_id": number, "lora_config": lora}))
+        seeds = [row.spec["seed"] for row in service.database.select(models, "id")]
+        assert seeds[2:] == [3, 3, 0]
+        assert len({*seeds[:2], 0, 3}) == 4
+
+
+def test_a_store_that_cannot_be_reached_is_told_so_that_clients_come_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
+
+        def execute(statement: str) -> None:
+            with service.front.database.transaction() as connection:
+                connection.exec_driver_sql(statement)
+
+        full = "CREATE TRIGGER full BEFORE INSERT ON sessions BEGIN SELECT RAISE(ABORT, 'full'); END"
+        service.in_front(execute, full.replace("RAISE(ABORT, 'full')", "* FROM nowhere"))
+        for _ in range(3):
+            assert "try again" in service.post("create_session", {}, status=503)["detail"]
+        assert "a request waits for the database" in caplog.text
+        assert "Traceback" not in caplog.text
+        service.in_front(execute, "DROP TRIGGER full")
+        service.session()

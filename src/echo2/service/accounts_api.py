@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
+import json
 import secrets
 import tarfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
+from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +19,9 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
+from echo2.documents import parse_json
 from echo2.errors import PeerError, UserError
+from echo2.learner.checkpoint import STATE_FILE
 from echo2.service import limits
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
@@ -30,6 +33,7 @@ from echo2.service.entrance import answer
 from echo2.service.own_adapters import take_adapter
 from echo2.service.settings import PRICED
 from echo2.service.work import KINDS, Work
+from echo2.weights.adapter_files import ADAPTER_CONFIG
 
 #: Seconds for which the URL of an archive is valid; bytes of it that are read at a time.
 ARCHIVE_SECONDS = 900.0
@@ -50,7 +54,7 @@ class AccountsApi:
     def __init__(self, work: Work, dispatcher: Dispatcher, bills: Bills, cleaning: Cleaning) -> None:
         self._work, self._database, self._dispatcher, self._bills = work, work.database, dispatcher, bills
         self._storage, self._cleaning = work.storage, cleaning
-        self._archives: dict[str, dict[str, tuple[float, str]]] = {}  # by tenant and token; the oldest first
+        self._archives: dict[str, dict[str, tuple[float, Row]]] = {}  # by tenant and token; the oldest first
         self._importing = asyncio.Lock()  # one at a time: an import needs several times the adapter's size in memory
         self._num_imports = Counter[str]()
 
@@ -261,7 +265,7 @@ class AccountsApi:
         if len(valid) >= limits.ARCHIVES_MAX:
             del valid[next(iter(valid))]
         token = secrets.token_urlsafe(32)
-        self._archives[caller.tenant] = {**valid, token: (now + ARCHIVE_SECONDS, row.directory)}
+        self._archives[caller.tenant] = {**valid, token: (now + ARCHIVE_SECONDS, row)}
         location = str(request.url.replace(path=f"/api/v1/archives/{token}", query=""))
         expires = datetime.fromtimestamp(now + ARCHIVE_SECONDS, UTC)
         headers = {"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
@@ -272,7 +276,7 @@ class AccountsApi:
         found = (entries.get(request.path_params["token"]) for entries in self._archives.values())
         entry = next((one for one in found if one is not None), None)
         is_there = entry is not None and entry[0] > self._work.clock()
-        files = await asyncio.to_thread(_opened, Path(entry[1])) if entry is not None and is_there else []
+        files = await asyncio.to_thread(_opened, entry[1]) if entry is not None and is_there else []
         if not files:
             return answer({"detail": "there is no such archive, or not any more."}, 404)
         headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
@@ -379,22 +383,32 @@ def _number(request: Request, name: str, default: str) -> int:
     return int(text)
 
 
-def _opened(directory: Path) -> list[tuple[str, BinaryIO]]:
-    """Open the files of a directory, which can then be deleted; none if it is gone."""
+def _opened(checkpoint: Row) -> list[tuple[str, int, BinaryIO]]:
+    """Open the files of a checkpoint, with names and sizes; the checkpoint can then be deleted. None if it is gone. The
+    adapter names its base model as clients do, because elsewhere the hash of its content says nothing.
+    """
+    found: list[tuple[str, int, BinaryIO]] = []
     try:
-        return [(path.name, path.open("rb")) for path in sorted(directory.iterdir()) if path.is_file()]
+        for path in sorted(Path(checkpoint.directory).iterdir()):
+            if path.name == ADAPTER_CONFIG:
+                values = parse_json(path.read_bytes()) | {"base_model_name_or_path": checkpoint.spec["base"]}
+                text = json.dumps(values, indent=2, sort_keys=True).encode()
+                found.append((path.name, len(text), BytesIO(text)))
+            elif path.is_file() and path.name != STATE_FILE:  # of the service's own, with the sizes of its own files
+                found.append((path.name, path.stat().st_size, path.open("rb")))
     except FileNotFoundError:
         return []
+    return found
 
 
-def _packed(files: Sequence[tuple[str, BinaryIO]]) -> Iterator[bytes]:
+def _packed(files: Sequence[tuple[str, int, BinaryIO]]) -> Iterator[bytes]:
     """Yield a tar file of these files piece by piece, and close them."""
     with ExitStack() as stack:
-        for _, file in files:
+        for _, _, file in files:
             stack.enter_context(file)
-        for name, file in files:
+        for name, size, file in files:
             entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = os.fstat(file.fileno()).st_size, 0o644
+            entry.size, entry.mode = size, 0o644
             yield entry.tobuf()
             while piece := file.read(PIECE_BYTES):
                 yield piece

@@ -348,10 +348,12 @@ class Dispatcher:
             done = await self._work.carry_out(row)
         except (UserError, PeerError) as error:
             await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
-        except Exception as error:
+        except InvariantError as error:  # of the back end, whose log has more
+            log.error("request %s (%s) failed: %s", row.id, row.kind, error)
+            await self._reached(partial(self._end, row, "failed", error=str(error), category="server"))
+        except Exception:
             log.exception("request %s (%s) failed", row.id, row.kind)
-            told = str(error) if isinstance(error, InvariantError) else FAILED
-            await self._reached(partial(self._end, row, "failed", error=told, category="server"))
+            await self._reached(partial(self._end, row, "failed", error=FAILED, category="server"))
         else:
             await self._reached(partial(self._end, row, "done", done.num_tokens, answer=done.answer))
 

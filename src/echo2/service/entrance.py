@@ -7,6 +7,7 @@ pass `words.for_tenants` here.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -20,8 +21,11 @@ from starlette.types import Scope as Asgi
 from echo2.errors import PeerError, UserError
 from echo2.service import limits
 from echo2.service.access import Caller, Doorkeeper
+from echo2.service.database import UNREACHED
 from echo2.service.traffic import Passage, Traffic
 from echo2.service.words import for_tenants
+
+log = logging.getLogger(__name__)
 
 STATUS = {
     "unauthenticated": 401,
@@ -90,6 +94,8 @@ class Entrance:
                 passage = self.traffic.begin(caller.tenant)
             except PeerError as error:
                 return refused(error)
+            except UNREACHED as error:
+                return _later(error)
             body = bytearray()
             try:
                 response = await self._handle(handler, caller, request, passage, body, getattr(limits, limit))
@@ -97,6 +103,8 @@ class Entrance:
             except (PeerError, UserError) as error:
                 response = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
                 response = response or refused(error)
+            except UNREACHED as error:
+                response = _later(error)
             except ClientDisconnect:
                 response = Response(status_code=400)
             except BaseException:
@@ -129,6 +137,12 @@ class Entrance:
             body[:] = await asyncio.to_thread(unpacked, bytes(body), max_bytes)
             passage.take(len(body))
         return await handler(caller, request, bytes(body))
+
+
+def _later(error: Exception) -> Response:
+    """Return the response while the store cannot be reached, or the disk is full. The SDKs try again."""
+    log.warning("a request waits for the database: %s", error)
+    return answer({"detail": "the service cannot store anything at the moment; try again."}, 503)
 
 
 def refused(error: PeerError | UserError) -> Response:

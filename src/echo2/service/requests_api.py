@@ -60,7 +60,7 @@ class RequestsApi:
         if given.base_model not in self._work.backend.bases:
             known = ", ".join(self._work.backend.bases)
             raise UserError(f"There is no base model {given.base_model!r}; there are {known}.")
-        spec = _spec(caller.tenant, given.base_model, given.lora_config or LoraBody())
+        spec = _spec(caller.tenant, given, f"{given.session_id}:train:{given.model_seq_id}")
         model = await self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
         return self._submit_first(caller, given.session_id, model, "create_model", body)
 
@@ -274,11 +274,17 @@ def _digest(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def _spec(tenant: str, base: str, lora: LoraBody) -> ModelSpec:
+def _spec(tenant: str, given: ModelBody, model: str) -> ModelSpec:
+    """Return the spec of a new model. A missing seed is derived from the model's id, which is random: adapters without
+    a seed differ, and the request can be repeated.
+    """
+    lora = given.lora_config or LoraBody()
+    drawn = int.from_bytes(hashlib.sha256(model.encode()).digest()[:7], "big")
     attention, mlp = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
     targets = ("all-linear",)
     if not (lora.train_attn and lora.train_mlp):
         targets = (*(attention if lora.train_attn else ()), *(mlp if lora.train_mlp else ()))
     if not targets:
         raise UserError("lora_config trains neither attention nor MLP; one of them must be trained here.")
-    return ModelSpec(base, tenant, lora.rank, ALPHA, lora.seed or 0, targets)
+    seed = drawn if lora.seed is None else lora.seed
+    return ModelSpec(given.base_model, tenant, lora.rank, ALPHA, seed, targets)

@@ -51,16 +51,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def status(database: Database, now: float) -> dict[str, Any]:
-    """Return by tenant: live sessions, models, open requests by kind, oldest wait in seconds, tokens, dollars."""
+    """Return by tenant: live sessions, their models, open requests by kind, oldest wait in seconds, tokens, dollars."""
     tenants: dict[str, dict[str, Any]] = {}
 
     def of(tenant: str) -> dict[str, Any]:
         empty = {"sessions": 0, "models": 0, "open": {}, "oldest_wait_seconds": 0.0, "tokens": 0, "usd": 0.0}
         return tenants.setdefault(tenant, empty)
 
-    for row in database.select(sessions, finished=None):
+    live = database.select(sessions, columns=["id", "tenant"], finished=None)
+    for row in live:
         of(row.tenant)["sessions"] += 1
-    for row in database.select(models):
+    for row in database.select(models, columns=["tenant"], session=tuple(row.id for row in live)):
         of(row.tenant)["models"] += 1
     for row in database.select(requests, columns=["tenant", "kind", "created"], state=OPEN):
         mine = of(row.tenant)

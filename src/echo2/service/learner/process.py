@@ -100,6 +100,9 @@ class Desk:
             answer: Answer = end.value
         except UserError as error:
             answer = Answer(fault=str(error), is_ours=isinstance(error, NoRoomError))
+        except OSError as error:  # most likely a full disk, at each retry
+            log.error("%s of %s: %s", type(call).__name__, call.model, error)
+            answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
         except Exception as error:  # other tenants' work goes on; this caller gets the error
             log.exception("%s of %s", type(call).__name__, call.model)
             answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
