@@ -379,8 +379,7 @@ def moved_numbers(by: float, seed: int) -> Iterator[None]:
         off = rng.uniform(-by, by, len(keys_B)) * (token_B > 0)
         return np.clip(true(keys_B, token_B) + off, 0.0, 1.0 - 2.0**-53)
 
-    if by:
-        vars(sampler)["uniforms"] = moved
+    vars(sampler)["uniforms"] = moved if by else true
     yield
     vars(sampler)["uniforms"] = true
 
