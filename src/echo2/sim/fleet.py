@@ -401,6 +401,7 @@ class SimWorker(Actor):
             num_tokens=self.scenario.tokens_per_group,
             rollouts=SampledBatch(data, len(numbers)),
             lineage=started.lineage,
+            is_own=not self.spec.ticket,
         )
         self.tell(rel.GroupProduced(event.lease_id, result))
 

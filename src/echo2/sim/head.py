@@ -316,7 +316,7 @@ class SimHead(Actor):
             case ev.GroupChecked():
                 self.tell_soon(body)
                 return None
-            case ev.GroupDelivered() | ev.DeliveryMalformed() if sender not in self.attending:
+            case ev.GroupDelivered(is_own=False) if sender not in self.attending:
                 return Refused("unknown_worker")
             case ev.GroupDelivered() | ev.LeaseFailed() | ev.DeliveryMalformed():
                 return _verdict(self.tell(body))

@@ -201,7 +201,8 @@ class GroupDelivered(PlannerEvent):
     """A well-formed result arrived. `seconds`: sampling time. `rollouts` are passed on with `AcceptDelivery` and
     `ScoreGroup`. `lineage`: of the weights, as the worker claims; `versions_between`: versions of tokens between the
     oldest and the newest. `logged`: the head read the rollouts from a log, so there is nothing to check.
-    `replay_seconds`: that the head's environment took to replay the rollouts, here and below.
+    `replay_seconds`: that the head's environment took to replay the rollouts, here and below. `is_own`: the worker is a
+    machine of the owner, also if it has not come back yet to a head that was restarted.
     """
 
     worker_id: str
@@ -217,6 +218,7 @@ class GroupDelivered(PlannerEvent):
     versions_between: tuple[int, ...] = ()
     logged: bool = False
     replay_seconds: float = 0.0
+    is_own: bool = False
 
 
 class DeliveryMalformed(PlannerEvent):

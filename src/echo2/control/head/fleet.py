@@ -120,6 +120,12 @@ class Fleet:
         self.heard(worker.worker_id, now)
         self.file(worker)
 
+    def recognise(self, worker: Worker) -> None:
+        """Record that a worker whose ticket was unknown is a machine of the owner."""
+        worker.ticket = ""
+        self._own[worker.worker_id] = worker
+        self.file(worker)
+
     def get(self, worker_id: str) -> Worker | None:
         """Return the worker with this id, or None."""
         return self._workers.get(worker_id)

@@ -9,7 +9,7 @@ from echo2.control.head import checks, strangers, waste
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.delivery import has_result, judge
-from echo2.control.head.fleet import Worker
+from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import OWN, UNINFORMATIVE, PlannedGroup
 from echo2.control.head.leases import FAILURES, MAX_ATTEMPTS
 from echo2.control.head.standings import MALFORMED_COST, REFUSED_COST
@@ -71,6 +71,8 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         return
     _, lease = state.close_lease(event.lease_id, is_in=True)
     worker = state.fleet.get(event.worker_id)
+    if worker is not None and worker.ticket == UNKNOWN and event.is_own:
+        state.fleet.recognise(worker)
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
     if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
         state.gauge.lease_done(now - (lease.deadline - lease.seconds))

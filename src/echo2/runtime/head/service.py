@@ -198,8 +198,11 @@ class Service:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
         if not self._head.reader.is_loaded:
             raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
-        self._presence(peer)  # else the planner does not know yet whose machine it is: the worker delivers again
-        self._head.heard(peer.peer_id)
+        strangers.check_not_expelled(self._head, peer.peer_id)
+        if peer.peer_id in self._head.workers:
+            self._head.heard(peer.peer_id)
+        elif not self._head.identity.member(peer.peer_id).is_own:
+            self._presence(peer)  # its engine is not known: it delivers again once it attends
         replies: list[wire.DeliveryReply] = []
         while len(replies) < len(deliveries.items):
             part = deliveries.items[len(replies) : len(replies) + READ_TOGETHER_MAX]
