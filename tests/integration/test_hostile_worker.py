@@ -118,7 +118,9 @@ async def claim_and_send_junk(ticket: str, state: Path) -> tuple[int, float]:
     twenty times more: how often it attended, and how long all of it took.
     """
     link, _ = await connect(ticket, state)
-    claims = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096, held_leases=range(1, 10_001))
+    claims = wire.WorkerHello(
+        protocol=limits.PROTOCOL_VERSION, slots=4096, engine="compact", held_leases=range(1, 10_001)
+    )
     claims.host, claims.pid = "\x1b[2J", 2**31
     junk = wire.Deliveries(items=[wire.Delivery(lease_id=2**40, policy="policy", kind="train")] * 20)
     begin, num_attended, refusals = time.monotonic(), 0, list[str]()
@@ -154,10 +156,10 @@ def test_claims_and_junk_cost_the_head_kilobytes(tmp_path: Path, sort_model: Pat
 async def ask_and_hold(ticket: str, state: Path) -> int:
     """A stranger that asks too much, then nothing, and holds what it gets: how many leases it was granted."""
     link, _ = await connect(ticket, state)
-    dear = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096, price_usd_per_hour=10_000.0)
+    dear = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096, engine="compact", price_usd_per_hour=10_000.0)
     with pytest.raises(PeerError, match=r"too_dear: it asks \$10000 an hour, and this run pays strangers \$0\.36"):
         await anext(aiter(link.stream("Attend", dear)))
-    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096)
+    hello = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=4096, engine="compact")
     installed = wire.SnapshotId(policy="policy", lineage=1, version=0)
     hello.installed.CopyFrom(installed)
     num_leases = 0
