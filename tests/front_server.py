@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,9 +31,15 @@ class FrontServer:
         self._listener = listening("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self._is_up = threading.Event()
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread = threading.Thread(target=self._run)
         self._thread.start()
         self._is_up.wait()
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        finally:
+            self._is_up.set()
 
     async def _serve(self) -> None:
         database = Database(f"sqlite:///{self.folder}/service.sqlite")
@@ -125,3 +132,33 @@ def serving(folder: Path, quotas: Quotas = NO_QUOTAS) -> Iterator[FrontServer]:
         yield server
     finally:
         server.close()
+
+
+def raw(client: Client, head: str, body: bytes = b"") -> socket.socket:
+    """A connection with the beginning of a request."""
+    opened = socket.create_connection(("127.0.0.1", client.port), timeout=120)
+    begun = f"POST /api/v1/{head} HTTP/1.1\r\nHost: x\r\nX-API-Key: {client.key}\r\n"
+    opened.sendall(begun.encode() + body)
+    return opened
+
+
+def everything(opened: socket.socket) -> bytes:
+    """All that comes until the other side closes."""
+    found = b""
+    try:
+        while data := opened.recv(1 << 16):
+            found += data
+    except ConnectionError:
+        pass
+    opened.close()
+    return found
+
+
+def come(opened: socket.socket, words: bytes) -> bytes:
+    """All that comes until these words have."""
+    found = b""
+    while words not in found:
+        data = opened.recv(1 << 16)
+        assert data, found
+        found += data
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -282,25 +282,48 @@ def test_an_outcome_that_cannot_be_stored_fails_its_request_and_no_other(service
     assert "its log says more" in outcomes[0]["error"]
 
 
+@contextmanager
+def noted_statements() -> Iterator[list[str]]:
+    """What is asked of databases meanwhile."""
+    statements: list[str] = []
+
+    def note(_: object, __: object, statement: str, *___: object) -> None:
+        statements.append(statement)
+
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
+    try:
+        yield statements
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", note)
+
+
+def test_training_data_are_read_when_they_come_and_not_again(service: Service) -> None:
+    """Megabytes had been read from the store three times, and parsed as often."""
+    model = service.model(service.session())
+    with noted_statements() as statements:
+        assert "metrics" in service.result(service.train(model, 1, [1, 2, 3]))
+        assert "99" in service.result(service.train(model, 2, [99]))["error"]
+    assert not [one for one in statements if re.search(r"SELECT[^(]*requests\.body\b", one)]
+    service.backend.gate.clear()
+    futures = [service.train(model, number, [1]) for number in (3, 4)]
+    service.end()
+    service.backend.gate = asyncio.Event()
+    service.backend.gate.set()
+    service.begin(service.backend)
+    assert ["metrics" in service.result(future) for future in futures] == [True, True], "after a start, from the store"
+
+
 def test_neither_the_cleanup_nor_a_start_loads_bodies_or_answers(service: Service) -> None:
     """They may be megabytes each, and thousands."""
     model = service.model(service.session())
     for number in (1, 2):
         service.result(service.step(model, number))
     held = service.train(model, 4, [1])
-    statements: list[str] = []
-
-    def note(_: object, __: object, statement: str, *___: object) -> None:
-        statements.append(statement)
-
     service.end()
-    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", note)
-    try:
+    with noted_statements() as statements:
         service.begin(service.backend)
         service.now += 86401.0
         service.sweep()
-    finally:
-        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", note)
     assert "never came" in service.result(held)["error"]
     read = [one.partition(" FROM ")[0] for one in statements if one.startswith("SELECT") and "FROM requests" in one]
     assert len(read) > 5

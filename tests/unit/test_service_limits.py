@@ -8,7 +8,7 @@ import json
 import re
 import socket
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,10 @@ import pytest
 
 from echo2.service import http_server, limits
 from echo2.service.settings import Quotas
-from front_server import Client, FrontServer, serving
+from front_server import Client, FrontServer, come, everything, raw, serving
 
 Attack = Callable[[FrontServer, Client], None]
 QUOTAS = Quotas(usd_per_million_tokens={"sample": 1e6}, quota_usd={"spender": 1.0}, quota_disk_gb={"hoarder": 40e-6})
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[FrontServer]:
-    with serving(tmp_path, QUOTAS) as server:
-        yield server
 
 
 def refused(found: tuple[int, Any], status: int, words: str) -> None:
@@ -60,36 +54,6 @@ def until(server: FrontServer, holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
     server.in_front(wait)
-
-
-def raw(client: Client, head: str, body: bytes = b"") -> socket.socket:
-    """A connection with the beginning of a request."""
-    opened = socket.create_connection(("127.0.0.1", client.port), timeout=120)
-    begun = f"POST /api/v1/{head} HTTP/1.1\r\nHost: x\r\nX-API-Key: {client.key}\r\n"
-    opened.sendall(begun.encode() + body)
-    return opened
-
-
-def everything(opened: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
-    found = b""
-    try:
-        while data := opened.recv(1 << 16):
-            found += data
-    except ConnectionError:
-        pass
-    opened.close()
-    return found
-
-
-def come(opened: socket.socket, words: bytes) -> bytes:
-    """All that comes until these words have."""
-    found = b""
-    while words not in found:
-        data = opened.recv(1 << 16)
-        assert data, found
-        found += data
-    return found
 
 
 # ---- connections and bodies ------------------------------------------------------------------------------------------
@@ -428,6 +392,17 @@ def operations(server: FrontServer, client: Client) -> None:
     assert "metrics" in other.result(theirs)
 
 
+def data_in_memory(server: FrontServer, client: Client) -> None:
+    """What does not wait in memory is read again, and gives the same."""
+    model = client.model(client.session())
+    server.in_front(server.backend.gate.clear)
+    futures = [client.ok("forward_backward", training(model, [datum(40)], number)) for number in range(1, 30)]
+    assert server.front.dispatcher._data._num_bytes <= limits.DATA_BYTES_MAX
+    server.in_front(server.backend.gate.set)
+    assert len({client.result(future)["metrics"]["loss:sum"] for future in futures}) == 1
+    assert server.front.dispatcher._data._num_bytes == 0
+
+
 #: By the first name of a limit: an attack, and smaller values where the real ones would take long.
 ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "HEADER_BYTES_MAX": (header, {}),
@@ -466,6 +441,7 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "ENTRIES_MAX": (entries, {}),
     "UPLOADS_MAX": (uploads, {"UPLOADS_MAX": 0}),
     "SAMPLES_AT_ONCE": (samples_at_once, {"SAMPLES_AT_ONCE": 4, "SAMPLES_FOR_OTHERS": 1}),
+    "DATA_BYTES_MAX": (data_in_memory, {"DATA_BYTES_MAX": 2000}),
     "OPERATIONS_MAX": (operations, {"OPERATIONS_MAX": 1}),
 }
 #: Limits of other processes than the front's. Attacks: test_service_learner.py, _placing.py, _sampler.py, _fleet.py.

@@ -22,14 +22,17 @@ from echo2.errors import InvariantError, PeerError, UserError
 from echo2.service import limits
 from echo2.service.access import Caller
 from echo2.service.bills import Bills
+from echo2.service.data import TrainWork
 from echo2.service.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2.service.storage import ROW_BYTES
+from echo2.service.training_data import WITH_DATA, TrainingData
 from echo2.service.words import for_tenants
 from echo2.service.work import Work
 
 log = logging.getLogger(__name__)
 
-#: What is read of a request that is stopped: not its body.
+#: What is read of a request that is carried out with data that were read before, and of one that is stopped.
+CARRIED = ("id", "tenant", "session", "target", "kind", "number", "operation", "state", "error", "body_bytes")
 STOPPED = ("id", "tenant", "state", "kind", "target", "body_bytes")
 FAILED = "The service failed at it; its log says more."
 #: Pause before the database is tried again.
@@ -66,6 +69,7 @@ class Dispatcher:
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._num_sampling = Counter[str]()
         self._num_open, self._open_bytes = Counter[str](), Counter[str]()
+        self._data = TrainingData(database)
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -93,9 +97,10 @@ class Dispatcher:
         digest: str,
         body: bytes,
         refusal: str = "",
+        work: TrainWork | None = None,
     ) -> str:
         """Store a request and return its id. An identical request gets the same id. A `refusal` is stored in place of
-        the body: the request fails with it in its turn.
+        the body: the request fails with it in its turn. `work`: training data that were read from the body.
 
         Raises:
             PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
@@ -129,6 +134,8 @@ class Dispatcher:
                 created=self._clock(),
             )
             self._database.when_stored(partial(self._count, caller.tenant, 1, len(body)))
+            if work is not None and body:
+                self._database.when_stored(partial(self._data.add, request, work, len(body)))
             self._database.when_stored(partial(self._work.storage.stored, caller.tenant, len(body) + ROW_BYTES))
             if kind != "sample":
                 self._database.update(models, {"id": target}, used=self._clock())
@@ -235,12 +242,12 @@ class Dispatcher:
             if released:
                 self._database.update(models, {"id": model}, next_number=order.next_number)
             for one in released:
-                row = self._database.find(requests, id=one.request)
+                row = self._database.find(requests, columns=CARRIED, id=one.request)
                 if row is not None and row.state == "held":
                     self._fix_turn(row, one.missing)
 
     def _fix_turn(self, row: Row, missing: int) -> None:
-        refusal = f"Request {missing} of this model never came." if missing else row.error or self._work.refusal(row)
+        refusal = f"Request {missing} of this model never came." if missing else row.error or self._refusal(row)
         if refusal:
             self._end(row, "failed", error=refusal, category="user")
             return
@@ -253,6 +260,13 @@ class Dispatcher:
             self._database.update(models, {"id": row.target}, next_operation=operation + 1)
         self._database.update(requests, {"id": row.id}, state="queued", operation=operation)
         self._database.when_stored(partial(self._run_next, row))
+
+    def _refusal(self, row: Row) -> str:
+        """Return why a request of a model is refused in its turn. Training data were read when they came."""
+        if row.kind in WITH_DATA:
+            return ""
+        whole = self._database.find(requests, id=row.id)
+        return self._work.refusal(whole) if whole is not None else ""
 
     def _run_next(self, row: Row) -> None:
         lane = self._lanes.get(row.target)
@@ -277,11 +291,15 @@ class Dispatcher:
                 lane.changed.clear()
                 await lane.changed.wait()
                 continue
-            row = await self._reached(partial(self._database.find, requests, id=lane.waiting[0]))
-            lane.waiting.popleft()
+            find = partial(self._database.find, requests, id=lane.waiting[0])
+            row = await self._reached(partial(find, columns=CARRIED))
             if row is None or row.state != "queued":
+                lane.waiting.popleft()
                 continue
-            task = self._spawn(self._carry_out(row), partial(self._request_failed, row.id))
+            work = await self._data.take(row)
+            row = row if work is not None else await self._reached(find)
+            lane.waiting.popleft()
+            task = self._spawn(self._carry_out(row, work), partial(self._request_failed, row.id))
             running.add(task)
             task.add_done_callback(ended)
             if row.kind == "create_model" or row.operation == 1:
@@ -343,9 +361,9 @@ class Dispatcher:
         if row.id in self._sampling:
             self._sampling[row.id].cancel()  # also at the back end
 
-    async def _carry_out(self, row: Row) -> None:
+    async def _carry_out(self, row: Row, work: TrainWork | None = None) -> None:
         try:
-            done = await self._work.carry_out(row)
+            done = await self._work.carry_out(row, work)
         except (UserError, PeerError) as error:
             await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
         except InvariantError as error:  # of the back end, whose log has more
@@ -371,6 +389,7 @@ class Dispatcher:
             self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(values.get("answer") or b"")))
 
     def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
+        self._data.drop(row.id)
         if is_news:
             body_bytes = row.body_bytes if "body_bytes" in row._fields else len(row.body or b"")
             self._count(row.tenant, -1, -body_bytes)

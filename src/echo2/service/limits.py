@@ -80,6 +80,8 @@ SAMPLES_AT_ONCE = 512
 SAMPLES_FOR_OTHERS = 32
 #: Operations of one model at the back end.
 OPERATIONS_MAX = 16
+#: Bytes of the bodies whose training data wait in memory for their turn; others are read again from the store.
+DATA_BYTES_MAX = 256 << 20
 #: Bytes of a model's journal while it has gradients, so that no checkpoint can take its place.
 JOURNAL_BYTES_MAX = 1 << 30
 
@@ -139,6 +141,7 @@ TABLE = (
     Limit(("SAMPLES_AT_ONCE", "SAMPLES_FOR_OTHERS"), "in all", "dispatch"),
     Limit(("placing.OTHERS_SHARE",), "in all", "control.service.placing, sampler.samplers"),
     Limit(("OPERATIONS_MAX",), "model", "dispatch"),
+    Limit(("DATA_BYTES_MAX",), "in all", "training_data"),
     Limit(("JOURNAL_BYTES_MAX",), "model", "learner.models"),
     Limit(("FLEET_ADAPTERS_MAX", "FLEET_ADAPTER_BYTES_MAX"), "in all", "fleet.payloads"),
 )

@@ -25,7 +25,7 @@ from echo2.service.bodies import (
     SaveBody,
     parse,
 )
-from echo2.service.data import answer_as_json, read_json, read_protobuf
+from echo2.service.data import TrainWork, answer_as_json, read_json, read_protobuf
 from echo2.service.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2.service.dispatch import Dispatcher
 from echo2.service.entrance import WhenRefused, answer, refused
@@ -77,16 +77,16 @@ class RequestsApi:
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Add up gradients; the body is protobuf or JSON."""
         if request.headers.get("content-type", "").startswith(PROTOBUF):
-            work, canonical = read_protobuf(body)
+            work, digest = await asyncio.to_thread(_read_protobuf, body)
             kind = "forward" if work.forward_only else "forward_backward"  # they have prices of their own
-            return await self._submit(caller, work.model, kind, work.seq, body, canonical)
-        work = read_json(body, forward_only=False)
-        return await self._submit(caller, work.model, "forward_backward", work.seq, body)
+            return await self._submit_data(caller, kind, body, work, digest)
+        work, digest = await asyncio.to_thread(_read_json, body, False)
+        return await self._submit_data(caller, "forward_backward", body, work, digest)
 
     async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Compute logprobs only, for the SDKs that send JSON."""
-        work = read_json(body, forward_only=True)
-        return await self._submit(caller, work.model, "forward", work.seq, body)
+        work, digest = await asyncio.to_thread(_read_json, body, True)
+        return await self._submit_data(caller, "forward", body, work, digest)
 
     async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Apply one step of the optimizer."""
@@ -143,7 +143,7 @@ class RequestsApi:
             stopping.cancel()
         if row is None:
             raise PeerError("not_found", f"there is no request {given.request_id!r}.")
-        return self._outcome(row, request.headers)
+        return await self._outcome(row, request.headers)
 
     async def cancel_future(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Cancel an open sample. Requests that train are not cancelled."""
@@ -189,7 +189,7 @@ class RequestsApi:
             raise PeerError("gone", f"the session {session} is finished.")
         return row
 
-    def _outcome(self, row: Row, headers: Mapping[str, str]) -> Response:
+    async def _outcome(self, row: Row, headers: Mapping[str, str]) -> Response:
         if row.state in OPEN:
             why = self._dispatcher.why_it_waits(row)
             told = {"type": "try_again", "request_id": row.id, "queue_state": "active", "queue_state_reason": why}
@@ -202,7 +202,7 @@ class RequestsApi:
             return Response(row.answer, media_type="application/json")
         if PROTOBUF in headers.get("accept", ""):
             return Response(row.answer, media_type=PROTOBUF)
-        return answer(answer_as_json(row.kind, row.answer))
+        return await asyncio.to_thread(lambda: answer(answer_as_json(row.kind, row.answer)))
 
     async def _new_model(
         self, caller: Caller, session: str, number: int, spec: ModelSpec, labels: Mapping[str, Any] | None
@@ -243,15 +243,26 @@ class RequestsApi:
         submitted = again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body)
         return answer({"request_id": submitted, "model_id": model})
 
+    async def _submit_data(self, caller: Caller, kind: str, body: bytes, work: TrainWork, digest: str) -> Response:
+        """Submit training data, which are read once: they wait in memory for their turn, if there is room."""
+        return await self._submit(caller, work.model, kind, work.seq, body, digest, work)
+
     async def _submit(
-        self, caller: Caller, model: str, kind: str, number: int | None, body: bytes, canonical: bytes = b""
+        self,
+        caller: Caller,
+        model: str,
+        kind: str,
+        number: int | None,
+        body: bytes,
+        digest: str = "",
+        work: TrainWork | None = None,
     ) -> Response:
         row = self._database.find(models, id=model, tenant=caller.tenant)
         if row is None:
             raise PeerError("not_found", f"there is no model {model[:200]!r}.")
-        digest = _digest(canonical or body)
-        refusal = await self._no_room(caller.tenant, kind, len(body))
-        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body, refusal)
+        refusal = await self._no_room(caller.tenant, kind, len(body)) or (work.error if work is not None else "")
+        digest = digest or _digest(body)
+        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body, refusal, work)
         return answer({"request_id": submitted, "model_id": model})
 
     async def _no_room(self, tenant: str, kind: str, num_bytes: int) -> str:
@@ -268,6 +279,15 @@ class RequestsApi:
         except PeerError as error:
             return error.detail
         return ""
+
+
+def _read_protobuf(body: bytes) -> tuple[TrainWork, str]:
+    work, canonical = read_protobuf(body)
+    return work, _digest(canonical)
+
+
+def _read_json(body: bytes, forward_only: bool) -> tuple[TrainWork, str]:
+    return read_json(body, forward_only), _digest(body)
 
 
 def _digest(body: bytes) -> str:

@@ -19,7 +19,7 @@ from echo2.errors import PeerError, UserError
 from echo2.service import limits
 from echo2.service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
 from echo2.service.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
-from echo2.service.data import TrainWork, read_json, read_protobuf, train_answer
+from echo2.service.data import TrainWork, train_answer
 from echo2.service.database import Database, Row, checkpoints, models, samplers
 from echo2.service.sampled import check_scores, read_targets, sample_answer
 from echo2.service.storage import Storage
@@ -44,8 +44,6 @@ class Work:
         self.storage = storage
         self._carriers: Mapping[str, Callable[[Row], Any]] = {
             "create_model": self._create_model,
-            "forward_backward": self._train,
-            "forward": self._train,
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
@@ -53,20 +51,22 @@ class Work:
             "sample": self._sample,
         }
 
-    async def carry_out(self, request: Row) -> Done:
-        """Carry out a request.
+    async def carry_out(self, request: Row, work: TrainWork | None = None) -> Done:
+        """Carry out a request. `work`: its training data, if it has any; the back end is called before this waits.
 
         Raises:
             UserError, PeerError: the request can't be carried out. InvariantError: see `Backend`.
         """
+        if work is not None:
+            return await self._train(request, work)
         done: Done = await self._carriers[request.kind](request)
         return done
 
     def refusal(self, request: Row) -> str:
-        """Return why a model's request is not passed to the back end; empty if it is passed."""
+        """Return why a model's request is not passed to the back end; empty if it is passed. Training data were read
+        when they came.
+        """
         try:
-            if request.kind in ("forward_backward", "forward"):
-                return read_train(request).error
             if request.kind == "optim_step":
                 adam_settings(parse(OptimBody, request.body).adam_params)
             elif request.kind.startswith("save_weights"):
@@ -109,12 +109,14 @@ class Work:
             raise UserError(f"The model {model} is gone.")
         return msgspec.convert(row.spec, ModelSpec)
 
-    async def _train(self, request: Row) -> Done:
-        work = read_train(request)
+    async def _train(self, request: Row, work: TrainWork) -> Done:
+        if work.error:
+            raise UserError(work.error)
         output = await self.backend.forward_backward(
             request.target, request.operation, work.data, work.loss, work.params, work.forward_only
         )
-        return Done(train_answer(output, work.widths), sum(len(datum.tokens) for datum in work.data))
+        answer = await asyncio.to_thread(train_answer, output, work.widths)
+        return Done(answer, sum(len(datum.tokens) for datum in work.data))
 
     async def _optim_step(self, request: Row) -> Done:
         adam = adam_settings(parse(OptimBody, request.body).adam_params)
@@ -205,13 +207,6 @@ class Work:
         output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
         num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)
         return Done(sample_answer(output, body), num_tokens)
-
-
-def read_train(request: Row) -> TrainWork:
-    """Parse a stored forward_backward or forward, protobuf or JSON."""
-    if request.body[:1] == b"{":
-        return read_json(request.body, request.kind == "forward")
-    return read_protobuf(request.body)[0]
 
 
 def adam_settings(body: AdamBody) -> AdamSettings:
