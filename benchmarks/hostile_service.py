@@ -298,8 +298,12 @@ class Tenant:
             made = self.done("create_model", body)
             models += [made["model_id"]] if isinstance(made, dict) and "model_id" in made else []
             model = models[turn % len(models)]
-            named = {"path": f"n{turn}"}
-            verbs = [("forward_backward", train), ("optim_step", {"adam_params": {}}), ("save_weights", named)]
+            named: dict[str, Any] = {"path": f"n{turn}"}
+            verbs: list[tuple[str, dict[str, Any]]] = [
+                ("forward_backward", train),
+                ("optim_step", {"adam_params": {}}),
+                ("save_weights", named),
+            ]
             verbs += [("save_weights_for_sampler", {}), ("save_weights_for_sampler", named)]
             for verb, more in verbs:
                 outcome = await asyncio.to_thread(self.done, verb, {"model_id": model, **more})

@@ -299,6 +299,8 @@ class Dispatcher:
             work = await self._data.take(row)
             row = row if work is not None else await self._reached(find)
             lane.waiting.popleft()
+            if row is None:
+                continue
             task = self._spawn(self._carry_out(row, work), partial(self._request_failed, row.id))
             running.add(task)
             task.add_done_callback(ended)

@@ -101,8 +101,8 @@ class Entrance:
                 response = await self._handle(handler, caller, request, passage, body, getattr(limits, limit))
                 passage.take(len(response.body) if hasattr(response, "body") else 0)
             except (PeerError, UserError) as error:
-                response = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
-                response = response or refused(error)
+                other = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
+                response = refused(error) if other is None else other
             except UNREACHED as error:
                 response = _later(error)
             except ClientDisconnect:

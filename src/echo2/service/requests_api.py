@@ -162,8 +162,10 @@ class RequestsApi:
             is_protobuf = headers.get("content-type", "").startswith(PROTOBUF)
             is_packed = headers.get("content-encoding", "") == "zstd"
             found = await asyncio.to_thread(numbered, body, is_protobuf, is_packed)
-            row = found and self._database.find(models, columns=["session"], id=found.model, tenant=caller.tenant)
-            if found is None or row is None:
+            if found is None:
+                return None
+            row = self._database.find(models, columns=["session"], id=found.model, tenant=caller.tenant)
+            if row is None:
                 return None
             words = for_tenants(error.detail if isinstance(error, PeerError) else str(error))
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from echo2.errors import PeerError
 from echo2.service import limits
 from echo2.service.data import TrainWork, read_json, read_protobuf
 from echo2.service.database import Database, Row, requests
@@ -47,6 +48,9 @@ class TrainingData:
 
 def _read_stored(body: bytes | None, kind: str) -> TrainWork:
     """Read a stored body, protobuf or JSON, as it begins."""
-    if (body or b"")[:1] == b"{":
-        return read_json(body or b"", kind == "forward")
-    return read_protobuf(body or b"")[0]
+    try:
+        if (body or b"")[:1] == b"{":
+            return read_json(body or b"", kind == "forward")
+        return read_protobuf(body or b"")[0]
+    except PeerError as error:
+        return TrainWork("", None, (), (), "", {}, kind == "forward", error.detail)
