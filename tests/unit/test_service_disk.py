@@ -364,3 +364,16 @@ def test_sessions_do_not_end_because_the_service_was_away(service: Service) -> N
     service.now += SILENCE_SECONDS + 1
     service.sweep()
     service.post("session_heartbeat", {"session_id": session}, status=410)
+
+
+def test_answers_of_a_tenant_without_room_make_room_after_ten_minutes(tmp_path: Path) -> None:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
+        model = service.model(service.session())
+        number = 1
+        while "error" not in service.result(service.post("save_weights", {"model_id": model, "seq_id": number})):
+            number += 1
+            service.result(service.train(model, number, [1] * 500))
+            number += 1
+        service.now += 601.0
+        service.sweep()
+        assert "path" in service.result(service.post("save_weights", {"model_id": model, "seq_id": number + 1}))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -29,6 +30,8 @@ from echo2.service.database import Database, checkpoints, models, requests, samp
 from echo2.service.settings import Quotas
 
 SAVES_SHARE = 0.9
+#: Part of a quota that answers may have for longer than minutes.
+ANSWERS_SHARE = 0.2
 #: Bytes charged for a row, with its indexes.
 ROW_BYTES = 1024
 TENANT_PREFIX = "tenant_"
@@ -97,12 +100,17 @@ class Storage:
         self._in_requests[tenant] += num_bytes
 
     def answers_exceed(self) -> list[str]:
-        """Return the tenants whose stored answers are to go early."""
-        return [
-            tenant
-            for tenant, size in self._in_requests.items()
-            if size > limits.ANSWERS_BYTES_MAX or (self._quota(tenant) or size + 1) <= self.num_bytes(tenant)
-        ]
+        """Return the tenants whose stored answers are to go early: they are many, or a large part of the quota."""
+        found = []
+        for tenant, size in self._in_requests.items():
+            quota = self._quota(tenant)
+            room = math.inf if quota is None else quota
+            if (
+                size > min(limits.ANSWERS_BYTES_MAX, room * ANSWERS_SHARE)
+                or self.num_bytes(tenant) >= room * SAVES_SHARE
+            ):
+                found.append(tenant)
+        return found
 
     def count_requests(self) -> None:
         """Count the bytes of all stored requests."""
