@@ -198,11 +198,7 @@ class Service:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
         if not self._head.reader.is_loaded:
             raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
-        strangers.check_not_expelled(self._head, peer.peer_id)
-        if peer.peer_id in self._head.workers:
-            self._head.heard(peer.peer_id)
-        elif not self._head.identity.member(peer.peer_id).is_own:
-            self._presence(peer)  # its engine is not known: it delivers again once it attends
+        strangers.delivers(self._head, peer.peer_id)
         replies: list[wire.DeliveryReply] = []
         while len(replies) < len(deliveries.items):
             part = deliveries.items[len(replies) : len(replies) + READ_TOGETHER_MAX]

@@ -36,6 +36,20 @@ def check_not_expelled(head: Head, worker_id: str) -> None:
         raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {conduct.expelled_for}")
 
 
+def delivers(head: Head, worker_id: str) -> None:
+    """Record that a worker that delivers is alive. A stranger must attend, because its engine is not known before: it
+    delivers again when it does.
+
+    Raises:
+        PeerError: the worker is expelled, or is a stranger that does not attend.
+    """
+    check_not_expelled(head, worker_id)
+    if worker_id in head.workers:
+        head.heard(worker_id)
+    elif not head.identity.member(worker_id).is_own:
+        raise PeerError("unknown_worker", f"{worker_id} does not attend; attend first")
+
+
 def known(head: Head, joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
     """Return the event with the stranger's ticket ("" for the owner's machines), a stranger's first price, and only
     those claimed leases that may be its own. `engine`: as the worker names it.
