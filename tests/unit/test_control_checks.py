@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -333,26 +334,45 @@ def test_a_stranger_names_no_version_below_what_it_had_when_it_got_the_lease() -
     assert "the worker had version 2" in of(do.RefuseDelivery, answer)[0].reason
 
 
-def test_a_stranger_that_delivered_with_new_weights_has_them_whatever_it_reports() -> None:
+ALONE: dict[str, Any] = {"own": False, "require_checks": False, "groups_per_step": 4, "max_staleness": 2}
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+def test_a_stranger_that_delivered_with_new_weights_has_them_whatever_it_reports(comes_back: bool) -> None:
     """Else every group might be said to have a swap inside, at a place of the worker's choice."""
-    desk = desk_with("s", groups_per_step=4, max_staleness=2)
+    desk, old = desk_with("s", **ALONE | {"groups_per_step": 16}), SnapshotRef(RUN_POLICY, 1, 1)
     for step in range(2):
         _complete(desk, step)
-    old = SnapshotRef(RUN_POLICY, 1, 1)
-    desk.tell(ev.WorkerLeft("own", "its leases go to the stranger"), ev.WorkerLeft("s", "another comes"))
-    desk.tell(ev.WorkerJoined("own2", 4, 0.5, SnapshotRef(RUN_POLICY, 1, 2), draws=True))
-    desk.tell(ev.WorkerJoined("t", 4, 0.5, old, ticket="t", draws=True))
-    first = desk.planner.leases.of_worker("t")[0]
-    for asked in of(do.CheckGroup, desk.deliver(first, oldest_version=1, newest_version=2)):
-        answers(desk, asked)
-    desk.tell(ev.WorkerReported("t", old))
-    assert desk.planner.leases.of_worker("t")
-    for lease_id in desk.planner.leases.of_worker("t"):
-        had = desk.planner.leases.installed_at[lease_id]
-        assert had is not None
-        assert had.version == 2
-        refused = desk.deliver(lease_id, oldest_version=1, newest_version=2)
-        assert [one.refusal for one in of(do.RefuseDelivery, refused)] == ["malformed"]
+    desk.tell(ev.WorkerReported("s", old))
+    for newest in (2, 1):  # the second group was begun and ended before the first one's swap, as it says
+        lease_id = desk.planner.leases.of_worker("s")[0]
+        assert of(do.AcceptDelivery, desk.deliver(lease_id, oldest_version=newest, newest_version=newest))
+    if comes_back:
+        for lease_id in desk.planner.leases.of_worker("s"):
+            desk.deliver(lease_id, 1)
+        desk.tell(ev.WorkerLeft("s", "it returns as if it were new"))
+        desk.tell(ev.WorkerJoined("s", 16, 0.5, old, ticket="ticket-s", draws=True))
+    desk.tell(ev.GroupsWanted(2))
+    lease_id = desk.planner.leases.of_worker("s")[-1]
+    had = desk.planner.leases.installed_at[lease_id]
+    assert had is not None
+    assert had.version == 2
+    refused = desk.deliver(lease_id, oldest_version=1, newest_version=2)
+    assert [one.refusal for one in of(do.RefuseDelivery, refused)] == ["malformed"]
+
+
+def test_what_a_stranger_had_before_the_learner_fell_back_is_not_held_against_it() -> None:
+    """It could deliver nothing until the next version, for which its groups may be the only ones."""
+    desk = desk_with("s", **ALONE)
+    for step in range(2):
+        _complete(desk, step)
+    desk.tell(ev.GroupsWanted(2))
+    assert of(do.AcceptDelivery, desk.deliver(_lease_of_step(desk, "s", 2), 2))
+    desk.tell(ev.LearnerLost("killed"), ev.LearnerJoined(1), ev.GroupsWanted(1))
+    for lease_id in desk.planner.leases.of_worker("s"):
+        desk.deliver(lease_id, 2)  # begun before it heard of the fall-back
+    desk.tell(ev.WorkerReported("s", SnapshotRef(RUN_POLICY, 1, 1)))
+    assert of(do.AcceptDelivery, desk.deliver(desk.planner.leases.of_worker("s")[0], 1))
 
 
 def _complete(desk: Desk, step: int) -> None:

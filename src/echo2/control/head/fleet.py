@@ -22,8 +22,7 @@ class Worker:
     it waits to be activated and gets no leases. `offer`: from which its machine was rented; `returned`: the machine is
     being returned. `samples`: leased to it and not delivered yet. `rate`: rollouts per second while it has work, 0
     until measured, and its variance; `gauge` computes both from the four fields that follow. `refused`: the snapshot
-    that it could not install, and why. `draws`: its engine draws from the head's random numbers. `sampled_with`: the
-    newest weights of its accepted results.
+    that it could not install, and why. `draws`: its engine draws from the head's random numbers.
     """
 
     worker_id: str
@@ -51,13 +50,6 @@ class Worker:
     refused: str = ""
     first_groups: int | None = None
     draws: bool = False
-    sampled_with: SnapshotRef | None = None
-
-    @property
-    def has_had(self) -> SnapshotRef | None:
-        """The newest weights that it has said it has, by a report or by a result."""
-        known = [ref for ref in (self.installed, self.sampled_with) if ref is not None]
-        return max(known, default=None)
 
     @property
     def is_own(self) -> bool:

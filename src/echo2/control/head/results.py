@@ -76,10 +76,10 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
     if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
         state.gauge.lease_done(now - (lease.deadline - lease.seconds))
+    state.conducts.of(event.worker_id).sampled_with = state.newest_had(event.worker_id, event.newest_version)
     if worker is not None:
         worker.failures_in_a_row = 0
         worker.first_groups = None
-        worker.sampled_with = state.published.get(event.newest_version)
         slots = state.fleet.at_once(worker) * state.options.group_size
         state.gauge.delivered(worker, event.num_samples, slots, not state.options.deterministic, now)
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None

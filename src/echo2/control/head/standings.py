@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from echo2.control.head.lazy_heap import LazyHeap
+from echo2.types import SnapshotRef
 
 #: Refusals that a worker may cause in a burst; refusals added per granted lease; refusals restored per second. An
 #: honest worker's result is refused at most once per lease (late, duplicate), or twice if the answer was lost.
@@ -82,7 +83,8 @@ class Conduct:
     """The conduct of one worker. `patience`: its value at time `at`; `num_failed`: a stranger's leases in a row without
     a result; `num_refused`: since the last expulsion; `expelled_for`: reason of the last expulsion. `mismatch`: mean
     |log ratio| at lag 0 over the last measured tokens, None if they were too few; `surprise`: likewise the mean of
-    -logprob less the entropy; `measured`: number of tokens and both sums since then.
+    -logprob less the entropy; `measured`: number of tokens and both sums since then. `sampled_with`: the
+    newest weights of its accepted results.
     """
 
     patience: float = PATIENCE
@@ -95,6 +97,7 @@ class Conduct:
     mismatch: float | None = None
     surprise: float | None = None
     measured: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    sampled_with: SnapshotRef | None = None
 
 
 @dataclass(slots=True)

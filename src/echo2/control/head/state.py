@@ -137,12 +137,20 @@ class PlannerState(StateMachine):
     def open_lease(self, worker_id: str, lease: Lease) -> None:
         """Add a lease held by this worker."""
         worker = self.fleet.get(worker_id)
-        self.leases.add(worker_id, lease, None if worker is None else worker.has_had)
+        self.leases.add(worker_id, lease, self.newest_had(worker_id))
         self._touched[worker_id] = None
         self.conducts.granted(worker_id)
         if worker is not None and not worker.is_own:
             self.standings.opened(worker.ticket, lease.lease_id)
             self._supply(lease, worker.ticket, lease.num_samples)
+
+    def newest_had(self, worker_id: str, version: int | None = None) -> SnapshotRef | None:
+        """Return the newest weights that this worker has had, as it says: by a report, by its results, or by one with
+        this version. Weights of a history that the learner left do not count: it may go back behind them.
+        """
+        worker, refs = self.fleet.get(worker_id), [self.conducts.of(worker_id).sampled_with]
+        refs += [None if worker is None else worker.installed, None if version is None else self.published.get(version)]
+        return max((ref for ref in refs if ref is not None and self.published.get(ref.version) == ref), default=None)
 
     def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
         """Close a lease and return (worker, lease). `is_in`: its result was accepted for the group."""

@@ -31,7 +31,6 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     before = state.fleet.get(event.worker_id)
     if before is not None:
         worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
-        worker.sampled_with = before.sampled_with
     if before is not None and not lost:  # it kept working, so its measurements continue
         worker.done_samples, worker.unmeasured_samples = before.done_samples, before.unmeasured_samples
         worker.busy_seconds, worker.busy_since = before.busy_seconds, before.busy_since
