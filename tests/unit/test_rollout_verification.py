@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from array import array
 from dataclasses import replace
@@ -117,6 +118,35 @@ def test_other_weights_forged_logprobs_other_seeds_and_copies_are_seen() -> None
     assert "random numbers" in judged(engine, assignment, copied).fault
     forged = tuple(replace(one, logprobs=array("f", [x - 0.05 for x in one.logprobs])) for one in group.rollouts)
     assert "logprobs are off" in judged(engine, assignment, replace(group, rollouts=forged)).fault
+
+
+@pytest.mark.parametrize("params", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.03}])
+def test_a_support_that_names_a_token_twice_is_seen(params: dict[str, Any]) -> None:
+    """With the likeliest token alone in it, as often as top-p asks for, every random number draws that token."""
+    engine, assignment = engine_with("compact", snapshot_of(tiny_module("qwen3"))), leased(4, **params)
+    tokens, supports, logprobs = array("i"), list[list[int]](), array("f")
+    while len(tokens) < assignment.params.max_tokens:
+        sequence = assignment.prompt_tokens + tokens + array("i", [0])
+        (logits_1V,) = engine._decoder._policy()[1].logits([sequence], [len(sequence) - 2], 1)
+        probs_V = logits_1V[0].softmax(-1)
+        best = int(probs_V.argmax())
+        size = math.ceil(params.get("top_p", 0.0) / float(probs_V[best])) or params.get("top_k") or 2
+        tokens.append(best)
+        supports.append([best] * size)
+        logprobs.append(-math.log(size))
+    offsets = array("i", np.cumsum([0, *map(len, supports)]).tolist())
+    rollout = Rollout(
+        tokens=tokens,
+        logprobs=logprobs,
+        loss_mask=b"\x01" * len(tokens),
+        version_spans=((0, 0),),
+        finish="length",
+        support_tokens=array("i", sum(supports, [])),
+        support_offsets=offsets,
+    )
+    honest = sampled(engine, assignment)
+    verdict = judged(engine, assignment, replace(honest, rollouts=(rollout,) * len(honest.rollouts)))
+    assert "a token was drawn from others than top-k and top-p leave" in verdict.fault, verdict
 
 
 def test_a_support_that_top_k_does_not_leave_is_seen() -> None:

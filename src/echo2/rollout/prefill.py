@@ -99,6 +99,7 @@ def _narrow(logits_NV: Tensor, tokens_N: Tensor, request: PrefillRequest, picked
     high_N = (probs_NW * (of_support_NW >= own_N1 - tie)).sum(-1)
     logprob_N = own_N1[:, 0].double() - of_support_NW.double().logsumexp(-1)
     error_N = _support_error(logits_NV, of_support_NW, is_in_NW, request, tie)
+    error_N = error_N.masked_fill(_names_twice(ids_NW, is_in_NW), 1.0)
     return torch.stack([low_N, high_N, logprob_N, *_moments(logprobs_NW, probs_NW), error_N], dim=1)
 
 
@@ -112,6 +113,13 @@ def _supports(request: PrefillRequest, picked: slice) -> tuple[npt.NDArray[np.in
     ids_NW = np.zeros(is_in_NW.shape, dtype=np.int64)
     ids_NW[is_in_NW] = np.frombuffer(request.support_tokens, dtype=np.int32)[offsets[0] : offsets[-1]]
     return ids_NW, is_in_NW
+
+
+def _names_twice(ids_NW: Tensor, is_in_NW: Tensor) -> Tensor:
+    """Return whether a support [N] names a token more than once, which would count its probability as often."""
+    unused_W = -1 - torch.arange(ids_NW.shape[1], device=ids_NW.device)
+    sorted_NW = torch.where(is_in_NW, ids_NW, unused_W).sort(-1).values
+    return (sorted_NW[:, 1:] == sorted_NW[:, :-1]).any(-1)
 
 
 def _support_error(
