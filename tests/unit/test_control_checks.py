@@ -168,6 +168,7 @@ def test_a_machine_without_those_weights_leaves_the_check_to_another() -> None:
     joins(desk, "own2")
     (asked,) = of(do.CheckGroup, brings(desk, "s"))
     (again,) = of(do.CheckGroup, answers(desk, asked, missed="snapshot_gone"))
+    assert (asked.worker_id, again.worker_id) == ("own", "own2")
     assert again.group == asked.group
     assert of(do.RetireGroup, answers(desk, again, missed="snapshot_gone"))
     assert desk.planner.trust.of("ticket-s").num_missed == 1

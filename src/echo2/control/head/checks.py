@@ -36,6 +36,8 @@ from echo2.types import GroupRef, SnapshotRef
 CHECK_SHARE = 0.05
 #: A check without a verdict is overdue after this many lease durations, and given up after as many more as the second.
 OVERDUE_LEASES, LATE_LEASES = 0.5, 1.0
+#: Machines that try one check.
+TRIES_MAX = 2
 #: Limit of checks running or waiting; no more are drawn beyond it.
 OPEN_MAX = 256
 #: Seconds that an expelled ticket rests.
@@ -99,6 +101,7 @@ def assign(state: PlannerState) -> None:
             continue
         # An engine that checks also keeps the weights that were installed before the current ones.
         able = [one for one in free if one.installed is not None and one.installed >= check.drawn.ref]
+        able = [one for one in able if one.worker_id not in check.missed_by]
         if not able:
             continue
         chosen = min(able, key=lambda one: (one.installed, one.joined_at, one.worker_id))
@@ -125,9 +128,9 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
     if missed:
         if is_late:
             return
-        check.num_tries += 1
-        others = any(one.worker_id != event.worker_id for one in strangers.checkers(state))
-        if check.num_tries < 2 and others:
+        check.missed_by += (event.worker_id,)
+        others = any(one.worker_id not in check.missed_by for one in strangers.checkers(state))
+        if len(check.missed_by) < TRIES_MAX and others:
             check.checker = ""  # another machine may still hold these weights
         else:
             _missed(state, check, missed)

@@ -132,13 +132,13 @@ class TicketRest:
 @dataclass(slots=True)
 class OpenCheck:
     """A drawn check without a verdict. `until`: when it is overdue, or is given up if it is; `checker`: who checks it;
-    empty: no worker yet.
+    empty: no worker yet; `missed_by`: who could not.
     """
 
     drawn: DrawnCheck
     until: float
     checker: str = ""
-    num_tries: int = 0
+    missed_by: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
