@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import random
 
-from check_cases import CHECKED, answers, brings, desk_with, honest
+import pytest
+
+from check_cases import CHECKED, answers, brings, desk_with, honest, joins
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head.checks import CHECK_SHARE
+from echo2.control.head import strangers
+from echo2.control.head.checks import CHECK_SHARE, OVERDUE_LEASES
 from echo2.control.head.standings import MISMATCH_TOKENS, SURPRISE_ODD
 from echo2.control.head.trust import NEWCOMER_CHECKS, SURPRISE_KEPT, SURPRISE_MAX, UNCHECKED_MAX
 from planner_cases import Desk, of
@@ -115,3 +118,46 @@ def test_whose_tokens_surprise_the_learner_is_checked_more() -> None:
     assert not desk.planner.conducts.to_expel
     desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 0.0)
     assert honest(desk, "s", 12) < 6
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_machine_that_comes_back_without_its_check_is_asked_again(is_lost: bool) -> None:
+    """The order may never have reached it, or its process began anew: the group would wait in vain."""
+    desk = desk_with("s")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    desk.tell(ev.WorkerLeft("own", "silent") if is_lost else ev.WorkerDetached("own", "its connection closed"))
+    (again,) = of(do.CheckGroup, joins(desk, "own"))
+    assert again.group == asked.group
+    assert of(do.FeedGroup, answers(desk, again))
+
+
+def test_no_rest_shortens_a_longer_one() -> None:
+    """A ticket that is barred for an hour may still have a group whose check ends without a verdict."""
+    desk = desk_with("s")
+    desk.planner.standings.rest("ticket-s", desk.now + 3600.0)
+    strangers.rest(desk.planner, "ticket-s", 120.0, "its groups could not be checked")
+    assert desk.planner.standings.rests.get("ticket-s") == desk.now + 3600.0
+
+
+def test_a_group_that_nobody_checked_in_time_makes_no_later_rest_longer() -> None:
+    """That the owner's machines were slow is not the fault of the ticket."""
+    desk = desk_with("s")
+    brings(desk, "s")
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    desk.tell(ev.Tick())
+    assert desk.planner.standings.rests.get("ticket-s") is not None
+    assert desk.planner.standings.of("ticket-s").num_rests == 0
+
+
+def test_a_check_whose_group_was_retired_meanwhile_lets_no_ticket_rest() -> None:
+    """Its group is not missing for want of a verdict: all its rewards were equal, or the reward failed."""
+    desk = desk_with("s", dynamic_sampling=True)
+    lease_id = desk.planner.leases.of_worker("s")[0]
+    desk.deliver(lease_id, is_flat=True)
+    record = desk.planner.groups.get(desk.leases[lease_id][1].group.number)
+    assert record is not None
+    assert record.why == "uninformative"
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    desk.tell(ev.Tick())
+    assert desk.planner.standings.rests.get("ticket-s") is None
+    assert desk.planner.trust.of("ticket-s").num_missed == 1

@@ -90,6 +90,18 @@ def _close(state: PlannerState, number: int, reason: str) -> None:
         state.emit(do.EndCheck, reason, number=number)
 
 
+def interrupted(state: PlannerState, worker_id: str, is_gone: bool) -> None:
+    """Ask again for the checks of a machine whose connection began anew: an order, or a process, may have been lost. Of
+    one that is gone no late verdict comes either.
+    """
+    for check in state.trust.open.values():
+        if check.checker == worker_id:
+            check.checker = ""
+    for check in list(state.trust.late.values()):
+        if check.checker == worker_id and is_gone:
+            del state.trust.late[check.drawn.number]
+
+
 def assign(state: PlannerState) -> None:
     """Give each idle machine of the owner that can check one check, the oldest first."""
     if all(check.checker for check in state.trust.open.values()):
@@ -202,9 +214,13 @@ def _missed(state: PlannerState, check: OpenCheck, reason: str) -> None:
 
 
 def _reject_unchecked(state: PlannerState, record: PlannedGroup, ticket: str, reason: str) -> None:
-    """Retire a group that could not be checked, and let its ticket rest until the owner's machines have caught up."""
+    """Retire a group that could not be checked, and let its ticket rest until the owner's machines have caught up. Does
+    nothing if the group was retired before, for another reason.
+    """
+    if record.state == "retired":
+        return
     _retire(state, record, f"ticket {ticket} is not trusted yet, and this group has no verdict: {reason}")
-    strangers.rest(state, ticket, state.options.lease_seconds, "its groups could not be checked")
+    strangers.rest(state, ticket, state.options.lease_seconds, "its groups could not be checked", is_fault=False)
 
 
 def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> None:

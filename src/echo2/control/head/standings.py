@@ -65,10 +65,11 @@ class Standings:
             self.of(ticket).num_held -= 1
         return ticket
 
-    def rest(self, ticket: str, until: float) -> None:
-        """Give the ticket no leases until then."""
-        self.of(ticket).num_rests += 1
-        self.rests.set(ticket, until)
+    def rest(self, ticket: str, until: float, is_fault: bool = True) -> None:
+        """Give the ticket no leases until then, or until a longer rest ends. `is_fault`: it counts as one of its rests.
+        """
+        self.of(ticket).num_rests += is_fault
+        self.rests.set(ticket, max(until, self.rests.get(ticket) or until))
 
     def end_rests(self, now: float) -> bool:
         """End the rests that are over, so that these tickets may hold a lease again. Return whether there were any."""

@@ -198,9 +198,11 @@ def blame(
         rest(state, ticket, seconds, reason)
 
 
-def rest(state: PlannerState, ticket: str, seconds: float, reason: str) -> None:
-    """Give the ticket no leases for this many seconds, even if the head restarts meanwhile."""
-    state.standings.rest(ticket, state.now + seconds)
+def rest(state: PlannerState, ticket: str, seconds: float, reason: str, is_fault: bool = True) -> None:
+    """Give the ticket no leases for this many seconds, even if the head restarts meanwhile. `is_fault`: its next rest
+    is longer.
+    """
+    state.standings.rest(ticket, state.now + seconds, is_fault)
     _record(state, ticket, reason)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
+from echo2.control.head import checks, strangers
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head import strangers
 from echo2.control.head.fleet import Worker
 from echo2.control.head.results import end_lease
 from echo2.control.head.state import PlannerState
@@ -18,6 +18,7 @@ CLAIMS_MIN = 64
 
 def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> None:
     """A worker joined or returned: end the leases that it no longer has, and add it to the fleet."""
+    checks.interrupted(state, event.worker_id, is_gone=False)
     lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
     for lease_id in lost:
         end_lease(state, lease_id, "lost", "the worker came back without it")
@@ -129,6 +130,7 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) ->
     for lease_id in state.leases.of_worker(worker_id):
         end_lease(state, lease_id, "lost", reason)
     state.fleet.remove(worker_id)
+    checks.interrupted(state, worker_id, is_gone=True)
     state.gauge.fewer_active(state.fleet.num_active, now)
     state.emit(do.WorkerGone, reason, worker_id=worker_id)
 
