@@ -10,7 +10,7 @@ import pytest
 from check_cases import CHECKED, answers, brings, desk_with, honest, joins
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head import strangers
+from echo2.control.head import standby, strangers
 from echo2.control.head.checks import CHECK_SHARE, OVERDUE_LEASES
 from echo2.control.head.standings import MISMATCH_TOKENS, SURPRISE_ODD
 from echo2.control.head.trust import NEWCOMER_CHECKS, SURPRISE_KEPT, SURPRISE_MAX, UNCHECKED_MAX
@@ -161,3 +161,24 @@ def test_a_check_whose_group_was_retired_meanwhile_lets_no_ticket_rest() -> None
     desk.tell(ev.Tick())
     assert desk.planner.standings.rests.get("ticket-s") is None
     assert desk.planner.trust.of("ticket-s").num_missed == 1
+
+
+def test_a_machine_that_strangers_need_does_not_stand_by() -> None:
+    """Nobody else can check newcomers; their measured rate, which would suffice, says nothing while they have no leases,
+    and the run would wait for ever."""
+    desk = desk_with("s", activation=True)
+    assert desk.planner.activation is not None
+    desk.planner.activation.needed_rate = 0.01
+    brings(desk, "s")
+    desk.tell(ev.WorkerLeft("own", "its owner ended it"))
+    desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
+    desk.tell(ev.Tick())
+    assert of(do.RetireGroup, joins(desk, "server", draws=False)) == []
+    assert of(do.ActivateWorker, joins(desk, "own2"))
+    joins(desk, "own3")
+    desk.now += CHECKED.lease_seconds
+    desk.tell(ev.Tick())
+    assert desk.planner.leases.of_worker("s")
+    standby.release(desk.planner, "own2", "the others suffice", desk.now)
+    assert of(do.ActivateWorker, desk.tell(ev.WorkerLeft("own2", "its owner ended it")))
+    assert [one.worker_id for one in desk.planner.fleet.own() if not one.standby] == ["server", "own3"]

@@ -104,6 +104,7 @@ class Planner(PlannerState):
 
     def _advance(self, now: float) -> None:
         """Emit all commands that the event may have made possible."""
+        standby.keep_last(self)
         checks.assign(self)
         workers.expel(self, now)
         self._finish_evals(now)

@@ -153,18 +153,36 @@ def activate(state: PlannerState, worker_id: str, reason: str) -> None:
 
 
 def release(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
-    """Let a worker finish its leases and then stand by. The owner's last machine stays active, because only it can
-    evaluate, and because strangers may supply only a bounded share beside it.
-    """
+    """Let a worker finish its leases and then stand by, unless strangers need it."""
     worker = state.fleet.get(worker_id)
-    if worker is not None and not worker.standby and not _is_last_own(state, worker):
+    if worker is not None and not worker.standby and not _is_last(state, worker):
         stand_by(state, worker, now)
         state.emit(do.ReleaseWorker, reason, worker_id=worker_id)
 
 
-def _is_last_own(state: PlannerState, worker: Worker) -> bool:
-    active = [one for one in state.fleet.own() if not (one.detached or one.standby)]
-    return active == [worker] and len(state.fleet) > len(state.fleet.own())
+def keep_last(state: PlannerState) -> None:
+    """Beside strangers, keep a machine of the owner active, and one that can check them: only such a machine can
+    evaluate, and strangers are limited and checked only beside it.
+    """
+    if state.activation is None or len(state.fleet) == len(state.fleet.own()):
+        return
+    for pool in _kinds(state):
+        if pool and all(one.standby for one in pool):
+            chosen = max(pool, key=lambda one: (one.draws, -one.price_usd_per_hour)).worker_id
+            activate(state, chosen, "strangers work only beside a machine of the owner")
+            announce_newest(state, "newest when the worker was activated", (chosen,))
+
+
+def _is_last(state: PlannerState, worker: Worker) -> bool:
+    return len(state.fleet) > len(state.fleet.own()) and any(
+        [one for one in pool if not (one.standby or one.detached)] == [worker] for pool in _kinds(state)
+    )
+
+
+def _kinds(state: PlannerState) -> tuple[list[Worker], list[Worker]]:
+    """Return the owner's machines that are connected and stay, and those of them that can check strangers."""
+    own = [one for one in state.fleet.own() if not (one.returned or (one.detached and one.standby))]
+    return own, [one for one in own if one.draws]
 
 
 def rent_failed(state: PlannerState, offer: str, now: float) -> None:
