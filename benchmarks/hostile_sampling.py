@@ -157,7 +157,7 @@ async def honest(num_groups: int) -> list[dict[str, Any]]:
                 torch.set_num_threads(1)
                 verdicts += await judged(engines[checker], list(zip(asked, groups, strict=True)))
                 for group in groups:
-                    copies.check(group)
+                    copies.check(group, "honest")
             rows.append({"dtype": dtype, "sampler": source, "checker": checker, "slots": slots, **spread(verdicts)})
             print(rows[-1], flush=True)
     return rows

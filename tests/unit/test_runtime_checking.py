@@ -73,9 +73,9 @@ class Attending:
         self._task.cancel()
 
 
-def run_of(path: Path, **more: Any) -> dict[str, Any]:
+def run_of(path: Path) -> dict[str, Any]:
     source = rows(path / "tasks.jsonl", *(f"{number}+{number}" for number in range(10, 40)))
-    changes = {"sampling": {"max_tokens": 12}, "schedule": {"groups_per_step": 40}, "run": {"max_steps": 2}, **more}
+    changes = {"sampling": {"max_tokens": 12}, "schedule": {"groups_per_step": 40}, "run": {"max_steps": 2}}
     return settings(source, **changes)
 
 
@@ -96,10 +96,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(path: Path, **more: Any) -> AsyncIterator[Scene]:
+async def scene(path: Path) -> AsyncIterator[Scene]:
     engine = make_engine("compact", "cpu")
     await engine.update_weights(snapshot_of(tiny_module("qwen3")))
-    async with OpenHead(path, run_of(path, **more)) as head:
+    async with OpenHead(path, run_of(path)) as head:
         head.head.planner.fleet.heartbeat_seconds = 3600.0  # whoever samples slowly here is not silent for too long
         found = Scene(path, head, engine)
         yield found
@@ -181,14 +181,20 @@ def test_what_is_no_check_is_refused_and_what_cannot_be_read_is_said(tmp_path: P
 
 def test_rollouts_that_a_stranger_delivered_before_are_refused(tmp_path: Path) -> None:
     async def go() -> None:
-        async with scene(tmp_path, workers={"require_checks": False}) as here:
-            worker = await here.joins("stranger")
+        async with scene(tmp_path) as here:
+            worker = Attending(here.head, here.path / "stranger", False)  # the first to attend gets the first group
+            here.workers.append(worker)
+            await until(lambda: worker.peer.peer_id in here.head.head.workers)
+            own = await here.joins("own", is_own=True)
             group = await worker.sample(here.engine, worker.leases[0])
+            await until(lambda: own.checks)
+            report = await check(here.engine, own.checks[0])
+            await here.head.service.handlers()["ReportCheck"](own.peer, report)  # type: ignore[misc]
             await until(lambda: len(worker.leases) > 1)
             other = messages.decode_assignment(worker.leases[1]).lease.group
             reply = await worker.deliver(worker.leases[1], replace(group, group=other))
             assert not reply.accepted
-            assert "rollout 0 of group 1 is a copy of rollout 0 of group 0" in reply.reason
+            assert f"is a copy of rollout 0 of group {group.group.number}" in reply.reason
 
     asyncio.run(go())
 
@@ -204,16 +210,25 @@ def grouped(number: int, *rollouts: tuple[int, float]) -> RolloutGroup:
 
 def test_copies_are_what_honest_workers_do_not_draw_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = CopiedRollouts()
-    copies.check(grouped(0, (5, -6.0), (6, -0.1)))
-    copies.check(grouped(0, (5, -6.0), (6, -0.1)))  # the answer to it was lost, or another lease on it
-    copies.check(grouped(1, (6, -0.1), (6, -0.1)))  # likely enough
+    copies.check(grouped(0, (5, -6.0), (6, -0.1)), "t")
+    copies.check(grouped(0, (5, -6.0), (6, -0.1)), "t")  # the answer to it was lost, or another lease on it
+    copies.check(grouped(1, (6, -0.1), (6, -0.1)), "t")  # likely enough
     for copied in (
         grouped(1, (7, -6.0), (5, -6.0)),
         grouped(2, (7, -6.0), (7, -6.0)),
         grouped(0, (7, -6.0), (5, -6.0)),
     ):
         with pytest.raises(PeerError, match="is a copy of rollout"):
-            copies.check(copied)
+            copies.check(copied, "t")
     monkeypatch.setattr("echo2.runtime.head.copied_rollouts.KEPT", 1)
-    copies.check(grouped(3, (8, -6.0)))
-    copies.check(grouped(4, (5, -6.0)))  # forgotten
+    copies.check(grouped(3, (8, -6.0)), "t")
+    copies.check(grouped(4, (5, -6.0)), "t")  # forgotten
+
+
+def test_nobody_can_have_the_rollouts_of_others_taken_for_copies() -> None:
+    """With the run's seed and the tasks a stranger can sample what others will deliver, and deliver it before them."""
+    copies = CopiedRollouts()
+    copies.check(grouped(0, (5, -6.0), (6, -6.0)), "liar")
+    copies.check(grouped(1, (5, -6.0)), "honest")
+    with pytest.raises(PeerError, match="is a copy of rollout"):
+        copies.check(grouped(2, (5, -6.0)), "honest")

@@ -1,5 +1,8 @@
-"""Detects rollouts that strangers deliver twice. Copying is the cheapest way to cheat, and is detected without a check:
-by the rollout's own logprobs, an honest engine does not draw the same long rollout twice.
+"""Detects rollouts that a stranger's ticket delivers twice. Copying is the cheapest way to cheat, and is detected without
+a check: by the rollout's own logprobs, an honest engine does not draw the same long rollout twice.
+
+Rollouts of different tickets are not compared: who knows the run's seed and a task can sample what an honest worker will
+deliver for it, and could deliver that first, for another group.
 """
 
 from __future__ import annotations
@@ -20,25 +23,26 @@ CHANCE_NATS = 36.0
 
 
 class CopiedRollouts:
-    """Rollouts that strangers delivered since the head started, by a hash of their tokens that only this process can
-    compute: nobody can make a rollout that honest ones are then taken for copies of."""
+    """Rollouts that strangers delivered since the head started, by a hash of their ticket and tokens that only this
+    process can compute: nobody can make another rollout with that hash."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
         self._seen: dict[bytes, tuple[int, int]] = {}
 
-    def check(self, group: RolloutGroup) -> None:
-        """Remember the rollouts of a group. The same group may be delivered again: its random numbers are the same.
+    def check(self, group: RolloutGroup, ticket: str) -> None:
+        """Remember the rollouts of a group of this ticket. The same group may be delivered again: its random numbers are
+        the same.
 
         Raises:
-            PeerError: "malformed": a rollout equals one of another group, or another one of this group.
+            PeerError: "malformed": a rollout equals one of another group of the ticket, or another one of this group.
         """
         found: dict[bytes, tuple[int, int]] = {}
         for sample, rollout in enumerate(group.rollouts):
             nats = -float(np.frombuffer(rollout.logprobs, dtype=np.float32).sum(dtype=np.float64))
             if nats < CHANCE_NATS:
                 continue
-            key = blake3(rollout.tokens.tobytes(), key=self._key).digest(16)
+            key = blake3(rollout.tokens.tobytes() + ticket.encode(), key=self._key).digest(16)
             place = (group.group.number, sample)
             first = self._seen.get(key) or found.setdefault(key, place)
             if first != place:

@@ -62,8 +62,9 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         group = await head.referee.judged(rules, lease, task, group, seconds_left)
     elif not by_harness:
         head.reader.check_ends(group, params.max_tokens)
-    if not (group.logged or head.identity.member(worker_id).is_own):
-        head.copied.check(group)
+    member = head.identity.member(worker_id)
+    if not (group.logged or member.is_own):
+        head.copied.check(group, member.ticket_id)
     as_told = delivery.rollouts if group.rollouts is told and not by_harness else ()
     message = messages.encode_group(group, as_told)
     if group.logged:  # these rollouts come from the user's log and were not checked when decoded
