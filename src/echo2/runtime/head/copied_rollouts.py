@@ -1,8 +1,8 @@
-"""Detects rollouts that a stranger's ticket delivers twice. Copying is the cheapest way to cheat, and is detected without
-a check: by the rollout's own logprobs, an honest engine does not draw the same long rollout twice.
+"""Detects rollouts that a stranger's ticket delivers twice. Copying is the cheapest way to cheat, and is detected
+without a check: by the rollout's own logprobs, an honest engine does not draw the same long rollout twice.
 
-Rollouts of different tickets are not compared: who knows the run's seed and a task can sample what an honest worker will
-deliver for it, and could deliver that first, for another group.
+Rollouts of different tickets are not compared. Whoever knows the run's seed and a task can sample what an honest worker
+will deliver for it, and could deliver that first, for another group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class CopiedRollouts:
         self._seen: dict[bytes, tuple[int, int]] = {}
 
     def check(self, group: RolloutGroup, ticket: str) -> None:
-        """Remember the rollouts of a group of this ticket. The same group may be delivered again: its random numbers are
-        the same.
+        """Remember the rollouts of a group of this ticket. The same group may be delivered again: its random numbers
+        are the same.
 
         Raises:
             PeerError: "malformed": a rollout equals one of another group of the ticket, or another one of this group.
