@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from array import array
@@ -141,7 +142,7 @@ def test_a_support_that_names_a_token_twice_is_seen(params: dict[str, Any]) -> N
         loss_mask=b"\x01" * len(tokens),
         version_spans=((0, 0),),
         finish="length",
-        support_tokens=array("i", sum(supports, [])),
+        support_tokens=array("i", itertools.chain(*supports)),
         support_offsets=offsets,
     )
     honest = sampled(engine, assignment)

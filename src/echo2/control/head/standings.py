@@ -66,7 +66,7 @@ class Standings:
         return ticket
 
     def rest(self, ticket: str, until: float, is_fault: bool = True) -> None:
-        """Give the ticket no leases until then, or until a longer rest ends. `is_fault`: it counts as one of its rests."""
+        """Give the ticket no leases until then, or until a longer rest ends. `is_fault`: its next rest is longer."""
         self.of(ticket).num_rests += is_fault
         self.rests.set(ticket, max(until, self.rests.get(ticket) or until))
 
