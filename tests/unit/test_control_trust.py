@@ -164,7 +164,7 @@ def test_a_check_whose_group_was_retired_meanwhile_lets_no_ticket_rest() -> None
 
 
 def test_a_machine_that_strangers_need_does_not_stand_by() -> None:
-    """Nobody else can check newcomers. Their measured rate, which would suffice, says nothing while they have no leases:
+    """Nobody else can check newcomers. Their measured rate would suffice, but says nothing while they have no leases:
     the run would wait for ever."""
     desk = desk_with("s", activation=True)
     assert desk.planner.activation is not None
