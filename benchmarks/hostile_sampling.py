@@ -165,7 +165,7 @@ async def honest(num_groups: int) -> list[dict[str, Any]]:
 
 def spread(verdicts: list[Verdict]) -> dict[str, Any]:
     """Of groups: how many, how many are faulty, and the largest of what the tolerances bound."""
-    fields = ("worst_interval", "typical_interval", "worst_support", "worst_logprob", "mean_logprob")
+    fields = ("worst_interval", "typical_interval", "worst_support", "typical_support", "worst_logprob", "mean_logprob")
     found: dict[str, Any] = {"groups": len(verdicts), "false_alarms": sum(bool(one.fault) for one in verdicts)}
     found["tokens"] = sum(one.num_tokens for one in verdicts)
     for name in fields:

@@ -277,6 +277,21 @@ def test_in_16_bits_a_little_off_at_most_tokens_is_seen(monkeypatch: pytest.Monk
             assert "typically miss" in verdict.fault
 
 
+def test_in_16_bits_a_narrower_support_than_was_told_is_seen() -> None:
+    """Each token alone may lack some tokens of its support by rounding; all of them do not."""
+    snapshot = in_16_bits(snapshot_of(tiny_module("qwen3")))
+    compact, hf = engine_with("compact", snapshot), engine_with("transformers", snapshot)
+    for seed, (sampler, checker) in enumerate([(compact, compact), (compact, hf), (hf, compact)]):
+        assignment = leased(seed, num_samples=16, max_tokens=40, top_p=0.9)
+        verdict = judged(checker, assignment, sampled(sampler, assignment))
+        assert verdict.fault == "", verdict
+        assert verdict.typical_support < TOLERANCES[16].typical_support / 3
+        narrow = sampled(sampler, leased(seed, num_samples=16, max_tokens=40, top_p=0.8))
+        verdict = judged(checker, assignment, narrow)
+        assert verdict.worst_support < TOLERANCES[16].support
+        assert "others than top-k and top-p leave" in verdict.fault
+
+
 def test_each_turn_has_a_stream_of_its_own() -> None:
     assignment = replace(leased(0), environment="game", is_chat=True)
     rollout = Rollout(array("i", [1] * 7), array("f", [0.0] * 7), b"\1\1\0\0\1\1\1", ((0, 0),), "stop")

@@ -98,19 +98,20 @@ class PrefillEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Deviations allowed to an honest group. `interval`, `typical_interval` and `support`: probability; `logprob` (of a
+    """Deviations allowed to an honest group. `interval`, `support`, and the typical ones: probability; `logprob` (of a
     token) and `mean_logprob` (mean over a group): nats.
     """
 
     interval: float
     typical_interval: float
     support: float
+    typical_support: float
     logprob: float
     mean_logprob: float
 
 
 #: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
-TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 1.5, 0.1)}
+TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1)}
 #: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
 TYPICAL_TOKENS = 256
 
@@ -125,6 +126,8 @@ class Verdict:
                     square of the mean root of these distances, which few large ones change little: whoever draws from
                     slightly other distributions is off by little at most tokens
     worst_support   largest `support_errors`
+    typical_support
+                    square of their mean root
     worst_logprob   largest |reported logprob - computed logprob|, nats; `mean_logprob`: the mean
     surprise        (sum of -logprob minus sum of entropies) in standard deviations
     variance        of that sum, nats^2
@@ -136,6 +139,7 @@ class Verdict:
     worst_interval: float
     typical_interval: float
     worst_support: float
+    typical_support: float
     worst_logprob: float
     mean_logprob: float
     surprise: float
@@ -302,7 +306,7 @@ def verdict(
 ) -> Verdict:
     """Return the verdict on a group of `num_sampled` tokens, from the parts that were compared."""
     if not parts:
-        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
+        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
     intervals, supports, logprobs, surprises, variances = (
         np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__
     )
@@ -311,8 +315,9 @@ def verdict(
     variance = max(float(variances.sum()), 1.0)
     found = {
         "worst_interval": float(intervals.max()),
-        "typical_interval": float(np.sqrt(intervals).sum() / max(len(intervals), TYPICAL_TOKENS)) ** 2,
+        "typical_interval": _typical(intervals),
         "worst_support": float(supports.max()),
+        "typical_support": _typical(supports),
         "worst_logprob": float(logprobs.max()),
         "mean_logprob": float(logprobs.mean()),
         "surprise": float(surprises.sum()) / math.sqrt(variance),
@@ -327,7 +332,7 @@ def verdict(
             f"its random numbers typically miss its tokens by {found['typical_interval']:.2g}; "
             f"{tolerance.typical_interval:g} is allowed"
         )
-    elif found["worst_support"] > tolerance.support:
+    elif found["worst_support"] > tolerance.support or found["typical_support"] > tolerance.typical_support:
         fault = "a token was drawn from others than top-k and top-p leave"
     elif found["worst_logprob"] > tolerance.logprob or found["mean_logprob"] > tolerance.mean_logprob:
         fault = (
@@ -337,3 +342,8 @@ def verdict(
     elif abs(found["surprise"]) > SURPRISE_DEVIATIONS_MAX:
         fault = f"its tokens are {found['surprise']:+.1f} standard deviations more surprising than the entropy says"
     return Verdict(num_tokens=len(intervals), num_skipped=num_sampled - len(intervals), fault=fault, **found)
+
+
+def _typical(values: Floats) -> float:
+    """Return the square of the mean root."""
+    return float(np.sqrt(values).sum() / max(len(values), TYPICAL_TOKENS)) ** 2
