@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from echo2.errors import PeerError
+from echo2.rollout import torch_engine
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
 from echo2.rollout.random_streams import Keys, uniforms
@@ -206,6 +207,17 @@ def test_an_engine_that_checks_keeps_the_weights_before_the_installed_ones() -> 
     load(engine, versions[2])
     with pytest.raises(PeerError, match="does not hold"):
         asyncio.run(check_group(engine, versions[0].ref, assignment, group))
+
+
+def test_an_engine_that_checks_takes_more_memory_to_hold_two_sets_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = [snapshot_of(tiny_module("qwen3", seed=version), version) for version in range(3)]
+    num_bytes = sum(tensor.num_bytes for tensor in versions[0].tensors.values())
+    monkeypatch.setattr(torch_engine, "free_memory_bytes", lambda _: 16 * num_bytes)
+    engine = engine_with("compact", *versions[:2])
+    assert engine.held == (versions[1].ref,)  # copied over the old ones
+    asyncio.run(engine.prefill(versions[1].ref, []))
+    load(engine, versions[2])
+    assert engine.held == (versions[2].ref, versions[1].ref)
 
 
 def test_an_edited_token_before_or_behind_a_swap_is_seen() -> None:

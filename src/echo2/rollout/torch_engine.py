@@ -47,6 +47,8 @@ log = logging.getLogger(__name__)
 #: itself, and leaves half for keys and values. It shares main memory with others, and copying in place is quick there.
 GPU_SHARE = 1 / 2
 CPU_SHARE = 1 / 32
+#: The same in main memory for an engine that checks, which needs the weights before, too.
+CHECKING_SHARE = 1 / 8
 META = torch.device("meta")
 
 
@@ -203,7 +205,7 @@ class TorchDecoder:
         """Load new weights beside the old ones. Returns whether there was room; raises OutOfMemoryError if there was no
         room and there are no old weights to copy over."""
         num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
-        share = GPU_SHARE if self._device.type == "cuda" else CPU_SHARE
+        share = GPU_SHARE if self._device.type == "cuda" else CHECKING_SHARE if self._checks else CPU_SHARE
         if self._current is not None and num_bytes > share * free:
             return False
         try:
