@@ -19,9 +19,10 @@ from echo2.errors import PeerError
 from echo2.rollout import torch_engine
 from echo2.rollout.engines import make_engine
 from echo2.rollout.generate import sample_group
+from echo2.rollout.prefill import measure
 from echo2.rollout.random_streams import Keys, uniforms
 from echo2.rollout.turns import derived_seed
-from echo2.rollout.verification import TOLERANCES, TYPICAL_TOKENS, Verdict, check_group, numbers_of
+from echo2.rollout.verification import TOLERANCES, TYPICAL_TOKENS, PrefillRequest, Verdict, check_group, numbers_of
 from echo2.types import (
     RUN_POLICY,
     Assignment,
@@ -302,6 +303,28 @@ def test_in_16_bits_a_narrower_support_than_was_told_is_seen() -> None:
         verdict = judged(checker, assignment, narrow)
         assert verdict.worst_support < TOLERANCES[16].support
         assert "others than top-k and top-p leave" in verdict.fault
+
+
+def test_in_16_bits_min_p_may_cut_a_token_that_rounding_made_too_unlikely() -> None:
+    """The error is the probability of what is missing; it had been 1 for any token, which ended in a quarantine."""
+    likely, threshold = 0.5, 0.5 * 0.05
+    probs = torch.tensor([likely, 1.3 * threshold, 0.4 * threshold])
+    probs_V = torch.cat([probs, (1.0 - probs.sum()).expand(1) / 100 * torch.ones(100)])
+    for support, most in (([0], 1.4 * threshold), ([0, 1], 1e-6)):
+        request = PrefillRequest(
+            array("i", [1]),
+            array("i", [0]),
+            SamplingParams(min_p=0.05),
+            ((0, 0),),
+            support_tokens=array("i", support),
+            support_offsets=array("i", [0, len(support)]),
+        )
+        (error,) = measure(iter([probs_V.log()[None]]), request, 16).support_errors
+        assert error <= most
+    (error,) = measure(
+        iter([probs_V.log()[None]]), replace(request, support_tokens=array("i", [0, 2])), 16
+    ).support_errors
+    assert error > threshold / 2
 
 
 def test_each_turn_has_a_stream_of_its_own() -> None:

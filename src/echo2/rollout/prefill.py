@@ -137,11 +137,16 @@ def _support_error(
     best_N = ((best_NW - total_N1).exp().double() * is_best_NW).sum(-1)
     least_N = probs_NW.masked_fill(~is_in_NW, float("inf")).amin(-1)
     likely_enough_N = params.min_p * (best_NW[:, 0] - total_N1[:, 0]).exp().double()
+    surely_enough_N = likely_enough_N * (1.0 + tie)
     next_N = (best_NW.gather(1, size_N.clamp(max=best_NW.shape[1] - 1)[:, None]) - total_N1)[:, 0].exp().double()
-    is_full_N = (size_N >= top_k) | (next_N < likely_enough_N * (1.0 + tie))
-    too_few_N = (min(params.top_p, 1.0) - mass_N).masked_fill(is_full_N, 0.0)
+    is_full_N = (size_N >= top_k) | (next_N < surely_enough_N)
+    too_few_N = params.top_p - mass_N
     if params.top_p >= 1.0:
-        too_few_N = (~is_full_N).double()
+        too_few_N = torch.ones_like(mass_N)  # the number of tokens, which top-k names, is not a matter of rounding
+    if params.top_p >= 1.0 and params.min_p:
+        probs_NW = ((best_NW[:, :top_k] if params.top_k else logits_NV) - total_N1).exp().double()
+        too_few_N = probs_NW.masked_fill(probs_NW < surely_enough_N[:, None], 0.0).sum(-1) - mass_N
+    too_few_N = too_few_N.masked_fill(is_full_N, 0.0)
     too_many_N = mass_N - least_N - params.top_p
     too_wide_N = (size_N > top_k).double()
     errors = [best_N - mass_N, too_few_N, too_many_N, too_wide_N, likely_enough_N - least_N]
