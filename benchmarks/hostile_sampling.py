@@ -115,9 +115,8 @@ async def engine_of(name: str, held: Snapshot, slots: int = 64) -> Any:
 
 
 def leased(number: int, params: SamplingParams) -> Assignment:
-    rng = random.Random(number)
+    rng, group = random.Random(number), GroupRef(RUN_POLICY, "train", number)
     prompt = array("i", [rng.randrange(2, VOCAB) for _ in range(rng.randrange(4, 24))])
-    group = GroupRef(RUN_POLICY, "train", number)
     lease = Lease(1, group, 0, number, ROLLOUTS, 0, None, 60.0, 60.0, mix(number) >> 1)
     return Assignment(lease, prompt, params)
 
@@ -166,8 +165,8 @@ async def honest(num_groups: int) -> list[dict[str, Any]]:
 def spread(verdicts: list[Verdict]) -> dict[str, Any]:
     """Of groups: how many, how many are faulty, and the largest of what the tolerances bound."""
     fields = ("worst_interval", "typical_interval", "worst_support", "typical_support", "worst_logprob", "mean_logprob")
-    found: dict[str, Any] = {"groups": len(verdicts), "false_alarms": sum(bool(one.fault) for one in verdicts)}
-    found["tokens"] = sum(one.num_tokens for one in verdicts)
+    false_alarms, tokens = sum(bool(one.fault) for one in verdicts), sum(one.num_tokens for one in verdicts)
+    found: dict[str, Any] = {"groups": len(verdicts), "false_alarms": false_alarms, "tokens": tokens}
     for name in fields:
         values = [getattr(one, name) for one in verdicts]
         found[name] = {"median": quantile(values, 0.5), "p99": quantile(values, 0.99), "max": max(values)}
