@@ -190,13 +190,15 @@ def test_a_restarted_head_goes_on_with_the_checks_that_were_under_way() -> None:
     (kept,) = of(do.RecordCheck, brings(desk, "liar"))
     check = kept.check
     assert (check.worker_id, check.holds) == ("liar", True)
-    groups = (ev.RecoveredGroup(check.number, 0, "ready", 0, "liar"),)
-    started = ev.HeadStarted(next_number=1, next_lease_id=2, groups=groups, published=(FIRST,), checks=(check,))
+    others = [ev.RecoveredGroup(number, 1, "ready", 0, name) for number, name in ((5, "liar"), (6, "own"))]
+    groups = (ev.RecoveredGroup(check.number, 0, "ready", 0, "liar"), *others)
+    started = ev.HeadStarted(next_number=7, next_lease_id=2, groups=groups, published=(FIRST,), checks=(check,))
     desk = Desk(CHECKED, started)
     assert not of(do.FeedGroup, desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0)))
+    joins(desk, "liar", "ticket-liar")
     (asked,) = of(do.CheckGroup, joins(desk, "own"))
     commands = answers(desk, asked, "wrong")
-    assert [one.number for one in of(do.RetireGroup, commands)] == [check.number]
+    assert [one.number for one in of(do.RetireGroup, commands)] == [check.number, 5]  # what it delivered before, too
     assert [one.number for one in of(do.EndCheck, commands)] == [check.number]
     assert desk.planner.trust.of("ticket-liar").is_quarantined
 
@@ -394,7 +396,8 @@ def _lease_of_step(desk: Desk, worker_id: str, step: int) -> int:
     return next(one for one in desk.planner.leases.of_worker(worker_id) if desk.leases[one][1].step == step)
 
 
-def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_nothing_else() -> None:
+@pytest.mark.parametrize("has_new_weights", [False, True])
+def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_nothing_else(has_new_weights: bool) -> None:
     desk = desk_with("s", groups_per_step=4)
     for step in range(2):
         _complete(desk, step)
@@ -403,8 +406,13 @@ def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_noth
     lease_id = _lease_of_step(desk, "s", 2)
     credit = desk.planner.standings.of("ticket-s").credit
     desk.tell(ev.LearnerLost("killed"), ev.LearnerJoined(1))
-    refused = desk.deliver(lease_id, 2)
-    assert [(one.refusal, "not published" in one.reason) for one in of(do.RefuseDelivery, refused)] == [("late", True)]
+    if has_new_weights:  # they came while it sampled
+        answer = desk.tell(ev.LeaseFailed("s", lease_id, "snapshot_gone", "a snapshot of another lineage came"))
+        assert [one.outcome for one in of(do.CloseLease, answer)] == ["late"]
+    else:
+        answer = desk.deliver(lease_id, 2)
+        refused = [(one.refusal, "not published" in one.reason) for one in of(do.RefuseDelivery, answer)]
+        assert refused == [("late", True)]
     assert desk.planner.standings.of("ticket-s").credit == credit
     group = desk.leases[lease_id][1].group.number
     record = desk.planner.groups.get(group)

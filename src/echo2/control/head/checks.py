@@ -230,7 +230,7 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
         trust = trust.noted(state.now, "expelled: a second group in quarantine was not as it should be")
     _record(state, check.drawn.ticket, trust, reason)
     if check.drawn.ticket != UNKNOWN:
-        for record in [record for record in state.groups if check.drawn.ticket in record.supplied_by]:
+        for record in [record for record in state.groups if _is_of(state, record, check.drawn.ticket)]:
             _retire(state, record, f"ticket {check.drawn.ticket} is not believed: {reason}")
     if (found := state.groups.get(check.drawn.number)) is not None:
         _retire(state, found, reason)
@@ -239,6 +239,12 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
     for worker in [worker for worker in state.fleet if worker.ticket == check.drawn.ticket]:
         state.conducts.to_expel[worker.worker_id] = f"its rollouts were not drawn as it says; {reason}"
     strangers.rest(state, check.drawn.ticket, EXPELLED_REST_SECONDS, "its workers are expelled")
+
+
+def _is_of(state: PlannerState, record: PlannedGroup, ticket: str) -> bool:
+    """Whether the ticket supplied a group, also one from before a restart of the head, which knows only its worker."""
+    worker = state.fleet.get(record.worker_id)
+    return ticket in record.supplied_by or (worker is not None and worker.ticket == ticket)
 
 
 def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:

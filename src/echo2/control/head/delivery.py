@@ -35,11 +35,17 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
         age = staleness.staleness(lease.step, event.oldest_version)
         return "stale", f"its oldest token would be {age} versions old at step {lease.step}"
     if (unknown := _unknown_weights(state, event, lease)) is not None:
-        granted_at = lease.deadline - lease.seconds
-        return "late" if granted_at < state.took_over_at + state.options.lease_seconds else "malformed", unknown
+        return "late" if is_from_before(state, lease) else "malformed", unknown
     if lease.exact_version is not None and event.newest_version != lease.exact_version:
         return "malformed", f"sampled with version {event.newest_version}, leased for exactly {lease.exact_version}"
     return None
+
+
+def is_from_before(state: PlannerState, lease: Lease) -> bool:
+    """Whether a lease was granted before the learner fell back or a new head took over, or up to a lease later: its
+    worker may not have heard.
+    """
+    return lease.deadline - lease.seconds < state.took_over_at + state.options.lease_seconds
 
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from echo2.control.head import checks, strangers, waste
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
-from echo2.control.head.delivery import has_result, judge
+from echo2.control.head.delivery import has_result, is_from_before, judge
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import OWN, UNINFORMATIVE, PlannedGroup
 from echo2.control.head.leases import FAILURES, MAX_ATTEMPTS
@@ -172,7 +172,8 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
     group = held[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
-    end_lease(state, event.lease_id, "failed", f"{reason}: {event.detail}")
+    is_overtaken = reason == "snapshot_gone" and is_from_before(state, held[1])
+    end_lease(state, event.lease_id, "late" if is_overtaken else "failed", f"{reason}: {event.detail}")
     worker = state.fleet.get(event.worker_id)
     if worker is not None:
         state.fleet.rest(worker, now)
