@@ -73,9 +73,9 @@ class Attending:
         self._task.cancel()
 
 
-def run_of(path: Path) -> dict[str, Any]:
+def run_of(path: Path, **more: Any) -> dict[str, Any]:
     source = rows(path / "tasks.jsonl", *(f"{number}+{number}" for number in range(10, 40)))
-    changes = {"sampling": {"max_tokens": 12}, "schedule": {"groups_per_step": 40}, "run": {"max_steps": 2}}
+    changes = {"sampling": {"max_tokens": 12}, "schedule": {"groups_per_step": 40}, "run": {"max_steps": 2}, **more}
     return settings(source, **changes)
 
 
@@ -96,10 +96,10 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(path: Path) -> AsyncIterator[Scene]:
+async def scene(path: Path, **more: Any) -> AsyncIterator[Scene]:
     engine = make_engine("compact", "cpu")
     await engine.update_weights(snapshot_of(tiny_module("qwen3")))
-    async with OpenHead(path, run_of(path)) as head:
+    async with OpenHead(path, run_of(path, **more)) as head:
         head.head.planner.fleet.heartbeat_seconds = 3600.0  # whoever samples slowly here is not silent for too long
         found = Scene(path, head, engine)
         yield found
@@ -181,15 +181,9 @@ def test_what_is_no_check_is_refused_and_what_cannot_be_read_is_said(tmp_path: P
 
 def test_rollouts_that_a_stranger_delivered_before_are_refused(tmp_path: Path) -> None:
     async def go() -> None:
-        async with scene(tmp_path) as here:
-            worker = Attending(here.head, here.path / "stranger", False)  # the first to attend gets the first group
-            here.workers.append(worker)
-            await until(lambda: worker.peer.peer_id in here.head.head.workers)
-            own = await here.joins("own", is_own=True)
+        async with scene(tmp_path, workers={"require_checks": False}) as here:
+            worker = await here.joins("stranger")
             group = await worker.sample(here.engine, worker.leases[0])
-            await until(lambda: own.checks)
-            report = await check(here.engine, own.checks[0])
-            await here.head.service.handlers()["ReportCheck"](own.peer, report)  # type: ignore[misc]
             await until(lambda: len(worker.leases) > 1)
             other = messages.decode_assignment(worker.leases[1]).lease.group
             reply = await worker.deliver(worker.leases[1], replace(group, group=other))
