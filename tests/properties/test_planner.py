@@ -73,7 +73,7 @@ def test_no_lie_drawn_at_random_gets_past_the_checks_and_the_honest_are_found_ho
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(400_000, 400_500, SEEDS_A_BLOCK))
+@pytest.mark.parametrize("first", range(400_000, 400_200, SEEDS_A_BLOCK))
 def test_nor_does_any_in_more_worlds(first: int) -> None:
     wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_lying(seed))}
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
