@@ -232,6 +232,8 @@ def judge_forging(seed: int) -> list[str]:
             elif isinstance(command, do.ExpelWorker) and not specs[command.worker_id].forges:
                 wrong.append(f"{command.worker_id} is honest and was expelled")
             elif isinstance(command, do.RetireGroup) and command.why == UNTRUSTED:
+                if specs[sampled[command.number]].ticket and "has no verdict" in command.reason:
+                    continue  # the owner's machines were too slow, or gone: the work of an honest newcomer is lost
                 wrong += [
                     f"group {command.number} of {worker_id}, which is honest, was retired"
                     for worker_id in [sampled[command.number]]
