@@ -11,6 +11,7 @@ PYTHONPATH=src:tests python -c "from worlds import *; print(judge_seed(SEED))"
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,8 +25,8 @@ from worlds import HOSTILE, calm, hostile_scenario, judge_forging, judge_hostile
 SEEDS_A_BLOCK = 25
 
 
-def judge_block(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_seed(seed))}
+def judge_block(first: int, judge: Callable[[int], list[str]] = judge_seed) -> None:
+    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge(seed))}
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
 
 
@@ -42,41 +43,35 @@ def test_every_rule_holds_in_more_random_worlds(first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, 50, SEEDS_A_BLOCK))
 def test_strangers_that_mean_harm_never_stop_a_run_and_supply_a_bounded_share(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_hostile(seed))}
-    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+    judge_block(first, judge_hostile)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(200_000, 201_000, SEEDS_A_BLOCK))
 def test_nor_do_they_in_more_worlds(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_hostile(seed))}
-    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+    judge_block(first, judge_hostile)
 
 
 @pytest.mark.parametrize("first", range(0, 25, SEEDS_A_BLOCK))
 def test_what_strangers_forge_is_not_trained_and_the_honest_stay(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_forging(seed))}
-    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+    judge_block(first, judge_forging)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(300_000, 301_000, SEEDS_A_BLOCK))
 def test_nor_is_it_in_more_worlds(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_forging(seed))}
-    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+    judge_block(first, judge_forging)
 
 
 @pytest.mark.parametrize("first", range(0, 25, SEEDS_A_BLOCK))
 def test_no_lie_drawn_at_random_gets_past_the_checks_and_the_honest_are_found_honest(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_lying(seed))}
-    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+    judge_block(first, judge_lying)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(400_000, 400_200, SEEDS_A_BLOCK))
 def test_nor_does_any_in_more_worlds(first: int) -> None:
-    wrong = {seed: found for seed in range(first, first + SEEDS_A_BLOCK) if (found := judge_lying(seed))}
-    assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
+    judge_block(first, judge_lying)
 
 
 def test_what_one_forged_who_did_not_come_back_to_a_new_head_is_not_held_against_the_others() -> None:

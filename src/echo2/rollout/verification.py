@@ -150,7 +150,7 @@ class Verdict:
 async def check_group(
     engine: PrefillEngine, ref: SnapshotRef, assignment: Assignment, group: RolloutGroup, is_from_stream: bool = True
 ) -> Verdict:
-    """Judge a delivered group, as far as the engine holds its weights. `ref`: those of its oldest version;
+    """Judge a delivered group, as far as the engine holds its weights. `ref`: those of its newest version;
     `is_from_stream`: the worker's engine draws from the head's random streams.
 
     Raises:

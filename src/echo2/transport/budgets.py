@@ -27,7 +27,7 @@ UNREAD_SECONDS = 2 * limits.READ_SECONDS
 @dataclass(frozen=True, slots=True)
 class Party:
     """Peers that share a budget, and its bounds; 0: no bound. `*_burst`: allowed at once after a while of rest.
-    `reads`: large bodies that are read at a time. `unread`: received bytes of bodies that were not read to their end.
+    `reads`: large bodies that are read at a time. `unread`: received bytes of bodies that wait, or are read or handled.
     `sent_*`: bytes of answers."""
 
     name: str

@@ -6,7 +6,7 @@ drawn       a share of every ticket's groups, and all groups of a newcomer, of a
 held        groups of newcomers and of tickets in quarantine are not trained before the verdict, and are retired if it
             is overdue. Until then each counts against the leases that the ticket may hold, so that nobody fills the
             queue. The machine that checks gets no other group before its verdict, which counts for the ticket also
-            when it is late; unless the group was retired meanwhile.
+            when it is late.
 verdict     a group passes only if every token that the policy drew was judged. A fault quarantines the ticket: its
             groups that are not trained yet are retired `untrusted` and replaced. A fault in quarantine expels every
             worker of the ticket, and the ticket rests. Clean checks in a row end a quarantine.

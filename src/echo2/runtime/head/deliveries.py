@@ -86,7 +86,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         lineage=group.lineage,
         versions_between=tuple(versions[1:-1][: config.schedule.max_staleness]),  # with more of them, one is stale
         logged=group.logged,
-        is_own=head.identity.member(worker_id).is_own,
+        is_own=member.is_own,
     )
 
 
