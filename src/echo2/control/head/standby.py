@@ -16,6 +16,7 @@ from echo2.control.capacity.activation import Candidate, aim, choose
 from echo2.control.capacity.formulas import Demand, mu_target
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
+from echo2.control.head import strangers
 from echo2.control.head.fleet import Worker
 from echo2.control.head.gauge import rate_now
 from echo2.control.head.state import Activation, PlannerState
@@ -164,8 +165,8 @@ def keep_last(state: PlannerState) -> None:
     """Beside strangers, keep a machine of the owner active, and one that can check them: only such a machine can
     evaluate, and strangers are limited and checked only beside it.
     """
-    if state.activation is None or len(state.fleet) == len(state.fleet.own()):
-        return
+    if state.activation is None or len(state.fleet) == len(state.fleet.own()) or any(strangers.checkers(state)):
+        return  # usually by the first machine: this runs at every event
     for pool in _kinds(state):
         if pool and all(one.standby for one in pool):
             chosen = max(pool, key=lambda one: (one.draws, -one.price_usd_per_hour)).worker_id
