@@ -384,8 +384,9 @@ def _number(request: Request, name: str, default: str) -> int:
 
 
 def _opened(checkpoint: Row) -> list[tuple[str, int, BinaryIO]]:
-    """Open the files of a checkpoint, with names and sizes; the checkpoint can then be deleted. Empty if it is gone. The
-    adapter names its base model as clients do, because elsewhere the hash of its content says nothing.
+    """Open the files of a checkpoint, with names and sizes; the checkpoint can then be deleted. Empty if it is gone.
+
+    The adapter names its base model as clients do, because elsewhere the hash of its content says nothing.
     """
     found: list[tuple[str, int, BinaryIO]] = []
     try:
