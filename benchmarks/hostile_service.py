@@ -1,6 +1,6 @@
 """Hostile requests to a real `echo2 serve`, beside a client of the real SDK whose losses must not change by a bit.
 
-    make test-sdk                                        # once: the SDK's environment
+    make test-foreign                                     # once: the SDK's environment
     python benchmarks/hostile_service.py [--requests 10000] [--connections 4000] [--out FILE]
 
 Broken protobuf and JSON, huge shapes, NaN, ids of another tenant, path tricks, wrong keys and methods, bodies that

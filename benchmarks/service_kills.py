@@ -1,6 +1,6 @@
 """Kill what serves, again and again, under load from a real SDK: the front, the learner, its own sampler, machines.
 
-    make test-sdk                                    # once: the SDKs' environments
+    make test-foreign                                 # once: the SDKs' environments
     python benchmarks/service_kills.py [--kills 200] [--seed 0] [--out FILE]
 
 Two clients train, save and sample in a loop (tests/sdk/training.py). After the last kill what they printed is compared

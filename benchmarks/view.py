@@ -5,7 +5,7 @@
 
     page      bytes of everything that a page loads: as they are, as they are sent, and as gzip would send them; seconds
               from the address to the first paint and to the charts, in Chromium (.venv-browser/bin/python has selenium
-              after `make test-browser`; where it is not there, the figures say so)
+              after `make test-foreign FOREIGN=browser`; where it is not there, the figures say so)
     step      seconds from a step that is appended to the run directory until an open page is told of it, and until
               Chromium shows it
     jank      while a step comes each half second: the page's main thread for each step (its processor's seconds), and

@@ -8,8 +8,35 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from house import REPOSITORY
 
 settings.register_profile("same", deadline=None, derandomize=True)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(scope="session")
+def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model, as `echo2 demo` builds it."""
+    out = tmp_path_factory.mktemp("models") / "digit_sorting"
+    command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out)]
+    subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
+    return out
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Path:
+    """A directory as a user has it after `make demo` and `examples/make_data.py`."""
+    root = tmp_path_factory.mktemp("checkout")
+    shutil.copytree(REPOSITORY / "examples", root / "examples")
+    shutil.copytree(sort_model, root / "outputs" / "models" / "digit_sorting")
+    subprocess.run([sys.executable, "examples/make_data.py"], cwd=root, check=True, capture_output=True)
+    return root

@@ -19,9 +19,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NOT_RUN = {
     r"worker ": "joins a run of somebody: test_worker_script.py",
     r"(head|learner) ": "a part of a run, alone: test_runs.py",
-    r".*--workers\.engine vllm": "needs vLLM: make test-vllm",
+    r".*--workers\.engine vllm": "needs vLLM: make vllm",
     r"simulate simulations/churn_spot": "takes minutes: benchmarks/churn.py",
-    r"serve ": "waits for clients: make test-sdk",
+    r"serve ": "waits for clients: make test-foreign",
     r".*\[": "says what may be written, and is no command",
 }
 #: Names that stand for something, and numbers of more patience than a test has.

@@ -1,6 +1,6 @@
 """Objects that several threads use are closed at any moment, in many orders of the threads (`thread_orders.py`).
 
-More orders than `make test-long` tries:
+More orders than `make test-all` tries:
 
     PYTHONPATH=src:tests:tests/unit python -c "import test_closing as t; t.search(t.SCENARIOS[0], range(1000))"
 """

@@ -20,7 +20,7 @@ from echo2.types import Rollout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-#: Machines, a service, and what needs a Python of its own (tests/integration/test_foreign_environments.py runs it).
+#: Machines, a service, and what needs a Python of its own (tests/foreign/test_foreign_environments.py runs it).
 OTHERS = ("offers", "serve", "openenv", "reverse_text")
 PATHS = [
     REPOSITORY / "src" / "echo2" / "demo" / "sort.toml",

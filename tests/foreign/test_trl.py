@@ -1,4 +1,4 @@
-"""TRL's own trainer learns from rollouts of our fleet, in an environment of its own, which `make test-trl` makes."""
+"""TRL's own trainer learns from rollouts of our fleet, in an environment that `make test-foreign` makes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ PYTHON = house.REPOSITORY / ".venv-trl" / "bin" / "python"
 NUM_STEPS = 40
 MAX_STALENESS = 2
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module", autouse=True)
 def installed() -> None:
     if not (PYTHON.parents[1] / ".installed").exists():
-        pytest.skip(f"{PYTHON.parents[1]} is not there or not whole; `make test-trl` makes it")
+        pytest.skip(f"{PYTHON.parents[1]} is not there or not whole; `make test-foreign FOREIGN=trl` makes it")
 
 
 def trainer(model: Path, out: Path, reward: str) -> subprocess.Popen[str]:
@@ -76,6 +74,7 @@ def test_trl_trains_on_what_the_fleet_samples(tmp_path: Path, sort_model: Path) 
     assert (read_json(RunDir(out).outcome) or {})["kind"] == "stopped"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_what_ends_the_run_ends_the_training(tmp_path: Path, sort_model: Path) -> None:
     with trainer(sort_model, tmp_path / "run", "failing") as running:

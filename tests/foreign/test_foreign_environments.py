@@ -30,7 +30,7 @@ from echo2.tasks.own_python import own_python
 from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
 from real_runs import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 # Two turns: a letter is asked for, and again. The letter "!" is out of order; "#" is rewarded by the number of clients.
 LETTERS = """
@@ -260,6 +260,7 @@ def trained(name: str, model: Path, out: Path, *settings: str) -> dict[str, Any]
     return summary
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_model_learns_in_an_openenv_environment(sort_model: Path, tmp_path: Path) -> None:
     """About .25 to .58 of the held-out tasks, in 40 steps."""
@@ -274,6 +275,7 @@ def test_a_model_learns_in_an_openenv_environment(sort_model: Path, tmp_path: Pa
     assert summary["eval_after"] > summary["eval_before"] + 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_model_learns_on_a_verifiers_taskset(tmp_path: Path) -> None:
     """The taskset is verifiers' own; only its words are ours."""

@@ -1,4 +1,4 @@
-"""A real browser, for `make test-browser`. Where there is none, its tests are skipped and say so."""
+"""A real browser. Where there is none, its tests are skipped and say so."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from echo2.rundir import RunDir
 @pytest.fixture(scope="session")
 def driver() -> Iterator[Any]:
     """Chromium without a window. What its console says is kept."""
-    pytest.importorskip("selenium", reason="selenium is not installed: see `make test-browser`")
+    pytest.importorskip("selenium", reason="selenium is not installed: `make test-foreign` installs it")
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("no chromium with its driver here: apt install chromium chromium-driver")
     made = chromium()

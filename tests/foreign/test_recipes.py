@@ -1,4 +1,4 @@
-"""The recipes of `launch/`, read by the tools that they are for; `make test-launch` fetches these."""
+"""The recipes of `launch/`, read by the tools that they are for; `make test-all` fetches these."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def read_by(environment: str, program: str, recipe: Path) -> Any:
     """What the tool of `.venv-<environment>` reads in a recipe."""
     python = REPOSITORY / f".venv-{environment}" / "bin" / "python"
     if not (python.parent.parent / ".installed").is_file():
-        pytest.skip(f".venv-{environment} is not here: `make test-launch` makes it")
+        pytest.skip(f".venv-{environment} is not here: `make test-foreign FOREIGN={environment}` makes it")
     done = subprocess.run([python, "-c", program, recipe], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -77,7 +77,7 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
     here = REPOSITORY / ".venv-kubernetes" / "bin" / "shellcheck"
     shellcheck = str(here) if here.is_file() else shutil.which("shellcheck")
     if shellcheck is None:
-        pytest.skip("no shellcheck here: `make test-launch` fetches it")
+        pytest.skip("no shellcheck here: `make test-foreign FOREIGN=kubernetes` fetches it")
     done = subprocess.run([shellcheck, script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

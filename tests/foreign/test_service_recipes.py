@@ -1,4 +1,4 @@
-"""Recipes of two cookbooks, as they come from PyPI, learn here. `make test-sdk` makes a Python for each."""
+"""Recipes of two cookbooks, as they come from PyPI, learn here. `make test-all` makes a Python for each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def cookbook(request: pytest.FixtureRequest) -> str:
     """Asked for before anything is started: a cookbook whose Python is missing costs nothing."""
     name: str = request.param
     if not (python_of(name) / ".installed").exists():
-        pytest.skip(f"{python_of(name)} is not there or not whole; `make test-sdk` makes it")
+        pytest.skip(
+            f"{python_of(name)} is not there or not whole; `make test-foreign FOREIGN={name}-cookbook` makes it"
+        )
     return name
 
 

@@ -1,4 +1,4 @@
-"""Real SDKs drive a real `echo2 serve`. Each has an environment of its own, which `make test-sdk` makes."""
+"""Real SDKs drive a real `echo2 serve`. Each has an environment of its own, which `make test-foreign` makes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ NUM_STEPS = 24
 #: Steps of the client after which the service is killed.
 KILL_AFTER = (3, 9, 15)
 
-pytestmark = pytest.mark.slow
+#: The newest of each kind; the others are for `make test-all`.
+NEWEST = ("tinker-038", "logits")
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def sdk(request: pytest.FixtureRequest) -> str:
     """Asked for before anything is started: an SDK whose Python is missing costs nothing."""
     name: str = request.param
     if not (installed := house.REPOSITORY / f".venv-{name}" / ".installed").exists():
-        pytest.skip(f"{installed.parent} is not there or not whole; `make test-sdk` makes it")
+        pytest.skip(f"{installed.parent} is not there or not whole; `make test-foreign FOREIGN={name}` makes it")
     return name
 
 
@@ -43,7 +44,9 @@ def served(sdk: str, tmp_path: Path) -> Iterator[Served]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("sdk", SDKS, indirect=True)
+@pytest.mark.parametrize(
+    "sdk", [pytest.param(sdk, marks=() if sdk in NEWEST else pytest.mark.slow) for sdk in SDKS], indirect=True
+)
 def test_what_clients_count_on(served: Served, sdk: str) -> None:
     database = open_database(served.folder)
     other = Doorkeeper(database, time.time).add_key("other")
@@ -55,8 +58,9 @@ def test_what_clients_count_on(served: Served, sdk: str) -> None:
     assert served.num_sampled() > 0, "the machine that joined sampled nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("sdk", ["tinker-038", "logits"], indirect=True)
+@pytest.mark.parametrize("sdk", NEWEST, indirect=True)
 def test_a_client_does_not_notice_that_the_service_was_killed(served: Served, sdk: str) -> None:
     undisturbed, _ = served.client(sdk, "training.py", str(NUM_STEPS)).communicate()
     lines = []

@@ -214,7 +214,7 @@ def test_it_fits_and_is_accessible(page: Page, size: tuple[int, int], scheme: st
 
 def _violations(page: Page) -> list[dict[str, Any]]:
     if not AXE.is_file():
-        pytest.skip(f"axe-core is not at {AXE}: `make test-browser` fetches it by npm")
+        pytest.skip(f"axe-core is not at {AXE}: `make test-foreign` fetches it by npm")
     page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text()})
     found: dict[str, Any] = page.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
     return [

@@ -1,4 +1,4 @@
-"""vLLM itself, on a CPU, as an engine and in a run. `make test-vllm` names its Python; without one all is skipped."""
+"""vLLM itself, on a CPU, as an engine and in a run. `make vllm` installs it; without it all is skipped."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from echo2.rollout.servers import vllm
 from echo2.rollout.servers.engine import ServerEngine
 from echo2.rollout.stop_strings import stop_rule
 from echo2.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes
-from real_runs import Run
+from real_runs import REPOSITORY, Run
 from rollout_cases import END, VOCAB, hf_logits, load, plain_tokenizer, requests, run, snapshot_of, tiny_module
 
-PYTHON = os.environ.get("ECHO2_ENGINE_PYTHON", "")
+INSTALLED = REPOSITORY / ".venv-vllm" / ".installed"
+PYTHON = os.environ.get("ECHO2_ENGINE_PYTHON", str(INSTALLED.parent / "bin" / "python") if INSTALLED.exists() else "")
 pytestmark = [
-    pytest.mark.skipif(not PYTHON, reason="ECHO2_ENGINE_PYTHON names no Python that has vLLM; `make test-vllm` does"),
+    pytest.mark.skipif(not PYTHON, reason="there is no .venv-vllm (`make vllm` makes it) and no ECHO2_ENGINE_PYTHON"),
     pytest.mark.timeout(500),
 ]
 #: Head sizes of 16 are none that vLLM's attention on CPUs takes; saved models say their architecture; and what ends a
@@ -189,6 +190,7 @@ def test_a_refused_snapshot_leaves_the_old_weights_serving(engine: ServerEngine)
     assert after[0].version_spans == ((0, 5),)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("which", ["APIServer", "EngineCore"])
 def test_a_server_that_dies_or_hangs_comes_back_with_its_weights(
@@ -231,6 +233,7 @@ def command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
 
 
+@pytest.mark.slow
 def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
     """Logprobs are those of the base model with the adapter's product added, before and after another one has come."""
     whole = snapshot_of(tiny_module("qwen3", **SIZES))
@@ -270,9 +273,13 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
         asyncio.run(engine.close())
 
 
-def test_a_run_with_vllm_survives_the_kill_of_its_server(tmp_path: Path, sort_model: Path) -> None:
+@pytest.mark.slow
+def test_a_run_with_vllm_survives_the_kill_of_its_server(
+    tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its reason is in the status; nothing is lost or doubled, and sampler and learner agree. On-policy, where no
     rollout keeps a cache of older weights."""
+    monkeypatch.setenv("ECHO2_ENGINE_PYTHON", PYTHON)
     settings = ("--workers.engine", "vllm", "--workers.count", "1", "--run.max_steps", "8")
     settings += ("--schedule.max_staleness", "0")
     started = Run(tmp_path / "run", sort_model, *settings, "--schedule.lease_seconds", "60").start()

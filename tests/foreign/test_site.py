@@ -12,7 +12,7 @@ import pytest
 from house import REPOSITORY
 
 SITE = REPOSITORY / "build" / "docs"
-pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="build/docs is not there: see `make test-docs`")
+pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="build/docs is not there: `make docs` builds it")
 
 
 def pages() -> list[Path]:
