@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -65,15 +66,22 @@ class Source:
         return self.module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
     def parse(self) -> ast.Module:
-        return ast.parse(self.text, self.path)
+        return _parsed(self.text, self.path)
 
 
+@cache
+def _parsed(text: str, path: str) -> ast.Module:
+    return ast.parse(text, path)
+
+
+@cache
 def package_sources() -> list[Source]:
     """Every hand-written module of the package, in a stable order."""
     paths = [path for path in sorted((SOURCE / PACKAGE).rglob("*.py")) if path.name not in GENERATED]
     return [read_source(path) for path in paths]
 
 
+@cache
 def other_sources() -> list[Source]:
     """Tests, examples, benchmarks and simulations: code that people read too."""
     folders = ("tests", "examples", "benchmarks", "simulations")

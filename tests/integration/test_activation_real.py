@@ -64,6 +64,7 @@ def fleet(status: dict[str, Any]) -> dict[str, Any]:
     return status.get("fleet") or {}
 
 
+@pytest.mark.slow
 def test_the_cheapest_works_and_a_standby_takes_over_when_it_is_killed(
     tmp_path: Path, sort_model: Path, crew: ExitStack
 ) -> None:

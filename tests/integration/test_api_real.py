@@ -85,6 +85,7 @@ def test_a_script_trains_and_its_run_goes_on(tmp_path: Path, sort_model: Path) -
     assert [row["step"] for row in run.metrics() if "reward/mean" in row] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_ends_with_its_script_and_saves_what_it_has(tmp_path: Path, sort_model: Path, end: int) -> None:

@@ -164,6 +164,7 @@ def wait(holds: Callable[[], bool], run: Run) -> None:
     run.wait(holds, "it to come true")
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_away_gets_one_delta_and_one_with_a_full_disk_ends_alone(
     tmp_path: Path, sort_model: Path
 ) -> None:

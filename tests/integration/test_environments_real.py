@@ -69,6 +69,7 @@ def worker(ticket: str, folder: Path, *flags: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 def test_an_environment_that_raises_or_dies_costs_its_own_groups(sort_model: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)
@@ -93,6 +94,7 @@ def test_an_environment_that_raises_or_dies_costs_its_own_groups(sort_model: Pat
         assert rollout["text"].count("=") >= 2
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_run_the_environment_is_turned_away(sort_model: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(OWN)

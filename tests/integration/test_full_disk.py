@@ -59,6 +59,7 @@ def assert_whole(run: Run) -> None:
     assert [row["step"] for row in run.rows() if "reward/mean" in row] == list(range(1, STEPS + 1))
 
 
+@pytest.mark.slow
 def test_a_run_pauses_before_its_disk_is_full_and_goes_on_when_there_is_room(disk: Path, sort_model: Path) -> None:
     run = started(disk, sort_model)
     pids = run.pids()
@@ -83,6 +84,7 @@ def test_a_run_pauses_before_its_disk_is_full_and_goes_on_when_there_is_room(dis
     assert not {str(path): oct(mode) for path, mode in modes.items() if mode}, "what a run writes is its owner's alone"
 
 
+@pytest.mark.slow
 def test_a_disk_without_a_byte_left_stops_processes_and_not_the_run(disk: Path, sort_model: Path) -> None:
     run = started(disk, sort_model)
     head = run.pids()["head"]

@@ -11,6 +11,8 @@ import sys
 import unicodedata
 from pathlib import Path
 
+import pytest
+
 from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
@@ -57,6 +59,7 @@ def judge(run: Run, worker_id: str) -> None:
     assert process["alive"] is None
 
 
+@pytest.mark.slow
 def test_a_workers_words_are_harmless_wherever_people_read_them(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *ENDLESS).start()
     run.wait_version(1)

@@ -172,6 +172,7 @@ async def ask_and_hold(ticket: str, state: Path) -> int:
     return num_leases
 
 
+@pytest.mark.slow
 def test_a_stranger_does_not_spend_the_budget_and_holds_one_lease(tmp_path: Path, sort_model: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

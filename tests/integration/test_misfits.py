@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(300)
 FEW = ("--run.max_steps=1", "--workers.count=1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

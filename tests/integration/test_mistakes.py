@@ -78,6 +78,7 @@ def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_pa
     assert run.start().finish()["steps"] == 6, "the port is free again, and nothing is in the way"
 
 
+@pytest.mark.slow
 def test_a_head_alone_tells_its_users_the_same(sort_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *SMALL)
     with socket.create_server(("127.0.0.1", 0)) as taken:

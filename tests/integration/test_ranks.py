@@ -34,7 +34,8 @@ def untrained_with_even_heads(model: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.parametrize("sharing", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("sharing", [1, 2])
 def test_a_run_of_two_ranks_survives_the_death_of_each(
     tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch, sharing: int
 ) -> None:

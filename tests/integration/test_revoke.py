@@ -18,6 +18,7 @@ def echo2(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "echo2", *arguments]
 
 
+@pytest.mark.slow
 def test_revoked_worker_is_out_and_its_groups_are_not_lost(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--workers.count", "1", *ENDLESS).start()  # a fast one is over too soon
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")

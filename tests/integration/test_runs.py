@@ -36,6 +36,7 @@ def test_forty_on_policy_steps_learn_to_sort(tmp_path: Path, sort_model: Path) -
     assert sum(answer["rollouts"][0]["reward"] for answer in answers) / 256 == pytest.approx(summary["eval_after"])
 
 
+@pytest.mark.slow
 def test_a_worker_that_joins_late_is_used(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--workers.count", "0").start()
     run.wait(lambda: run.status().get("learner") is not None, "learner")
@@ -80,6 +81,7 @@ def test_weights_can_be_swapped_between_two_tokens(tmp_path: Path, sort_model: P
     assert run.command("audit")["max_staleness"] <= 3
 
 
+@pytest.mark.slow
 def test_the_engine_of_transformers_and_two_steps_between_snapshots(tmp_path: Path, sort_model: Path) -> None:
     settings = ("--workers.engine", "transformers", "--schedule.publish_every", "2", "--schedule.max_staleness", "2")
     run = Run(tmp_path / "run", sort_model, *settings, "--run.max_steps", "8").start()

@@ -138,6 +138,7 @@ def test_a_fleet_answers_as_one_process_does_whatever_is_killed(tmp_path: Path) 
     asyncio.run(with_a_service(tmp_path, check))
 
 
+@pytest.mark.slow
 def test_mistakes_of_a_tenant_are_told_and_other_tickets_are_refused(tmp_path: Path) -> None:
     async def check(service: Service) -> None:
         await service.door.open()

@@ -57,6 +57,7 @@ def test_killed_under_load_the_numbers_are_those_of_an_undisturbed_run(tmp_path:
     asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_killed_sampler_answers_what_it_would_have(tmp_path: Path) -> None:
     async def sample(backend: LocalBackend, snapshot: Path) -> list[bytes]:
         specs = [SampleSpec(array("i", [1, 2, 3]), 2, max_tokens=100, seed=seed) for seed in range(20)]

@@ -35,6 +35,7 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, sort_model:
     assert audit["lost"] == audit["doubled"] == 0
 
 
+@pytest.mark.slow
 def test_a_learner_that_somebody_else_started_is_waited_for(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
     run.start("--no-learner")
@@ -55,6 +56,7 @@ def test_a_learner_that_somebody_else_started_is_waited_for(tmp_path: Path, sort
     assert (run.out / "checkpoints" / f"step_{version}" / "state.json").is_file(), run.logs()
 
 
+@pytest.mark.slow
 def test_a_learner_that_was_killed_while_it_saved_is_said_in_the_outcome(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
     run.start()

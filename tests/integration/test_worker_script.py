@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from real_runs import REPOSITORY, Run, is_running, run_without_workers
 
 SCRIPT = REPOSITORY / "launch" / "worker.sh"
@@ -26,6 +28,7 @@ def attending(run: Run) -> list[dict[str, Any]]:
     return [entry for entry in run.status().get("workers", []) if entry["attends"]]
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_taken_away_hands_back_and_comes_again_as_the_same_worker(
     tmp_path: Path, sort_model: Path
 ) -> None:

@@ -43,7 +43,7 @@ def run_and_settle(seed: int) -> tuple[SimHead, list[SimWorker], History]:
     return head, workers, history
 
 
-@pytest.mark.parametrize("first", range(0, 80, SEEDS_A_BLOCK))
+@pytest.mark.parametrize("first", range(0, 40, SEEDS_A_BLOCK))
 def test_every_live_worker_gets_the_newest_version_in_the_end(first: int) -> None:
     behind: list[str] = []
     for seed in range(first, first + SEEDS_A_BLOCK):
@@ -60,6 +60,7 @@ def test_every_live_worker_gets_the_newest_version_in_the_end(first: int) -> Non
     assert not behind, "\n".join(behind)
 
 
+@pytest.mark.slow
 def test_the_random_worlds_reach_what_they_are_meant_to_attack() -> None:
     given_up: Counter[str] = Counter()
     peer_bytes = origin_bytes = deltas = 0

@@ -68,6 +68,7 @@ def released_soon(report: Report) -> list[tuple[float, str]]:
     return [(at, who) for at, who in activated for gone_at, other in released if other == who and 0 < gone_at - at < 60]
 
 
+@pytest.mark.slow
 def test_connections_that_break_every_minute_make_nobody_come_and_go() -> None:
     """Of the cheap zone, which does all the work in peace: each is cut off every minute, for 6 s in the median."""
     scenario = peace()
@@ -91,7 +92,7 @@ def test_machines_are_rented_when_those_that_attend_are_too_few() -> None:
     assert report.steady_idle_ratio < 0.05
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_head_that_dies_again_and_again_does_not_forget_what_it_has_rented(seed: int) -> None:
     """Machines take 200 s to come; the head lives for about 120 s. Who is on the way is not rented a second time, and
     work that was begun under an earlier head says nothing of anybody's rate.
@@ -107,7 +108,7 @@ def test_a_head_that_dies_again_and_again_does_not_forget_what_it_has_rented(see
     assert 10 <= len(rents) <= 26, f"seed {seed}: {len(rents)} rented"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(6)])
 def test_nothing_flaps_in_random_fleets_with_random_losses(seed: int) -> None:
     """Who is activated replaces somebody who was lost, or fills a deficit; after that it stays. So there are not many
     more activations than losses and cuts, and nobody is released soon after it was activated.

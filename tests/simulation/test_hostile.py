@@ -76,6 +76,7 @@ def test_all_of_one_ticket_supply_half_of_each_step_beside_own_workers() -> None
     assert report.finished
 
 
+@pytest.mark.slow
 def test_junk_is_refused_so_often_and_no_more() -> None:
     """Five results a second for leases that it does not hold."""
     report = run(OWN, HostileSpec(count=1, ticket="t", hostile="junk"), max_steps=300)

@@ -93,6 +93,7 @@ def test_the_simulated_rate_is_that_rate() -> None:
     assert report.steps * 16 * 8 / report.seconds == pytest.approx(2 * 3.0, rel=0.05)
 
 
+@pytest.mark.slow
 def test_workers_that_stand_still_during_a_broadcast_lose_exactly_that_time() -> None:
     """Equation (1): too few workers, so a period lasts T_bcast + kappa R / mu, and the learner waits for the rest."""
     workers = (WorkersSpec(count=4, capacity_groups=1, rollouts_per_second=0.5, spread=0.0, latency_seconds=0.001),)
