@@ -12,6 +12,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install -qq --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
+# One test process more than there are cores, for tests wait as well.
+PROCESSES := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 MODEL := outputs/models/digit_sorting
 WIRE := src/echo2/transport
 
@@ -49,7 +51,7 @@ test: lint types quick
 	$(PY) -m pytest -m "not slow" tests/integration
 
 quick: $(INSTALLED)
-	$(PY) -m pytest -n auto --dist worksteal -m "not slow" --ignore tests/integration --ignore tests/foreign
+	$(PY) -m pytest -n $(PROCESSES) --dist worksteal -m "not slow" --ignore tests/integration --ignore tests/foreign
 
 # Other projects' packages against ours; `make test-foreign FOREIGN='vllm docs'` takes some of them. A package that can't
 # be installed here is named, and its tests are skipped.
@@ -67,7 +69,7 @@ test-foreign: $(INSTALLED)
 test-all: FOREIGN += $(SELDOM)
 test-all: IN_BROWSER += tests/integration/test_api_real.py::test_a_notebook_trains
 test-all: test test-foreign
-	$(PY) -m pytest -n auto --dist worksteal -m slow --ignore tests/integration --ignore tests/foreign
+	$(PY) -m pytest -n $(PROCESSES) --dist worksteal -m slow --ignore tests/integration --ignore tests/foreign
 	$(PY) -m pytest -m slow tests/integration tests/foreign --ignore tests/foreign/in_browser
 
 # An environment for each, since their pins exclude each other. ALONE: without its requirements. BORROWS: `ours` sees the

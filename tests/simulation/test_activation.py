@@ -12,6 +12,7 @@ from echo2.control.head import commands as do
 from echo2.sim import Report, Scenario, load_study
 from echo2.sim.scenario import OutageSpec, WorkersSpec
 from invariants import run_scenario
+from seeds import seeds
 
 CHURN = Path(__file__).resolve().parents[2] / "simulations" / "churn_spot.toml"
 
@@ -92,7 +93,7 @@ def test_machines_are_rented_when_those_that_attend_are_too_few() -> None:
     assert report.steady_idle_ratio < 0.05
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seed", seeds(1, 2))
 def test_a_head_that_dies_again_and_again_does_not_forget_what_it_has_rented(seed: int) -> None:
     """Machines take 200 s to come; the head lives for about 120 s. Who is on the way is not rented a second time, and
     work that was begun under an earlier head says nothing of anybody's rate.
@@ -108,7 +109,7 @@ def test_a_head_that_dies_again_and_again_does_not_forget_what_it_has_rented(see
     assert 10 <= len(rents) <= 26, f"seed {seed}: {len(rents)} rented"
 
 
-@pytest.mark.parametrize("seed", [pytest.param(seed, marks=pytest.mark.slow if seed else ()) for seed in range(6)])
+@pytest.mark.parametrize("seed", seeds(1, 6))
 def test_nothing_flaps_in_random_fleets_with_random_losses(seed: int) -> None:
     """Who is activated replaces somebody who was lost, or fills a deficit; after that it stays. So there are not many
     more activations than losses and cuts, and nobody is released soon after it was activated.

@@ -33,6 +33,7 @@ def test_in_the_steady_scenario_nothing_is_wasted() -> None:
     assert report.idle_ratio < 0.25
 
 
+@pytest.mark.slow
 def test_a_wider_staleness_bound_keeps_the_learner_busier() -> None:
     idle = [simulate("steady", max_staleness=bound, max_steps=25).idle_ratio for bound in (0, 1, 2)]
     assert idle[0] > 0.4  # on-policy: sampling and training take turns

@@ -184,6 +184,7 @@ class Fleet:
 FLEETS = st.tuples(st.integers(3, 14), st.integers(0, 10_000), st.floats(0.15, 0.7))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(case=FLEETS)
 @example(case=(13, 13, 0.28125))

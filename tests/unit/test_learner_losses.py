@@ -318,7 +318,7 @@ ADVANTAGES = st.floats(-2, 2, width=32) | st.sampled_from([2 * limits.REWARD_MAX
     rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, ADVANTAGES, st.integers(0, 2), st.integers(-1, 9)), min_size=1),
     memory=st.none() | st.floats(0, LOG_RATIO_LIMIT**2),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_token_has_more_influence_than_stated(
     name: str, rows: list[tuple[float, float, float, int, int]], memory: float | None
 ) -> None:

@@ -133,6 +133,7 @@ print(json.dumps(found))
 """
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_micro_batch_and_counts_every_gradient_once() -> None:
     done = subprocess.run([sys.executable, "-c", LIMITED, TESTS], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

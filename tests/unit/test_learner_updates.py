@@ -50,7 +50,7 @@ def stale(rng: random.Random, groups: list[RolloutGroup], version: int) -> list[
 
 @pytest.mark.parametrize("loss", LOSSES)
 @given(st.integers(0, 10**6), st.sampled_from(["token", "sequence", "constant"]), st.booleans(), st.data())
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2, deadline=None)
 def test_streamed_updates_equal_batch_updates(
     loss: str, seed: int, normalisation: str, reference: bool, data: Any
 ) -> None:

@@ -230,5 +230,5 @@ def audit_is_possible(path: Path) -> bool:
     return path.stat().st_size > 0
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestLedgerMachine = LedgerMachine.TestCase

@@ -70,6 +70,7 @@ def test_a_plan_is_what_its_rehearsal_shows() -> None:
     assert found.steady_idle_ratio <= 0.04
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     bound=st.integers(1, 4),

@@ -22,6 +22,7 @@ from echo2.rollout.engines import make_engine
 from echo2.rollout.stop_strings import stop_rule
 from echo2.rollout.tokenizer import load_tokenizer
 from rollout_cases import END, load, plain_tokenizer, requests, run, snapshot_of, tiny_module, tokenizer_files
+from seeds import seeds
 
 TEXT = "Question: what is it?\nAnswer: two é → ü, or 日本 </answer>\n\nQuestion: and that?\n" * 8
 STRINGS = ("\n\n", "</answer>", "Question:", ": ", " ", "é", "→", "日本", "r <", "<|end|>")
@@ -128,7 +129,7 @@ print(*sorted(set(map(str, found))), sep="\\n")
 """
 
 
-@pytest.mark.parametrize("attempt", range(3))
+@pytest.mark.parametrize("attempt", seeds(1, 3))
 def test_tokenizers_that_threads_load_at_once_in_a_fresh_process_are_all_loaded(attempt: int) -> None:
     """transformers imports its classes lazily, and threads disturb each other at that in about one process of three."""
     command = [sys.executable, "-c", THREADS, str(house.REPOSITORY / "tests")]

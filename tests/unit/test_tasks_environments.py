@@ -290,7 +290,7 @@ async def played(asked: EnvironmentProcess, number: int, bad: str = "", turns: i
     return said, pids
 
 
-@pytest.mark.parametrize("bad", ["raise", "die", "hang"])
+@pytest.mark.parametrize("bad", ["die", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("raise", "hang"))])
 def test_slow_plain_steps_are_spread_over_processes_and_fail_alone(
     tmp_path: Path, bad: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -341,7 +341,9 @@ def test_quick_plain_steps_have_one_process(tmp_path: Path, monkeypatch: pytest.
     assert asyncio.run(scene()) <= 2  # one; another only where the machine itself stalled
 
 
-@pytest.mark.parametrize("bad", ["raise", "never", "die", "hang"])
+@pytest.mark.parametrize(
+    "bad", ["never", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("raise", "die", "hang"))]
+)
 def test_asynchronous_steps_wait_together_and_fail_alone(tmp_path: Path, bad: str) -> None:
     """Sixty rollouts of five steps; in the third step one of them goes wrong, and only that one is lost."""
     (tmp_path / "slow.py").write_text(SLOW)

@@ -58,7 +58,9 @@ def test_names_say_what_is_a_harness(own: str) -> None:
         load_harness("harness:nowhere.py:Own")
 
 
-@pytest.mark.parametrize("bad", ["raise", "never", "die", "hang", "word"])
+@pytest.mark.parametrize(
+    "bad", ["raise", "die", "word", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("never", "hang"))]
+)
 def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.tasks.harness_process.GRACE_SECONDS", 1.0)
     seconds = 10.0 if bad in ("never", "hang") else 60.0  # for a rollout: only what hangs is to be given up for it
