@@ -51,7 +51,7 @@ class World:
 def steps(directory: Path, num_steps: int, per_step: int) -> None:
     options = PlannerOptions(groups_per_step=per_step, group_size=8, max_steps=num_steps + 1, max_staleness=2)
     ledger, world = Ledger(directory / "ledger.sqlite"), World()
-    driver = Driver([options], ledger, world)
+    driver = Driver(options, ledger, world)
     driver.start({RUN_POLICY: Stored((SnapshotRef(RUN_POLICY, 1, 0),))}, 0.0)
     driver.handle(ev.LearnerJoined(0), 0.0)
     driver.handle(ev.WorkerJoined("w", 64, 0.0, SnapshotRef(RUN_POLICY, 1, 0)), 0.0)

@@ -17,12 +17,10 @@ from echo2.control.head.fleet import Fleet
 from echo2.control.head.groups import UNINFORMATIVE, GroupBook, PlannedGroup
 from echo2.control.head.leases import LeaseTable
 from echo2.control.head.planner import Planner
-from echo2.control.head.policies import Policies, Post
 from echo2.control.worker.scheduler import WorkerScheduler
 from echo2.errors import InvariantError
 from echo2.sim import Report, Scenario
 from echo2.sim import run_scenario as run_unchecked
-from echo2.sim.run import run_policies as run_policies_unchecked
 
 #: Groups, leases and workers up to which the planners of a simulation are checked after every event.
 CHECKED_EACH_EVENT = 200
@@ -41,11 +39,6 @@ def run_scenario(
     return run_unchecked(scenario, seed, ledger_path, keeps_events, check=Checker(), make_worker=make_worker)
 
 
-def run_policies(scenario: Scenario, seed: int, ledger_path: Path = Path(":memory:")) -> dict[str, Report]:
-    """Likewise, for a head of several policies."""
-    return run_policies_unchecked(scenario, seed, ledger_path, check=Checker())
-
-
 class Checker:
     """Checks small machines at each call, large planners so rarely that it costs each event the same."""
 
@@ -53,9 +46,8 @@ class Checker:
         self._num_unchecked = 0
 
     def __call__(self, machine: object) -> None:
-        if isinstance(machine, Policies):
-            planners = machine.planners.values()
-            size = sum(len(one.groups) + len(one.leases) + len(one.fleet) for one in planners)
+        if isinstance(machine, Planner):
+            size = len(machine.groups) + len(machine.leases) + len(machine.fleet)
             self._num_unchecked += 1
             if size > CHECKED_EACH_EVENT and self._num_unchecked * 10 < size:
                 return
@@ -67,8 +59,6 @@ class Checker:
 def check(machine: object) -> None:
     """Raises InvariantError on the first rule that does not hold."""
     match machine:
-        case Policies():
-            check_policies(machine)
         case Planner():
             check_planner(machine)
         case Fleet():
@@ -90,24 +80,6 @@ def check(machine: object) -> None:
 # ---- the head ----------------------------------------------------------------------------------------------------
 
 
-def check_policies(policies: Policies) -> None:
-    """Each policy by itself; no worker and no lease is of two."""
-    seen: dict[int, str] = {}
-    for policy, planner in policies.planners.items():
-        check_planner(planner)
-        for worker in planner.fleet:
-            if policies.posts.get(worker.worker_id, Post("", 0.0)).policy != policy:
-                raise InvariantError(f"{worker.worker_id} is in the fleet of {policy} and works for another policy")
-            if worker.installed is not None and worker.installed.policy != policy:
-                raise InvariantError(f"{policy} was told that {worker.worker_id} has {worker.installed}")
-        for worker_id, lease in planner.leases.open_leases():
-            if lease.group.policy != policy or seen.setdefault(lease.lease_id, policy) != policy:
-                raise InvariantError(f"{policy} granted {lease} to {worker_id}")
-    for worker_id, post in policies.posts.items():
-        if policies.planners[post.policy].fleet.get(worker_id) is None:
-            raise InvariantError(f"{worker_id} works for {post.policy}, whose fleet it is not in")
-
-
 def check_planner(planner: Planner) -> None:
     """Raise InvariantError on the first rule that does not hold."""
     check_groups(planner.groups)
@@ -117,6 +89,9 @@ def check_planner(planner: Planner) -> None:
     overdue_at = [check.until for check in planner.trust.open.values()]
     if overdue_at != sorted(overdue_at):
         raise InvariantError(f"open checks are overdue at {overdue_at}, not the oldest first")
+    for worker in planner.fleet:
+        if worker.installed is not None and worker.installed.policy != planner.options.policy:
+            raise InvariantError(f"{worker.worker_id} has {worker.installed}, which is of no use here")
     live: dict[int, int] = {}
     for record in planner.groups:
         live[record.step] = live.get(record.step, 0) + (record.state != "retired")
@@ -219,13 +194,12 @@ def check_leases(table: LeaseTable) -> None:
 
 
 def check_scheduler(scheduler: WorkerScheduler) -> None:
-    """Raise InvariantError if a lease is in two places, or is sampled with weights of another policy."""
+    """Raise InvariantError if a lease is in two places, or is sampled without weights."""
     places = [set(scheduler.waiting), set(scheduler.generating), set(scheduler.produced)]
     if sum(map(len, places)) != len(set().union(*places)):
         raise InvariantError(f"a lease is in two places: {places}")
-    policies = {held.lease.group.policy for held in scheduler.generating.values()}
-    if policies - {scheduler.installed.policy if scheduler.installed else ""}:
-        raise InvariantError(f"leases of another policy are generating with {scheduler.installed}")
+    if scheduler.generating and scheduler.installed is None:
+        raise InvariantError("leases are generating without weights")
     if scheduler.missing_base in scheduler.base_models and scheduler.missing_base is not None:
         raise InvariantError(f"{scheduler.missing_base} is here, and is to be fetched")
     running = [held.num_running for held in scheduler.generating.values()]

@@ -16,7 +16,6 @@ from echo2.sim.ledger import MortalLedger
 from echo2.sim.network import HEAD
 from echo2.sim.run import build_world
 from echo2.sim.world import SimWorld
-from echo2.types import RUN_POLICY
 from invariants import Checker
 from worlds import random_scenario
 
@@ -30,7 +29,7 @@ def run_and_settle(seed: int) -> tuple[SimHead, list[SimWorker], History]:
     scenario = random_scenario(seed)
     world, history, ledger = SimWorld(seed, Checker()), History(), MortalLedger(Path(":memory:"))
     try:
-        workers = build_world(world, scenario, seed, ledger, history, {RUN_POLICY: history})
+        workers = build_world(world, scenario, seed, ledger, history)
         while not history.ended and world.next_at <= scenario.time_limit_seconds and world.step():
             pass
         until = max(world.now, scenario.faults_until_seconds) + SETTLE_SECONDS

@@ -477,3 +477,12 @@ def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_tho
     assert gauge.typical_broadcast_seconds() == 0.0
     gauge.fewer_active(1, 513.0)
     assert gauge.typical_broadcast_seconds() == 3.0
+
+
+def test_weights_of_another_policy_count_as_none() -> None:
+    """Whether a worker joins with them or says later that it has installed them."""
+    hall, other = Hall(1), SnapshotRef("other", 1, 0)
+    told = [*hall.tell(ev.WorkerJoined("new", 4, 1.0, other)), *hall.tell(ev.WorkerReported("w0", other))]
+    assert [command.ref for command in told if isinstance(command, do.AnnounceSnapshot)] == [FIRST]
+    assert not any(isinstance(command, do.GrantLeases) for command in told)
+    assert [worker.installed for worker in hall.planner.fleet] == [None, None]

@@ -245,7 +245,7 @@ def test_a_worker_that_comes_back_in_time_keeps_what_it_still_holds() -> None:
 
 def test_ten_thousand_claimed_leases_are_one_command_of_a_kilobyte_at_most() -> None:
     desk = running(replace(OPTIONS, groups_per_batch=8))
-    desk.planner.leases.ids.next_id = 20_000
+    desk.planner.leases.next_id = 20_000
     commands = desk.join("a", held=tuple(range(1, 10_001)))
     revoked = of(do.RevokeLease, commands)
     assert [len(command.lease_ids) for command in revoked] == [64 - 4]  # it holds 1 to 4

@@ -57,47 +57,6 @@ def bring_to(ledger: Ledger, state: str, number: int = 0, step: int = 0) -> None
         ledger.retire(number, "stale", now=3.0)
 
 
-def test_groups_of_two_policies_with_the_same_number_are_two(path: Path, ledger: Ledger) -> None:
-    """Everything that a ledger is asked or told by number means its own policy's group."""
-    other = ledger.of("other")
-    other.learner_joined(version=0, lineage=1, now=0.0)
-    with ledger.together():
-        for one, rollouts in ((ledger, b"mine"), (other, b"others")):
-            one.issue(0, step=0, cursor=0, now=1.0)
-            deliver(one, 0, oldest=0, rollouts=rollouts)
-    ledger.grant(1, 0, "w1", now=1.0, deadline=9.0, num_samples=8)
-    with pytest.raises(InvariantError, match="lease 1 is not held"):
-        other.close_lease(1, "lost", now=2.0)
-    assert (other.recover().leases, other.recover().next_lease_id) == ((), 2), "lease ids are everybody's"
-    assert (ledger.rollouts(0), other.rollouts(0)) == (b"mine", b"others")
-    ledger.train(0, lineage=1, numbers=[0], now=3.0)
-    other.issue(1, step=5, cursor=1, now=3.0)
-    other.retire(0, "stale", now=3.0)
-    other.learner_joined(version=0, lineage=2, now=4.0)
-    other.checkpoint(9, oldest_kept=9)
-    assert ledger.recover() == LedgerState(
-        version=1,
-        lineage=1,
-        next_number=1,
-        cursor=1,
-        next_lease_id=2,
-        groups=(GroupRecord(0, 0, 0, "trained", 0, 0, 10, "w1"),),
-        leases=(LeaseRecord(1, 0, "w1", 1.0, 9.0, 8),),
-    )
-    assert [group.number for group in other.recover().groups] == [0, 1]
-    assert ledger.counts()["trained"] == 1
-    assert other.counts() == {
-        "issued": 2,
-        "trained": 0,
-        "retired": {"stale": 1},
-        "refused": {},
-        "trained_tokens": 0,
-    }
-    mine, others = audit(path), audit(path, "other")
-    assert (mine.issued, mine.trained, mine.lost, mine.leases) == (1, 1, 0, {"held": 1})
-    assert (others.issued, others.retired, others.open, others.lost, others.leases) == (2, {"stale": 1}, 1, 0, {})
-
-
 def test_a_new_ledger_is_empty(path: Path) -> None:
     assert Ledger(path).recover() == LedgerState(0, 0, 0, 0, 1, (), ())
 

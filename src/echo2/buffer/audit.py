@@ -1,4 +1,4 @@
-"""Counts a policy's groups from the ledger's raw tables. The audit shares no code with `Ledger`, so that it can find
+"""Counts a run's groups from the ledger's raw tables. The audit shares no code with `Ledger`, so that it can find
 errors of `Ledger`.
 
 Invariant: issued = trained + retired + open + lost. Each term is counted independently:
@@ -31,7 +31,7 @@ _SURVIVING = """
     WHERE NOT EXISTS (SELECT 1 FROM best WHERE best.step = t.step AND best.lineage > t.lineage)
       AND NOT EXISTS (SELECT 1 FROM joins AS j WHERE j.lineage > t.lineage AND j.version <= t.step)
 """
-#: Shadows each table by the rows of one policy.
+#: Shadows each table by the rows of the policy that a run trains.
 _MINE = "WITH " + ", ".join(
     f"{table} AS (SELECT * FROM main.{table} WHERE policy = :policy)"
     for table in ("groups", "rollouts", "leases", "refusals", "trainings", "joins")
@@ -70,8 +70,8 @@ class Audit:
         return asdict(self)
 
 
-def audit(path: Path, policy: str = RUN_POLICY) -> Audit:
-    """Audit the groups of `policy` in the ledger at `path`, read-only. The ledger may be a copy, or in use by a head.
+def audit(path: Path) -> Audit:
+    """Audit the groups of the ledger at `path`, read-only. The ledger may be a copy, or in use by a head.
 
     Raises:
         UserError: there is no such file, or it is not a readable ledger.
@@ -80,7 +80,7 @@ def audit(path: Path, policy: str = RUN_POLICY) -> Audit:
     try:
         # One read transaction, so that all counts are of the same instant.
         connection.execute("BEGIN")
-        mine = _Rows(connection, policy)
+        mine = _Rows(connection)
         issued = _count_issued(mine)
         return Audit(
             issued=issued,
@@ -106,10 +106,9 @@ def audit(path: Path, policy: str = RUN_POLICY) -> Audit:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Queries over one policy's rows. A query may begin with further common table expressions (`_WITH`)."""
+    """Queries over the run's rows. A query may begin with further common table expressions (`_WITH`)."""
 
     connection: sqlite3.Connection
-    policy: str
 
     def integer(self, sql: str) -> int:
         return int(self._execute(sql).fetchone()[0])
@@ -119,13 +118,13 @@ class _Rows:
         return dict(sorted((str(name or "unknown"), int(count)) for name, count in self._execute(sql)))
 
     def meta(self, key: str) -> Any:
-        """Return the policy's `meta` value of this key, or None."""
+        """Return the run's `meta` value of this key, or None."""
         known = "SELECT value FROM meta WHERE key = ?"
-        row = self.connection.execute(known, (f"{self.policy}.{key}",)).fetchone()
+        row = self.connection.execute(known, (f"{RUN_POLICY}.{key}",)).fetchone()
         return None if row is None else json.loads(row[0])
 
     def _execute(self, sql: str) -> sqlite3.Cursor:
-        return self.connection.execute(f"{_MINE} {sql}", {"policy": self.policy})
+        return self.connection.execute(f"{_MINE} {sql}", {"policy": RUN_POLICY})
 
 
 def _count_issued(mine: _Rows) -> int:

@@ -1,6 +1,6 @@
-"""Passes events to the planners, records their commands in the ledger, then has the commands carried out.
+"""Passes events to the planner, records its commands in the ledger, then has the commands carried out.
 
-    events -> planners -> commands -> (one transaction) ledger -> (one by one) effects
+    events -> planner -> commands -> (one transaction) ledger -> (one by one) effects
 
 Events that are pending at the same moment share one transaction. Durable state is on disk before any message leaves
 the process. A kill loses either the whole transaction, or some of the last effects; a restarted head resumes from the
@@ -18,7 +18,6 @@ from echo2.buffer.records import LedgerState
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.planner import Planner
-from echo2.control.head.policies import Policies
 from echo2.control.head.state import PlannerOptions
 from echo2.control.head.trust import DrawnCheck, TicketRest, Trust
 from echo2.errors import InvariantError, UserError
@@ -66,30 +65,21 @@ class Stored:
 
 
 class Driver:
-    """Owns the planner of each policy that the head trains. Call `start` once, before any other method."""
+    """Owns the planner. Call `start` once, before any other method."""
 
-    def __init__(self, options: Sequence[PlannerOptions], ledger: Ledger, effects: Effects) -> None:
-        self.policies = Policies(options)
+    def __init__(self, options: PlannerOptions, ledger: Ledger, effects: Effects) -> None:
+        self.planner = Planner(options)
         self._ledger, self._effects = ledger, effects
-        self._ledgers = {policy: ledger.of(policy) for policy in self.policies.planners}
 
-    @property
-    def planner(self) -> Planner:
-        """The only planner; the head must hold exactly one policy."""
-        (planner,) = self.policies.planners.values()
-        return planner
-
-    def start(self, stored: Mapping[str, Stored], now: float) -> list[do.Command]:
-        """Initialise the planners from the ledger and from `stored` (by policy), and return their first commands.
+    def start(self, stored: Stored, now: float) -> list[do.Command]:
+        """Initialise the planner from the ledger and from `stored`, and return its first commands.
 
         Raises:
             UserError: the ledger's run can't continue with these options.
         """
-        found = {policy: ledger.recover() for policy, ledger in self._ledgers.items()}
-        for policy, state in found.items():
-            _check_options(state, self.policies.planners[policy].options)
-        events = [_head_started(policy, state, stored[policy]) for policy, state in found.items()]
-        return [command for event in events for command in self.handle(event, now)]
+        state = self._ledger.recover()
+        _check_options(state, self.planner.options)
+        return self.handle(_head_started(state, stored), now)
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """As `handle_all`, for one event. Return the planner's commands."""
@@ -105,7 +95,7 @@ class Driver:
         """
         answers = []
         for event in events:
-            answers.append(self.policies.handle(event, now))
+            answers.append(self.planner.handle(event, now))
             self._effects.decided(event, now, answers[-1])
         commands = [command for answer in answers for command in answer]
         recorded = [command for command in commands if type(command) in _RECORDED]
@@ -119,9 +109,7 @@ class Driver:
 
     def _record(self, command: do.Command, now: float) -> None:
         """Record a command in the ledger. Of evaluations, only the used lease ids are recorded."""
-        if not isinstance(command, do.PolicyCommand):
-            return
-        ledger = self._ledgers[command.policy]
+        ledger = self._ledger
         match command:
             case do.IssueGroup():
                 ledger.issue(command.number, command.step, command.number, now)
@@ -163,7 +151,7 @@ class Driver:
                 _record_of_strangers(ledger, command, now)
 
 
-def _record_of_strangers(ledger: Ledger, command: do.PolicyCommand, now: float) -> None:
+def _record_of_strangers(ledger: Ledger, command: do.Command, now: float) -> None:
     match command:
         case do.RecordTrust():
             ledger.keep("trust", command.ticket, asdict(command.trust))
@@ -199,7 +187,7 @@ def _check_options(state: LedgerState, options: PlannerOptions) -> None:
             )
 
 
-def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadStarted:
+def _head_started(state: LedgerState, stored: Stored) -> ev.HeadStarted:
     """Return the event that tells a planner its state after a restart."""
     return ev.HeadStarted(
         version=state.version,
@@ -231,7 +219,6 @@ def _head_started(policy: str, state: LedgerState, stored: Stored) -> ev.HeadSta
         checks=tuple(sorted(map(_check, state.strangers["check"].values()), key=lambda check: check.number)),
         rests=tuple(TicketRest(**plain) for plain in state.strangers["rest"].values()),
         expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in state.strangers["expulsion"].values()),
-        policy=policy,
     )
 
 

@@ -8,8 +8,7 @@ Each method is one atomic transaction. The life of a group is the table `schema.
 The ledger records and decides nothing: `control/` decides which worker gets a lease, which groups are stale and which
 are retired. Eval groups are not recorded. Times are seconds of the head's clock. Use a ledger from one thread only.
 
-A `Ledger` belongs to one policy: it reads and changes only the groups, steps and lineages of that policy. Several
-ledgers share one file (`of`), with its transactions and its lease ids.
+Every row names the run's policy.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +45,7 @@ _ARROWS = {
 
 
 class Ledger:
-    """The ledger of `policy` in the file `path`, which is created if it does not exist.
+    """The ledger in the file `path`, which is created if it does not exist.
 
     Every method raises `UserError` when the file cannot be used (disk full, locked by another process, no permission);
     the transaction is rolled back and earlier records are kept.
@@ -56,17 +54,11 @@ class Ledger:
         UserError: the file cannot be used, is not a ledger, or was written by another version.
     """
 
-    def __init__(self, path: Path, policy: str = RUN_POLICY) -> None:
-        self.path, self.policy = path, policy
+    def __init__(self, path: Path) -> None:
+        self.path, self.policy = path, RUN_POLICY
         self._connection = open_for_writing(path)
-        self._counts_of: dict[str, dict[str, Any]] = {}  # policy -> its `_counts`, read on first use
-        self._counts_changed: set[str] = set()
-
-    def of(self, policy: str) -> Ledger:
-        """Return the ledger of another policy in the same file. `together` of either covers both."""
-        other = copy(self)
-        other.policy = policy
-        return other
+        self._known_counts: dict[str, Any] | None = None  # `_counts`, read on first use
+        self._counts_changed = False
 
     def close(self) -> None:
         """Close the file. Records are durable without this call."""
@@ -313,7 +305,7 @@ class Ledger:
             return bytes(row[0]) + bytes(row[1])
 
     def set_meta(self, key: str, value: Any) -> None:
-        """Store a JSON value under a key of the caller's, shared by all policies."""
+        """Store a JSON value under a key of the caller's."""
         with self._transaction():
             self._put_meta(f"caller.{key}", value)
 
@@ -328,7 +320,7 @@ class Ledger:
         return {**self._counts, "retired": retired, "refused": refused}
 
     def recover(self) -> LedgerState:
-        """Return the policy's state, from disk alone."""
+        """Return the state, from disk alone."""
         with self._transaction():
             lineage = self._lineage()
             version = self._version(lineage)
@@ -382,15 +374,15 @@ class Ledger:
         """Add to a count of `counts`. The new count is stored when the transaction ends."""
         counted, key = (self._counts[what], reason) if reason else (self._counts, what)
         counted[key] = counted.get(key, 0) + by
-        self._counts_changed.add(self.policy)
+        self._counts_changed = True
 
     @property
     def _counts(self) -> dict[str, Any]:
-        """The policy's counts in memory, including those of the open transaction."""
-        if self.policy not in self._counts_of:
+        """The counts in memory, including those of the open transaction."""
+        if self._known_counts is None:
             nothing: dict[str, Any] = {"issued": 0, "trained": 0, "retired": {}, "refused": {}, "trained_tokens": 0}
-            self._counts_of[self.policy] = self._meta(f"{self.policy}.counts", nothing)
-        return self._counts_of[self.policy]
+            self._known_counts = self._meta(f"{self.policy}.counts", nothing)
+        return self._known_counts
 
     def _story(self, number: int) -> str:
         lines = [f"Story of group {number} of {self.policy}:"]
@@ -449,17 +441,17 @@ class Ledger:
             self._execute("BEGIN IMMEDIATE")
             try:
                 yield
-                for policy in sorted(self._counts_changed):
-                    self._put_meta(f"{policy}.counts", self._counts_of[policy])
+                if self._counts_changed:
+                    self._put_meta(f"{self.policy}.counts", self._counts)
                 self._execute("COMMIT")
             except BaseException:
                 # After a full disk, SQLite may already have rolled back.
                 if self._in_transaction():
                     self._connection.execute("ROLLBACK")
-                self._counts_of.clear()  # stale after a rollback; read again on next use
+                self._known_counts = None  # stale after a rollback; read again on next use
                 raise
             finally:
-                self._counts_changed.clear()
+                self._counts_changed = False
 
     def _in_transaction(self) -> bool:
         return self._connection.in_transaction

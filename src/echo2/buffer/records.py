@@ -44,7 +44,7 @@ class LeaseRecord:
 
 @dataclass(frozen=True, slots=True)
 class LedgerState:
-    """The state of one policy in the ledger.
+    """The state of a run in the ledger.
 
     version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
     next_number        number of the next group to issue

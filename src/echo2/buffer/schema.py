@@ -1,6 +1,6 @@
 """The ledger's tables, the life of a group as a table, and messages for SQLite's errors.
 
-Every row names its policy. Group numbers, steps, versions and lineages count per policy; lease ids count per file.
+Every row names the run's policy.
 
     groups     one row per training group: its step, cursor, state, and the versions and cost of its delivery
     rollouts   the rollouts as delivered, kept until a checkpoint covers them (separate, so that scans of `groups` stay

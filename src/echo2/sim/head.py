@@ -7,10 +7,8 @@ The ledger, the published snapshots, and the evaluations that metrics.jsonl woul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 
-from echo2.buffer import Ledger
 from echo2.buffer.driver import Driver, Stored
 from echo2.control.broadcast import origin_events as bev
 from echo2.control.head import commands as do
@@ -21,7 +19,7 @@ from echo2.errors import InvariantError
 from echo2.sim.fleet_meter import FleetMeter
 from echo2.sim.history import History, TrainedStep
 from echo2.sim.ledger import Killed, MortalLedger
-from echo2.sim.network import HEAD, Asked, SimNetwork, StreamBroke, learner_of
+from echo2.sim.network import HEAD, LEARNER, Asked, SimNetwork, StreamBroke
 from echo2.sim.origin import ChunkAsked, ManifestAsked, SimManifest, SimOrigin
 from echo2.sim.provider import Provider
 from echo2.sim.scenario import Scenario
@@ -41,7 +39,6 @@ class Take(Event):
 
     epoch: int
     step: int
-    policy: str
 
 
 class SampledBatch(Attachment):
@@ -114,22 +111,9 @@ class _Pass(Event):
     """The events that wait to share a transaction have waited long enough."""
 
 
-@dataclass(slots=True)
-class Side:
-    """The head's state for one policy. `evaluated` outlives the head, as metrics.jsonl does."""
-
-    scenario: Scenario
-    history: History
-    ledger: Ledger
-    meter: FleetMeter
-    evaluated: set[int] = field(default_factory=set)
-    learner_known: bool = False
-    learner_epoch: int | None = None
-
-
 class SimHead(Actor):
-    """Actor `head`. `tell` is the only place where the planners are called. `histories`: one per policy; `history`: of
-    the whole head. `keeps_events`: for a replay; those of a long run with thousands of workers exceed the memory.
+    """Actor `head`. `tell` is the only place where the planner is called. `keeps_events`: for a replay; those of a long
+    run with thousands of workers exceed the memory. `evaluated` outlives the head, as metrics.jsonl does.
     """
 
     def __init__(
@@ -140,21 +124,17 @@ class SimHead(Actor):
         seed: int,
         ledger: MortalLedger,
         history: History,
-        histories: Mapping[str, History],
         keeps_events: bool = True,
     ) -> None:
         super().__init__(world, HEAD)
         self.network, self.scenario, self.ledger, self.history = network, scenario, ledger, history
         self.keeps_events = keeps_events
         self.provider = Provider(world, scenario)
-        self.sides: dict[str, Side] = {}
-        for policy, mine in scenario.by_policy().items():
-            meter = FleetMeter(histories[policy], scenario.activation)
-            self.sides[policy] = Side(mine, histories[policy], ledger.of(policy), meter)
-        self.learners = {learner_of(policy): side for policy, side in self.sides.items()}
-        self.options = [side.scenario.planner_options(seed, policy) for policy, side in self.sides.items()]
-        base_models = filter(None, map(scenario.base_of, histories))  # published before the simulation begins
-        self.store = {ref: hashlib.sha256(str(ref).encode()).digest() for ref in base_models}
+        self.meter = FleetMeter(history, scenario.activation)
+        self.evaluated: set[int] = set()
+        self.options = scenario.planner_options(seed)
+        base = scenario.base_ref  # published before the simulation begins
+        self.store = {} if base is None else {base: hashlib.sha256(str(base).encode()).digest()}
         self.history.digests.update(self.store)
         self.dialable: dict[str, bool] = {}
         self._doomed, self._any_carried_out, self._effects_left = False, False, 0
@@ -163,11 +143,11 @@ class SimHead(Actor):
 
     def _restart(self) -> None:
         self.driver = Driver(self.options, self.ledger, self)
-        self.policies = self.driver.policies
+        self.planner = self.driver.planner
         self.origin = SimOrigin(self.world, self.scenario, self.store, self.dialable, self._order)
         self.attending: dict[str, int] = {}
-        for side in self.sides.values():
-            side.learner_known, side.learner_epoch = False, None
+        self.learner_known = False
+        self.learner_epoch: int | None = None
         self._wakes = 0
         self._waiting: list[ev.Event] = []
 
@@ -233,9 +213,8 @@ class SimHead(Actor):
         self._commands += commands
         if self.keeps_events:
             self.history.lives[-1].append((event, now, list(commands)))
-        self.world.check(self.policies)
-        for policy, side in self.sides.items():
-            side.meter.look(self.policies.planners[policy], now)
+        self.world.check(self.planner)
+        self.meter.look(self.planner, now)
         if self._doomed:
             self._effects_left = self.world.rng.randrange(len(self._commands) + 1)
             if self.world.chance(0.5):
@@ -244,22 +223,15 @@ class SimHead(Actor):
     def _start(self) -> None:
         self._restart()
         self.history.lives.append([])
-        stored = {
-            policy: Stored(
-                tuple(sorted(ref for ref in self.store if ref.policy == policy)),
-                tuple(sorted(side.evaluated)),
-                self.provider.out(),
-            )
-            for policy, side in self.sides.items()
-        }
+        published = tuple(sorted(ref for ref in self.store if not ref.is_base_model))
+        stored = Stored(published, tuple(sorted(self.evaluated)), self.provider.out())
         self._drive(lambda: self.driver.start(stored, self.world.now))
 
     def _die(self) -> None:
         self.history.killed[HEAD] += 1
         self._doomed, self.ledger.statements_left = False, None
         self.dies()
-        learners = [(name, side.learner_epoch or 0) for name, side in self.learners.items()]
-        for party, epoch in [*self.attending.items(), *learners]:
+        for party, epoch in [*self.attending.items(), (LEARNER, self.learner_epoch or 0)]:
             self.world.post(self.world.rng.uniform(0.0, 1.0), party, StreamBroke(party, epoch))
         self.post(self.world.around(self.scenario.head.restart_seconds, 0.3), Start())
 
@@ -268,25 +240,24 @@ class SimHead(Actor):
             del self.attending[event.party]
             self.origin.left(event.party)
             self.tell(ev.WorkerDetached(event.party, "its connection closed"))
-        elif event.party in self.learners and self.learners[event.party].learner_epoch == event.epoch:
-            self.learners[event.party].learner_epoch = None
-            policy = next(policy for policy in self.sides if learner_of(policy) == event.party)
-            self.tell(ev.LearnerLost("its stream closed before the step had all its groups", policy))
+        elif event.party == LEARNER and self.learner_epoch == event.epoch:
+            self.learner_epoch = None
+            self.tell(ev.LearnerLost("its stream closed before the step had all its groups"))
 
     def _score(self, group: GroupRef) -> None:
-        record = self.policies.planners[group.policy].groups.get(group.number) if group.kind == "train" else None
+        record = self.planner.groups.get(group.number) if group.kind == "train" else None
         if record is not None and record.state == "retired":
             return  # a check retired the group while it waited for its rewards
         is_flat = group.kind == "train" and self._is_flat(group)
         self.tell_soon(ev.GroupScored(group, is_flat, scores=Attachment(b"")))
 
     def _is_flat(self, group: GroupRef) -> bool:
-        return self.scenario.is_flat(self.sides[group.policy].ledger.rollouts(group.number))
+        return self.scenario.is_flat(self.ledger.rollouts(group.number))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
     def _asked(self, asked: Asked) -> None:
-        if self.world.actors[asked.sender].life != asked.sender_life and asked.sender in self.learners:
+        if self.world.actors[asked.sender].life != asked.sender_life and asked.sender == LEARNER:
             return  # its connection died with it
         value, num_bytes = self._answer(asked.sender, asked.body), 500
         if isinstance(asked.body, ChunkAsked) and isinstance(value, bytes):
@@ -295,7 +266,7 @@ class SimHead(Actor):
         self.network.answer(asked, value, num_bytes)
 
     def _answer(self, sender: str, body: object) -> object:
-        if self.policies.expelled_until(sender, self.world.now) is not None:
+        if self.planner.conducts.expulsion(sender, self.world.now) is not None:
             return Refused("expelled")
         match body:
             case Hello():
@@ -329,24 +300,22 @@ class SimHead(Actor):
                 return None
             case ev.LearnerJoined():
                 return self._learner_joined(body)
-        side = self.learners[sender]
-        return self._answer_learner(body, side) if side.learner_known else Refused("unknown_learner")
+        return self._answer_learner(body) if self.learner_known else Refused("unknown_learner")
 
     def _learner_joined(self, body: ev.LearnerJoined) -> Welcome | Refused:
         refused = _refused(self.tell(body))
         if refused is not None:
             return refused
-        side, planner = self.sides[body.policy], self.policies.planners[body.policy]
-        side.learner_known, side.learner_epoch = True, None
-        return Welcome(planner.lineage, tuple(sorted(planner.retained)))
+        self.learner_known, self.learner_epoch = True, None
+        return Welcome(self.planner.lineage, tuple(sorted(self.planner.retained)))
 
-    def _answer_learner(self, body: object, side: Side) -> object:
+    def _answer_learner(self, body: object) -> object:
         match body:
             case Take():
-                side.learner_epoch = body.epoch
-                refused = _refused(self.tell(ev.GroupsWanted(body.step, body.policy)))
+                self.learner_epoch = body.epoch
+                refused = _refused(self.tell(ev.GroupsWanted(body.step)))
                 if refused is not None:
-                    side.learner_epoch = None
+                    self.learner_epoch = None
                 return refused
             case Publish():
                 self.store[body.ref] = body.digest
@@ -365,28 +334,25 @@ class SimHead(Actor):
     def _note_recorded(self) -> None:
         """Count the recorded commands, for the report and the tests' checks."""
         for command in self._commands:
-            if not isinstance(command, do.PolicyCommand):
-                continue
-            history = self.sides[command.policy].history
             match command:
                 case do.CloseLease():
-                    history.closed[command.outcome] += 1
+                    self.history.closed[command.outcome] += 1
                 case do.AcceptDelivery() if command.group.kind == "train":
                     self._note_delivery(command)
                 case do.RefuseDelivery():
-                    history.refused[command.refusal] += 1
+                    self.history.refused[command.refusal] += 1
                 case do.RetireGroup():
-                    history.retire(self.policies.planners[command.policy].groups.get(command.number), command.why)
+                    self.history.retire(self.planner.groups.get(command.number), command.why)
                 case do.RecordStep():
                     self._note_step(command)
                 case do.RecordLearner():
-                    history.fallbacks += "fell back" in command.reason
+                    self.history.fallbacks += "fell back" in command.reason
 
     def _note_delivery(self, command: do.AcceptDelivery) -> None:
         number, rollouts = command.group.number, command.rollouts
         if not isinstance(rollouts, SampledBatch):
             raise InvariantError(f"group {number} was accepted with {rollouts}")
-        history = self.sides[command.policy].history
+        history = self.history
         history.shapes.setdefault(number, set()).add(rollouts.num_groups)
         history.sampled.setdefault(number, set()).update((command.oldest_version, command.newest_version))
         if self.scenario.is_flat(rollouts.data):
@@ -395,12 +361,12 @@ class SimHead(Actor):
     def _note_step(self, command: do.RecordStep) -> None:
         versions = []
         for number in command.numbers:
-            record = self.policies.planners[command.policy].groups.get(number)
+            record = self.planner.groups.get(number)
             if record is None or record.oldest_version is None:
                 raise InvariantError(f"group {number} was trained and has no version")
             versions.append(record.oldest_version)
         done = TrainedStep(command.step, command.lineage, command.numbers, tuple(versions))
-        self.sides[command.policy].history.trained.append(done)
+        self.history.trained.append(done)
 
     def carry_out(self, command: do.Command, now: float) -> None:
         """Carry out a command outside of the ledger: messages, and state that the head keeps beside the ledger."""
@@ -425,21 +391,19 @@ class SimHead(Actor):
             case do.ScoreGroup():
                 self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Score(command.group))
             case do.CheckGroup():
-                record = self.policies.planners[command.policy].groups.get(command.group.number)
+                record = self.planner.groups.get(command.group.number)
                 if record is not None:
                     self._order(command.worker_id, Check(command, record.worker_id))
             case do.FeedGroup():
-                rollouts = self.sides[command.policy].ledger.rollouts(command.number)
-                self._to_learner(command.policy, Fed(command.number, rollouts))
+                self._to_learner(Fed(command.number, self.ledger.rollouts(command.number)))
             case do.EndStep():
-                self._to_learner(command.policy, StepDone(command.step, command.num_groups))
-                self.sides[command.policy].learner_epoch = None
+                self._to_learner(StepDone(command.step, command.num_groups))
+                self.learner_epoch = None
             case do.RecordLearner():
-                side = self.sides[command.policy]
-                side.evaluated = {version for version in side.evaluated if version <= command.version}
+                self.evaluated = {version for version in self.evaluated if version <= command.version}
             case do.FinishEval():
-                self.sides[command.policy].evaluated.add(command.version)
-                self.sides[command.policy].history.evaluated.append(command.version)
+                self.evaluated.add(command.version)
+                self.history.evaluated.append(command.version)
             case do.WakeAt():
                 self._wakes += 1
                 self.post(command.at - now, _Wake(self._wakes))
@@ -455,8 +419,6 @@ class SimHead(Actor):
                     self.provider.take_back(command.worker_id)
             case do.StopRun() | do.FinishRun():
                 self.history.ended = command.reason
-                for policy, end in self.policies.ends.items():
-                    self.sides[policy].history.ended = end.reason
 
     def _announce(self, ref: SnapshotRef, worker_ids: tuple[str, ...]) -> None:
         spec = self.scenario.broadcast
@@ -472,10 +434,9 @@ class SimHead(Actor):
         if epoch is not None:
             self.network.order(worker_id, epoch, body)
 
-    def _to_learner(self, policy: str, body: object) -> None:
-        epoch = self.sides[policy].learner_epoch
-        if epoch is not None:
-            self.network.order(learner_of(policy), epoch, body)
+    def _to_learner(self, body: object) -> None:
+        if self.learner_epoch is not None:
+            self.network.order(LEARNER, self.learner_epoch, body)
 
 
 def _refused(commands: list[do.Command]) -> Refused | None:

@@ -18,10 +18,10 @@ from echo2.control.machine import Event
 from echo2.errors import InvariantError
 from echo2.sim.head import Fed, Publish, Refused, StepDone, Take, Welcome
 from echo2.sim.history import History, StepTimes
-from echo2.sim.network import LEARNER, Answered, Ordered, SimNetwork, StreamBroke, TimedOut, learner_of
+from echo2.sim.network import LEARNER, Answered, Ordered, SimNetwork, StreamBroke, TimedOut
 from echo2.sim.scenario import Scenario
 from echo2.sim.world import Actor, Kill, SimWorld, Start
-from echo2.types import SnapshotRef
+from echo2.types import RUN_POLICY, SnapshotRef
 
 #: Seconds before a learner that lost the head tries again.
 REJOIN_SECONDS = 1.0
@@ -41,11 +41,10 @@ class _Encoded(Event):
 
 
 class SimLearner(Actor):
-    """The learner of one policy."""
+    """The learner."""
 
-    def __init__(self, world: SimWorld, network: SimNetwork, policy: str, scenario: Scenario, history: History) -> None:
-        super().__init__(world, learner_of(policy))
-        self.policy = policy
+    def __init__(self, world: SimWorld, network: SimNetwork, scenario: Scenario, history: History) -> None:
+        super().__init__(world, LEARNER)
         self.network, self.scenario, self.history = network, scenario, history
         self.checkpoints: list[tuple[int, bytes]] = []
         self.epoch = 0
@@ -84,9 +83,8 @@ class SimLearner(Actor):
                 self._report_step(event.step)
             case _Encoded():
                 if event.version in self._unpublished:
-                    self._call(
-                        Publish(SnapshotRef(self.policy, self.lineage, event.version), self._unpublished[event.version])
-                    )
+                    ref = SnapshotRef(RUN_POLICY, self.lineage, event.version)
+                    self._call(Publish(ref, self._unpublished[event.version]))
             case Answered():
                 body = self._calls.pop(event.number, None)
                 if body is not None:
@@ -111,7 +109,7 @@ class SimLearner(Actor):
         self._calls[self.network.call(self.name, body)] = body
 
     def _join(self) -> None:
-        self._call(ev.LearnerJoined(self.version, self.policy))
+        self._call(ev.LearnerJoined(self.version))
 
     def _rejoin_later(self) -> None:
         """Join again later, because the head is away or does not know this learner. Groups fed so far do not count; the
@@ -165,13 +163,11 @@ class SimLearner(Actor):
             self._waits_since = self.world.now
         self.epoch += 1
         self.taking, self.fed = True, []
-        self._call(Take(self.epoch, self.version, self.policy))
+        self._call(Take(self.epoch, self.version))
 
     def _ordered(self, body: object) -> None:
         match body:
             case Fed():
-                if not body.data.endswith(self.policy.encode()):
-                    raise InvariantError(f"{self.name} was fed {body}, which another policy's weights sampled")
                 self.fed.append(body)
             case StepDone():
                 if body.num_groups != len(self.fed) or body.step != self.version:
@@ -196,7 +192,7 @@ class SimLearner(Actor):
 
     def _report_step(self, step: int) -> None:
         numbers = tuple(item.number for item in self.fed)
-        self._call(ev.StepTrained(step, numbers, busy_seconds=self._busy_seconds, policy=self.policy))
+        self._call(ev.StepTrained(step, numbers, busy_seconds=self._busy_seconds))
 
     def _acknowledged(self) -> None:
         assert self.ahead is not None
@@ -226,7 +222,7 @@ class SimLearner(Actor):
             self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:
-        self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0], self.policy))
+        self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0]))
 
     def _stop_waiting(self) -> float:
         """End the wait for groups. Return its seconds."""

@@ -15,22 +15,11 @@ class Killed(Exception):
 
 
 class MortalLedger(Ledger):
-    """`statements_left`: statements that a transaction may still execute before the kill; None: no kill is planned. The
-    ledgers of all policies in a file die together.
-    """
+    """`statements_left`: statements that a transaction may still execute before the kill; None: no kill is planned."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._fate: dict[str, int | None] = {"statements_left": None}  # shared by all that `of` makes
-
-    @property
-    def statements_left(self) -> int | None:
-        """Statements until the kill, or None."""
-        return self._fate["statements_left"]
-
-    @statements_left.setter
-    def statements_left(self, count: int | None) -> None:
-        self._fate["statements_left"] = count
+        self.statements_left: int | None = None
 
     def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         if self.statements_left is not None and self._in_transaction():

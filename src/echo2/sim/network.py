@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from echo2.control.machine import Event
 from echo2.sim.world import SimWorld
-from echo2.types import RUN_POLICY
 
 #: Seconds until a call without an answer counts as failed.
 CALL_SECONDS = 5.0
@@ -21,11 +20,6 @@ KEEPALIVE_SECONDS = 4.0
 SMALL_BYTES = 500
 HEAD = "head"
 LEARNER = "learner"
-
-
-def learner_of(policy: str) -> str:
-    """Return the name of the learner that trains this policy."""
-    return LEARNER if policy == RUN_POLICY else f"{LEARNER} of {policy}"
 
 
 @dataclass(slots=True)

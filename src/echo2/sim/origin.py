@@ -111,7 +111,7 @@ class SimOrigin:
     def holds(self, worker_id: str, installed: SnapshotRef | None) -> None:
         """Note which snapshot a worker has installed."""
         if self.installed.get(worker_id) != installed and installed in self.store and installed is not None:
-            base_model = self.scenario.base_of(installed.policy)
+            base_model = self.scenario.base_of(installed)
             base = None if base_model is None else PayloadId(base_model)
             self.tell(bev.SnapshotHeld(worker_id, PayloadId(installed), base))
         self.installed[worker_id] = installed
@@ -165,7 +165,7 @@ class SimOrigin:
             count = self.scenario.base_chunks if is_base else self.scenario.snapshot_chunks
             base = b"" if payload.base is None else self.store[payload.base]
             chunks = cut(digest, base, count if payload.base is None else max(1, count // DELTA_SHARE))
-            base_model = self.scenario.base_of(payload.ref.policy)
+            base_model = self.scenario.base_of(payload.ref)
             self.payloads[payload] = SimManifest(payload, tuple(chunks), digest, base_model), chunks
         return self.payloads[payload][0]
 

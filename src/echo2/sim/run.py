@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from echo2.errors import InvariantError
@@ -11,11 +11,10 @@ from echo2.sim.head import SimHead
 from echo2.sim.history import History
 from echo2.sim.learner import SimLearner
 from echo2.sim.ledger import MortalLedger
-from echo2.sim.network import HEAD, SimLink, SimNetwork, learner_of
+from echo2.sim.network import HEAD, LEARNER, SimLink, SimNetwork
 from echo2.sim.report import Report, make_report
 from echo2.sim.scenario import Scenario, WorkersSpec
 from echo2.sim.world import Kill, SimWorld, Start
-from echo2.types import RUN_POLICY
 
 #: The learner runs close to the head.
 LEARNER_LATENCY_SECONDS = 0.001
@@ -48,55 +47,24 @@ def run_scenario(
     Raises:
         InvariantError: an invariant is violated; the message names the seed and the time.
     """
-    (report,) = run_policies(scenario, seed, ledger_path, keeps_events, progress, check, make_worker).values()
-    return report
-
-
-def run_policies(
-    scenario: Scenario,
-    seed: int,
-    ledger_path: Path = Path(":memory:"),
-    keeps_events: bool = True,
-    progress: Callable[[int], None] | None = None,
-    check: Callable[[object], None] = lambda machine: None,
-    make_worker: MakeWorker = SimWorker,
-) -> dict[str, Report]:
-    """Likewise for a head of several policies: return a report for each. Their histories share the head's events, the
-    kills, and the snapshots' digests; the cost and traffic of the fleet belong to no policy and are 0.
-    """
     world, history = SimWorld(seed, check), History()
-    histories = _histories(scenario, history)
     ledger = MortalLedger(ledger_path)
     try:
-        workers = build_world(world, scenario, seed, ledger, history, histories, keeps_events, make_worker)
+        workers = build_world(world, scenario, seed, ledger, history, keeps_events, make_worker)
         while not history.ended and world.next_at <= scenario.time_limit_seconds and world.step():
             if progress is not None and world.num_events % PROGRESS_EVENTS == 0:
-                progress(sum(len(each.trained) for each in histories.values()))
+                progress(len(history.trained))
         for worker in workers:
             if worker.up:
                 worker.pay()
         if scenario.activation:
             history.usd = history.active_usd
-        for policy, mine in scenario.by_policy().items():
-            histories[policy].learner_usd = world.now / 3600 * mine.learner.price_usd_per_hour
+        history.learner_usd = world.now / 3600 * scenario.learner.price_usd_per_hour
     except InvariantError as error:
         raise InvariantError(f"scenario {scenario.name!r}, seed {seed}, at {world.now:.3f} s: {error}") from error
     finally:
         ledger.close()
-    return {
-        policy: make_report(mine, seed, histories[policy], world.now, world.num_events)
-        for policy, mine in scenario.by_policy().items()
-    }
-
-
-def _histories(scenario: Scenario, shared: History) -> dict[str, History]:
-    """Return the history of each policy; a single policy uses the head's history."""
-    if not scenario.policies:
-        return {RUN_POLICY: shared}
-    return {
-        policy: History(lives=shared.lives, killed=shared.killed, digests=shared.digests)
-        for policy in scenario.by_policy()
-    }
+    return make_report(scenario, seed, history, world.now, world.num_events)
 
 
 def build_world(
@@ -105,19 +73,16 @@ def build_world(
     seed: int,
     ledger: MortalLedger,
     history: History,
-    histories: Mapping[str, History],
     keeps_events: bool = True,
     make_worker: MakeWorker = SimWorker,
 ) -> list[SimWorker]:
     """Create all actors and links, and schedule every fault before `faults_until_seconds`. Return the workers."""
     network = SimNetwork(world)
-    head = SimHead(world, network, scenario, seed, ledger, history, histories, keeps_events)
-    for policy, mine in scenario.by_policy().items():
-        learner = SimLearner(world, network, policy, mine, histories[policy])
-        network.links[learner.name] = SimLink(LEARNER_LATENCY_SECONDS, LEARNER_BYTES_PER_SECOND)
+    head = SimHead(world, network, scenario, seed, ledger, history, keeps_events)
+    SimLearner(world, network, scenario, history)
+    network.links[LEARNER] = SimLink(LEARNER_LATENCY_SECONDS, LEARNER_BYTES_PER_SECOND)
     world.post(0.0, HEAD, Start())
-    for name in map(learner_of, histories):
-        world.post(0.1, name, Start())
+    world.post(0.1, LEARNER, Start())
     until = scenario.faults_until_seconds
     workers: list[SimWorker] = []
     for kind, spec in enumerate(scenario.workers):
@@ -134,8 +99,7 @@ def build_world(
             plan_faults(world, name, Kill(), spec.life_seconds, until)
             plan_faults(world, name, Cut(), spec.cut_every_seconds, until)
     plan_outages(world, scenario)
-    for policy, mine in scenario.by_policy().items():
-        plan_faults(world, learner_of(policy), Kill(), mine.learner.life_seconds, until)
+    plan_faults(world, LEARNER, Kill(), scenario.learner.life_seconds, until)
     plan_faults(world, HEAD, Kill(), scenario.head.life_seconds, until)
     return workers
 

@@ -9,7 +9,7 @@ describe many runs: see `study.py`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Literal
 
 from msgspec import Meta
@@ -17,7 +17,7 @@ from msgspec import Meta
 from echo2.control.capacity.forecast import longest_of
 from echo2.control.capacity.transfer_time import chain_seconds, star_seconds
 from echo2.control.head.state import PlannerOptions, RentableOffer
-from echo2.types import RUN_POLICY, SnapshotRef
+from echo2.types import SnapshotRef
 
 #: Bounds of the values in a file. Infinity is not allowed: its simulation would not end.
 Count = Annotated[int, Meta(ge=0, le=100_000)]
@@ -140,28 +140,13 @@ class OutageSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicySpec:
-    """One of several policies that share head and fleet: its differences from the scenario."""
-
-    policy: str
-    max_steps: Positive = 20
-    groups_per_step: Positive = 16
-    max_staleness: Count = 1
-    publish_every: Positive = 1
-    eval_size: Count = 0
-    eval_every: Count = 0
-    base_model: Count = 0
-    learner: LearnerSpec = field(default_factory=LearnerSpec)
-
-
-@dataclass(frozen=True, slots=True)
 class Scenario:
     """A run and its world. Nothing fails after `faults_until_seconds`; a run that has not ended at `time_limit_seconds`
     is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stops sampling from the
     publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
-    while they are active. `flat_share`: share of the groups whose rewards are all equal. `policies`: set if one head
-    and one fleet train several policies, which then define their own steps. `base_model`: number of the base model that
-    snapshots are adapters over, with `base_chunks` chunks; 0: whole models. `check_seed`: as in `PlannerOptions`.
+    while they are active. `flat_share`: share of the groups whose rewards are all equal. `base_model`: number of the
+    base model that snapshots are adapters over, with `base_chunks` chunks; 0: whole models. `check_seed`: as in
+    `PlannerOptions`.
     """
 
     name: str = ""
@@ -200,20 +185,9 @@ class Scenario:
     head: HeadSpec = field(default_factory=HeadSpec)
     broadcast: BroadcastSpec = field(default_factory=BroadcastSpec)
     outages: tuple[OutageSpec, ...] = ()
-    policies: tuple[PolicySpec, ...] = ()
 
-    def by_policy(self) -> dict[str, Scenario]:
-        """Return the scenario as each policy sees it."""
-        if not self.policies:
-            return {RUN_POLICY: self}
-        return {spec.policy: self._as_seen_by(spec) for spec in self.policies}
-
-    def _as_seen_by(self, spec: PolicySpec) -> Scenario:
-        changes = {entry.name: getattr(spec, entry.name) for entry in fields(spec) if entry.name != "policy"}
-        return replace(self, policies=(), **changes)
-
-    def planner_options(self, seed: int, policy: str = RUN_POLICY) -> PlannerOptions:
-        """Return the options of the head's planner for this policy."""
+    def planner_options(self, seed: int) -> PlannerOptions:
+        """Return the options of the head's planner."""
         alike = {entry.name for entry in fields(PlannerOptions)} & {entry.name for entry in fields(self)}
         offers = (
             RentableOffer(spec.offer, self.worker_rate(spec), spec.price_usd_per_hour, spec.count)
@@ -221,12 +195,16 @@ class Scenario:
             if spec.offer
         )
         settings = {name: getattr(self, name) for name in alike}
-        return PlannerOptions(policy=policy, seed=seed, offers=tuple(offers), **settings)
+        return PlannerOptions(seed=seed, offers=tuple(offers), **settings)
 
-    def base_of(self, policy: str) -> SnapshotRef | None:
-        """Return the base model of a policy's snapshots; None if they are whole models."""
-        seen = self.by_policy().get(policy)
-        return SnapshotRef(f"base-{seen.base_model:016x}", 0, 0) if seen is not None and seen.base_model else None
+    @property
+    def base_ref(self) -> SnapshotRef | None:
+        """The base model of the run's snapshots; None if they are whole models."""
+        return SnapshotRef(f"base-{self.base_model:016x}", 0, 0) if self.base_model else None
+
+    def base_of(self, ref: SnapshotRef) -> SnapshotRef | None:
+        """Return the base model of this snapshot; None if it is a whole model."""
+        return None if ref.is_base_model else self.base_ref
 
     def is_flat(self, rollouts: bytes) -> bool:
         """Whether all rewards of the group with these rollouts are equal: pseudo-random, but fixed by the rollouts."""

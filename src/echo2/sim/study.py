@@ -105,8 +105,6 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
     set_so += ['order = "frontier"'] if scenario.deterministic and scenario.order == "frontier" else []
     if set_so:
         raise UserError(f"{path}: deterministic = true excludes {' and '.join(set_so)}, as in a run.")
-    if scenario.policies:
-        raise UserError(f"{path}: policies: a scenario file describes runs, and a run trains one policy.")
     if not any(spec.count for spec in scenario.workers):
         raise UserError(f"{path}: there is no worker: set workers.count.")
     offers = [spec.offer for spec in scenario.workers if spec.offer]

@@ -1,6 +1,4 @@
-"""The events of the planner, as facts in the past tense; plain data, so that a run can be replayed. An event without a
-group or snapshot names its policy in `policy`.
-"""
+"""The events of the planner, as facts in the past tense; plain data, so that a run can be replayed."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from dataclasses import dataclass, field
 from echo2.control.head.trust import DrawnCheck, TicketRest, Trust
 from echo2.control.machine import Event as _Event
 from echo2.control.machine import Tick as Tick  # part of this module's vocabulary, too
-from echo2.types import RUN_POLICY, Attachment, GroupRef, SnapshotRef
+from echo2.types import Attachment, GroupRef, SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +90,6 @@ class HeadStarted(PlannerEvent):
     checks: tuple[DrawnCheck, ...] = ()
     rests: tuple[TicketRest, ...] = ()
     expulsions: tuple[RecoveredExpulsion, ...] = ()
-    policy: str = RUN_POLICY
 
 
 class LearnerJoined(PlannerEvent):
@@ -101,21 +98,18 @@ class LearnerJoined(PlannerEvent):
     """
 
     version: int
-    policy: str = RUN_POLICY
 
 
 class LearnerLost(PlannerEvent):
     """The learner's connection closed."""
 
     reason: str
-    policy: str = RUN_POLICY
 
 
 class GroupsWanted(PlannerEvent):
     """The learner is ready for the groups of this step."""
 
     step: int
-    policy: str = RUN_POLICY
 
 
 class StepTrained(PlannerEvent):
@@ -127,7 +121,6 @@ class StepTrained(PlannerEvent):
     numbers: tuple[int, ...]
     busy_seconds: float = 0.0
     mismatches: tuple[WorkerMismatch, ...] = ()
-    policy: str = RUN_POLICY
 
 
 class SnapshotPublished(PlannerEvent):
@@ -142,7 +135,6 @@ class CheckpointSaved(PlannerEvent):
 
     version: int
     oldest_kept: int
-    policy: str = RUN_POLICY
 
 
 class WorkerJoined(PlannerEvent):
@@ -182,12 +174,6 @@ class WorkerDetached(PlannerEvent):
 
     worker_id: str
     reason: str
-
-
-class WorkerWithdrawn(PlannerEvent):
-    """The worker will work for another policy: it gets no more leases here, and leaves when its last one ends."""
-
-    worker_id: str
 
 
 class WorkerLeft(PlannerEvent):

@@ -128,7 +128,7 @@ def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, num_
     if group.kind == "train" and options.deterministic:
         exact = staleness.fixed_version(step, options.max_staleness, options.publish_every)
     return Lease(
-        lease_id=state.leases.ids.take(),
+        lease_id=state.leases.take_id(),
         group=group,
         step=step,
         cursor=cursor,

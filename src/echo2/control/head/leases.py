@@ -24,30 +24,24 @@ MAX_ATTEMPTS = 5
 
 
 @dataclass(slots=True)
-class LeaseIds:
-    """Numbers the leases; all planners of a head share one instance."""
-
-    next_id: int = 1
-
-    def take(self) -> int:
-        """Return an id that no lease has had."""
-        self.next_id += 1
-        return self.next_id - 1
-
-
-@dataclass(slots=True)
 class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
-    `installed_at`: the newest weights that its worker had said it has when it got the lease; None if there are none.
+    `next_id`: no lease has had this id or a later one. `installed_at`: the newest weights that its worker had said it
+    has when it got the lease; None if there are none.
     """
 
-    ids: LeaseIds = field(default_factory=LeaseIds)
+    next_id: int = 1
     _open: dict[int, tuple[str, Lease]] = field(default_factory=dict)
     _by_group: dict[GroupRef, dict[int, None]] = field(default_factory=dict)
     _by_worker: dict[str, dict[int, None]] = field(default_factory=dict)
     _samples: dict[str, int] = field(default_factory=dict)
     installed_at: dict[int, SnapshotRef | None] = field(default_factory=dict)
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
+
+    def take_id(self) -> int:
+        """Return an id that no lease has had."""
+        self.next_id += 1
+        return self.next_id - 1
 
     def add(self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None) -> None:
         """Add a lease held by this worker, which has these weights.

@@ -20,7 +20,6 @@ from echo2.control.head import events as ev
 from echo2.control.head.fleet import UNKNOWN, Worker
 from echo2.control.head.groups import PlannedGroup
 from echo2.control.head.learner_waits import learner_wait
-from echo2.control.head.leases import LeaseIds
 from echo2.control.head.state import PlannerOptions, PlannerState
 from echo2.control.head.waits import list_waits
 from echo2.errors import InvariantError
@@ -31,10 +30,10 @@ EVAL_WAIT_LEASES = 2.0
 
 
 class Planner(PlannerState):
-    """The state, and the effect of each kind of event on it. `lease_ids`: shared with other policies' planners."""
+    """The state, and the effect of each kind of event on it."""
 
-    def __init__(self, options: PlannerOptions, lease_ids: LeaseIds | None = None) -> None:
-        super().__init__(options, lease_ids or LeaseIds())
+    def __init__(self, options: PlannerOptions) -> None:
+        super().__init__(options)
         self._num_passed = 0
 
     # ---- events ----------------------------------------------------------------------------------------------------
@@ -77,8 +76,6 @@ class Planner(PlannerState):
             case ev.WorkerDetached():
                 if (worker := self.fleet.get(event.worker_id)) is not None:
                     self.fleet.detach(worker, now)
-            case ev.WorkerWithdrawn():
-                workers.withdraw(self, event.worker_id, now)
             case ev.WorkerLeft():
                 workers.lose_worker(self, event.worker_id, event.reason, now)
             case ev.GroupDelivered() | ev.DeliveryMalformed() | ev.LeaseFailed() if self._is_expelled(event):
@@ -136,7 +133,7 @@ class Planner(PlannerState):
         self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
         self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
         self.groups.next_number = event.next_number
-        self.leases.ids.next_id = max(self.leases.ids.next_id, event.next_lease_id)
+        self.leases.next_id = max(self.leases.next_id, event.next_lease_id)
         self.first_lease_id = event.next_lease_id
         if event.next_lease_id > 1:
             self.took_over_at = now

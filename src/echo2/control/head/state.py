@@ -14,7 +14,7 @@ from echo2.control.head.fleet import Fleet
 from echo2.control.head.frontier import Frontier
 from echo2.control.head.gauge import Gauge, UsualSeconds, is_occupied
 from echo2.control.head.groups import GroupBook
-from echo2.control.head.leases import LeaseIds, LeaseTable
+from echo2.control.head.leases import LeaseTable
 from echo2.control.head.standings import Conducts, Standings
 from echo2.control.head.trust import TrustBook
 from echo2.control.machine import StateMachine
@@ -100,7 +100,7 @@ class PlannerState(StateMachine):
     took_over_at  when the learner last fell back, or this head replaced an earlier one; -inf if neither happened
     """
 
-    def __init__(self, options: PlannerOptions, lease_ids: LeaseIds) -> None:
+    def __init__(self, options: PlannerOptions) -> None:
         super().__init__()
         self.options = options
         self.version = 0
@@ -108,7 +108,7 @@ class PlannerState(StateMachine):
         self.checkpoint_version = -1
         self.oldest_kept = 0
         self.groups = GroupBook(options.groups_per_batch if options.deterministic else 1)
-        self.leases = LeaseTable(lease_ids)
+        self.leases = LeaseTable()
         self.fleet = Fleet(options.heartbeat_seconds, options.group_size, self.groups.groups_per_unit)
         self.evaluation = Evaluation(options.policy, options.eval_size, options.eval_every, options.max_steps)
         self.gauge = Gauge()
@@ -188,6 +188,10 @@ class PlannerState(StateMachine):
     def has_unsettled(self) -> bool:
         """Whether leases have changed that `settle` has not processed yet."""
         return bool(self._touched)
+
+    def own_snapshot(self, installed: SnapshotRef | None) -> SnapshotRef | None:
+        """Return what a worker says it has installed, if it is a snapshot of this policy; otherwise None."""
+        return installed if installed is not None and installed.policy == self.options.policy else None
 
     def train_group(self, number: int) -> GroupRef:
         """Return the name of this policy's train group with this number."""

@@ -19,8 +19,7 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
             reason = "its connection is closed; its leases go to others if it does not come back"
             waits.append(Wait("head", worker.worker_id, worker.detached_at, until, reason))
         elif worker.standby:
-            suffice = "it stands by: the active workers suffice"
-            reason = suffice if state.activation else "it will work for another policy when its leases are done"
+            reason = "it stands by: the active workers suffice"
             waits.append(Wait(worker.worker_id, "head", worker.standby_since or worker.joined_at, None, reason))
         elif worker.idle_since is not None:
             name, reason = _why_idle(state, worker)

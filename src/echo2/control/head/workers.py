@@ -24,7 +24,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         end_lease(state, lease_id, "lost", "the worker came back without it")
     most = state.options.groups_per_batch * state.options.group_size
     slots = min(event.slots, most) if event.ticket else event.slots
-    worker = Worker(event.worker_id, slots, event.price_usd_per_hour, event.installed, now, idle_since=now)
+    installed = state.own_snapshot(event.installed)
+    worker = Worker(event.worker_id, slots, event.price_usd_per_hour, installed, now, idle_since=now)
     worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
     worker.ticket, worker.draws = event.ticket, event.draws
     if not worker.is_own:
@@ -41,8 +42,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     worker.standby = _joins_standing_by(state, event, before)
     worker.standby_since = now if worker.standby else None
     state.fleet.join(worker, now)
-    if event.installed is not None and not worker.standby and (before is None or before.installed != event.installed):
-        state.gauge.installed(event.installed, state.fleet.num_active, now)
+    if installed is not None and not worker.standby and (before is None or before.installed != installed):
+        state.gauge.installed(installed, state.fleet.num_active, now)
     held = set(state.leases.of_worker(event.worker_id))
     ended = tuple(lease_id for lease_id in possible_claims(state, event.held_leases) if lease_id not in held)
     if ended:
@@ -55,7 +56,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
 def possible_claims(state: PlannerState, lease_ids: Iterable[int]) -> tuple[int, ...]:
     """Return those of the claimed leases that were ever granted, and no more of them than a worker can hold."""
     most = max(CLAIMS_MIN, 4 * state.options.groups_per_batch)
-    granted = (lease_id for lease_id in dict.fromkeys(lease_ids) if 0 < lease_id < state.leases.ids.next_id)
+    granted = (lease_id for lease_id in dict.fromkeys(lease_ids) if 0 < lease_id < state.leases.next_id)
     return tuple(itertools.islice(granted, most))
 
 
@@ -98,19 +99,14 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
         return False
     state.fleet.heard(event.worker_id, now)
     worker.refused = event.refused
-    if worker.installed == event.installed:
+    installed = state.own_snapshot(event.installed)
+    if worker.installed == installed:
         return False
-    worker.installed = event.installed
+    worker.installed = installed
     state.fleet.file(worker)
-    if event.installed is not None and not worker.standby:
-        state.gauge.installed(event.installed, state.fleet.num_active, now)
+    if installed is not None and not worker.standby:
+        state.gauge.installed(installed, state.fleet.num_active, now)
     return True
-
-
-def withdraw(state: PlannerState, worker_id: str, now: float) -> None:
-    """Give the worker no more leases: it moves to another policy when its current ones are done."""
-    if (worker := state.fleet.get(worker_id)) is not None:
-        stand_by(state, worker, now)
 
 
 def stand_by(state: PlannerState, worker: Worker, now: float) -> None:

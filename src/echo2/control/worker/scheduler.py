@@ -5,9 +5,6 @@ them, and at most one incoming snapshot. New weights are installed when nothing 
 that (with swap = "during" they are installed at once, between two tokens). Like the planner it is pure: events in,
 commands out.
 
-A worker works for one policy at a time: the one whose snapshot the head announced last. Leases are sampled with weights
-of their own policy, and none runs while weights of another policy are installed.
-
     announced -> fetching (from the origin and peers, while the engine generates) -> whole -> installing -> installed
 
 An adapter is installed over its base model. A missing base model is fetched first, in the same way, and then kept; the
@@ -250,13 +247,9 @@ class WorkerScheduler(StateMachine):
         return payload.base == (self.installing or self.installed) and self._refusals[0] != payload.ref
 
     def _fell_back(self, ref: SnapshotRef, before: SnapshotRef) -> None:
-        """Fail waiting leases whose version may never come: the learner fell back to an older version, or this worker
-        works for another policy now.
-        """
+        """Fail waiting leases whose version may never come, because the learner fell back to an older version."""
         if ref.history == before.history and ref.version > before.version:
             return
-        for lease_id in [key for key, held in self.waiting.items() if held.lease.group.policy != ref.policy]:
-            self._fail_waiting(lease_id, f"the worker works for policy {ref.policy} now")
         for lease_id in [key for key, held in self.waiting.items() if held.lease.min_version > ref.version]:
             least = self.waiting[lease_id].lease.min_version
             self._fail_waiting(lease_id, f"the learner fell back to {ref}; version {least} is no longer available")
@@ -285,9 +278,7 @@ class WorkerScheduler(StateMachine):
         if self.newest == ref:
             self.newest = self.installed
         newest = -1 if self.newest is None else self.newest.version
-        leases = [held.lease for held in self.waiting.values()]
-        mine = [(lease.lease_id, lease) for lease in leases if lease.group.policy == ref.policy]
-        for lease_id, lease in mine:
+        for lease_id, lease in [(lease_id, held.lease) for lease_id, held in self.waiting.items()]:
             gone = lease.exact_version == ref.version
             if gone or (lease.min_version == ref.version and newest < lease.min_version):
                 self._fail_waiting(lease_id, f"no snapshot of version {ref.version} is to be had")
@@ -317,7 +308,7 @@ class WorkerScheduler(StateMachine):
         demanded = self._demanded()
         ref = self.newest if demanded is None or _is_same_version(self.newest, demanded) else demanded
         refused, base = self._refusals[0], self.installing or self.installed
-        if (refused and _is_same_version(refused, ref)) or (base and base.policy != ref.policy):
+        if refused and _is_same_version(refused, ref):
             base = None
         self._asked_manifest = True
         self.emit(do.AskManifest, f"version {ref.version} is needed", ref=ref, base=base)
@@ -392,10 +383,7 @@ class WorkerScheduler(StateMachine):
         if not self.generating:
             return False
         is_exact = any(held.lease.exact_version is not None for held in self.generating.values())
-        return not self.swap_during or is_exact or self._is_of_other_policy(ref)
-
-    def _is_of_other_policy(self, ref: SnapshotRef) -> bool:
-        return self.installed is not None and ref.policy != self.installed.policy
+        return not self.swap_during or is_exact
 
     def _is_due(self, ref: SnapshotRef) -> bool:
         """Whether this complete snapshot may be installed now. If a lease demands a version, other versions wait until
@@ -428,7 +416,7 @@ class WorkerScheduler(StateMachine):
 
     def _start_leases(self) -> None:
         """Start waiting leases in order, as far as the installed version may sample them and slots are free. A lease
-        that waits for newer weights is skipped; a lease that needs an exact version or another policy blocks the rest.
+        that waits for newer weights is skipped; a lease that needs an exact version blocks the rest.
         """
         if self.installed is None or self._is_swap_next():
             return
@@ -440,7 +428,7 @@ class WorkerScheduler(StateMachine):
                 return
             is_torn = self.installing is not None and lease.exact_version is not None
             if is_torn or not _fits(lease, self.installed):
-                if lease.exact_version is not None or lease.group.policy != self.installed.policy:
+                if lease.exact_version is not None:
                     return
                 continue
             held = self._start(lease.lease_id)
@@ -469,17 +457,15 @@ class WorkerScheduler(StateMachine):
     def _is_swap_next(self) -> bool:
         """Whether weights are being installed, or wait for running rollouts, so that no further lease may start."""
         if self.installing is not None:
-            return not self.swap_during or self._is_of_other_policy(self.installing)
+            return not self.swap_during
         incoming = self.incoming
         if incoming is None or not incoming.is_whole or not self._is_due(incoming.ref):
             return False
-        return not self.swap_during or self._is_of_other_policy(incoming.ref)
+        return not self.swap_during
 
 
 def _fits(lease: Lease, installed: SnapshotRef) -> bool:
     """Whether the installed weights may sample this lease."""
-    if installed.policy != lease.group.policy:
-        return False
     exact, version = lease.exact_version, installed.version
     return version >= lease.min_version if exact is None else version == exact
 

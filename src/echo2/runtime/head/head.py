@@ -76,7 +76,7 @@ class Head:
         # A new seed at each start: earlier checks must not reveal which groups will be checked.
         self.options = replace(planned, check_seed=secrets.randbits(63))
         self.effects = HeadEffects(self)
-        self.driver = Driver([self.options], self.ledger, self.effects)
+        self.driver = Driver(self.options, self.ledger, self.effects)
         self.planner = self.driver.planner
         self.log = EventLog(rundir.events, self.options)
         self.metrics = Metrics(rundir.metrics, self._sinks())
@@ -226,7 +226,7 @@ class Head:
         evaluated = tuple(self.metrics.accuracies)
         machines = tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in self.machines.kept())
         stored = Stored(tuple(published), evaluated, machines)
-        self.driver.start({self.options.policy: stored}, self.clock.now())
+        self.driver.start(stored, self.clock.now())
         self.log.flush()
         self.metrics.truncate(self.planner.version)  # a kill may have preceded this after a fall-back
 
