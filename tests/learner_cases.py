@@ -48,9 +48,8 @@ def tiny_module(
     layers: int = 2,
     vocab: int = VOCAB,
     tied: bool = True,
-    heads: tuple[int, int] = (2, 1),
 ) -> torch.nn.Module:
-    """A Qwen3 with random weights. `heads`: of queries, and of keys and values."""
+    """A Qwen3 with random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(seed)
@@ -58,8 +57,8 @@ def tiny_module(
         vocab_size=vocab,
         hidden_size=hidden,
         num_hidden_layers=layers,
-        num_attention_heads=heads[0],
-        num_key_value_heads=heads[1],
+        num_attention_heads=2,
+        num_key_value_heads=1,
         head_dim=8,
         intermediate_size=2 * hidden,
         tie_word_embeddings=tied,
@@ -85,8 +84,8 @@ def tiny_policy(seed: int = 0) -> Policy:
     return Policy(in_float64(tiny_module(seed)), {"config.json": b"{}"}, torch.device("cpu"))
 
 
-def model_directory(path: Path, seed: int = 0, heads: tuple[int, int] = (2, 1)) -> Path:
-    tiny_module(seed, heads=heads).save_pretrained(path)
+def model_directory(path: Path, seed: int = 0) -> Path:
+    tiny_module(seed).save_pretrained(path)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     return path
 

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from echo2.learner import checkpoint
 from echo2.learner.adapters import load_base
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.mesh import Mesh, Place, join, place, shares
-from echo2.learner.model import load_policy
+from echo2.learner.model import load_policy, stored
 from echo2.learner.publication import share_of
+from echo2.learner.shard_files import file_name, open_tensors
 from echo2.runtime.launch.evaluate import copy_model
 from echo2.types import RolloutGroup
 from echo2.weights import segments
@@ -170,8 +172,9 @@ def test_a_snapshot_has_the_bytes_of_one_process(pair: tuple[Path, dict[str, Any
     assert found["last"] == digests(client) != found["first"]
 
 
-def check_that_each_goes_on(where: Path, found: dict[str, Any]) -> None:
-    """From one process to all ranks and back: the same files, bit for bit, moments too."""
+def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Path, dict[str, Any]]) -> None:
+    """The same files, bit for bit, moments too."""
+    where, found = pair
     client = fresh(where)
     assert found["position"] == client.load_state(where / "of_one").version == 5
     assert found["loaded"] == digests(client)
@@ -187,11 +190,6 @@ def check_that_each_goes_on(where: Path, found: dict[str, Any]) -> None:
     logprobs = [list(logp) for logp in client._trainer.forward("the policy", data)]
     for one, two in zip(logprobs, found["logprobs"], strict=True):
         assert two == pytest.approx(one, abs=1e-4)
-
-
-def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Path, dict[str, Any]]) -> None:
-    where, found = pair
-    check_that_each_goes_on(where, found)
     names = {path.name for path in (where / "of_one_by_all").iterdir()}
     assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors", "state.json", "chat_template.jinja"} <= names
     assert "model.safetensors" not in names
@@ -261,3 +259,29 @@ def test_every_datum_is_in_one_share_and_shares_are_about_equal(seed: int, num_r
     for part in parts:
         size = sum(len(datum.prompt_tokens) + datum.num_inputs for datum in part)
         assert abs(size - sum(lengths) / num_ranks) <= max(lengths, default=0)
+
+
+@given(st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_any_region_is_read_from_any_parts(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+    """Random rectangles that cover a tensor, some of them empty, in the files of as many ranks."""
+    rng, where = random.Random(seed), tmp_path_factory.mktemp("parts")
+    whole = torch.arange(rng.randrange(1, 9) * 5).view(-1, 5).float()
+    edges = [sorted({0, size, rng.randrange(size + 1)}) for size in whole.shape]
+    cells = [(rows, columns) for rows in pairwise(edges[0]) for columns in pairwise(edges[1])] + [((0, 0), (0, 5))]
+    rng.shuffle(cells)
+    for rank, (rows, columns) in enumerate(cells):
+        part = whole[slice(*rows), slice(*columns)].contiguous()
+        name = file_name("x.safetensors", rank, len(cells))
+        checkpoint.begin_checkpoint(where / "step_0")
+        index = checkpoint.write_part(where / "step_0", {}, {name: {"w": stored(part)}}, {"w": [rows[0], columns[0]]})
+        assert list(index) == [name]
+        (where / ".step_0.partial" / name).rename(where / name)
+    with open_tensors(where, "x.safetensors") as tensors:
+        assert tensors.shapes == {"w": tuple(whole.shape)}
+        assert torch.equal(tensors.read("w"), whole)
+        for _ in range(8):
+            region = tuple(tuple(sorted(rng.choices(range(size + 1), k=2))) for size in whole.shape)
+            found = tensors.read("w", region)
+            assert found.is_contiguous()
+            assert torch.equal(found, whole[slice(*region[0]), slice(*region[1])])

@@ -146,12 +146,6 @@ def _check_lora(config: Config) -> None:
         raise UserError('lora.targets is empty: name linear layers, or write ["all-linear"].')
     if not lora.rank and (lora.alpha or lora.path or lora.targets != ["all-linear"]):
         raise UserError("lora.rank = 0 trains the whole model: set lora.rank, or leave out the rest of [lora].")
-    if lora.rank and config.learner.tensor_parallel > 1:
-        raise UserError(
-            f"learner.tensor_parallel = {config.learner.tensor_parallel} and lora.rank = {lora.rank}: an adapter's "
-            "layers are in no plan for splitting products. Leave learner.tensor_parallel at 1; learner.ranks cuts the "
-            "base model all the same."
-        )
 
 
 def check_together(config: Config) -> None:
@@ -173,17 +167,10 @@ def check_together(config: Config) -> None:
             if isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{section.name}.{setting.name} = {value} is not a finite number.")
     rollouts = schedule.groups_per_step * config.sampling.group_size
-    ranks, sharing = config.learner.ranks, config.learner.tensor_parallel
-    if ranks % sharing:
+    if config.learner.ranks > rollouts:
         raise UserError(
-            f"learner.tensor_parallel = {sharing} does not divide learner.ranks = {ranks}, which counts all processes. "
-            f"Set learner.ranks = {-(-ranks // sharing) * sharing}."
-        )
-    if ranks // sharing > rollouts:
-        raise UserError(
-            f"learner.ranks = {ranks}: a step has {rollouts} rollouts (schedule.groups_per_step times "
-            f"sampling.group_size), so some ranks would have nothing to do. Set learner.ranks = {rollouts * sharing} "
-            "or less."
+            f"learner.ranks = {config.learner.ranks}: a step has {rollouts} rollouts (schedule.groups_per_step times "
+            f"sampling.group_size), so some ranks would have nothing to do. Set learner.ranks = {rollouts} or less."
         )
     if schedule.groups_per_step % parts:
         raise UserError(

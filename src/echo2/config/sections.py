@@ -230,9 +230,6 @@ class LearnerConfig:
     ranks: Annotated[
         int, _doc("Processes that share the model, one GPU each. Under torchrun: as many as it starts.", ge=1)
     ] = 1
-    tensor_parallel: Annotated[
-        int, _doc("Ranks that split each layer's matrix products and run the same data. Divides `ranks`.", ge=1)
-    ] = 1
     updates_per_step: Annotated[
         int, _doc("Optimizer updates in a step, each on a part of its groups. Above 1: not on-policy.", ge=1)
     ] = 1

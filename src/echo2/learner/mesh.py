@@ -1,13 +1,10 @@
-"""The ranks of one learner: processes that share a model, one GPU or CPU each. No other module but `tensor_parallel`
-uses `torch.distributed`.
+"""The ranks of one learner: processes that share a model, one GPU or CPU each. No other module uses
+`torch.distributed`.
 
 FSDP2 (`fully_shard`): every weight is cut along its first dimension, a layer is whole only while it computes, and each
-rank has the gradients and moments of its own rows. With tensor parallelism, T neighbouring ranks also split the matrix
-products of each layer and run the same data (`tensor_parallel`); FSDP2 cuts what each of them has over the ranks that
-have the same, and everything outside of the layers over all ranks. So each rank has one rectangle of every weight. All
-ranks call the same verbs with the same data in the same order; the trainer decides which part of the data each runs.
-`Mesh` itself is a single process: nothing is cut or communicated, and `torch.distributed` is not imported. Ranks trust
-each other and the network between them.
+rank has the gradients and moments of its own rows. All ranks call the same verbs with the same data in the same order;
+the trainer decides which part of the data each runs. `Mesh` itself is a single process: nothing is cut or communicated,
+and `torch.distributed` is not imported. Ranks trust each other and the network between them.
 
 A process reads its rank from its environment, which is set by `torchrun`, or by the first rank, which starts the others
 on its own machine. In the second case the ranks rendezvous through a file and communicate over loopback.
@@ -15,7 +12,6 @@ on its own machine. In the second case the ranks rendezvous through a file and c
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import sys
@@ -31,7 +27,6 @@ from torch import Tensor, nn
 
 from echo2.errors import InvariantError, UserError
 from echo2.learner.datum import Datum
-from echo2.learner.tensor_parallel import ProductCut
 
 #: First and last + 1 in each dimension of a tensor.
 Region: TypeAlias = "tuple[tuple[int, int], ...]"
@@ -84,15 +79,10 @@ def place() -> Place | None:
 
 
 class Mesh:
-    """A single process. `scratch`: directory for data that the first rank need not hold in memory. `num_shares`: shares
-    that a call's data is split into, `share`: the number of this rank's. Ranks of one tensor-parallel group have the
-    same share.
-    """
+    """A single process. `scratch`: directory for data that the first rank need not hold in memory."""
 
     rank = 0
     size = 1
-    share = 0
-    num_shares = 1
     scratch = Path(tempfile.gettempdir())
 
     def broadcast(self, data: bytes = b"") -> bytes:
@@ -103,10 +93,6 @@ class Mesh:
         """Return the data of all ranks, in the order of ranks, on every rank."""
         return [data]
 
-    def gather_shares(self, data: bytes) -> list[bytes]:
-        """Return the data of one rank for each share, in the order of shares, on every rank."""
-        return [data]
-
     def shard(self, module: nn.Module, fill: Fill | None = None) -> ModuleRun:
         """Cut the module's weights over the ranks, in place, unless that is done. Computations with the weights must go
         through the result. Adapters stay whole: each rank has all of them, and `sum` adds up their gradients.
@@ -114,7 +100,7 @@ class Mesh:
         `fill` reads the weights: it is called with each part before the part is cut, and with the module at last.
 
         Raises:
-            UserError: there are more ranks than the model can be cut into, or tensor parallelism can't split it.
+            UserError: there are more ranks than the model can be cut into.
         """
         if fill is not None:
             fill(module)
@@ -128,10 +114,6 @@ class Mesh:
         """Return this rank's part of a weight, or of a tensor cut like one: the memory itself, not a copy."""
         return tensor
 
-    def saves(self, tensor: Tensor) -> bool:
-        """Whether this rank writes its part of the tensor to a checkpoint: one rank of those that have the same."""
-        return True
-
     def is_cut(self, tensor: Tensor) -> bool:
         """Whether ranks have parts of the tensor; otherwise each has all of it."""
         return False
@@ -141,7 +123,7 @@ class Mesh:
         return tensor
 
     def sum(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the parameters' gradients by their sums over all shares, in place."""
+        """Replace the parameters' gradients by their sums over all ranks, in place."""
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Return the norm of all gradients together."""
@@ -158,7 +140,7 @@ class Mesh:
 class RankMesh(Mesh):
     """Several processes. Created by `join`."""
 
-    def __init__(self, here: Place, device: torch.device, scratch: Path, tensor_parallel: int) -> None:
+    def __init__(self, here: Place, device: torch.device, scratch: Path) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor
@@ -166,15 +148,7 @@ class RankMesh(Mesh):
         self.rank, self.size, self.scratch = here.rank, here.size, scratch
         self._dist, self._cut = dist, DTensor
         self._runs: dict[nn.Module, ModuleRun] = {}
-        self._group_size, self._summed = tensor_parallel, set[Tensor]()
-        self.share, self.num_shares = here.rank // tensor_parallel, here.size // tensor_parallel
-        self._ranks = self._data = DeviceMesh(device.type, torch.arange(here.size))
-        if tensor_parallel > 1:
-            # That weights that are cut twice are gathered in two steps is known, and nothing to warn of.
-            logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-            places = torch.arange(here.size).view(-1, tensor_parallel)
-            grid = DeviceMesh(device.type, places, mesh_dim_names=("data", "tensor"))
-            self._data, self._group = grid["data"], grid["tensor"]
+        self._ranks = DeviceMesh(device.type, torch.arange(here.size))
         self._words = dist.new_group(backend="gloo", timeout=WORD_TIMEOUT)
 
     def broadcast(self, data: bytes = b"") -> bytes:
@@ -195,9 +169,6 @@ class RankMesh(Mesh):
         self._dist.all_gather(found, _as_tensor(data.ljust(longest, b"\0")), group=self._words)
         return [part.numpy().tobytes()[: int(size)] for part, size in zip(found, sizes, strict=True)]
 
-    def gather_shares(self, data: bytes) -> list[bytes]:
-        return self.gather(data)[:: self._group_size]
-
     def shard(self, module: nn.Module, fill: Fill | None = None) -> ModuleRun:
         from torch.distributed.fsdp import fully_shard
 
@@ -211,15 +182,10 @@ class RankMesh(Mesh):
             return self._runs[module]
         layers = set(getattr(module, "_no_split_modules", None) or ())
         adapters = {parameter for name, parameter in module.named_parameters() if ".lora_" in name}
-        products = ProductCut(module, self._group_size) if self._group_size > 1 else None
         for layer in [part for part in module.modules() if type(part).__name__ in layers]:
             if fill is not None:
                 fill(layer)
-            if products is not None:
-                products.cut(layer, self._group)
-            fully_shard(layer, mesh=self._data, ignored_params=adapters)
-            if products is not None:
-                self._summed.update(products.summed(layer))
+            fully_shard(layer, mesh=self._ranks, ignored_params=adapters)
         if fill is not None:
             fill(module)
         whole: Any = fully_shard(_Computed(module), mesh=self._ranks, ignored_params=adapters)
@@ -234,13 +200,12 @@ class RankMesh(Mesh):
         return run
 
     def region(self, tensor: Tensor) -> Region:
-        found = [(0, length) for length in tensor.shape]
-        for dim, num_parts, part in reversed(self._cuts(tensor)):  # tensor parallelism cuts first, FSDP what is left
-            first, last = found[dim]
-            each = math.ceil((last - first) / num_parts)
-            start = min(first + part * each, last)
-            found[dim] = start, min(start + each, last)
-        return tuple(found)
+        whole = super().region(tensor)
+        if not self.is_cut(tensor):
+            return whole
+        (_, num_rows), *others = whole
+        each = math.ceil(num_rows / self.size)
+        return (min(self.rank * each, num_rows), min((self.rank + 1) * each, num_rows)), *others
 
     def own(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, self._cut):
@@ -250,22 +215,6 @@ class RankMesh(Mesh):
         if tuple(mine.shape) != tuple(stop - start for start, stop in region):
             raise InvariantError(f"rank {self.rank} holds a part of shape {tuple(mine.shape)}, not the region {region}")
         return mine
-
-    def saves(self, tensor: Tensor) -> bool:
-        if not self.is_cut(tensor):
-            return self.rank == 0
-        return self._num_copies(tensor) == 1 or self.rank % self._group_size == 0
-
-    def _cuts(self, tensor: Tensor) -> list[tuple[int, int, int]]:
-        """Return how the tensor is cut, by axes of its mesh: the dimension, the number of parts, and this rank's."""
-        if not isinstance(tensor, self._cut):
-            return []
-        mesh, dims = tensor.device_mesh, [getattr(placement, "dim", None) for placement in tensor.placements]
-        return [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in enumerate(dims) if dim is not None]
-
-    def _num_copies(self, tensor: Tensor) -> int:
-        """Return how many ranks have the same part of the tensor."""
-        return self.size // math.prod(num_parts for _, num_parts, _ in self._cuts(tensor))
 
     def is_cut(self, tensor: Tensor) -> bool:
         return isinstance(tensor, self._cut)
@@ -284,15 +233,11 @@ class RankMesh(Mesh):
             if not self.is_cut(gradient):
                 self._dist.all_reduce(gradient)
                 continue
-            own = self.own(gradient).mul_(self.num_shares)  # FSDP has averaged it
-            if self._num_copies(gradient) > 1:
-                self._dist.all_reduce(own, group=self._group.get_group())
-                if parameter not in self._summed:  # else equal but for rounding, which would let copies drift apart
-                    own.div_(self._group_size)
+            self.own(gradient).mul_(self.size)  # FSDP has averaged it
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         norms = torch.stack(torch._foreach_norm([self.own(gradient) for gradient in gradients])).double()
-        copies = torch.tensor([self._num_copies(gradient) for gradient in gradients]).to(norms)
+        copies = torch.tensor([1 if self.is_cut(gradient) else self.size for gradient in gradients]).to(norms)
         total = (norms.square() / copies).sum()
         self._dist.all_reduce(total)
         return total.sqrt()
@@ -329,9 +274,8 @@ class _Computed(nn.Module):
         return compute()
 
 
-def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch, tensor_parallel: int = 1) -> Mesh:
-    """Join the other ranks; every rank must call it. `tensor_parallel`: neighbouring ranks that split products; it
-    divides the number of ranks.
+def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch) -> Mesh:
+    """Join the other ranks; every rank must call it.
 
     Raises:
         UserError: the other ranks are not found.
@@ -353,18 +297,18 @@ def join(here: Place, device: torch.device, scratch: Path = Mesh.scratch, tensor
             f"Rank {here.rank} of {here.size} does not find the others at {here.rendezvous}: {error}. Start all with "
             "the same torchrun command, or leave it to learner.ranks."
         ) from error
-    return RankMesh(here, device, scratch, tensor_parallel)
+    return RankMesh(here, device, scratch)
 
 
-def shares(data: Sequence[Datum], num_shares: int) -> list[list[Datum]]:
-    """Split the data, in order, into shares with about equally many tokens. Some may be empty."""
-    if num_shares == 1:
+def shares(data: Sequence[Datum], num_ranks: int) -> list[list[Datum]]:
+    """Split the data, in order, into a share for each rank, with about equally many tokens. Some may be empty."""
+    if num_ranks == 1:
         return [list(data)]
     lengths = [len(datum.prompt_tokens) + datum.num_inputs for datum in data]
-    parts: list[list[Datum]] = [[] for _ in range(num_shares)]
+    parts: list[list[Datum]] = [[] for _ in range(num_ranks)]
     total, before = sum(lengths), 0
     for datum, length in zip(data, lengths, strict=True):
-        parts[(2 * before + length) * num_shares // (2 * total)].append(datum)  # the part that its middle falls into
+        parts[(2 * before + length) * num_ranks // (2 * total)].append(datum)  # the part that its middle falls into
         before += length
     return parts
 

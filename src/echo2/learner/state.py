@@ -85,7 +85,7 @@ def begin_saving(
     for file, tensors in contents.items():
         is_cut = any(map(mesh.is_cut, tensors.values()))
         if is_cut or mesh.rank == 0:
-            mine = {key: tensor for key, tensor in tensors.items() if mesh.saves(tensor)}
+            mine = {key: tensor for key, tensor in tensors.items() if not mesh.rank or mesh.is_cut(tensor)}
             parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = {
                 key: stored(mesh.own(tensor)) for key, tensor in mine.items()
             }

@@ -349,9 +349,9 @@ class Trainer:
         Every pass needs all ranks: a rank with fewer passes than another runs the shortest datum without effect.
         """
         shares_prompts = trained.layout != "plain"
-        parts = shares(data, self._mesh.num_shares)
+        parts = shares(data, self._mesh.size)
         done: list[T] = []
-        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(parts[self._mesh.share], frozenset())]
+        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(parts[self._mesh.rank], frozenset())]
         while waiting:
             part, reached = waiting.pop()
             pieces = microbatches(part, self.tokens_per_microbatch, shares_prompts)
@@ -389,10 +389,10 @@ class Trainer:
                 (logp_n * 0.0).sum().backward()
 
     def _of_all_ranks(self, logprobs: list[array[float]], data: Sequence[Datum]) -> list[array[float]]:
-        """Gather the logprobs of all data from the shares."""
+        """Gather the logprobs of all data from the ranks."""
         if self._mesh.size == 1:
             return logprobs
-        joined = memoryview(b"".join(self._mesh.gather_shares(b"".join(map(bytes, logprobs)))))
+        joined = memoryview(b"".join(self._mesh.gather(b"".join(map(bytes, logprobs)))))
         ends = list(itertools.accumulate((8 * len(datum.tokens) for datum in data), initial=0))
         return [array("d", joined[start:end].tobytes()) for start, end in itertools.pairwise(ends)]
 

@@ -68,7 +68,7 @@ def _learner_remedies(config: Config) -> str:
     fewer = "" if config.learner.tokens_per_microbatch == "auto" else "a lower learner.tokens_per_microbatch, "
     local = "fewer local workers (workers.count), " if config.workers.count else ""
     adapter = ""
-    if not config.lora.rank and config.learner.tensor_parallel == 1:
+    if not config.lora.rank:
         ranks = 2 * config.learner.ranks
         adapter = f"lora.rank = 16 (an adapter over a frozen model), learner.ranks = {ranks} (the model in shares), "
     return f"Set {adapter}{fewer}{local}a lower sampling.max_tokens, or take a larger machine."

@@ -62,7 +62,6 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         shape,
         is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
         ranks=config.learner.ranks,
-        tensor_parallel=config.learner.tensor_parallel,
         lora_rank=config.lora.rank,
         base_bytes=shape.stored_bytes if on_gpu else max(4, shape.stored_bytes),
         keeps_reference=config.learner.reference_kl > 0.0,

@@ -109,8 +109,6 @@ class LearnerSetup:
     lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
-    tensor_parallel  of the ranks, how many split each layer's weights; its activations count as whole, for in some
-                     models they are
     """
 
     shape: ModelShape
@@ -119,7 +117,6 @@ class LearnerSetup:
     lora_rank: int = 0
     base_bytes: int = 2
     keeps_reference: bool = False
-    tensor_parallel: int = 1
 
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
         """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
@@ -173,8 +170,7 @@ class LearnerSetup:
         time, and one embedding. Otherwise, in bfloat16: all weights, because the backward pass reads them again."""
         shape = self.shape
         whole = not (self.ranks > 1 or checkpointing)
-        layer = shape.layer_parameters // self.tensor_parallel
-        parameters = shape.parameters if whole else 2 * layer + shape.vocabulary
+        parameters = shape.parameters if whole else 2 * shape.layer_parameters + shape.vocabulary
         if self.is_bfloat16:
             is_as_stored = self.lora_rank and self.base_bytes == 2
             return 0 if is_as_stored and self.ranks == 1 else 2 * parameters

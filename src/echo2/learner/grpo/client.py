@@ -137,7 +137,7 @@ class GrpoClient:
     @property
     def tokens_per_call(self) -> int:
         """Number of tokens with which one call of `forward_backward` gives every rank a full micro-batch."""
-        return self._trainer.tokens_per_microbatch * self._mesh.num_shares
+        return self._trainer.tokens_per_microbatch * self._mesh.size
 
     def why_unfit(self, group: RolloutGroup) -> str:
         """Return why the model cannot process the group; empty if it can. The head makes the other checks when a result
@@ -296,7 +296,7 @@ class GrpoClient:
         if self._mesh.size == 1:
             return outputs
         rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]
-        gathered = self._mesh.gather_shares(msgspec.msgpack.encode(rows))
+        gathered = self._mesh.gather(msgspec.msgpack.encode(rows))
         decoded = [
             msgspec.msgpack.decode(data, type=list[tuple[LossStats, list[list[float]] | None]]) for data in gathered
         ]

@@ -38,15 +38,10 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
         UserError: the model can't be loaded, the disk is full, or the head refuses this learner.
         LinkError: the head stayed away.
     """
-    here, learner = place(), rundir.read_config().learner
-    size = learner.ranks if here is None else here.size
+    here = place()
+    size = rundir.read_config().learner.ranks if here is None else here.size
     if here is not None and here.rank:
-        return UserError.exit_status if size % learner.tensor_parallel else _follow(rundir, here)
-    if size % learner.tensor_parallel:
-        raise UserError(
-            f"learner.tensor_parallel = {learner.tensor_parallel} does not divide the number of ranks, {size}. Start a "
-            "multiple of it (under torchrun: --nnodes times --nproc-per-node)."
-        )
+        return _follow(rundir, here)
     with claimed(rundir.path, "learner"):
         if here is not None or size == 1:
             return _train(rundir, ticket, here)
@@ -59,7 +54,7 @@ def _follow(rundir: RunDir, here: Place) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
-    mesh = join(here, device, rundir.path / "learner", config.learner.tensor_parallel)
+    mesh = join(here, device, rundir.path / "learner")
     policy = _loaded(config, str(device), mesh)
     if policy is None:
         return UserError.exit_status
@@ -113,9 +108,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
     device = pick_device("auto")
     leads = here is not None and here.size > 1
-    mesh = Mesh()
-    if here is not None and leads:
-        mesh = join(here, device, rundir.path / "learner", config.learner.tensor_parallel)
+    mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
     policy = _loaded(config, str(device), mesh)
     if policy is None:
         return UserError.exit_status
