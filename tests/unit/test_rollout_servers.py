@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import sglang_standin
 import vllm_standin
 from echo2.config.engines import ServerPlace
 from echo2.errors import PeerError, UserError
@@ -56,12 +55,10 @@ def request(max_tokens: int = 5, seed: int = 3, **params: Any) -> SampleRequest:
 
 
 @contextmanager
-def served(
-    tmp_path: Path, kind: type[vllm_standin.Served] = vllm_standin.Served, **settings: Any
-) -> Iterator[tuple[vllm_standin.Served, str]]:
+def served(tmp_path: Path, **settings: Any) -> Iterator[tuple[vllm_standin.Served, str]]:
     """A stand-in in this process, and its URL."""
     (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(4))
-    state = kind(str(tmp_path), **settings)
+    state = vllm_standin.Served(str(tmp_path), **settings)
     server = vllm_standin.TcpServer(("127.0.0.1", 0), vllm_standin.handler_of(state))
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
@@ -316,67 +313,6 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
 
     with served(tmp_path) as (state, url):
         asyncio.run(run(state, url))
-
-
-# ---- SGLang, which its owner starts -------------------------------------------------------------------------------
-
-
-def on_sglang(tmp_path: Path, doing: Callable[[Engine, Any], Awaitable[None]], **settings: Any) -> None:
-    async def run(state: Any, url: str) -> None:
-        place = ServerPlace(url=url, directory=tmp_path / "models")
-        async with closing(make_engine("sglang", "cpu", 8, place)) as engine:
-            await engine.update_weights(snapshot(10))
-            await doing(engine, state)
-
-    with served(tmp_path, sglang_standin.Served, **settings) as (state, url):
-        asyncio.run(run(state, url))
-
-
-def test_sglang_gives_the_same_completions(tmp_path: Path) -> None:
-    async def doing(engine: Engine, state: Any) -> None:
-        asked = replace(request(), stop_tokens=frozenset({13}))
-        completion = completed(await engine.submit(asked))
-        assert completion.tokens.tolist() == [10, 11, 12, 13]
-        assert (completion.finish, completion.version_spans) == ("stop", ((0, 0),))
-        assert completion.logprobs.tolist() == [-0.5] * 4
-        narrow = completed(await engine.submit(request(2, top_k=3, top_p=0.9)))
-        assert narrow.logprobs.tolist() == [-0.25] * 2  # of what was narrowed
-        assert narrow.support_tokens is not None
-        assert narrow.support_tokens.tolist() == [10, 11, 12, 11, 12, 13]
-        likely = completed(await engine.submit(request(2, top_logprobs=3)))
-        assert likely.top_tokens.tolist() == [10, 11, 12, 11, 12, 13]
-
-    on_sglang(tmp_path, doing)
-
-
-def test_sglang_takes_new_weights_while_requests_run(tmp_path: Path) -> None:
-    async def doing(engine: Engine, state: Any) -> None:
-        running = [engine.submit(request(8)) for _ in range(3)]
-        await until(lambda: state.num_running == 3)
-        await engine.update_weights(snapshot(20, 1))
-        for completion in map(completed, await asyncio.gather(*running)):
-            assert completion.version_spans == ((0, 0), (3, 1))
-        assert len({one["asked"]["extra_key"] for one in state.requests}) == 1
-        state.wrong = "refuses /update_weights_from_disk"
-        with pytest.raises(PeerError, match="as the test wants"):
-            await engine.update_weights(snapshot(5, 2))
-        assert completed(await engine.submit(request(2))).version_spans == ((0, 1),)
-
-    on_sglang(tmp_path, doing, hold_at=3)
-
-
-def test_sglang_is_not_started_here_and_takes_no_adapters(tmp_path: Path) -> None:
-    async def start(url: str, one: Snapshot, base: Snapshot | None = None) -> None:
-        async with closing(
-            make_engine("sglang", "cpu", 8, ServerPlace(url=url, directory=tmp_path / "models"))
-        ) as engine:
-            await engine.update_weights(one, base)
-
-    base = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
-    with pytest.raises(UserError, match="--engine-url"):
-        asyncio.run(start("", snapshot(10)))
-    with pytest.raises(UserError, match=r"lora\.rank"):
-        asyncio.run(start("http://127.0.0.1:9", adapter(10, 0, base), base))
 
 
 # ---- a server of the worker's own --------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from echo2.errors import UserError, did_you_mean
 #: Token servers, which run beside the worker; `rollout/engines.py` calls their module's `make_server(place, slots)`.
 SERVERS: Mapping[str, str] = {
     "vllm": "echo2.rollout.servers.vllm",
-    "sglang": "echo2.rollout.servers.sglang",
 }
 #: The module of each; `rollout/engines.py` calls its `make_engine(device, slots)`.
 ENGINES: Mapping[str, str] = {

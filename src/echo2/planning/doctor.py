@@ -102,7 +102,7 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
 
 
 def _token_servers() -> Finding:
-    """Check whether a worker here would find vLLM. SGLang is not checked: no worker starts it."""
+    """Check whether a worker here would find vLLM."""
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python:
         is_there = shutil.which(python) is not None

@@ -301,11 +301,6 @@ def check_engine(config: Config) -> None:
     if not count or engine not in SERVERS:
         return
     given = f"workers.engine = {engine!r} with workers.count = {count}"
-    if engine == "sglang":
-        raise UserError(
-            f"{given}: echo2 does not start SGLang. Set workers.count = 0, and start workers with --engine-url "
-            "(docs/engines.md)."
-        )
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python and shutil.which(python) is None:
         raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, which does not exist: give the path of a Python.")
