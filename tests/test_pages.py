@@ -25,7 +25,7 @@ SECTIONS = "|".join(sorted({setting.partition(".")[0] for setting in SETTINGS}))
 
 
 #: Keys of a scenario that have a table of their own.
-TABLES = frozenset({"workers", "learner", "head", "broadcast", "outages", "policies"})
+TABLES = frozenset({"workers", "learner", "head", "broadcast", "outages"})
 
 
 def heading_anchor(heading: str) -> str:

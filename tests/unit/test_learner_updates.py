@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +218,31 @@ def test_what_a_loss_keeps_of_the_last_step_is_used() -> None:
     second = trainer.forward_backward(groups)
     dropped = [stats.dropped_positive + stats.dropped_negative for stats in (first, second)]
     assert dropped[0] > dropped[1] > 0
+
+
+class Watched(tuple[Rollout, ...]):
+    """The rollouts of a group; counts how often they are gone through."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Iterator[Rollout]:
+        self.num_looks += 1
+        return super().__iter__()
+
+
+def test_the_data_of_a_group_are_made_once() -> None:
+    """To learn how long they are, and to train on them; a group that came again is another group."""
+    looks = {}
+    for is_asked in (False, True):
+        rollouts = Watched(random_group(random.Random(1), 0).rollouts)
+        one = dataclasses.replace(random_group(random.Random(1), 0), rollouts=rollouts)
+        client = GrpoClient(tiny_policy(), config_of(lr=1e-2))
+        if is_asked:
+            client.num_tokens_run(one)
+        before = rollouts.num_looks
+        client.forward_backward([one])
+        looks[is_asked] = rollouts.num_looks - before
+        client.num_tokens_run(dataclasses.replace(one, rollouts=tuple(one.rollouts)[:2]))
+        client.forward_backward([one])
+        assert client.optim_step().num_tokens == 2 * sum(rollout.loss_mask.count(1) for rollout in one.rollouts)
+    assert looks[True] < looks[False]

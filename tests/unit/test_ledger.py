@@ -7,13 +7,15 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from echo2.buffer import GroupRecord, LeaseRecord, Ledger, LedgerState, audit
+from echo2.buffer import ledger as ledger_module
 from echo2.buffer.schema import TRANSITIONS
 from echo2.errors import InvariantError, UserError
 
@@ -55,6 +57,47 @@ def bring_to(ledger: Ledger, state: str, number: int = 0, step: int = 0) -> None
         ledger.train(step, lineage=1, numbers=[number], now=3.0)
     if state == "retired":
         ledger.retire(number, "stale", now=3.0)
+
+
+class Watched(Ledger):
+    """Counts how often the rollouts of a group are read from the file."""
+
+    num_reads = 0
+
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        self.num_reads += sql.startswith("SELECT rollouts.data")
+        return super()._execute(sql, parameters)
+
+
+def test_what_this_process_was_given_is_not_read_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for the oldest groups beyond the limit, and groups that were trained on, which a fall-back may feed again."""
+    monkeypatch.setattr(ledger_module, "RECENT_BYTES_MAX", 7)
+    ledger = Watched(path)
+    ledger.learner_joined(version=0, lineage=1, now=0.0)
+    for number in range(3):
+        ledger.issue(number, step=0, cursor=number, now=1.0)
+        deliver(ledger, number, rollouts=b"raw")
+    assert [ledger.rollouts(number) for number in (2, 1)] == [b"raw"] * 2
+    assert ledger.num_reads == 0
+    assert ledger.rollouts(0) == b"raw"
+    assert ledger.num_reads == 1
+    ledger.train(0, lineage=1, numbers=[0, 1, 2], now=3.0)
+    assert ledger.rollouts(2) == b"raw"
+    assert ledger.num_reads == 2
+
+
+def test_what_was_rolled_back_is_not_there(ledger: Ledger) -> None:
+    ledger.issue(0, step=0, cursor=0, now=1.0)
+
+    def fail() -> None:
+        with ledger.together():
+            deliver(ledger, 0)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    with pytest.raises(InvariantError, match="no rollouts"):
+        ledger.rollouts(0)
 
 
 def test_a_new_ledger_is_empty(path: Path) -> None:

@@ -20,7 +20,7 @@ from echo2.errors import PeerError, UserError
 from echo2.reward import confinement, frames
 from echo2.reward import process as reward_process
 from echo2.reward.process import RewardProcesses
-from echo2.reward.score import RewardFailure
+from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox import pipes
 from echo2.sandbox import process as sandbox_process
 from echo2.tasks.gym import ReasoningGymRows
@@ -358,13 +358,40 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
         assert child.stdout is not None
         child.stdin.write(pipes.encode({"id": 0, "functions": [f"{own}/own.py:reward"], "timeout_seconds": 60.0}))
         child.stdin.flush()
-        assert pipes.read(child.stdout) == {"id": 0, "is_async": False}
+        assert pipes.read(child.stdout) == {"id": 0, "is_async": False, "takes_tokens": True}
         child.stdin.write(pipes.encode({"id": 1, "groups": [frames.group_message(task("hang"), rollouts("a"), "a")]}))
         child.stdin.close()
         try:
             assert child.wait(timeout=30) == 0
         finally:
             child.send_signal(signal.SIGKILL)
+
+
+def test_tokens_are_sent_as_numbers_and_only_if_a_function_takes_them(own: Path) -> None:
+    (sent,) = frames.group_message(task("it"), rollouts("a"), ["a"])["rollouts"]
+    assert sent["tokens"] == [5]
+    (sent,) = frames.group_message(task("it"), rollouts("a"), ["a"], has_tokens=False)["rollouts"]
+    assert "tokens" not in sent
+    (own / "seen.py").write_text(
+        "def one(completions, completion_ids): return [float(ids[0]) for ids in completion_ids]\n"
+        "def none(completions): return [0.0 for _ in completions]\n"
+    )
+    taken = {"reward": True, "each": False}  # the first by **columns, the second in verl's style
+    specs = {f"{own}/own.py:{name}": takes for name, takes in taken.items()}
+    specs |= {f"{own}/seen.py:one": True, f"{own}/seen.py:none": False, "exact_match": False}
+    for spec, takes in specs.items():
+        assert Scorer([spec]).takes_tokens is takes, spec
+
+    async def run() -> None:
+        for functions, score in (([f"{own}/seen.py:one"], 5.0), ([f"{own}/seen.py:none"], 0.0)):
+            rewards = RewardProcesses(functions, 60.0, own / "log")
+            try:
+                (scored,), _ = await rewards.score(task("it"), rollouts("a"))
+                assert scored.reward == score
+            finally:
+                await rewards.close()
+
+    asyncio.run(run())
 
 
 @given(

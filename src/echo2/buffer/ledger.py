@@ -26,6 +26,8 @@ from echo2.errors import InvariantError, UserError
 from echo2.types import RUN_POLICY
 
 MAX_INTEGER = (1 << 63) - 1  # SQLite's
+#: Bytes of delivered groups that are kept in memory until they are trained on; the oldest go first.
+RECENT_BYTES_MAX = 32 << 20
 
 #: The columns of a `GroupRecord`, in order.
 _COLUMNS = (
@@ -59,6 +61,8 @@ class Ledger:
         self._connection = open_for_writing(path)
         self._known_counts: dict[str, Any] | None = None  # `_counts`, read on first use
         self._counts_changed = False
+        self._recent: dict[int, bytes] = {}  # number -> what `rollouts` returns of it
+        self._recent_bytes = 0
 
     def close(self) -> None:
         """Close the file. Records are durable without this call."""
@@ -168,6 +172,7 @@ class Ledger:
             )
             what = (self.policy, number, rollouts)
             self._execute("INSERT INTO rollouts (policy, number, data) VALUES (?, ?, ?)", what)
+            self._remember(number, rollouts)
 
     def score(self, number: int, scores: bytes, is_flat: bool, now: float) -> None:
         """Record the rewards of a delivered group. `is_flat`: the rewards are all equal.
@@ -179,6 +184,8 @@ class Ledger:
             self._move(number, "score", "scored_at = ?, is_flat = ?", (now, is_flat))
             what = (self.policy, number, scores)
             self._execute("INSERT INTO scores (policy, number, data) VALUES (?, ?, ?)", what)
+            if (delivered := self._forget(number)) is not None:
+                self._remember(number, delivered + scores)
 
     def retire(self, number: int, reason: str, now: float) -> None:
         """Record that a group will never be trained on, and the reason.
@@ -189,6 +196,7 @@ class Ledger:
         with self._transaction():
             self._move(number, "retire", "retired_at = ?, reason = ?", (now, reason))
             self._count("retired", reason)
+            self._forget(number)
 
     def train(self, step: int, lineage: int, numbers: Sequence[int], now: float) -> None:
         """Record that `step` of `lineage` was trained on exactly these groups. Idempotent.
@@ -226,6 +234,8 @@ class Ledger:
                 (step, lineage, now, *mine),
             )
             tokens = f"SELECT sum(num_tokens) FROM groups WHERE policy = ? AND number IN {these}"
+            for number in numbers:
+                self._forget(number)
             self._count("trained", by=len(numbers))
             self._count("trained_tokens", by=int(self._execute(tokens, mine).fetchone()[0]))
 
@@ -294,6 +304,8 @@ class Ledger:
         Raises:
             InvariantError: the group was not delivered, or a checkpoint covers it.
         """
+        if (recent := self._recent.get(number)) is not None:
+            return recent
         with self._mapped_errors():
             row = self._execute(
                 "SELECT rollouts.data, coalesce(scores.data, x'') FROM rollouts "
@@ -303,6 +315,17 @@ class Ledger:
             if row is None:
                 raise InvariantError(f"group {number} has no rollouts.\n{self._story(number)}")
             return bytes(row[0]) + bytes(row[1])
+
+    def _remember(self, number: int, data: bytes) -> None:
+        self._recent[number] = data
+        self._recent_bytes += len(data)
+        while self._recent_bytes > RECENT_BYTES_MAX:
+            self._forget(next(iter(self._recent)))
+
+    def _forget(self, number: int) -> bytes | None:
+        data = self._recent.pop(number, None)
+        self._recent_bytes -= len(data or b"")
+        return data
 
     def set_meta(self, key: str, value: Any) -> None:
         """Store a JSON value under a key of the caller's."""
@@ -448,6 +471,8 @@ class Ledger:
                 # After a full disk, SQLite may already have rolled back.
                 if self._in_transaction():
                     self._connection.execute("ROLLBACK")
+                self._recent.clear()  # what was rolled back was never delivered
+                self._recent_bytes = 0
                 self._known_counts = None  # stale after a rollback; read again on next use
                 raise
             finally:

@@ -1,6 +1,6 @@
 """The messages between the head and a reward process, and the reward process's side of them (`sandbox/child.py`).
 
-    setup      {"functions", "timeout_seconds"}, answered {"is_async"}
+    setup      {"functions", "timeout_seconds"}, answered {"is_async", "takes_tokens"}
     request    {"groups": [{"task", "rollouts"}, ...]}
     answer     {"groups": [...], "seconds": {function: seconds}}; of functions that are not asynchronous the first
                groups only, where these took `REQUEST_SECONDS`
@@ -31,13 +31,18 @@ from echo2.types import Message, Rollout, Task
 REQUEST_SECONDS = 0.05
 
 
-def group_message(task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> dict[str, Any]:
-    """The parts of a group that rewards can see: no logprobs, no versions. `texts`: those of the rollouts."""
+def group_message(
+    task: Task, rollouts: Sequence[Rollout], texts: Sequence[str], has_tokens: bool = True
+) -> dict[str, Any]:
+    """The parts of a group that rewards can see: no logprobs, no versions, and tokens only if a function takes them
+    (`has_tokens`). `texts`: those of the rollouts.
+    """
     prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
     return {
         "task": {"cursor": task.cursor, "prompt": prompt, "columns": task.columns},
         "rollouts": [
-            {"text": text, "tokens": r.tokens.tobytes().hex(), "finish": r.finish, "parts": dict(r.reward_parts)}
+            {"text": text, "finish": r.finish, "parts": dict(r.reward_parts)}
+            | ({"tokens": r.tokens.tolist()} if has_tokens else {})
             for r, text in zip(rollouts, texts, strict=True)
         ],
     }
@@ -51,7 +56,7 @@ def group_of(message: dict[str, Any]) -> tuple[Task, list[Rollout]]:
         prompt = tuple(Message(**item) for item in prompt)
     rollouts = []
     for one in message["rollouts"]:
-        tokens = array("i", bytes.fromhex(one["tokens"]))
+        tokens = array("i", one.get("tokens", ()))
         found = Rollout(tokens, array("f"), b"", (), one["finish"], one["text"], reward_parts=one["parts"])
         rollouts.append(found)
     return Task(plain["cursor"], prompt, plain["columns"]), rollouts
@@ -101,7 +106,8 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             found = failed(error)
         return found | {"seconds": time.perf_counter() - began}
 
-    return (score_together if scorer.is_async else score), {"is_async": scorer.is_async}
+    said = {"is_async": scorer.is_async, "takes_tokens": scorer.takes_tokens}
+    return (score_together if scorer.is_async else score), said
 
 
 def _scores(scored: Sequence[Rollout]) -> dict[str, Any]:

@@ -26,13 +26,15 @@ _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 class RewardFunction:
     """One reward function. `call(task, rollouts)` returns the result of the user's function, not yet checked; it should
     be one value for each rollout. `name`: used in metrics. `is_async`: the result must be awaited. `columns`: columns
-    that the function requires; `ground_truth` may stand in `reward_model`, as in verl's rows.
+    that the function requires; `ground_truth` may stand in `reward_model`, as in verl's rows. `takes_tokens`: whether
+    it is passed the rollouts' tokens.
     """
 
     name: str
     call: Callable[[Task, Sequence[Rollout]], Any]
     is_async: bool = False
     columns: frozenset[str] = frozenset()
+    takes_tokens: bool = False
 
     def missing_column(self, task: Task) -> str:
         """Return a required column that the task lacks; empty: it has all."""
@@ -53,7 +55,8 @@ def load_reward(spec: str) -> RewardFunction:
             raise UserError(f"The reward {spec!r} {reason}")
         function: Callable[..., Any] = BUILT_IN[spec]
         signature = inspect.signature(function)
-        return RewardFunction(spec, _trl_style(function, signature, spec), columns=_columns(signature))
+        call = _trl_style(function, signature, spec)
+        return RewardFunction(spec, call, columns=_columns(signature))  # none of them reads tokens
     if ":" not in spec:
         hint = did_you_mean(spec, BUILT_IN)
         kinds = f"{', '.join(BUILT_IN)}, file.py:function or package.module:function"
@@ -65,10 +68,17 @@ def load_reward(spec: str) -> RewardFunction:
     signature = _signature(function, spec)
     if all(name in signature.parameters for name in VERL_PARAMETERS):
         call = _verl_style(function, signature, is_async)
-        columns = frozenset({"ground_truth"})
+        columns, takes_tokens = frozenset({"ground_truth"}), False
     else:
         call, columns = _trl_style(function, signature, spec), _columns(signature)
-    return RewardFunction(spec.rpartition(":")[2], call, is_async, columns)
+        takes_tokens = _takes_tokens(signature)
+    return RewardFunction(spec.rpartition(":")[2], call, is_async, columns, takes_tokens)
+
+
+def _takes_tokens(signature: inspect.Signature) -> bool:
+    """Whether a function in TRL's style is passed `completion_ids`: by name, or among all others."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    return kinds.get("completion_ids") in _KEYWORD or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
 def _columns(signature: inspect.Signature) -> frozenset[str]:

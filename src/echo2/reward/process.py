@@ -75,6 +75,7 @@ class RewardProcesses:
         self._alone_turn = asyncio.Lock()
         self._free: asyncio.LifoQueue[CodeProcess] = asyncio.LifoQueue()
         self._is_async: bool | None = None
+        self._takes_tokens = True
         self._waiting: deque[_Group] = deque()
         self._requests: dict[asyncio.Task[None], list[_Group]] = {}
         self._is_asking = False  # whether a request waits for a free process
@@ -104,7 +105,7 @@ class RewardProcesses:
         """
         said = await self._processes[0].start()
         if self._is_async is None:
-            self._is_async = bool(said["is_async"])
+            self._is_async, self._takes_tokens = bool(said["is_async"]), bool(said["takes_tokens"])
             self._most = 1 if self._is_async else self._most
             for _ in range(GROUPS_TOGETHER if self._is_async else 1):
                 self._free.put_nowait(self._processes[0])
@@ -131,7 +132,7 @@ class RewardProcesses:
         if self._is_async is None:
             await self.start()
         answer = asyncio.get_running_loop().create_future()
-        message = frames.group_message(task, rollouts, texts)
+        message = frames.group_message(task, rollouts, texts, self._takes_tokens)
         self._waiting.append(_Group(message, f"scoring task {task.cursor}", answer))
         self._request_soon()
         try:

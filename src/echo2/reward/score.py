@@ -72,6 +72,11 @@ class Scorer:
         """Whether any function is a coroutine function; if so, call `score_async`."""
         return any(function.is_async for function in self._functions)
 
+    @property
+    def takes_tokens(self) -> bool:
+        """Whether any function is passed the rollouts' tokens."""
+        return any(function.takes_tokens for function in self._functions)
+
     def take_seconds(self) -> dict[str, float]:
         """Return the functions' seconds since the last call of this, by name; concurrent calls each count in full."""
         taken, self._seconds = self._seconds, {}

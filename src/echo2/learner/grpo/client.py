@@ -39,7 +39,7 @@ from echo2.learner.state import Saving
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.transport.learner_logprobs import LearnerLogprobs, logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
-from echo2.types import RolloutGroup
+from echo2.types import GroupRef, RolloutGroup
 
 POLICY, REFERENCE = "the policy", "its reference"
 #: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.
@@ -156,7 +156,9 @@ class GrpoClient:
         Raises:
             InvariantError: the group is unscored.
         """
-        return self._trainer.num_tokens_run(POLICY, self._data_of(group).data)
+        made = self._data_of(group)
+        self._made[group.group] = group, made
+        return self._trainer.num_tokens_run(POLICY, made.data)
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
         """Add the gradient sums of whole groups. Return statistics of these groups alone.
@@ -164,7 +166,7 @@ class GrpoClient:
         Raises:
             InvariantError: a group is unscored or has an empty prompt.
         """
-        parts = [self._data_of(group) for group in groups]
+        parts = [self._take_data(group) for group in groups]
         self._num_tokens += sum(part.num_tokens for part in parts)
         self._num_rollouts += sum(part.num_rollouts for part in parts)
         data = [datum for part in parts for datum in part.data]
@@ -309,6 +311,12 @@ class GrpoClient:
     def _forget_sums(self) -> None:
         self._num_tokens, self._num_rollouts, self._stats = 0, 0, LossStats()
         self._remembered: list[Tensor] = []
+        # What `num_tokens_run` made of groups that are not trained on yet.
+        self._made: dict[GroupRef, tuple[RolloutGroup, GroupData]] = {}
+
+    def _take_data(self, group: RolloutGroup) -> GroupData:
+        of, made = self._made.pop(group.group, (None, None))
+        return made if made is not None and of is group else self._data_of(group)
 
     def _data_of(self, group: RolloutGroup) -> GroupData:
         learner = self.config.learner
