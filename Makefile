@@ -162,5 +162,9 @@ proto: $(INSTALLED)
 bench: $(INSTALLED) $(MODEL)/config.json
 	$(PY) benchmarks/time_to_accuracy.py
 
+# One benchmark: `make bench-idle_ratio`, with its flags in ARGS. What each measures: its first lines.
+bench-%: $(INSTALLED) $(MODEL)/config.json
+	$(PY) benchmarks/$*.py $(ARGS)
+
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
