@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from echo2.errors import PeerError, UserError
+from echo2.model_context import context_length
 from echo2.rollout.snapshot_files import read_config
 from echo2.types import Rollout, Task
 
@@ -81,8 +82,8 @@ def load_tokenizer(
     if template_arguments:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
-    positions = read_config(files).get("max_position_embeddings") if "config.json" in files else None
-    if isinstance(positions, int):  # the model's context length; a tokenizer's own value may be anything
+    positions = context_length(read_config(files)) if "config.json" in files else None
+    if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded
 

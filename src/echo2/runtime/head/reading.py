@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echo2.errors import PeerError, UserError
+from echo2.model_context import context_length
 from echo2.rollout.logged import logged_rollouts
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
@@ -164,5 +165,5 @@ def _load(
     """Return the tokenizer, the tokens that end a turn, and the model's context length (0: not stated)."""
     tokenizer = load_tokenizer(files, template_arguments)
     ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
-    context = read_config(files).get("max_position_embeddings") if "config.json" in files else None
-    return tokenizer, ends, context if isinstance(context, int) else 0
+    context = context_length(read_config(files)) if "config.json" in files else None
+    return tokenizer, ends, context or 0
