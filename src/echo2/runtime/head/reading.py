@@ -19,7 +19,7 @@ from echo2.rollout.logged import logged_rollouts
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.stop_strings import StopRule, stop_rule
-from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, load_tokenizer, tokens_with
+from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, is_known, load_tokenizer, tokens_with
 from echo2.transport.messages import check_lengths
 from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
 
@@ -145,8 +145,8 @@ class RunTokenizer:
     def _piece(self, token: int) -> str:
         found = self._pieces.get(token)
         if found is None:
-            is_known = token < len(self.tokenizer)
-            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_known else ""
+            is_there = is_known(self.tokenizer, token)
+            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_there else ""
             self._pieces[token] = found
         return found
 
