@@ -11,7 +11,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from echo2 import config as configuration
 from echo2.cli import main
+from echo2.errors import UserError
+from echo2.learner.adapters import load_trained
+from echo2.learner.supervised import SupervisedClient
 from echo2.rollout.tokenizer import load_tokenizer
 from echo2.runtime.launch.sft import Answers
 from echo2.tasks.base import TaskStream
@@ -100,6 +104,15 @@ def test_ended_and_resumed_the_weights_are_those_of_a_training_that_was_not(
     whole, parts = (load_file(Path(name, "model.safetensors")) for name in ("whole", "parts"))
     assert whole.keys() == parts.keys()
     assert all(bool((whole[name] == parts[name]).all()) for name in whole)
+
+
+def test_a_training_is_not_resumed_on_other_rows(folder: Path) -> None:
+    config = configuration.load(Path("run.toml"), {})
+    policy = load_trained(config, "cpu")
+    SupervisedClient(policy, config, 3, {"rows.jsonl": "one"}).save(folder / "kept")
+    SupervisedClient(policy, config, 3, {"rows.jsonl": "one", "more.jsonl": "new"}).resume(folder / "kept")
+    with pytest.raises(UserError, match="The rows of rows.jsonl have changed"):
+        SupervisedClient(policy, config, 3, {"rows.jsonl": "two"}).resume(folder / "kept")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,9 @@ def policy_of(family: str, rope: dict[str, Any]) -> Policy:
 
 def rows(context: int) -> list[list[int]]:
     """Two short rows, and one that fills the context."""
-    return [[3 + (7 * row + place) % (VOCAB - 3) for place in range(length)] for row, length in enumerate((5, context, 9))]
+    return [
+        [3 + (7 * row + place) % (VOCAB - 3) for place in range(length)] for row, length in enumerate((5, context, 9))
+    ]
 
 
 def learned(policy: Policy, texts: list[list[int]], layout: Layout) -> list[list[float]]:

@@ -29,7 +29,7 @@ from echo2.printable import shown
 from echo2.rollout.snapshot_files import end_tokens
 from echo2.rollout.tokenizer import Tokenizer, encode_prompt, end_token, load_tokenizer
 from echo2.runtime.launch.evaluate import copy_model
-from echo2.tasks.streams import Tasks, held_out_tasks, training_tasks
+from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.types import Task
 
 #: Maximum number of held-out rows whose loss is reported before and after.
@@ -91,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
     if config.learner.ranks > 1:
         raise UserError(f"learner.ranks = {config.learner.ranks}: sft trains in one process. Give --learner.ranks=1.")
     policy = load_trained(config, str(pick_device("auto")))
-    client = SupervisedClient(policy, config, options.steps)
+    tasks = training_tasks(config.tasks, config.run.seed)
+    rows_read = refuse_changed_rows(config.tasks.sources, tasks.digests(), {})
+    client = SupervisedClient(policy, config, options.steps, rows_read)
     if (before := checkpoint.latest(working)) is not None:
         client.resume(before)
     tokenizer = load_tokenizer(policy.files, config.model.chat_template_args)
@@ -99,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     def answers(tasks: Tasks) -> Answers:
         return Answers(tasks, options.column, tokenizer, end_tokens(policy.files), policy.max_positions)
 
-    rows = answers(training_tasks(config.tasks, config.run.seed))
+    rows = answers(tasks)
     held_out = _held_out(config, answers)
     first = client.held_out_loss(held_out) if held_out else None
     with _told_to_end() as is_told:
