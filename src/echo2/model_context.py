@@ -1,10 +1,10 @@
 """How many positions of a model are read alike: its context length, from config.json.
 
 LongRoPE (arXiv 2402.13753; Phi-3 and Phi-4-mini) has two sets of rotary frequencies. transformers takes the second one
-for all rows of a batch once its longest row passes `original_max_position_embeddings`: the logprobs of a short row would
-depend on its neighbours, and those of early tokens on how many tokens follow. vLLM decides once, by its longest allowed
-length. So the context ends where the second set begins. Dynamic scaling begins behind `max_position_embeddings`, where
-the context ends anyway.
+for all rows of a batch once its longest row passes `original_max_position_embeddings`: the logprobs of a short row
+would depend on its neighbours, and those of early tokens on how many tokens follow. vLLM decides once, by its longest
+allowed length. So the context ends where the second set begins. Dynamic scaling begins behind
+`max_position_embeddings`, where the context ends anyway.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def test_a_training_is_not_resumed_on_other_rows(folder: Path) -> None:
     policy = load_trained(config, "cpu")
     SupervisedClient(policy, config, 3, {"rows.jsonl": "one"}).save(folder / "kept")
     SupervisedClient(policy, config, 3, {"rows.jsonl": "one", "more.jsonl": "new"}).resume(folder / "kept")
-    with pytest.raises(UserError, match="The rows of rows.jsonl have changed"):
+    with pytest.raises(UserError, match=r"The rows of rows\.jsonl have changed"):
         SupervisedClient(policy, config, 3, {"rows.jsonl": "two"}).resume(folder / "kept")
 
 

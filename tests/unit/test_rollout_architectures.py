@@ -58,7 +58,7 @@ def test_a_model_that_keeps_rows_in_its_modules_is_refused(tmp_path: Path) -> No
     transformers.RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
     policy = load_policy(str(tmp_path), "float32", "cpu")
     content = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), policy.tensors(), {**policy.files, **tokenizer_files()})
-    with pytest.raises(UserError, match="keeps (recurrent_states|conv1d_state) of the rows that it read last"):
+    with pytest.raises(UserError, match=r"keeps (recurrent_states|conv1d_state) of the rows that it read last"):
         load(make_engine("cpu", 3), content)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -95,7 +96,7 @@ def decoded(policy: Policy, text: list[int], other: list[int]) -> list[float]:
     model = HfModel(policy.module, (2,))
     cache = model.prefill([array("i", other), array("i", text[:1])])
     found = []
-    for before, token in zip(text[1:-1], text[2:], strict=True):
+    for before, token in pairwise(text[1:]):
         logits_BV = model.step(cache, torch.tensor([before] * 2))
         found.append(float(logits_BV[-1].log_softmax(-1)[token]))
     return found

@@ -24,8 +24,8 @@ POLICY = "policy"
 
 
 class SupervisedClient:
-    """One policy's training on answers. `step`: completed steps of `num_steps`; `rows`: the digests of the rows' sources
-    by name.
+    """One policy's training on answers. `step`: completed steps of `num_steps`; `rows`: the digests of the sources
+    of rows, by name.
     """
 
     def __init__(self, policy: Policy, config: Config, num_steps: int, rows: Mapping[str, str]) -> None:

@@ -262,6 +262,6 @@ def _refuse_rows_in_modules(module: Any, model: HfModel) -> None:
         for key, kept in vars(part).items():
             if isinstance(kept, Tensor) and kept.ndim and kept.shape[0] == PROBE_ROWS:
                 raise UserError(
-                    f"The engine 'transformers' cannot run {type(module).__name__}: its module {name} keeps {key} of the "
-                    "rows that it read last, so rows are not independent. Take another model."
+                    f"The engine 'transformers' cannot run {type(module).__name__}: its module {name} keeps {key} of "
+                    "the rows that it read last, so rows are not independent. Take another model."
                 )

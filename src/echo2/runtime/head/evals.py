@@ -48,8 +48,9 @@ class Evals:
 
 def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callable[[int], str]) -> dict[str, Any]:
     """Return the metrics of an evaluation. Accuracy is the mean over the tasks of the mean reward of their n rollouts
-    (avg@n); with rewards of 0 or 1, the share solved. A failed task is counted and has no reward: what failed is not the
-    policy. With n above 1 also pass@k for powers of two up to n. With several held-out sets also the accuracy of each.
+    (avg@n); with rewards of 0 or 1, the share solved. A failed task is counted, and has no reward: what failed is not
+    the policy. With n above 1 also pass@k for powers of two up to n. With several held-out sets also the accuracy of
+    each.
     """
     found = list(groups)
     means = [statistics.fmean(_rewards(group)) for group in found]

@@ -40,7 +40,7 @@ EXIT_INTERRUPTED = 130
 
 
 class Answers:
-    """Makes training data from rows: the prompt as in a run, then the answer and the model's end token of such an answer."""
+    """Makes training data from rows: the prompt as in a run, then the answer and an end token."""
 
     def __init__(
         self, tasks: Tasks, column: str, tokenizer: Tokenizer, ends: tuple[int, ...], context: int | None
