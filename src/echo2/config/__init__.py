@@ -160,11 +160,12 @@ def _container(plain: Any, value: str) -> type | None:
     """Return list or dict where a flag's text is one, written as in TOML. Of a setting that may also be text, it is one
     if it opens like one.
     """
-    if get_origin(plain) in (list, dict):
-        return get_origin(plain)
-    opens = {list: "[", dict: "{"}
-    kinds = (get_origin(each) for each in get_args(plain))
-    return next((kind for kind in kinds if kind in opens and value.lstrip().startswith(opens[kind])), None)
+    opens: dict[type, str] = {list: "[", dict: "{"}
+    for kind, sign in opens.items():
+        may_be = value.lstrip().startswith(sign) and kind in map(get_origin, get_args(plain))
+        if may_be or get_origin(plain) is kind:
+            return kind
+    return None
 
 
 def to_json(config: Config) -> str:
