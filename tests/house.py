@@ -23,7 +23,7 @@ FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "m
 
 FLOOR_OF_ROOM = {
     **dict.fromkeys(("types", "errors", "documents", "printable", "sandbox", "devices", "disk"), 1),
-    **dict.fromkeys(("background", "loop_thread", "peft_config"), 1),
+    **dict.fromkeys(("background", "loop_thread", "peft_config", "model_context"), 1),
     "": 1,  # the package itself: its version, and the door to `api`, which it imports when somebody asks
     "config": 2,
     **dict.fromkeys(("control", "tasks", "rollout", "reward", "weights", "transport", "rundir"), 3),

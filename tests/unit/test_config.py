@@ -233,6 +233,12 @@ def test_config_json_is_read_like_the_file_it_came_from(tmp_path: Path) -> None:
     config = load(write(tmp_path / "my.toml", '[model]\npath = "m"\n'))
     assert load(write(tmp_path / "config.json", to_json(config))) == config
     assert configuration.parse_flag("run.seed", "5") == 5
+    assert configuration.parse_flag("eval.source", '{easy = "a.jsonl", hard = "b"}') == {"easy": "a.jsonl", "hard": "b"}
+    assert configuration.parse_flag("tasks.source", '["0.7 * a", "0.3 * b"]') == ["0.7 * a", "0.3 * b"]
+    assert configuration.parse_flag("tasks.source", "a.jsonl") == "a.jsonl"
+    for name, text in (("eval.source", '{easy = "a.jsonl"'), ("tasks.source", '["a"')):
+        with pytest.raises(UserError, match=rf"--{name} .*: expected a (dict|list), written as in TOML"):
+            configuration.parse_flag(name, text)
 
 
 def test_what_samplers_get_follows_from_the_settings() -> None:

@@ -400,7 +400,7 @@ def test_the_run_finishes_when_the_last_step_is_trained_checkpointed_and_evaluat
     assert of(do.FinishRun, desk.tell(ev.CheckpointSaved(1, 1))) == []
     desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 1)))
     commands = desk.deliver(desk.open()[0], 1)
-    assert [(c.version, c.num_failed) for c in of(do.FinishEval, commands)] == [(1, 0)]
+    assert [(c.version, c.failed) for c in of(do.FinishEval, commands)] == [(1, {})]
     assert len(of(do.FinishRun, commands)) == 1
 
 

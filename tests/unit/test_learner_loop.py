@@ -18,12 +18,10 @@ import pytest
 import torch
 from weights_cases import apply_delta, decode
 
-from echo2.config import Config
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner import checkpoint
-from echo2.learner.grpo.client import GrpoClient, RunPosition, StepStats
+from echo2.learner.grpo.client import GrpoClient, RunPosition
 from echo2.learner.grpo.loop import resume, train
-from echo2.learner.grpo.loss_stats import LossStats
 from echo2.learner.grpo.step_meter import StepMeter
 from echo2.learner.head_client import LearnerInfo
 from echo2.learner.model import DTYPES, load_policy
@@ -487,8 +485,3 @@ def test_deterministic_mode_insists_on_order() -> None:
     meter.see(second)
     with pytest.raises(InvariantError, match="deterministic"):
         meter.see(first)
-
-
-def test_metrics_of_an_empty_step_are_finite() -> None:
-    row = StepMeter(0, Config()).metrics(StepStats(1e-3, 0.0, 0, True, LossStats()))
-    assert json.dumps(row, allow_nan=False)

@@ -11,11 +11,20 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from echo2 import config as configuration
 from echo2.cli import main
-from rollout_cases import tiny_directory
+from echo2.errors import UserError
+from echo2.learner.adapters import load_trained
+from echo2.learner.supervised import SupervisedClient
+from echo2.rollout.tokenizer import load_tokenizer
+from echo2.runtime.launch.sft import Answers
+from echo2.tasks.base import TaskStream
+from echo2.tasks.load import load_tasks
+from rollout_cases import END, tiny_directory, tokenizer_files
 
 NUM_ROWS = 64
 ROWS = [{"prompt": f"{number % 8}=", "completion": f"{number % 8 + 1}"} for number in range(NUM_ROWS)]
+TEMPLATE = b"{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
 #: Rows that tell the process to end when the one of a cursor is read.
 ENDING = """
 import json, os, signal
@@ -97,6 +106,15 @@ def test_ended_and_resumed_the_weights_are_those_of_a_training_that_was_not(
     assert all(bool((whole[name] == parts[name]).all()) for name in whole)
 
 
+def test_a_training_is_not_resumed_on_other_rows(folder: Path) -> None:
+    config = configuration.load(Path("run.toml"), {})
+    policy = load_trained(config, "cpu")
+    SupervisedClient(policy, config, 3, {"rows.jsonl": "one"}).save(folder / "kept")
+    SupervisedClient(policy, config, 3, {"rows.jsonl": "one", "more.jsonl": "new"}).resume(folder / "kept")
+    with pytest.raises(UserError, match=r"The rows of rows\.jsonl have changed"):
+        SupervisedClient(policy, config, 3, {"rows.jsonl": "two"}).resume(folder / "kept")
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -116,3 +134,12 @@ def test_a_row_beyond_the_context_is_named(folder: Path, capsys: pytest.CaptureF
     Path("rows.jsonl").write_text(json.dumps({"prompt": "1" * 5000, "completion": "2"}) + "\n")
     assert sft("warm") == 2
     assert "the model's context is" in capsys.readouterr().err
+
+
+def test_the_end_token_of_the_chat_template_is_taught(tmp_path: Path) -> None:
+    """Of the model's end tokens, <pad> stands first; a chat's answers end with <eos>."""
+    Path(tmp_path, "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "1+1="}], "completion": "2"}\n')
+    tokenizer = load_tokenizer(tokenizer_files() | {"chat_template.jinja": TEMPLATE})
+    rows = TaskStream(load_tasks(str(tmp_path / "rows.jsonl"), {}, 0), 0, shuffle=False)
+    (datum,) = Answers(rows, "completion", tokenizer, (0, END), None).data(range(1))
+    assert datum.tokens.tolist() == [*tokenizer.encode("2", add_special_tokens=False), END]

@@ -101,6 +101,24 @@ def test_what_verls_functions_return_beside_the_score_is_kept_and_counts_for_not
     assert scored.reward_parts == {"verl_dict": 1.0, "verl_dict.length": 1.0, "verl_dict.right": 1.0}
 
 
+SCALARS = ("np.bool_(True)", "np.float16(1)", "np.array(1)", "torch.tensor(1.0)", "torch.tensor(True)", "Decimal(1)")
+
+
+@pytest.mark.parametrize("scalar", SCALARS)
+def test_scores_may_be_scalars_of_any_library(scalar: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import numpy as np, torch\nfrom decimal import Decimal\n"
+        f"def listed(completions): return [{scalar} for _ in completions]\n"
+        f"def verl(solution_str, ground_truth): return {scalar}\n"
+        "def fields(data_source, solution_str, ground_truth, extra_info):\n"
+        f"    return {{'score': {scalar}, 'part': {scalar}, 'pair': np.ones(2), 'text': '1.0'}}\n"
+    )
+    entries = [f"{tmp_path}/own.py:{name}" for name in ("listed", "verl", "fields")]
+    (scored,) = Scorer(entries).score(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
+    assert scored.reward == 3.0
+    assert scored.reward_parts == {"listed": 1.0, "verl": 1.0, "fields": 1.0, "fields.part": 1.0}
+
+
 def test_functions_are_timed_by_name(own: str) -> None:
     scorer = Scorer(["exact_match", f"{own}:verl_short"])
     scorer.score(Task(0, "x", {"ground_truth": "2", "answer": "2"}), rollouts("2"))
@@ -163,8 +181,8 @@ def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: 
         ("big", r"returned -1e\+12 as a score; \+-1e\+06 is the most"),
         ("short", "returned 1 scores for 2 completions"),
         ("text", r"returned '1.0' \(str\) as a score"),
-        ("number", "returned 1.0, not a list"),
-        ("nothing", "returned None, not a list"),
+        ("number", r"returned 1\.0 \(float\), not a list"),
+        ("nothing", r"returned None \(NoneType\), not a list"),
         ("none", "returned None for rollout 0"),
     ],
 )

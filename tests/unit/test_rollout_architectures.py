@@ -49,6 +49,19 @@ def test_tokens_have_the_logprobs_that_the_learner_computes(name: str, tmp_path:
         assert list(completion.logprobs) == pytest.approx(expected, abs=2e-5)
 
 
+def test_a_model_that_keeps_rows_in_its_modules_is_refused(tmp_path: Path) -> None:
+    """RecurrentGemma's recurrent layers have one state: two batches by turns would read each other's."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.RecurrentGemmaConfig(vocab_size=VOCAB, lru_width=32, attention_window_size=8, **sizes)
+    transformers.RecurrentGemmaForCausalLM(config).save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), "float32", "cpu")
+    content = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), policy.tensors(), {**policy.files, **tokenizer_files()})
+    with pytest.raises(UserError, match=r"keeps (recurrent_states|conv1d_state) of the rows that it read last"):
+        load(make_engine("cpu", 3), content)
+
+
 def test_a_model_that_would_pass_over_its_cache_is_refused(tmp_path: Path) -> None:
     """The first GPT takes any argument and knows no cache: step by step it would read each token alone."""
     import transformers

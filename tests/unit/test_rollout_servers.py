@@ -129,6 +129,27 @@ def test_a_request_says_all_that_sampling_depends_on(tmp_path: Path) -> None:
     on_standin(tmp_path, doing)
 
 
+@pytest.mark.parametrize(("original", "is_refused"), [(32, True), (64, False)])
+def test_a_server_that_would_take_the_other_rotary_frequencies_is_refused(
+    tmp_path: Path, original: int, is_refused: bool
+) -> None:
+    """The stand-in allows 64 tokens. vLLM takes the second set of frequencies if it allows more than the first has."""
+    rope = {"rope_type": "longrope", "long_factor": [2.0], "original_max_position_embeddings": original}
+    config = json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 100, "rope_parameters": rope}).encode()
+
+    async def run(url: str) -> None:
+        place = ServerPlace(url=url, directory=tmp_path / "models")
+        async with closing(make_engine("vllm", "cpu", 8, place)) as engine:
+            await engine.update_weights(snapshot(10, files={"config.json": config}))
+
+    with served(tmp_path) as (_, url):
+        if is_refused:
+            with pytest.raises(UserError, match="Start it with --max-model-len 32"):
+                asyncio.run(run(url))
+        else:
+            asyncio.run(run(url))
+
+
 def test_a_server_is_asked_to_go_on_until_a_stop_string_is_there(tmp_path: Path) -> None:
     """The stand-in draws 8, 9, a, b, ... at each request. What may end one is named to it, in tokens."""
 

@@ -219,9 +219,6 @@ def test_the_vocabulary_is_searched_for_the_stop_character_beside_the_event_loop
         def __getattr__(self, name: str) -> Any:
             return getattr(tokenizer, name)
 
-        def __len__(self) -> int:
-            return len(tokenizer)
-
         def decode(self, tokens: list[int], **options: Any) -> str:
             if threading.current_thread() is not threading.main_thread():
                 searched.update(tokens)

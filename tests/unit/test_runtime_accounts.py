@@ -107,12 +107,14 @@ def test_an_evaluation_is_the_mean_over_scored_tasks() -> None:
     evals.start(3)
     evals.keep(eval_group(0, 3, 1.0, length=2))
     evals.keep(eval_group(1, 3, 0.0, length=6))
-    values = evals.finish(3, num_failed=1)
+    values = evals.finish(3, {"reward_failed": 2, "gave_up": 1})
     assert values == {
         "eval/version": 3,
-        "eval/accuracy": 1 / 3,
+        "eval/accuracy": 1 / 2,  # a task whose reward failed says nothing about the policy
         "eval/num_tasks": 2,
-        "eval/num_failed": 1,
+        "eval/num_failed": 3,
+        "eval/num_failed/gave_up": 1,
+        "eval/num_failed/reward_failed": 2,
         "eval/mean_length": 4.0,
     }
 
@@ -120,12 +122,11 @@ def test_an_evaluation_is_the_mean_over_scored_tasks() -> None:
 def test_a_result_for_no_evaluation_under_way_is_dropped() -> None:
     evals = Evals()
     evals.keep(eval_group(0, 3, 1.0))
-    assert evals.finish(3, num_failed=5) == {
+    assert evals.finish(3, {"gave_up": 5}) == {
         "eval/version": 3,
-        "eval/accuracy": 0.0,
         "eval/num_tasks": 0,
         "eval/num_failed": 5,
-        "eval/mean_length": 0.0,
+        "eval/num_failed/gave_up": 5,
     }
 
 
@@ -135,8 +136,8 @@ def test_two_evaluations_at_once_do_not_mix() -> None:
     evals.start(2)
     evals.keep(eval_group(0, 1, 0.0))
     evals.keep(eval_group(10, 2, 1.0))
-    assert evals.finish(2, 0)["eval/accuracy"] == 1.0
-    assert evals.finish(1, 0)["eval/accuracy"] == 0.0
+    assert evals.finish(2, {})["eval/accuracy"] == 1.0
+    assert evals.finish(1, {})["eval/accuracy"] == 0.0
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_solved_one() -> None:
@@ -155,10 +156,10 @@ def test_several_rollouts_of_a_task_and_several_sets() -> None:
         group = eval_group(position, 2, 0.0)
         rollouts = tuple(replace(group.rollouts[0], reward=reward) for reward in rewards)
         evals.keep(replace(group, rollouts=rollouts, cursor=position))
-    found = evals.finish(2, num_failed=1)
-    assert found["eval/accuracy"] == pytest.approx((0.5 + 0.25 + 0.125) / 4)
-    assert found["eval/pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 4)
-    assert found["eval/pass@4"] == pytest.approx(2 / 4)
+    found = evals.finish(2, {"reward_failed": 1})
+    assert found["eval/accuracy"] == pytest.approx((0.5 + 0.25 + 0.125) / 3)
+    assert found["eval/pass@2"] == pytest.approx((5 / 6 + 1 / 2) / 3)
+    assert found["eval/pass@4"] == pytest.approx(2 / 3)
     assert found["eval/accuracy/easy"] == 0.5
     assert found["eval/accuracy/hard"] == pytest.approx((0.25 + 0.125) / 2)
 

@@ -328,13 +328,13 @@ def test_a_prompt_that_cannot_be_made_costs_its_group_and_says_why(tmp_path: Pat
         async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
             planner = open_head.head.planner
             await until(lambda: {lease.kind for lease in leases} == {"train", "eval"})
-            await until(lambda: planner.groups.get(0).why and planner.evaluation.rounds[0].num_failed)  # both are told
+            await until(lambda: planner.groups.get(0).why and planner.evaluation.rounds[0].failed)  # both are told
             assert {(lease.kind, lease.number) for lease in leases} >= {("eval", 1), ("train", 1)}
             assert not {lease.number for lease in leases if lease.kind == "train"} & {0, 2}
             record = planner.groups.get(0)
             assert record is not None
             assert (record.state, record.why) == ("retired", "bad_task")
-            assert planner.evaluation.rounds[0].num_failed == 1
+            assert planner.evaluation.rounds[0].failed == {"bad_task": 1}
             events = (tmp_path / "run" / "events.jsonl").read_text()
             assert "Task 0 has chat messages, but the model's tokenizer has no chat template" in events
             (held_out,) = [lease for lease in leases if lease.kind == "eval"]

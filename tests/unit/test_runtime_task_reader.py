@@ -17,7 +17,7 @@ from echo2.runtime.head.task_reader import TaskReader
 from echo2.tasks.base import TaskStream
 from echo2.transport import wire_pb2 as wire
 from echo2.types import RUN_POLICY, GroupRef
-from head_cases import SECONDS, OpenHead, delivery, sample, settings, until
+from head_cases import SECONDS, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 
 TRAIN, EVAL = GroupRef(RUN_POLICY, "train", 0), GroupRef(RUN_POLICY, "eval", 0)
@@ -192,3 +192,22 @@ def test_an_unfit_row_in_the_middle_retires_its_group_and_the_run_goes_on(
             assert open_head.head.outcome is None
 
     run(scenario())
+
+
+@pytest.mark.parametrize("kind", ["tasks", "eval"])
+def test_a_run_is_not_continued_on_other_rows(tmp_path: Path, kind: str) -> None:
+    async def open_once(raw: dict[str, dict[str, Any]]) -> None:
+        async with OpenHead(tmp_path, raw):
+            pass
+
+    names = {"tasks": rows(tmp_path / "tasks.jsonl", "53="), "eval": rows(tmp_path / "eval.jsonl", "54=")}
+    raw = settings(names["tasks"], eval={"source": names["eval"]})
+    asyncio.run(open_once(raw))
+    asyncio.run(open_once(raw))
+    rows(Path(names[kind]), "53=", "55=")
+    with pytest.raises(
+        UserError, match=rf"The rows of .*/{kind}.jsonl have changed since this began.* Put the old file"
+    ):
+        asyncio.run(open_once(raw))
+    other = rows(tmp_path / "others.jsonl", "53=", "55=")  # who names another file wants other rows
+    asyncio.run(open_once(settings(other, eval={"source": other})))

@@ -10,7 +10,7 @@ import pytest
 from echo2.errors import UserError
 from echo2.reward.sandbox import shared
 from echo2.tasks import gym
-from echo2.tasks.base import TaskStream, task_from_row
+from echo2.tasks.base import TaskStream, digest_of, task_from_row
 from echo2.tasks.files import MAX_LINE_BYTES
 from echo2.tasks.load import load_tasks
 
@@ -78,6 +78,40 @@ def test_an_endless_line_is_not_read_into_memory(tmp_path: Path) -> None:
         load_tasks(str(path), {}, 0)
 
 
+def test_a_line_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    """What else is done to the file changes no row: it may be touched, and lines may be added at its end."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1"}\n{"prompt": "2"}')
+    tasks = load_tasks(str(path), {}, 0)
+    path.write_text('{"prompt": "1"}\n{"prompt": "2"}\n{"prompt": "3"}\n')
+    assert [dict(tasks[at]) for at in range(len(tasks))] == [{"prompt": "1"}, {"prompt": "2"}]
+    path.write_text('{"prompt": "1"}\n{"prompt": "9"}\n')
+    assert tasks[0] == {"prompt": "1"}
+    with pytest.raises(UserError, match=r"rows.jsonl:2 has changed since the file was opened: .* start a new run"):
+        tasks[1]
+    path.write_text('{"prompt": "0"}\n' + path.read_text())
+    with pytest.raises(UserError, match=r"rows.jsonl:1 has changed"):
+        tasks[0]
+
+
+def test_other_rows_have_another_digest(tmp_path: Path) -> None:
+    rows = [{"prompt": str(number), "completion": "1", "reward": number % 2, "logprob": -1.0} for number in (1, 1, 2)]
+    found = []
+    for kept in (rows, rows, rows[:2], [*rows[:2], {**rows[2], "reward": 0.5}]):
+        path = write_jsonl(tmp_path / "rows.jsonl", *kept)
+        stream = TaskStream(load_tasks(path, {"prompt": "{prompt}="}, 0), 0, shuffle=True)
+        found.append(
+            (
+                digest_of(load_tasks(path, {}, 0)),
+                *stream.digests(),
+                digest_of(load_tasks(f"logs:{path}", {"rollouts": 2}, 0)),
+            )
+        )
+    assert found[0] == found[1]
+    assert len({digest for three in found for digest in three}) == 3
+    assert digest_of(load_tasks("digit_sorting", {}, 0)) == ""
+
+
 def test_verl_columns_pass_through(tmp_path: Path) -> None:
     expected = {name: value for name, value in VERL_ROW.items() if name != "prompt"}
     assert columns_of(write_jsonl(tmp_path / "rows.jsonl", VERL_ROW)) == expected
@@ -91,6 +125,11 @@ def test_parquet_rows(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
     loaded = load_tasks(str(path), {}, 0)
     assert [loaded[i] for i in range(len(loaded))] == rows
+    before = digest_of(loaded)
+    assert before == digest_of(load_tasks(str(path), {}, 0)) != ""
+    parquet.write_table(pyarrow.Table.from_pylist(rows[1:]), path)
+    assert before != digest_of(load_tasks(str(path), {}, 0))
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=3)
     assert columns_of(str(path), 7)["extra_info"] == {"index": 7, "split": "train"}
     path.write_bytes(b"PAR1 not really")
     with pytest.raises(UserError, match=r"Cannot read .*rows\.parquet as Parquet"):

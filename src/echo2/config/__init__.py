@@ -145,15 +145,27 @@ def parse_flag(dotted: str, value: str) -> Any:
     """
     section, _, name = dotted.partition(".")
     plain, annotated = _type_of(section, name)
-    holds = get_origin(plain)
+    holds = _container(plain, value)
     try:
-        typed = parse_toml(f"value = {value}")["value"] if holds in (list, dict) else value
+        typed = parse_toml(f"value = {value}")["value"] if holds is not None else value
         return msgspec.convert(typed, annotated, strict=False)
     except msgspec.ValidationError as error:
         said = str(error).partition(" - at ")[0].removesuffix(", got `str`")  # every flag is text
         raise UserError(f"--{dotted} {value}: {_expected(said, plain, value)}.") from error
     except ValueError as error:
         raise UserError(f"--{dotted} {value}: expected a {holds and holds.__name__}, written as in TOML.") from error
+
+
+def _container(plain: Any, value: str) -> type | None:
+    """Return list or dict where a flag's text is one, written as in TOML. Of a setting that may also be text, it is one
+    if it opens like one.
+    """
+    opens: dict[type, str] = {list: "[", dict: "{"}
+    for kind, sign in opens.items():
+        may_be = value.lstrip().startswith(sign) and kind in map(get_origin, get_args(plain))
+        if may_be or get_origin(plain) is kind:
+            return kind
+    return None
 
 
 def to_json(config: Config) -> str:

@@ -30,6 +30,7 @@ from echo2.learner.loading import SAFETENSORS_NAMES, load_module
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.mesh import Mesh
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
+from echo2.model_context import context_length
 from echo2.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.weights.model_files import find_model, model_files
 from echo2.weights.segments import passing_bytes
@@ -75,7 +76,7 @@ class Policy:
         self.honours_masks = (
             config.model_type in MASKED_DECODERS and set(layer_types) == {"full_attention"} and not sliding
         )
-        self.max_positions: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_positions = context_length(config.to_dict())
         self.pair_cost = _pair_cost(self.module)
         self.computes_in_bfloat16 = False
 

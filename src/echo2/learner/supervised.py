@@ -5,7 +5,7 @@ A step depends on its number and data alone, so a resumed training gives the sam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from echo2.config import Config
@@ -18,18 +18,21 @@ from echo2.learner.microbatch import microbatch_tokens
 from echo2.learner.model import Policy
 from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
 from echo2.learner.trainer import AdamParams, Trainer
+from echo2.tasks.streams import refuse_changed_rows
 
 POLICY = "policy"
 
 
 class SupervisedClient:
-    """One policy's training on answers. `step`: completed steps of `num_steps`."""
+    """One policy's training on answers. `step`: completed steps of `num_steps`; `rows`: the digests of the sources
+    of rows, by name.
+    """
 
-    def __init__(self, policy: Policy, config: Config, num_steps: int) -> None:
+    def __init__(self, policy: Policy, config: Config, num_steps: int, rows: Mapping[str, str]) -> None:
         """Raises:
         UserError: updates of `learner.lr` would vanish in the weights' precision.
         """
-        self.step, self.num_steps, self._learner = 0, num_steps, config.learner
+        self.step, self.num_steps, self._learner, self._rows = 0, num_steps, config.learner, dict(rows)
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
         self._trainer = Trainer(microbatch_tokens(policy, config, Mesh()))
@@ -55,13 +58,14 @@ class SupervisedClient:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint with everything needed to continue. Raises UserError: it can't be written."""
-        self._trainer.save_state(POLICY, directory, {"step": self.step, "num_steps": self.num_steps}).result()
+        state = {"step": self.step, "num_steps": self.num_steps, "rows": self._rows}
+        self._trainer.save_state(POLICY, directory, state).result()
 
     def resume(self, directory: Path) -> None:
         """Continue from a checkpoint that `save` wrote.
 
         Raises:
-            UserError: the checkpoint is of another model, or of a training of another number of steps.
+            UserError: the checkpoint is of another model, or of a training of another number of steps or on other rows.
         """
         kept = self._trainer.load_state(POLICY, directory)
         if kept.get("num_steps") != self.num_steps:
@@ -69,6 +73,7 @@ class SupervisedClient:
             raise UserError(
                 f"{directory} belongs to a training of {before} steps, not of {now}, which has other learning rates."
             )
+        refuse_changed_rows([*self._rows], [*self._rows.values()], kept.get("rows", {}))
         self.step = kept["step"]
 
     def _sum(self, data: Sequence[Datum], adds_gradients: bool) -> float:

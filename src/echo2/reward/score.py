@@ -2,9 +2,10 @@
 
     reward = sum over functions i of  weight_i * part_i          (a part that is None, "not applicable", is left out)
 
-as in TRL's GRPOTrainer. If a function returns {"score": ..., more} for a rollout, as verl's may, its other numeric
-fields are kept beside the parts as `function.field` and do not count. An error of a function is a `RewardFailure`: its
-group is not trained on, and nothing else is lost.
+as in TRL's GRPOTrainer. A score is anything that `float` reads as one number, text aside: also NumPy's and torch's
+scalars. If a function returns {"score": ..., more} for a rollout, as verl's may, its other numeric fields are kept
+beside the parts as `function.field` and do not count. An error of a function is a `RewardFailure`: its group is not
+trained on, and nothing else is lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import asyncio
 import inspect
 import itertools
 import math
-import numbers
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -171,35 +171,28 @@ def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFai
 
 
 def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
-    if hasattr(returned, "tolist"):  # numpy and torch
-        returned = returned.tolist()
-    if not isinstance(returned, list | tuple):
-        raise _failure(function.name, f"returned {shown(returned)}, not a list of floats", task)
-    if len(returned) != len(rollouts):
-        raise _failure(function.name, f"returned {len(returned)} scores for {len(rollouts)} completions", task)
-    return [_score(function.name, value, task) for value in returned]
+    values = _plain(returned)
+    if not isinstance(values, list | tuple):
+        raise _failure(function.name, f"returned {_named(returned)}, not a list of floats", task)
+    if len(values) != len(rollouts):
+        raise _failure(function.name, f"returned {len(values)} scores for {len(rollouts)} completions", task)
+    return [_score(function.name, value, task) for value in values]
 
 
 def _score(name: str, value: Any, task: Task) -> _Score:
     if not isinstance(value, Mapping) or "score" not in value:
         return _number(name, value, task), {}
-    named = {field: one for field, one in value.items() if field != "score" and str(field).isidentifier()}
-    plain = {
-        field: float(one) for field, one in named.items() if isinstance(one, int | float) and abs(one) <= REWARD_MAX
-    }
-    fields = {f"{name}.{field}": plain[field] for field in itertools.islice(plain, FIELDS_MAX)}
-    return _number(name, value["score"], task), fields
+    named = {field: _float(one) for field, one in value.items() if field != "score" and str(field).isidentifier()}
+    kept = {f"{name}.{field}": one for field, one in named.items() if one is not None and abs(one) <= REWARD_MAX}
+    return _number(name, value["score"], task), dict(itertools.islice(kept.items(), FIELDS_MAX))
 
 
 def _number(name: str, value: Any, task: Task) -> float | None:
     if value is None:
         return None
-    if not isinstance(value, numbers.Real):
-        raise _failure(name, f"returned {shown(value)} ({type(value).__name__}) as a score, not a float or None", task)
-    try:
-        score = float(value)
-    except OverflowError:
-        score = math.inf
+    score = _float(value)
+    if score is None:
+        raise _failure(name, f"returned {_named(value)} as a score, not a float or None", task)
     if not math.isfinite(score):
         raise _failure(
             name, f"returned {score} as a score; scores must be finite. Return None where it does not apply", task
@@ -207,6 +200,28 @@ def _number(name: str, value: Any, task: Task) -> float | None:
     if abs(score) > REWARD_MAX:
         raise _failure(name, f"returned {score:g} as a score; +-{REWARD_MAX:g} is the most. Scale it down", task)
     return score
+
+
+def _float(value: Any) -> float | None:
+    """Return a number, or an array or tensor without dimensions, as a float; None for anything else."""
+    plain = _plain(value)
+    if not hasattr(type(plain), "__float__"):  # text and lists have none
+        return None
+    try:
+        return float(plain)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Return an array or tensor of NumPy or torch as numbers or lists, and anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _named(value: Any) -> str:
+    return f"{shown(value)} ({type(value).__name__})"
 
 
 def _failure(name: str, problem: str, task: Task) -> RewardFailure:

@@ -10,6 +10,7 @@ import torch
 from transformers.generation.streamers import BaseStreamer
 
 from echo2.errors import UserError
+from echo2.model_context import context_length
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.tokenizer import BROKEN, Tokenizer, encode_prompt
 from echo2.types import Message, Task
@@ -20,7 +21,7 @@ class Dialogue:
 
     def __init__(self, module: Any, tokenizer: Tokenizer, files: Mapping[str, bytes], temperature: float) -> None:
         self._module, self._tokenizer, self._temperature = module, tokenizer, temperature
-        self._ends, self._context = end_tokens(files), read_config(files).get("max_position_embeddings")
+        self._ends, self._context = end_tokens(files), context_length(read_config(files))
         self.is_chat = bool(tokenizer.chat_template)
         self._said: tuple[Message, ...] = ()
 

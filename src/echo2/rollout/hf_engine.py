@@ -7,6 +7,7 @@ Shape suffixes: R = prompts, B = rows, T = tokens of a row, V = vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import json
@@ -25,6 +26,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
 from echo2.errors import UserError
+from echo2.model_context import context_length
 from echo2.rollout.adapter import Adapter, LowRank
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
@@ -38,6 +40,8 @@ NO_POSITION_LIMIT = 1 << 20
 """Context length of models whose config.json names none (relative positions); the longest max_tokens allowed."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 """Names of the cache argument of forward methods: since transformers 5.24, before, and before in models like Mamba."""
+PROBE_ROWS = 11
+"""Rows of the pass that looks for state in modules: unlike the sizes of what modules keep for all rows."""
 PIECE_TOKENS = 128
 """Minimum number of tokens of a sequence that `HfModel.extend` reads at once (recurrent models read one)."""
 
@@ -107,11 +111,10 @@ class HfModel:
         self.places = {name: (weight,) for name, weight in module.state_dict(keep_vars=True).items()}
         self._device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
-        positions = getattr(config, "max_position_embeddings", None) or NO_POSITION_LIMIT
-        self.limits = Limits(int(config.vocab_size), int(positions), end)
+        values = config.to_dict() | {"_name_or_path": ""}  # a temporary directory, different for each model
+        self.limits = Limits(int(config.vocab_size), context_length(values) or NO_POSITION_LIMIT, end)
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
-        values = config.to_dict() | {"_name_or_path": ""}  # a temporary directory, different for each model
         self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
         self.linears = {name: shape for name, part in module.named_modules() if (shape := _linear_shape(part))}
         self._adapter: Adapter = {}
@@ -239,4 +242,26 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
             f"(none of {', '.join(CACHE_NAMES)}). Take another model."
         )
     module.tie_weights()  # a part of weight initialisation, which is skipped above
-    return HfModel(module.eval(), end_tokens(snapshot.files))
+    model = HfModel(module.eval(), end_tokens(snapshot.files))
+    if device.type != "meta":
+        _refuse_rows_in_modules(module, model)
+    return model
+
+
+@torch.inference_mode()
+def _refuse_rows_in_modules(module: Any, model: HfModel) -> None:
+    """Refuse a model that keeps the state of its rows in its modules, beside the cache, as RecurrentGemma does: rows
+    that join, end or are checked would be read with the state of others. The weights may have any values.
+
+    Raises:
+        UserError: names the module.
+    """
+    with contextlib.suppress(RuntimeError, IndexError):  # such values may be no model's
+        model.prefill([array("i", [0])] * PROBE_ROWS)
+    for name, part in module.named_modules():
+        for key, kept in vars(part).items():
+            if isinstance(kept, Tensor) and kept.ndim and kept.shape[0] == PROBE_ROWS:
+                raise UserError(
+                    f"The engine 'transformers' cannot run {type(module).__name__}: its module {name} keeps {key} of "
+                    "the rows that it read last, so rows are not independent. Take another model."
+                )

@@ -23,7 +23,7 @@ from typing import Any
 from echo2.errors import UserError
 from echo2.rollout.engine import Engine, RequestFailure, SampleRequest
 from echo2.rollout.lockstep import Lockstep
-from echo2.rollout.tokenizer import Tokenizer
+from echo2.rollout.tokenizer import Tokenizer, is_known
 from echo2.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 
 #: Lower bound of a logged token's logprob, as on the wire. Smaller values are errors in the log, and are raised to it.
@@ -138,8 +138,8 @@ def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, versio
     if "tokens" in entry:
         tokens, logprobs = list(entry["tokens"]), [float(value) for value in entry["logprobs"]]
         finish = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
-        if max(tokens) >= len(tokenizer):
-            raise UserError(f"The log has token {max(tokens)}; this model's tokenizer has {len(tokenizer)}.")
+        if unknown := [token for token in tokens if not is_known(tokenizer, token)]:
+            raise UserError(f"The log has token {unknown[0]}, which this model's tokenizer does not have.")
     else:
         tokens = answer_tokens(entry["completion"], tokenizer)
         logprobs = tree.logprobs(tokens)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from echo2.rollout.tokenizer import Tokenizer, tokens_with
+from echo2.rollout.tokenizer import Tokenizer, is_known, tokens_with
 
 #: Tokens decoded before the string's: for the first bytes of a character, and the first space that some decoders drop.
 MARGIN_TOKENS = 4
@@ -47,8 +47,8 @@ class StopRule:
 
     def _is_in(self, tokens: Sequence[int]) -> bool:
         """Whether the text of these tokens has a stop string."""
-        size = len(self.tokenizer)
-        text = self.tokenizer.decode([token for token in tokens if token < size], skip_special_tokens=False)
+        known = [token for token in tokens if is_known(self.tokenizer, token)]
+        text = self.tokenizer.decode(known, skip_special_tokens=False)
         return any(string in text for string in self.strings)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from echo2.errors import PeerError, UserError
+from echo2.model_context import context_length
 from echo2.rollout.snapshot_files import read_config
 from echo2.types import Rollout, Task
 
@@ -37,7 +39,8 @@ class Tokenizer(Protocol):
     chat_template: Any
     model_max_length: int
 
-    def __len__(self) -> int: ...
+    def get_vocab(self) -> dict[str, int]:
+        """Every token's id, added tokens included."""
 
     def __hash__(self) -> int: ...
 
@@ -81,8 +84,8 @@ def load_tokenizer(
     if template_arguments:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
-    positions = read_config(files).get("max_position_embeddings") if "config.json" in files else None
-    if isinstance(positions, int):  # the model's context length; a tokenizer's own value may be anything
+    positions = context_length(read_config(files)) if "config.json" in files else None
+    if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded
 
@@ -90,7 +93,7 @@ def load_tokenizer(
 def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
     """Return the token ids of a prompt. Text is tokenised as it is, with the start token that the tokenizer adds
     (unless the text has it). Chat messages go through the chat template, followed by the opening of the assistant's
-    turn.
+    turn; if the last one is the assistant's, it is left open, to be continued.
 
     Raises:
         UserError: chat messages without a chat template, or refused by it; or the tokenizer fails.
@@ -105,13 +108,16 @@ def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
         )
     messages = [{"role": message.role, "content": message.content} for message in task.prompt]
     try:
-        return rendered_tokens(tokenizer, messages)
+        return rendered_tokens(tokenizer, messages, continues=messages[-1]["role"] == "assistant")
     except UserError as error:
         raise UserError(f"Task {task.cursor}: {error}") from error
 
 
-def rendered_tokens(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None) -> array[int]:
+def rendered_tokens(
+    tokenizer: Tokenizer, messages: list[dict[str, Any]], tools: Any = None, *, continues: bool = False
+) -> array[int]:
     """Return the token ids of chat messages and the opening of the assistant's turn. `tools`: in OpenAI's format.
+    `continues`: the last message is the beginning of the assistant's turn.
 
     Raises:
         UserError: there is no chat template, or it refuses them.
@@ -121,9 +127,16 @@ def rendered_tokens(tokenizer: Tokenizer, messages: list[dict[str, Any]], tools:
     if not tokenizer.chat_template:
         raise UserError("the model's tokenizer has no chat template: add chat_template.jinja to the model directory")
     described = {"tools": tools} if tools else {}
+    how = {"add_generation_prompt": not continues, **({"continue_final_message": True} if continues else {})}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **described)
+        text = tokenizer.apply_chat_template(messages, tokenize=False, **how, **described)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
+        if continues:
+            why = (str(error) or type(error).__name__).splitlines()[0]
+            raise UserError(
+                f"the chat template cannot continue the assistant's last message, {messages[-1]['content'][-80:]!r}: "
+                f"{why} Leave that message out, or end the prompt with another role's."
+            ) from error
         raise UserError(f"the chat template refuses its messages: {error}.") from error
     return _ids(tokenizer, text, add_special_tokens=False)  # templates write the special tokens themselves
 
@@ -160,6 +173,24 @@ def _core(tokenizer: Tokenizer) -> Any:
     return wrapper.backend_tokenizer
 
 
+@lru_cache(maxsize=16)
+def known_tokens(tokenizer: Tokenizer) -> bytes:
+    """Return for each id, up to the largest, 1 if the tokenizer has such a token, else 0. Ids may leave holes, so the
+    number of tokens bounds no id.
+    """
+    ids = tokenizer.get_vocab().values()
+    table = bytearray(max(ids, default=-1) + 1)
+    for token in ids:
+        table[token] = 1
+    return bytes(table)
+
+
+def is_known(tokenizer: Tokenizer, token: int) -> bool:
+    """Whether the tokenizer has a token of this id. A model's vocabulary may have more, unused ones."""
+    table = known_tokens(tokenizer)
+    return 0 <= token < len(table) and table[token] == 1
+
+
 def decoded(tokenizer: Tokenizer, tokens: array[int]) -> str:
     """Return the text of sampled tokens; see `decoded_all`."""
     return decoded_all(tokenizer, (tokens,))[0]
@@ -169,8 +200,14 @@ def decoded_all(tokenizer: Tokenizer, rows: Iterable[array[int]]) -> list[str]:
     """Return the texts of sampled tokens, without special tokens. Ids that only pad the model's vocabulary and are
     unknown to the tokenizer are skipped: some tokenizers would raise.
     """
-    size, core = len(tokenizer), _core(tokenizer)
-    known = [row.tolist() if not row or max(row) < size else [token for token in row if token < size] for row in rows]
+    table, core = known_tokens(tokenizer), _core(tokenizer)
+    has_no_hole = 0 not in table
+    known = [
+        row.tolist()
+        if not row or (has_no_hole and max(row) < len(table))
+        else [token for token in row if token < len(table) and table[token]]
+        for row in rows
+    ]
     if core is None:
         return [tokenizer.decode(ids, skip_special_tokens=True) for ids in known]
     texts: list[str] = core.decode_batch(known, skip_special_tokens=True)
@@ -195,9 +232,11 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
     return following_tokens(tokenizer, [{"role": "user", "content": text}], last_token)
 
 
-def following_tokens(tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_token: int) -> array[int]:
+def following_tokens(
+    tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_token: int, *, opens: bool = True
+) -> array[int]:
     """Return the token ids of the messages after an answer that ended with `last_token`: the rest of the assistant's
-    turn, the messages, and the opening of the assistant's next turn.
+    turn, the messages, and (`opens`) the opening of the assistant's next turn.
 
     Raises:
         UserError: the chat template cannot write what follows an answer, or the tokenizer fails.
@@ -206,16 +245,29 @@ def following_tokens(tokenizer: Tokenizer, said: Sequence[dict[str, Any]], last_
 
     messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}, *said]
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens)
     except (TemplateError, *TEMPLATE_ERRORS) as error:
         raise UserError(f"the chat template refuses a conversation of several turns: {error}") from error
     _, mark, tail = rendered.partition(ANSWER_MARK)
     if not mark:
         raise UserError("the chat template drops earlier answers, so turns cannot be appended")
-    is_known = last_token < len(tokenizer)
-    if is_known and not tokenizer.decode([last_token], skip_special_tokens=True):  # an end token: it is sampled already
+    is_end = is_known(tokenizer, last_token) and not tokenizer.decode([last_token], skip_special_tokens=True)
+    if is_end:  # it is sampled already
         tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))
     return _ids(tokenizer, tail, add_special_tokens=False)
+
+
+@lru_cache(maxsize=16)
+def end_token(tokenizer: Tokenizer, ends: tuple[int, ...], is_chat: bool) -> int | None:
+    """Return which of the model's end tokens ends an answer: in a chat the one that the chat template writes behind it,
+    else the tokenizer's, else the first; None if there are none.
+    """
+    tail: Sequence[int] = ()
+    if is_chat and tokenizer.chat_template:
+        with suppress(UserError):  # a template without earlier answers
+            tail = following_tokens(tokenizer, (), -1, opens=False)
+    known = [token for token in (*tail, tokenizer.eos_token_id) if token in ends]
+    return next(iter((*known, *ends)), None)
 
 
 def tokens_with(tokenizer: Tokenizer, characters: str, *, special: bool = False) -> frozenset[int]:
@@ -231,7 +283,6 @@ def _tokens_with(tokenizer: Tokenizer, characters: str, special: bool) -> frozen
     before = tokenizer.encode("a", add_special_tokens=False)  # some decoders drop the first space
     length = len(tokenizer.decode(before, skip_special_tokens=True))
     wanted = {*characters, *("" if characters.isascii() else BROKEN)}
-    texts = (
-        tokenizer.decode([*before, token], skip_special_tokens=not special)[length:] for token in range(len(tokenizer))
-    )
-    return frozenset(token for token, text in enumerate(texts) if not wanted.isdisjoint(text))
+    ids = [token for token, is_there in enumerate(known_tokens(tokenizer)) if is_there]
+    texts = (tokenizer.decode([*before, token], skip_special_tokens=not special)[length:] for token in ids)
+    return frozenset(token for token, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text))

@@ -9,6 +9,7 @@ import msgspec
 
 from echo2.disk import allocated_bytes
 from echo2.errors import InvariantError, UserError
+from echo2.model_context import context_length
 from echo2.rollout.snapshot_files import read_config
 from echo2.service.backend import (
     AdamSettings,
@@ -123,8 +124,8 @@ class LocalBackend:
 
 
 def _context(directory: Path) -> int:
-    context = read_config(model_files(directory)).get("max_position_embeddings")
-    if not isinstance(context, int):
+    context = context_length(read_config(model_files(directory)))
+    if context is None:
         raise UserError(
             f"{directory}/config.json has max_position_embeddings = {context!r}: give the context's length."
         )

@@ -27,7 +27,8 @@ class TaskSource(Protocol):
     """Rows to solve: anything with a length whose `[index]` gives a mapping with `prompt` plus any columns.
 
     `prompt` is text, or chat messages `[{"role": ..., "content": ...}, ...]`. The same index must always give the same
-    row. A source may have a method `where(index) -> str` that names a row for people (`rows.jsonl:17`).
+    row. A source may have a method `where(index) -> str` that names a row for people (`rows.jsonl:17`), and a method
+    `digest() -> str` that is another for other rows: a run is not resumed on these.
     """
 
     def __len__(self) -> int: ...
@@ -59,6 +60,10 @@ class TaskStream:
         """See `Tasks.source_of`. Always empty, as there is one source."""
         return ""
 
+    def digests(self) -> list[str]:
+        """See `Tasks.digests`."""
+        return [digest_of(self._source)]
+
     def task(self, cursor: int) -> Task:
         """The task at position `cursor` >= 0; the same cursor always gives the same task.
 
@@ -81,6 +86,12 @@ def row_name(source: TaskSource, index: int) -> str:
     """Return the name of a row for error messages."""
     where = getattr(source, "where", None)
     return str(where(index)) if callable(where) else f"{type(source).__name__} row {index}"
+
+
+def digest_of(source: TaskSource) -> str:
+    """Return the digest of the source's rows; empty if it has none."""
+    digest = getattr(source, "digest", None)
+    return str(digest()) if callable(digest) else ""
 
 
 def permute(position: int, size: int, key: str) -> int:

@@ -85,6 +85,10 @@ class LoggedRollouts:
             column["answers"] = dict(answers)
         return {"prompt": chosen[0]["prompt"], LOGGED_ROLLOUTS: column}
 
+    def digest(self) -> str:
+        """See `TaskSource`."""
+        return self._lines.digest()
+
     def where(self, index: int) -> str:
         """The row's number within its prompt, and the first line with that prompt."""
         prompt, number = self._rows[index]

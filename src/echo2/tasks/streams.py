@@ -34,6 +34,9 @@ class Tasks(Protocol):
         """The task at position `cursor` >= 0; the same cursor always gives the same task. Raises UserError if its row
         is invalid."""
 
+    def digests(self) -> list[str]:
+        """The digest of each source's rows, in the order of the sources; empty where there is none."""
+
     def source_of(self, cursor: int) -> str:
         """The name of this task's source or set; empty if there is only one source."""
 
@@ -67,6 +70,22 @@ def held_out_tasks(held_out: EvalConfig, seed: int) -> Tasks | None:
     )
 
 
+def refuse_changed_rows(names: Sequence[str], digests: Sequence[str], before: Mapping[str, str]) -> dict[str, str]:
+    """Return the digests of all sources by name, to be kept: those of before, and those of these sources.
+
+    Raises:
+        UserError: a source of this name had other rows before.
+    """
+    now = {name: digest for name, digest in zip(names, digests, strict=True) if digest}
+    for name, digest in now.items():
+        if before.get(name, digest) != digest:
+            raise UserError(
+                f"The rows of {name} have changed since this began, so the same positions would give other rows. Put "
+                "the old file back, give the new one another name, or begin anew from the newest checkpoint."
+            )
+    return {**before, **now}
+
+
 class Mixture:
     """An endless mixture of streams in fixed shares: see the module. `weights`: one per stream, above 0.
 
@@ -89,6 +108,10 @@ class Mixture:
         """See `Tasks.task`."""
         name, own = self._place(cursor)
         return replace(self._streams[name].task(own), cursor=cursor)
+
+    def digests(self) -> list[str]:
+        """See `Tasks.digests`."""
+        return [digest for stream in self._streams.values() for digest in stream.digests()]
 
     def source_of(self, cursor: int) -> str:
         """See `Tasks.source_of`."""
@@ -124,6 +147,10 @@ class Sets:
         at = bisect_right(self._ends, cursor)
         start = self._ends[at - 1] if at else 0
         return replace(list(self._streams.values())[at].task(cursor - start), cursor=cursor)
+
+    def digests(self) -> list[str]:
+        """See `Tasks.digests`."""
+        return [digest for stream in self._streams.values() for digest in stream.digests()]
 
     def source_of(self, cursor: int) -> str:
         """See `Tasks.source_of`."""

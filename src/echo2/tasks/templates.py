@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from echo2.errors import UserError
-from echo2.tasks.base import TaskSource, row_name
+from echo2.tasks.base import TaskSource, digest_of, row_name
 
 
 class TemplateRows:
@@ -36,6 +36,10 @@ class TemplateRows:
         row = self._rows[index]
         text = "".join(literal + self._column(row, name, index) for literal, name in self._parts)
         return {**row, "prompt": [{"role": "user", "content": text}] if self._chat else text}
+
+    def digest(self) -> str:
+        """That of the underlying rows."""
+        return digest_of(self._rows)
 
     def where(self, index: int) -> str:
         """The underlying rows' name of this row."""

@@ -263,15 +263,20 @@ def show_summary(summary: dict[str, Any], console: Console, reason: str = "") ->
         table.add_row(
             "held-out reward", f"{before:.3f} before, [green]{after:.3f} after[/green] {summary['steps']} steps"
         )
+    for version, failed in (summary.get("eval_failed") or {}).items():
+        causes = ", ".join(f"{count} {_safe(reason)}" for reason, count in failed.items())
+        table.add_row("held-out reward", f"version {version} without the tasks that failed: {causes}", style="red")
     for line in strangers_lines({"not_evaluated": summary.get("not_evaluated")}):
         table.add_row("held-out reward", escape(line))
     for line in failure_lines(summary):
         table.add_row("failed", escape(line), style="red")
-    table.add_row("learner idle ratio", f"{summary['learner_idle_ratio']:.1%}{_mostly(summary)}")
-    staleness = (
-        f"mean {summary['staleness_mean']:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
-    )
-    table.add_row("staleness (versions)", "none: all from a log" if summary.get("all_logged") else staleness)
+    if (idle := summary["learner_idle_ratio"]) is not None:
+        table.add_row("learner idle ratio", f"{idle:.1%}{_mostly(summary)}")
+    if (mean := summary["staleness_mean"]) is not None:
+        staleness = f"mean {mean:.2f}, max {summary['staleness_max']}, bound {summary['staleness_bound']}"
+        table.add_row("staleness (versions)", staleness)
+    elif summary.get("all_logged"):
+        table.add_row("staleness (versions)", "none: all from a log")
     table.add_row("groups", f"{groups['trained']} trained, retired: {retired}; deliveries refused: {refused}")
     shipped = (
         f"{summary['origin_bytes'] / 1e6:.1f} MB from the head, {summary['peer_bytes'] / 1e6:.1f} MB between workers"

@@ -70,7 +70,7 @@ def test_what_has_not_changed_is_not_drawn_again(page: Page, rundirs: list[RunDi
 #: Puts the pointer on the step of that number, and reads the legend below: [name, value] of each line.
 LEGEND_AT = """(() => {
     const titles = [...document.querySelectorAll('#charts h3')];
-    const figure = titles.find((each) => each.textContent === 'Why the learner waited').parentElement;
+    const figure = titles.find((each) => each.textContent === 'TITLE').parentElement;
     const over = figure.querySelector('.u-over'), box = over.getBoundingClientRect();
     const read = () => [...figure.querySelectorAll('.u-series')].map(
         (each) => [...each.children].map((cell) => cell.textContent));
@@ -80,12 +80,28 @@ LEGEND_AT = """(() => {
 })()"""
 
 
+def legend_at(page: Page, title: str, step: int) -> dict[str, str]:
+    """What the legend of a chart says with the pointer on a step."""
+    (name, at), *lines = page.ask(LEGEND_AT.replace("TITLE", title).replace("STEP", str(step)))
+    assert (name, at) == ("step", str(step))
+    return dict(lines)
+
+
+@pytest.mark.parametrize(("step", "is_evaluated"), [(30, False), (40, True)])
+def test_the_pointer_between_two_evaluations_reads_no_held_out_reward(
+    page: Page, step: int, is_evaluated: bool
+) -> None:
+    """The newest value would stand for a step that was not evaluated."""
+    page.open()
+    found = legend_at(page, "Reward", step)
+    assert 0.0 < float(found["reward"]) < 1.0
+    assert (found["held-out reward"] != "–") == is_evaluated
+
+
 @pytest.mark.parametrize(("step", "cause"), [(30, "leases lost"), (31, "workers sample")])
 def test_why_the_learner_waited_at_a_step_is_read_off_the_chart(page: Page, step: int, cause: str) -> None:
     page.open()
-    (name, at), *lines = page.ask(LEGEND_AT.replace("STEP", str(step)))
-    assert (name, at) == ("step", str(step))
-    seconds = {name: float(value) for name, value in lines}
+    seconds = {name: float(value) for name, value in legend_at(page, "Why the learner waited", step).items()}
     assert max(seconds, key=seconds.__getitem__) == cause
     assert set(seconds) == {"workers sample", "rewards", "leases lost"}  # the learner waited for nothing else
 

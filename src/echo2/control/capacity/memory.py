@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from echo2.model_context import context_length
+
 GB = 1_000_000_000
 #: Python, torch and transformers before a model is loaded; on a GPU the context and the kernels' workspaces.
 PROCESS_BYTES = 500_000_000
@@ -89,7 +91,7 @@ def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
         head_dim = int(config.get("head_dim") or (128 if is_qwen3 else hidden // heads))
         sizes = [int(config[name]) for name in ("vocab_size", "intermediate_size", "num_hidden_layers")]
         kv_heads = int(config.get("num_key_value_heads") or heads)
-        max_positions = int(config.get("max_position_embeddings") or 1 << 20)
+        max_positions = context_length(config) or 1 << 20
     except (KeyError, TypeError, ValueError, ArithmeticError):
         return None
     vocab, ffn, layers = sizes

@@ -162,10 +162,10 @@ class StartEval(PolicyCommand):
 
 
 class FinishEval(PolicyCommand):
-    """The evaluation of this version is complete (`num_failed` tasks have no result)."""
+    """The evaluation of this version is complete. `failed`: by reason, how many tasks have no result."""
 
     version: int
-    num_failed: int
+    failed: dict[str, int]
 
 
 class SkipEval(PolicyCommand):

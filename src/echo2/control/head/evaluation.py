@@ -15,13 +15,15 @@ from echo2.types import GroupRef, SnapshotRef
 
 @dataclass(slots=True)
 class EvalRound:
-    """One running evaluation. A position is waiting, leased, being scored, or done."""
+    """One running evaluation. A position is waiting, leased, being scored, or done. `failed`: by reason, how many tasks
+    were given up.
+    """
 
     ref: SnapshotRef
     size: int
     waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
     done: set[int] = field(default_factory=set)
-    num_failed: int = 0
+    failed: dict[str, int] = field(default_factory=dict)
     started_at: float = 0.0
     attempts: dict[int, int] = field(default_factory=dict)
     failed_by: dict[int, dict[str, None]] = field(default_factory=dict)

@@ -375,7 +375,8 @@ class Planner(PlannerState):
         for version in [v for v, round_ in self.evaluation.rounds.items() if round_.is_finished]:
             round_ = self.evaluation.rounds.pop(version)
             self.evaluation.evaluated.add(version)
-            self.emit(do.FinishEval, "every held-out task has a result", version=version, num_failed=round_.num_failed)
+            reason = "every held-out task has a result or has failed"
+            self.emit(do.FinishEval, reason, version=version, failed=round_.failed)
 
     def _lacks_own(self, now: float) -> bool:
         """Whether no machine of the owner has been available for evaluations for too long."""

@@ -246,7 +246,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
         place = state.evaluation.locate(group)
         if place is not None and place[1] not in place[0].done:
             place[0].done.add(place[1])
-            place[0].num_failed += 1
+            place[0].failed[why] = place[0].failed.get(why, 0) + 1
             place[0].waiting.pop(place[1], None)
         take_back(state, state.leases.of_group(group), detail, "retired")
     else:

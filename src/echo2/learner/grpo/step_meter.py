@@ -3,6 +3,8 @@
 A step's window runs from the report of the previous step to its own report, so the parts add up: `time/step` =
 `time/wait_for_batch` + `time/train` + `time/publish_wait` (the wait, before the update, until the snapshot is encoded,
 which itself waits for the previous publication) + `time/checkpoint` + a little rest.
+
+A mean over nothing is absent: 0 would be a measurement. Where all groups are flat, no token is in the loss.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ class StepMeter:
         self._step = step
         self._max_staleness = config.schedule.max_staleness
         self._in_order = config.run.deterministic
+        self._has_reference = config.learner.reference_kl > 0.0
         self._started = time.monotonic()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._rewards: list[list[float]] = []
@@ -87,59 +90,68 @@ class StepMeter:
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
         """Return all numbers of the step, under the names of `metrics.jsonl`."""
-        losses = stats.losses
-        per_token = 1.0 / max(1.0, losses.tokens)
         return {
             **self.rollout_metrics(),
-            "mismatch_kl/mean": losses.k3 * per_token,
-            "mismatch_kl/max": losses.k3_max,
-            "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
-            "mismatch/ratio_max": losses.ratio_max,
-            "ess": losses.ess_ratio,
-            "entropy/mean": losses.entropy * per_token,
-            "kl/mean": losses.reference_kl * per_token,
-            "loss/mean": losses.loss / stats.divisor,
-            "loss/dropped_positive": losses.dropped_positive * per_token,
-            "loss/dropped_negative": losses.dropped_negative * per_token,
-            "clip_ratio/mean": (losses.dropped_positive + losses.dropped_negative) * per_token,
-            "loss/capped": losses.capped * per_token,
-            "loss/vetoed_sequences": losses.vetoed_sequences,
-            **breakdown(losses),
+            **(self._token_means(stats) if stats.losses.tokens else {}),
+            "loss/vetoed_sequences": stats.losses.vetoed_sequences,
+            **breakdown(stats.losses),
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
             "optim/skipped": float(stats.skipped),
             "optim/updates": stats.num_updates,
         }
 
+    def _token_means(self, stats: StepStats) -> dict[str, float]:
+        """Return what is measured on loss tokens, of which there is at least one."""
+        losses = stats.losses
+        per_token = 1.0 / losses.tokens
+        return {
+            "mismatch_kl/mean": losses.k3 * per_token,
+            "mismatch_kl/max": losses.k3_max,
+            "mismatch/abs_log_ratio": losses.abs_log_ratio * per_token,
+            "mismatch/ratio_max": losses.ratio_max,
+            "ess": losses.ess_ratio,
+            "entropy/mean": losses.entropy * per_token,
+            **({"kl/mean": losses.reference_kl * per_token} if self._has_reference else {}),
+            "loss/mean": losses.loss / stats.divisor,
+            "loss/dropped_positive": losses.dropped_positive * per_token,
+            "loss/dropped_negative": losses.dropped_negative * per_token,
+            "clip_ratio/mean": (losses.dropped_positive + losses.dropped_negative) * per_token,
+            "loss/capped": losses.capped * per_token,
+        }
+
     def rollout_metrics(self) -> dict[str, float]:
         """Return the numbers of the step that do not come from the trainer's arithmetic."""
         seconds = time.monotonic() - self._started
-        rewards = [reward for group in self._rewards for reward in group]
-        flat = sum(1 for group in self._rewards if max(group) == min(group))
         return {
-            "reward/mean": _mean(rewards),
-            "reward/std": statistics.pstdev(rewards) if rewards else 0.0,
             "groups/unfit": self._num_unfit,
-            "reward/frac_zero_std": flat / max(1, len(self._rewards)),
-            **{f"reward/{name}/mean": _mean(values) for name, values in sorted(self._parts.items())},
-            **self._off_policy(),
-            "completions/mean_length": _mean(self._lengths),
-            "completions/clipped_ratio": self._num_truncated / max(1, len(self._lengths)),
+            **(self._reward_metrics() if self._rewards else {}),
             "time/step": seconds,
             **{f"time/{part}": value for part, value in self._seconds.items()},
             "perf/tokens_per_s": sum(self._lengths) / max(seconds, 1e-9),
             "learner/idle_ratio": self._seconds["wait_for_batch"] / max(seconds, 1e-9),
         }
 
+    def _reward_metrics(self) -> dict[str, float]:
+        """Return what is measured on scored groups that are fit, of which there is at least one."""
+        rewards = [reward for group in self._rewards for reward in group]
+        num_flat = sum(1 for group in self._rewards if max(group) == min(group))
+        return {
+            "reward/mean": statistics.fmean(rewards),
+            "reward/std": statistics.pstdev(rewards),
+            "reward/frac_zero_std": num_flat / len(self._rewards),
+            **{f"reward/{name}/mean": statistics.fmean(values) for name, values in sorted(self._parts.items())},
+            **self._off_policy(),
+            "completions/mean_length": statistics.fmean(self._lengths),
+            "completions/clipped_ratio": self._num_truncated / len(self._lengths),
+        }
+
     def _off_policy(self) -> dict[str, float]:
-        """Return the staleness numbers. Logged rollouts have no staleness; a step of nothing else reports none, because
-        0 would mean on-policy.
-        """
-        share = {"off_policy/logged": self._num_logged / max(1, len(self._lengths))}
+        """Return the staleness numbers. Logged rollouts have no staleness: 0 would mean on-policy."""
+        share = {"off_policy/logged": self._num_logged / len(self._lengths)}
         if not self._staleness:
-            return share if self._num_logged else share | {"off_policy/mean": 0.0, "off_policy/max": 0}
-        return share | {"off_policy/mean": _mean(self._staleness), "off_policy/max": max(self._staleness)}
-
-
-def _mean(values: list[float] | list[int]) -> float:
-    return sum(values) / max(1, len(values))
+            return share
+        return share | {
+            "off_policy/mean": statistics.fmean(self._staleness),
+            "off_policy/max": max(self._staleness),
+        }

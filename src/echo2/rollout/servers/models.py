@@ -18,6 +18,7 @@ import numpy as np
 
 from echo2.documents import safetensors_pieces
 from echo2.errors import PeerError, UserError, write_failed
+from echo2.model_context import context_length, has_two_ropes
 from echo2.peft_config import CONFIG_FILE
 from echo2.rollout.snapshot_files import end_tokens, read_config, read_factors
 from echo2.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
@@ -51,6 +52,11 @@ class ServedModel:
     end_tokens: tuple[int, ...]
     config: bytes
     shapes: Shapes
+
+    @property
+    def has_two_ropes(self) -> bool:
+        """See `model_context.has_two_ropes`."""
+        return has_two_ropes(read_config({"config.json": self.config}))
 
     @property
     def label(self) -> str:
@@ -97,7 +103,7 @@ class ModelDirectories:
             rank=_rank(snapshot) if is_adapter else 0,
             dtype=dtype,
             vocab_size=_size(config, "vocab_size"),
-            max_positions=_size(config, "max_position_embeddings"),
+            max_positions=_context(config),
             end_tokens=end_tokens(snapshot.files),
             config=config_json,
             shapes=shapes,
@@ -179,6 +185,13 @@ def _size(config: Mapping[str, Any], key: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PeerError("bad_snapshot", f"{key} in config.json is {value!r}")
     return value
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    positions = context_length(config)
+    if positions is None or positions < 1:
+        raise PeerError("bad_snapshot", f"config.json names no context length: max_position_embeddings is {positions}")
+    return positions
 
 
 def _rank(snapshot: Snapshot) -> int:

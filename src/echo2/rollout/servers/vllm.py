@@ -137,7 +137,14 @@ class VllmServer:
             await self._call("/update_weight_version", {"new_version": model.label}, LOAD_SECONDS)
         await self._look_at_abilities(model)
         cards = decode(await self._call("/v1/models", None, CHECK_SECONDS, "GET"), _Cards)
-        return min(card.max_model_len or model.max_positions for card in cards.data)
+        lengths = [card.max_model_len or model.max_positions for card in cards.data]
+        if model.has_two_ropes and max(lengths) > model.max_positions:
+            raise UserError(
+                f"The vLLM server allows {max(lengths)} tokens, so it reads every text with this model's rotary "
+                f"frequencies for long ones, and the learner does not. Start it with --max-model-len "
+                f"{model.max_positions}."
+            )
+        return min(lengths)
 
     async def load(self, model: ServedModel) -> float:
         """See `TokenServer.load`."""
@@ -238,6 +245,7 @@ class VllmServer:
             *("--disable-uvicorn-access-log", "--disable-log-stats"),
             *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(SUPPORT_TOKENS_MAX)),
             *("--generation-config", "vllm", "--dtype", model.dtype, "--max-num-seqs", str(self._slots)),
+            *(("--max-model-len", str(model.max_positions)) if model.has_two_ropes else ()),
             *(("--return-sampling-mask",) if self._on_gpu else ("--enforce-eager",)),
             *(("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)) if model.adapter else ()),
             *self._place.arguments,

@@ -166,7 +166,7 @@ class HeadEffects:
                 head.evals.start(command.ref.version)
                 head.rollout_log.begin(f"eval_{command.ref.version}")
             case do.FinishEval():
-                head.metrics.amend(command.version, head.evals.finish(command.version, command.num_failed))
+                head.metrics.amend(command.version, head.evals.finish(command.version, command.failed))
             case do.SkipEval():
                 why = f"version {command.version} is not evaluated: {command.reason}; `echo2 eval DIR` makes up for it"
                 log.warning("%s", why)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from echo2.types import RolloutGroup
 
 #: Minimum reward of a rollout that counts as solved in pass@k.
 SOLVED = 1.0
+#: Prefix of the metrics that count failed tasks, before the reason.
+FAILED_BECAUSE = "eval/num_failed/"
 
 
 class Evals:
@@ -37,29 +39,30 @@ class Evals:
         self.not_evaluated[version] = reason
         return {"eval/version": version, "eval/num_tasks": 0}
 
-    def finish(self, version: int, num_failed: int) -> dict[str, Any]:
-        """Return the metrics of a finished evaluation."""
-        return {"eval/version": version, **eval_metrics(self._groups.pop(version, []), num_failed, self._set_of)}
+    def finish(self, version: int, failed: Mapping[str, int]) -> dict[str, Any]:
+        """Return the metrics of a finished evaluation. `failed`: by reason, how many tasks have no result."""
+        found = eval_metrics(self._groups.pop(version, []), sum(failed.values()), self._set_of)
+        by_reason = {f"{FAILED_BECAUSE}{reason}": count for reason, count in sorted(failed.items())}
+        return {"eval/version": version, **found, **by_reason}
 
 
 def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callable[[int], str]) -> dict[str, Any]:
     """Return the metrics of an evaluation. Accuracy is the mean over the tasks of the mean reward of their n rollouts
-    (avg@n); with rewards of 0 or 1, the share solved. A failed task counts as 0. With n above 1 also pass@k for powers
-    of two up to n. With several held-out sets also the accuracy of each, without the failed tasks.
+    (avg@n); with rewards of 0 or 1, the share solved. A failed task is counted, and has no reward: what failed is not
+    the policy. With n above 1 also pass@k for powers of two up to n. With several held-out sets also the accuracy of
+    each.
     """
     found = list(groups)
     means = [statistics.fmean(_rewards(group)) for group in found]
     lengths = [len(rollout.tokens) for group in found for rollout in group.rollouts]
-    metrics: dict[str, Any] = {
-        "eval/accuracy": sum(means) / max(1, len(means) + num_failed),
-        "eval/num_tasks": len(means),
-        "eval/num_failed": num_failed,
-        "eval/mean_length": statistics.fmean(lengths) if lengths else 0.0,
-    }
-    num_samples = min((len(group.rollouts) for group in found), default=1)
+    metrics: dict[str, Any] = {"eval/num_tasks": len(means), "eval/num_failed": num_failed}
+    if not means:
+        return metrics
+    metrics |= {"eval/accuracy": statistics.fmean(means), "eval/mean_length": statistics.fmean(lengths)}
+    num_samples = min(len(group.rollouts) for group in found)
     for k in (1 << power for power in range(1, num_samples.bit_length())):
         solved = (pass_at_k(len(group.rollouts), _num_solved(group), k) for group in found)
-        metrics[f"eval/pass@{k}"] = sum(solved) / (len(means) + num_failed)
+        metrics[f"eval/pass@{k}"] = statistics.fmean(solved)
     by_set: dict[str, list[float]] = {}
     for group, mean in zip(found, means, strict=True):
         by_set.setdefault(set_of(group.cursor), []).append(mean)

@@ -47,7 +47,7 @@ from echo2.runtime.head.referee import Referee
 from echo2.runtime.head.rollout_log import RolloutLog
 from echo2.runtime.head.task_reader import TaskReader
 from echo2.tasks.harness_process import is_harness
-from echo2.tasks.streams import held_out_tasks, training_tasks
+from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
@@ -70,6 +70,7 @@ class Head:
         held_out = held_out_tasks(config.eval, config.run.seed)
         self.tasks = TaskReader(self.train_tasks, held_out)
         self.ledger = Ledger(rundir.ledger)
+        self._refuse_changed_rows(held_out)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
         offers = read_offers(config)
         planned = planner_options(config, len(held_out) if held_out is not None else 0, offers)
@@ -109,6 +110,12 @@ class Head:
         self._heard: dict[str, None] = {}
         self._waiting: list[tuple[ev.Event, asyncio.Future[list[do.Command]]]] = []
         self.machines = self._machines(offers)
+
+    def _refuse_changed_rows(self, held_out: Tasks | None) -> None:
+        """Keep the digests of the run's rows. Raises UserError: an earlier head of this run read other rows."""
+        names = [*self.config.tasks.sources, *self.config.eval.sets.values()]
+        digests = [*self.train_tasks.digests(), *(held_out.digests() if held_out is not None else [])]
+        self.ledger.set_meta("rows", refuse_changed_rows(names, digests, self.ledger.get_meta("rows", {})))
 
     def _distribution(self) -> Distribution:
         store = ChunkStore(self.rundir.snapshots)

@@ -14,11 +14,12 @@ from types import MappingProxyType
 from typing import Any
 
 from echo2.errors import PeerError, UserError
+from echo2.model_context import context_length
 from echo2.rollout.logged import logged_rollouts
 from echo2.rollout.retrace import TurnRules
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.stop_strings import StopRule, stop_rule
-from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, load_tokenizer, tokens_with
+from echo2.rollout.tokenizer import Tokenizer, decoded_all, encode_prompt, is_known, load_tokenizer, tokens_with
 from echo2.transport.messages import check_lengths
 from echo2.types import LOGGED_ROLLOUTS, GroupKind, Rollout, RolloutGroup, Task
 
@@ -144,8 +145,8 @@ class RunTokenizer:
     def _piece(self, token: int) -> str:
         found = self._pieces.get(token)
         if found is None:
-            is_known = token < len(self.tokenizer)
-            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_known else ""
+            is_there = is_known(self.tokenizer, token)
+            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_there else ""
             self._pieces[token] = found
         return found
 
@@ -164,5 +165,5 @@ def _load(
     """Return the tokenizer, the tokens that end a turn, and the model's context length (0: not stated)."""
     tokenizer = load_tokenizer(files, template_arguments)
     ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
-    context = read_config(files).get("max_position_embeddings") if "config.json" in files else None
-    return tokenizer, ends, context if isinstance(context, int) else 0
+    context = context_length(read_config(files)) if "config.json" in files else None
+    return tokenizer, ends, context or 0

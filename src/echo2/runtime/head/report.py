@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +16,7 @@ from echo2.control.head.gauge import NUM_REMEMBERED
 from echo2.control.head.learner_waits import CAUSES
 from echo2.control.head.outlook import auto_publish_every, outlook, predicted_idle_ratio
 from echo2.rundir import newest_checkpoint, read_metrics, write_atomically
+from echo2.runtime.head.evals import FAILED_BECAUSE
 from echo2.runtime.head.head import Head
 from echo2.types import SnapshotRef
 
@@ -235,6 +237,11 @@ def _group_counts(head: Head) -> dict[str, int]:
     return counts
 
 
+def _failed_tasks(row: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many held-out tasks of an evaluation failed, by reason."""
+    return {name.removeprefix(FAILED_BECAUSE): row[name] for name in row if name.startswith(FAILED_BECAUSE)}
+
+
 def summary(head: Head) -> dict[str, Any]:
     """Return the summary of a run that ended, for the closing table and for scripts."""
     now = head.clock.now()
@@ -252,12 +259,13 @@ def summary(head: Head) -> dict[str, Any]:
         "steps": head.planner.version,
         "eval_before": rows[0]["eval/accuracy"] if rows else None,
         "eval_after": rows[-1]["eval/accuracy"] if rows else None,
+        "eval_failed": {row["step"]: found for row in written if (found := _failed_tasks(row))},
         "not_evaluated": head.evals.not_evaluated,
         "failures": head.failures.to_plain(),
-        "learner_idle_ratio": wait / whole if whole else 0.0,
+        "learner_idle_ratio": wait / whole if whole else None,
         "learner_waits": {cause: sum(row.get(f"wait/{cause}", 0.0) for row in steps) for cause in CAUSES},
-        "staleness_mean": sum(means) / len(means) if means else 0.0,
-        "staleness_max": max((row.get("off_policy/max", 0) for row in steps), default=0),
+        "staleness_mean": sum(means) / len(means) if means else None,
+        "staleness_max": max((row["off_policy/max"] for row in steps if "off_policy/max" in row), default=None),
         "staleness_bound": head.options.max_staleness,
         "all_logged": bool(steps) and all(row.get("off_policy/logged") == 1.0 for row in steps),
         "groups": counts,

@@ -19,6 +19,7 @@ from echo2.config.offers import Offer
 from echo2.config.rules import LOG_PACKAGES, weighted
 from echo2.devices import this_machine
 from echo2.errors import UserError
+from echo2.model_context import context_length
 from echo2.planning.memory_needs import learner_that_fits, model_shape, worker_that_fits
 from echo2.reward.score import Scorer
 from echo2.rollout.architecture import read_architecture
@@ -172,8 +173,8 @@ def check_prompts(config: Config) -> None:
         files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
         asyncio.run(reader.load(files))
         reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
-        context = read_config(files).get("max_position_embeddings")
-        if isinstance(context, int):
+        context = context_length(read_config(files))
+        if context is not None:
             sets = (config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)
             for names, params in sets:
                 for name in names:

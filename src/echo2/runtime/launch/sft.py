@@ -27,9 +27,9 @@ from echo2.learner.datum import Datum
 from echo2.learner.supervised import SupervisedClient
 from echo2.printable import shown
 from echo2.rollout.snapshot_files import end_tokens
-from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer
+from echo2.rollout.tokenizer import Tokenizer, encode_prompt, end_token, load_tokenizer
 from echo2.runtime.launch.evaluate import copy_model
-from echo2.tasks.streams import Tasks, held_out_tasks, training_tasks
+from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.types import Task
 
 #: Maximum number of held-out rows whose loss is reported before and after.
@@ -40,13 +40,13 @@ EXIT_INTERRUPTED = 130
 
 
 class Answers:
-    """Makes training data from rows: the prompt as in a run, then the answer and the model's end token."""
+    """Makes training data from rows: the prompt as in a run, then the answer and an end token."""
 
     def __init__(
         self, tasks: Tasks, column: str, tokenizer: Tokenizer, ends: tuple[int, ...], context: int | None
     ) -> None:
         self._tasks, self._column, self._tokenizer = tasks, column, tokenizer
-        self._end, self._context = ends[:1], context
+        self._ends, self._context = ends, context
 
     def data(self, cursors: range) -> list[Datum]:
         """Return the rows at these positions of the task stream.
@@ -63,7 +63,9 @@ class Answers:
             given = f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
             raise UserError(f"--column {self._column!r} must have text, and {given}.")
         prompt = encode_prompt(task, self._tokenizer)
-        tokens = array("i", [*self._tokenizer.encode(answer, add_special_tokens=False), *self._end])
+        end = end_token(self._tokenizer, self._ends, is_chat=not isinstance(task.prompt, str))
+        written = self._tokenizer.encode(answer, add_special_tokens=False)
+        tokens = array("i", [*written, *([] if end is None else [end])])
         if self._context is not None and len(prompt) + len(tokens) > self._context:
             raise UserError(
                 f"The row with the prompt {shown(task.prompt)} has {len(prompt)} tokens and {len(tokens)} of the "
@@ -89,7 +91,9 @@ def run(options: argparse.Namespace) -> int:
     if config.learner.ranks > 1:
         raise UserError(f"learner.ranks = {config.learner.ranks}: sft trains in one process. Give --learner.ranks=1.")
     policy = load_trained(config, str(pick_device("auto")))
-    client = SupervisedClient(policy, config, options.steps)
+    tasks = training_tasks(config.tasks, config.run.seed)
+    rows_read = refuse_changed_rows(config.tasks.sources, tasks.digests(), {})
+    client = SupervisedClient(policy, config, options.steps, rows_read)
     if (before := checkpoint.latest(working)) is not None:
         client.resume(before)
     tokenizer = load_tokenizer(policy.files, config.model.chat_template_args)
@@ -97,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     def answers(tasks: Tasks) -> Answers:
         return Answers(tasks, options.column, tokenizer, end_tokens(policy.files), policy.max_positions)
 
-    rows = answers(training_tasks(config.tasks, config.run.seed))
+    rows = answers(tasks)
     held_out = _held_out(config, answers)
     first = client.held_out_loss(held_out) if held_out else None
     with _told_to_end() as is_told:

@@ -101,8 +101,8 @@ function stacked(lines) {
   return [lines[0].run.steps, ...lines.map(({ column }) => column.map((value, index) => value === null ? null : (sums[index] += value)))];
 }
 
-// Where the pointer is, or else the newest.
-const read = (value, values) => number(value ?? values?.findLast((each) => each !== null));
+// Where the pointer is, which may be a step without this value; without a pointer (null), the newest.
+const read = (at, values) => number(at === null ? values?.findLast((each) => each !== null) : values[at]);
 
 function options(made, isStacked, width) {
   const [text, line] = dark.matches ? ["#a5adb8", "#343b45"] : ["#515a64", "#d3d9df"];
@@ -112,14 +112,15 @@ function options(made, isStacked, width) {
     label: each.label, stroke: colours[each.index % colours.length], width: isStacked ? 1 : 2, dash: isStacked ? [] : DASHES[index % DASHES.length], spanGaps: true,
     fill: isStacked ? `${colours[each.index % colours.length]}66` : undefined,
     points: { show: each.column.length < 3 || each.label === "held-out reward" },
-    value: (plot, value, _, at) => isStacked ? read(at === null ? null : made.lines[index].column[at], made.lines[index].column) : read(value, plot.data[index + 1]),
+    value: (plot, _, __, at) => read(at, isStacked ? made.lines[index].column : plot.data[index + 1]),
   }));
   return {
     width: Math.max(width, 100), height: HEIGHT, scales: { x: { time: false }, y: { range: (plot) => heights(plot, made.cut) } },
     axes: [{ ...axis, size: 32 }, { ...axis, size: 50, values: (_, ticks) => ticks.map(number) }],
-    cursor: { sync: { key: "step" }, drag: { x: true, y: false } },
+    // By itself uPlot takes a run's nearest step, where the run has not reached the step below the pointer.
+    cursor: { sync: { key: "step" }, drag: { x: true, y: false }, dataIdx: (plot, line, at) => at },
     bands: isStacked ? series.slice(1).map((_, index) => ({ series: [index + 2, index + 1] })) : [],
-    series: [{ label: "step", value: (plot, value) => read(value, plot.data[0]) }, ...series],
+    series: [{ label: "step", value: (plot, _, __, at) => read(at, plot.data[0]) }, ...series],
   };
 }
 
