@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 
+from echo2.addresses import join
 from echo2.control.head import events as ev
 from echo2.disk import DiskWatch, checkpoint_bytes
 from echo2.errors import InvariantError, NoRoomError, UserError
@@ -68,7 +69,7 @@ async def _serve(rundir: RunDir) -> None:
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
     head.ledger.set_meta("port", bound)
-    address = f"{config.head.advertise or host}:{bound}"
+    address = join(config.head.advertise or host, bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
     loop = asyncio.get_running_loop()

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from echo2.addresses import family
 from echo2.config import Config
 from echo2.config.engines import SERVERS, refuse_unknown_engine
 from echo2.config.offers import Offer
@@ -258,8 +259,7 @@ def check_port(config: Config) -> None:
     host, port = config.head.address
     if not port:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
+    with socket.socket(family(host), socket.SOCK_STREAM) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((host, port))
