@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY / "tests")]
 
 import real_runs  # noqa: E402 (a run, as the tests start it)
-from echo2.runtime.launch.supervisor import RESTARTS_MAX  # noqa: E402
+from echo2.runtime.launch.deaths import RESTARTS_MAX  # noqa: E402
 from real_runs import Run, is_running, pause  # noqa: E402
 
 VICTIMS = ("head", "learner", "worker-0", "all", "run")

@@ -33,6 +33,8 @@ from echo2.errors import UserError, write_failed
 #: their mean |log ratio|, and their number.
 FRESH_SURPRISE = "mismatch/surprise/lag_0/worker/"
 FRESH_MISMATCH, FRESH_TOKENS = "mismatch/abs_log_ratio/lag_0/worker/", "mismatch/tokens/lag_0/worker/"
+#: File below checkpoints/ with the groups on which the learner died (`learner/grpo/crash_record.py`).
+CRASH_RECORD = "training.json"
 #: How long `claimed` waits for the previous holder to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from echo2.api.inputs import write_resumed
 from echo2.errors import Echo2Error, UserError
 from echo2.rundir import RunDir, read_json
-from echo2.runtime.launch.supervisor import last_error
+from echo2.runtime.launch.deaths import last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.views import rollouts
 from echo2.views.run_view import RunView

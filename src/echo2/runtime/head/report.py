@@ -161,6 +161,7 @@ def status(head: Head) -> dict[str, Any]:
                 "standby": worker.standby,
                 "offer": worker.offer,
                 "rate": worker.rate,
+                "useful_groups": head.costs.useful_groups(worker.worker_id),
                 "price_usd_per_hour": worker.price_usd_per_hour,
                 "is_own": worker.is_own,
                 "pause_seconds": report.pause_seconds if report else 0.0,
