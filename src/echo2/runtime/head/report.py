@@ -40,6 +40,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         **{f"reward/source/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(by_source.items())},
         **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
         "time/reward": head.planner.reward_seconds or 0.0,
+        "reward/retried": head.failures.count("reward_retried"),
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
         **_waits(head, version - 1),
