@@ -35,6 +35,8 @@ FRESH_SURPRISE = "mismatch/surprise/lag_0/worker/"
 FRESH_MISMATCH, FRESH_TOKENS = "mismatch/abs_log_ratio/lag_0/worker/", "mismatch/tokens/lag_0/worker/"
 #: File below checkpoints/ with the groups on which the learner died (`learner/grpo/crash_record.py`).
 CRASH_RECORD = "training.json"
+#: Reason in outcome.json of a run that a person or its supervisor stopped.
+TOLD_TO_STOP = "the head was told to stop"
 #: How long `claimed` waits for the previous holder to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
 

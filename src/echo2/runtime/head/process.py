@@ -14,7 +14,7 @@ from echo2.addresses import join
 from echo2.control.head import events as ev
 from echo2.disk import DiskWatch, checkpoint_bytes
 from echo2.errors import InvariantError, NoRoomError, UserError
-from echo2.rundir import RunDir, claimed, write_atomically
+from echo2.rundir import TOLD_TO_STOP, RunDir, claimed, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.head import report as head_report
 from echo2.runtime.head.farewell import told_to_stop
@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 0.5
 #: Time for the workers and the learner to receive the message that the run is over.
 FAREWELL_SECONDS = 1.0
-TOLD_TO_STOP = "the head was told to stop"
 
 
 async def run_head(rundir: RunDir) -> None:
