@@ -123,15 +123,20 @@ def check_directory(path: Path, resume: bool) -> None:
         raise UserError(
             f"{path} cannot be a run directory: {found} is a file. Choose another directory with --out DIR."
         )
-    rundir = RunDir(path)
-    exists = rundir.ledger.exists() or rundir.config.exists()
-    if exists and not resume and not failed_to_start(rundir):
+    if holds_run(path) and not resume:
         raise UserError(
             f"{path} holds a run already. Continue it with --resume (from Python: echo2.load(...).resume()), or "
             "choose another directory with --out DIR (out=...)."
         )
-    if resume and not exists:
+    rundir = RunDir(path)
+    if resume and not (rundir.ledger.exists() or rundir.config.exists()):
         raise UserError(f"Nothing to resume in {path}: it holds no run. Leave --resume out to start one.")
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a directory holds a run that only `--resume` continues."""
+    rundir = RunDir(path)
+    return (rundir.ledger.exists() or rundir.config.exists()) and not failed_to_start(rundir)
 
 
 def create(path: Path, config: configuration.Config, resume: bool) -> RunDir:
