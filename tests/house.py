@@ -7,6 +7,8 @@ complaint is a string `path:line: what is wrong`. This module is not a linter: r
 from __future__ import annotations
 
 import ast
+import itertools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +25,7 @@ FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "m
 
 FLOOR_OF_ROOM = {
     **dict.fromkeys(("types", "errors", "documents", "printable", "sandbox", "devices", "disk"), 1),
-    **dict.fromkeys(("background", "loop_thread", "peft_config", "model_context"), 1),
+    **dict.fromkeys(("addresses", "background", "loop_thread", "peft_config", "model_context"), 1),
     "": 1,  # the package itself: its version, and the door to `api`, which it imports when somebody asks
     "config": 2,
     **dict.fromkeys(("control", "tasks", "rollout", "reward", "weights", "transport", "rundir"), 3),
@@ -48,6 +50,7 @@ CONTROL_STDLIB = frozenset(
     | {"hashlib", "heapq", "itertools", "json", "math", "operator", "re", "statistics", "string", "struct", "types"}
     | {"typing", "zlib"}
 )
+PORT_LIKE = re.compile(r"port|bound|sockname")
 CONTROL_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"})  # I/O, or differs between processes
 #: Names that two rooms may use: the same message seen from two sides, or the same notion in two rooms.
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
@@ -278,6 +281,20 @@ def annotation_complaints(source: Source) -> list[str]:
     return found
 
 
+def address_complaints(source: Source) -> list[str]:
+    """Host and port are joined by `addresses.join`, which writes the brackets of IPv6."""
+    if source.room == "addresses":
+        return []
+    found = []
+    for node in ast.walk(source.parse()):
+        parts = node.values if isinstance(node, ast.JoinedStr) else []
+        for colon, port in itertools.pairwise(parts):
+            is_colon = isinstance(colon, ast.Constant) and colon.value == ":"
+            if is_colon and isinstance(port, ast.FormattedValue) and PORT_LIKE.search(ast.unparse(port.value)):
+                found.append(f"{source.path}:{node.lineno}: joins host and port by itself")
+    return found
+
+
 def test_complaints(source: Source) -> list[str]:
     """Tests outside tests/integration/ neither sleep nor mock: they would be slow, or test the mock."""
     if not source.path.startswith(("tests/unit/", "tests/properties/", "tests/simulation/")):
@@ -306,5 +323,6 @@ RULES = (
     docstring_complaints,
     except_complaints,
     annotation_complaints,
+    address_complaints,
 )
 RULES_OUTSIDE = (size_complaints, name_complaints, except_complaints, test_complaints)

@@ -85,6 +85,7 @@ BROKEN = [
     (house.docstring_complaints, "echo2.types", '"""A module."""\nclass A: ...'),
     (house.except_complaints, "echo2.types", "try:\n    pass\nexcept:\n    raise"),
     (house.except_complaints, "echo2.types", "try:\n    pass\nexcept Exception:\n    pass"),
+    (house.address_complaints, "echo2.service.door", "address = f'{host}:{self.port}'"),
     (house.annotation_complaints, "echo2.types", "def f(x) -> int: return x"),
     (house.annotation_complaints, "echo2.types", "class A:\n    async def f(self, x: int): return x"),
 ]

@@ -33,6 +33,10 @@ from echo2.errors import UserError, write_failed
 #: their mean |log ratio|, and their number.
 FRESH_SURPRISE = "mismatch/surprise/lag_0/worker/"
 FRESH_MISMATCH, FRESH_TOKENS = "mismatch/abs_log_ratio/lag_0/worker/", "mismatch/tokens/lag_0/worker/"
+#: File below checkpoints/ with the groups on which the learner died (`learner/grpo/crash_record.py`).
+CRASH_RECORD = "training.json"
+#: Reason in outcome.json of a run that a person or its supervisor stopped.
+TOLD_TO_STOP = "the head was told to stop"
 #: How long `claimed` waits for the previous holder to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
 
@@ -119,15 +123,20 @@ def check_directory(path: Path, resume: bool) -> None:
         raise UserError(
             f"{path} cannot be a run directory: {found} is a file. Choose another directory with --out DIR."
         )
-    rundir = RunDir(path)
-    exists = rundir.ledger.exists() or rundir.config.exists()
-    if exists and not resume and not failed_to_start(rundir):
+    if holds_run(path) and not resume:
         raise UserError(
             f"{path} holds a run already. Continue it with --resume (from Python: echo2.load(...).resume()), or "
             "choose another directory with --out DIR (out=...)."
         )
-    if resume and not exists:
+    rundir = RunDir(path)
+    if resume and not (rundir.ledger.exists() or rundir.config.exists()):
         raise UserError(f"Nothing to resume in {path}: it holds no run. Leave --resume out to start one.")
+
+
+def holds_run(path: Path) -> bool:
+    """Whether a directory holds a run that only `--resume` continues."""
+    rundir = RunDir(path)
+    return (rundir.ledger.exists() or rundir.config.exists()) and not failed_to_start(rundir)
 
 
 def create(path: Path, config: configuration.Config, resume: bool) -> RunDir:

@@ -6,6 +6,7 @@ import functools
 import json
 import linecache
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,10 +20,10 @@ from echo2 import config
 from echo2.api.inputs import sections, write_resumed, write_run
 from echo2.api.own_code import named_code
 from echo2.config import Config
-from echo2.errors import UserError
+from echo2.errors import Echo2Error, UserError
 from echo2.reward.functions import exact_match
 from echo2.reward.score import Scorer
-from echo2.rundir import create
+from echo2.rundir import TOLD_TO_STOP, create
 from echo2.sandbox.plugins import load_named
 from echo2.tasks.environments import load_environment
 
@@ -294,6 +295,34 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     run.stop()  # likewise
     with pytest.raises(UserError, match="no config"):
         echo2.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason", "status", "error"),
+    [
+        ("finished", "all steps are trained", 0, None),
+        ("stopped", TOLD_TO_STOP, 130, None),
+        ("stopped", "8 groups failed in a row; the last: reward raised", 2, UserError),
+        ("stopped", "the budget of $5 is spent", 2, UserError),
+        ("user_error", "no such file", 2, UserError),
+        ("failed", "learner died 5 times in a row", 1, Echo2Error),
+    ],
+)
+def test_a_run_that_failed_raises_as_the_command_exits(
+    tmp_path: Path, kind: str, reason: str, status: int, error: type[Echo2Error] | None
+) -> None:
+    run = made_run(tmp_path / "run")
+    run.rundir.outcome.write_text(json.dumps({"kind": kind, "reason": reason}))
+    (run.rundir.logs / "run.log").write_text(f"error: {reason}\n" if error else "")
+    with subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"]) as command:
+        command.wait()
+    for ended in (run, echo2.Run(run.path, command)):  # of another session, and of this one
+        if error is None:
+            assert ended.wait() is ended
+        else:
+            with pytest.raises(error, match=re.escape(reason)) as caught:
+                ended.wait()
+            assert type(caught.value) is error
 
 
 def test_a_resumed_run_keeps_its_settings(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def with_process(
 ) -> None:
     async def run() -> None:
         log = own / "logs" / "reward.log"
-        process = RewardProcesses([f"2 * {own}/own.py:{function}"], timeout_seconds, log, num_processes)
+        process = RewardProcesses([f"2 * {own}/own.py:{function}"], timeout_seconds, log, num_processes, pauses=())
         try:
             await body(process)
         finally:

@@ -21,7 +21,7 @@ OWN = """
 def mine(completions, **columns):
     return helper(columns)
 def helper(columns):
-    return columns["absent"]
+    return columns.absent
 """
 
 
@@ -46,9 +46,9 @@ def test_a_reward_that_raises_is_counted_with_its_traceback_and_a_restart_keeps_
             (found,) = report.summary(open_head.head)["failures"]
             open_head.head.save_books()
         assert found["kind"] == "reward_failed"
-        assert "in helper: KeyError: 'absent'" in found["message"]
+        assert "in helper: AttributeError: 'dict' object has no attribute 'absent'" in found["message"]
         assert "in mine\n    return helper(columns)" in found["traceback"]
-        assert "KeyError: 'absent'" in (tmp_path / "run" / "logs" / "reward.log").read_text()
+        assert "AttributeError: 'dict' object" in (tmp_path / "run" / "logs" / "reward.log").read_text()
         assert "reward_failed: The reward function mine raised" in caplog.text
         async with OpenHead(tmp_path, raw) as again:
             assert report.status(again.head)["failures"] == [found]

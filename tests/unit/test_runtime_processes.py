@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -13,12 +14,18 @@ import pytest
 from echo2.config import Config
 from echo2.errors import UserError
 from echo2.rundir import RunDir, create, read_json, write_atomically
-from echo2.runtime.launch.supervisor import ProcessFailed, Supervisor, last_error
+from echo2.runtime.launch.deaths import START_FAILURES_MAX, last_error
+from echo2.runtime.launch.supervisor import ProcessFailed, Supervisor
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.tickets import Ticket
+from echo2.views.display import failure_lines
+from echo2.views.page_data import run_data
+from echo2.views.run_view import RunView
+from echo2.views.status import read_status
 
 #: A grandchild that holds on, says its pid, and would stay for ever; its parent holds the pipe's writing end.
+NO_WORKERS = {"time": 0.0, "head": {"pid": 0, "host": "elsewhere"}, "learner": None, "workers": []}
 SUPERVISOR = f"""
 import os, subprocess, sys
 reading, writing = os.pipe()
@@ -86,10 +93,45 @@ def test_a_process_that_refuses_to_run_ends_the_run_with_its_words(rundir: RunDi
 def test_a_process_that_keeps_dying_is_not_started_for_ever(rundir: RunDir) -> None:
     supervisor = Supervisor(rundir, 0, [])
     supervisor.head.arguments = ["--version"]  # ends at once, with status 0 and without an outcome
-    with pytest.raises(ProcessFailed, match=r"head died 5 times within 60 s \(last exit status 0\).*head\.log"):
+    with pytest.raises(ProcessFailed, match=r"head died 5 times in a row: it exited with status 0\..*head\.log"):
         supervisor.run(lambda: None)
     assert read_json(rundir.outcome)["reason"].startswith("head died 5 times")
     assert rundir.logs.joinpath("head.log").read_text().count("echo2 ") == 5
+
+
+DIES = """
+import os, sys
+if "learner" in sys.orig_argv:
+    lines = ("Traceback (most recent call last):", "  File 'x.py', line 1", "AttributeError: no vocab_size")
+    os.write(2, "\\n".join(["2026-01-01 10:00:00 INFO loading", *lines, ""]).encode())
+    os._exit(1)
+"""
+
+
+def test_a_process_that_fails_in_the_same_way_at_each_start_ends_the_run_with_its_words(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DIES)
+    paths = [str(tmp_path), str(Path(__file__).parents[2] / "src")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    write_atomically(rundir.status, json.dumps({**NO_WORKERS, "version": 0}))
+    supervisor, shown = Supervisor(rundir, 0, []), set[str]()
+    supervisor.head.arguments = ["view", str(rundir.path)]  # which stays
+
+    def look() -> None:
+        view = RunView.read(rundir.path)
+        shown.update(failure_lines(view.status))
+        assert failure_lines(read_status(rundir)) == failure_lines(view.status) == run_data(view)["notes"]
+
+    reason = "learner died 3 times in a row while it started: AttributeError: no vocab_size."
+    with pytest.raises(ProcessFailed, match=reason):
+        supervisor.run(look)
+    assert read_json(rundir.outcome)["reason"].startswith(reason)
+    assert rundir.logs.joinpath("learner.log").read_text().count("Traceback") == START_FAILURES_MAX
+    told = capsys.readouterr().err
+    assert told.count("learner died and is started again: AttributeError: no vocab_size") == START_FAILURES_MAX - 1
+    assert any("learner died once" in line and "no vocab_size" in line for line in shown)
+    assert any("learner died 2 times in a row" in line for line in shown)
 
 
 def test_a_run_goes_on_without_a_worker_that_was_revoked(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,10 +15,11 @@ from tqdm import tqdm
 
 from echo2.api.inputs import write_resumed
 from echo2.errors import Echo2Error, UserError
-from echo2.rundir import RunDir, read_json
-from echo2.runtime.launch.supervisor import last_error
+from echo2.rundir import TOLD_TO_STOP, RunDir, read_json
+from echo2.runtime.launch.deaths import last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.views import rollouts
+from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ POLL_SECONDS = 0.2
 LOG_NAME = "run.log"
 #: Exit statuses of `echo2 run` that finished all its steps or was interrupted.
 FINE_STATUSES = (0, 130, -signal.SIGTERM)
-#: Values of `kind` in outcome.json that mean a failure.
-FAILED = ("user_error", "failed")
+#: Values of `kind` in outcome.json with which `echo2 run` exits as after a mistake of the user.
+MISTAKES = ("user_error", "stopped")
 
 
 class Run:
@@ -45,6 +46,7 @@ class Run:
         self.rundir = RunDir(path)
         self._view = RunView.read(path)
         self._shown: tuple[int, dict[str, str]] = (-1, {})
+        self._told: list[str] = []
         self._process, self._lifeline = process, lifeline
 
     def __repr__(self) -> str:
@@ -174,7 +176,8 @@ class Run:
         """Show a progress bar until the run is over.
 
         Raises:
-            UserError: the run ended because of a mistake in its configuration or inputs; the message says which.
+            UserError: the run ended because of a mistake in its configuration, inputs or rewards, or its budget is
+                spent; the message says which.
             Echo2Error: the run failed.
         """
         with tqdm(desc="training", unit="step") as bar:
@@ -226,21 +229,27 @@ class Run:
             shown["held-out"] = f"{accuracies[-1][1]:.3f}"
         if usd := view.status.get("cost_usd"):
             shown["cost"] = f"${usd:.4f}"
+        failures = failure_lines(view.status)
+        for line in failures:
+            if line not in self._told:
+                bar.write(line, file=sys.stderr)
+        self._told = failures
         if (view.version, shown) != self._shown:
             self._shown = view.version, shown
             bar.total, bar.n = view.max_steps, view.version
             bar.set_postfix(shown)
 
     def check_end(self) -> None:
-        """Raise the error that ended the run, unless the run finished all its steps or was stopped."""
+        """Raise the error that ended the run, unless it finished all its steps or was told to stop. That is whenever
+        `echo2 run` has an exit status of failure."""
         self._let_go()
         outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}
         if self._process is None:
-            is_fine, is_mistake, said = outcome["kind"] not in FAILED, outcome["kind"] == "user_error", None
+            is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] == TOLD_TO_STOP
+            is_mistake, said = outcome["kind"] in MISTAKES, None
         else:
             status, said = self._process.returncode, last_error(self.rundir.logs / LOG_NAME)
-            was_stopped = outcome["kind"] == "stopped" and outcome["reason"] == said  # not one from before a resume
-            is_fine, is_mistake = status in FINE_STATUSES or was_stopped, status == UserError.exit_status
+            is_fine, is_mistake = status in FINE_STATUSES, status == UserError.exit_status
         if not is_fine:
             reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
             raise UserError(reason) if is_mistake else Echo2Error(reason)

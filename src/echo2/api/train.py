@@ -43,7 +43,7 @@ def train(
 
     Raises:
         UserError: an argument or setting is wrong; the message says which, and what to do.
-        Echo2Error: the run failed.
+        Echo2Error: the run failed, or ended itself: `echo2.load(DIR)` has what it trained.
     """
     with start(model, tasks, reward, heldout=heldout, environment=environment, out=out, **settings) as run:
         return run.wait()

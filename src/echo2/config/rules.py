@@ -34,7 +34,6 @@ TOP_LOGPROBS_MAX = 1024
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
 #: Hosts by which a machine calls itself.
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:

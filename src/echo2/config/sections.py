@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from echo2.addresses import is_loopback
 from echo2.config.engines import ENGINES
-from echo2.config.rules import LOOPBACK, check_together, host_and_port, weighted
+from echo2.config.rules import check_together, host_and_port, weighted
 from echo2.errors import InvariantError
 from echo2.types import STOP_CHARS_MAX, STOP_STRINGS_MAX, SamplingParams
 
@@ -294,7 +295,7 @@ class HeadConfig:
     @property
     def is_local(self) -> bool:
         """Whether nobody on another machine can call it."""
-        return not self.advertise and self.address[0] in LOOPBACK
+        return not self.advertise and is_loopback(self.address[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 
+from echo2.addresses import LOOPBACK
 from echo2.errors import InvariantError, UserError
 from echo2.learner.datum import Datum
 
@@ -37,7 +38,6 @@ Fill = Callable[[nn.Module], None]
 STEP_TIMEOUT = timedelta(minutes=10)
 #: The other ranks wait for the first rank's orders while it waits for rollouts. A rank that dies ends the wait at once.
 WORD_TIMEOUT = timedelta(days=7)
-LOOPBACK = "127.0.0.1"
 RENDEZVOUS_VARIABLE = "ECHO2_RENDEZVOUS"
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from echo2.addresses import LOOPBACK, family, join
 from echo2.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.loop_thread import LoopThread
@@ -132,12 +133,19 @@ async def upload(link: Link, epoch: int, payload: Payload | BasePayload, names: 
         raise errors.exceptions[0] from errors
 
 
+def _listening(host: str) -> socket.socket:
+    """Listen on a free port of this host; "": of all interfaces."""
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server((host, 0), family=family(host))
+
+
 class OtherRanks:
     """The first rank's connections to the `num` other ranks that send. `host`: the address to listen on."""
 
-    def __init__(self, num: int = 0, host: str = "127.0.0.1") -> None:
+    def __init__(self, num: int = 0, host: str = LOOPBACK) -> None:
         self._num = num
-        self._listening = socket.create_server((host, 0)) if num else None
+        self._listening = _listening(host) if num else None
         self._token = secrets.token_bytes(32)
         self._streams: dict[int, Streams] = {}
         self._greetings: set[asyncio.Task[None]] = set()
@@ -241,7 +249,7 @@ class RankSender:
             self._socket = socket.create_connection(place, CALL_SECONDS)
         except OSError as error:
             raise UserError(
-                f"Rank {rank} does not reach the first rank at {place[0]}:{place[1]}: {error}. The learner's machines "
+                f"Rank {rank} does not reach the first rank at {join(*place)}: {error}. The learner's machines "
                 "need a private network without a firewall between them."
             ) from error
         self._publisher, self._connect, self._patience_seconds = publisher, connect, patience_seconds

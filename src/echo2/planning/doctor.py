@@ -7,6 +7,8 @@ handshake; this does not count as a use of the ticket.
 from __future__ import annotations
 
 import argparse
+import base64
+import http.client
 import importlib.util
 import json
 import os
@@ -23,12 +25,13 @@ from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal
+from urllib.parse import unquote, urlsplit
 
 from echo2 import __version__
-from echo2.config.rules import LOOPBACK
+from echo2.addresses import is_loopback, split
 from echo2.devices import NVIDIA_DRIVER, this_machine
 from echo2.disk import FLOOR_BYTES, free_bytes
-from echo2.transport import certificates
+from echo2.transport import certificates, proxies
 from echo2.transport.identity import SERVER_NAME
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
@@ -191,14 +194,13 @@ def _clock(certificate: bytes, now: float) -> Finding:
 
 
 def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
-    host, _, port = ticket.address.rpartition(":")
-    host = host.strip("[]")
-    if host in LOOPBACK:
+    host, port = split(ticket.address)
+    if is_loopback(host):
         todo = "If the head is elsewhere, its owner sets head.advertise and makes a new ticket."
         yield Finding("address", "doubtful", f"{host} is this machine itself", todo)
     began = time.monotonic()
     try:
-        with socket.create_connection((host, int(port)), DIAL_SECONDS) as link:
+        with _connected(host, port) as link:
             seconds = time.monotonic() - began
             said = f"{ticket.address} answers in {seconds * 1e3:.0f} ms"
             todo = "Rollouts will be late: give this worker few slots, or the run a larger max_staleness."
@@ -210,7 +212,21 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
         todo = (
             "Is the run going on (`echo2 status` at the head)? Is a firewall in the way? Workers only connect outwards."
         )
+        todo = f"{todo} {proxies.note(host)}".rstrip()
         yield Finding("link", "wrong", f"{ticket.address} does not answer: {error.strerror or error}", todo)
+
+
+def _connected(host: str, port: int) -> socket.socket:
+    """Connect as a worker would: directly, or through the proxy of `proxies`. Raises OSError."""
+    url = urlsplit(proxies.proxy_of(host))
+    if not url.hostname:
+        return socket.create_connection((host, port), DIAL_SECONDS)
+    tunnel = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=DIAL_SECONDS)
+    user = base64.b64encode(unquote(url.netloc.rpartition("@")[0]).encode()).decode()
+    tunnel.set_tunnel(host, port, {"Proxy-Authorization": f"Basic {user}"} if user else {})
+    tunnel.connect()
+    assert isinstance(tunnel.sock, socket.socket)
+    return tunnel.sock
 
 
 def _shake_hands(ticket: Ticket, link: socket.socket, now: float) -> Iterator[Finding]:

@@ -4,8 +4,8 @@
     request    {"groups": [{"task", "rollouts"}, ...]}
     answer     {"groups": [...], "seconds": {function: seconds}}; of functions that are not asynchronous the first
                groups only, where these took `REQUEST_SECONDS`
-               for each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback"}; and the
-               "seconds" that it took
+               for each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback",
+               "may_pass"}; and the "seconds" that it took
 
 JSON keeps scores exactly: Python writes floats with all their digits.
 """
@@ -86,7 +86,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         try:
             found = _scores(scorer.score(*group_of(group)))
         except UserError as error:
-            found = failed(error)
+            found = failed(error) | {"may_pass": isinstance(error, RewardFailure) and error.may_pass}
         return found | {"seconds": time.perf_counter() - began}
 
     async def score_together(request: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             problem = f"The reward functions took longer than {seconds:g} s for task {task.cursor}"
             found = failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
         except UserError as error:
-            found = failed(error)
+            found = failed(error) | {"may_pass": isinstance(error, RewardFailure) and error.may_pass}
         return found | {"seconds": time.perf_counter() - began}
 
     said = {"is_async": scorer.is_async, "takes_tokens": scorer.takes_tokens}

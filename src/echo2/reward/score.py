@@ -34,17 +34,25 @@ FIELDS_MAX = 16
 REWARD_MAX = 1e6
 
 
+#: Exceptions that the next try raises, too: the program is wrong, not what it calls. Everything else is tried again,
+#: also what a program makes of a service's bad answer (KeyError, ValueError).
+FINAL = (
+    *(TypeError, NameError, AttributeError, SyntaxError, ImportError, NotImplementedError, AssertionError),
+    *(RecursionError, MemoryError, UserError),
+)
+
+
 #: One function's result for one rollout: the score (None: not applicable), and its other numeric fields.
 _Score = tuple[float | None, dict[str, float]]
 
 
 class RewardFailure(UserError):
     """A reward function raised, hung, died or returned an invalid score. The message is for its author. `seconds`:
-    duration of the scoring; `traceback`: the function's, if it raised."""
+    duration of the scoring; `traceback`: the function's, if it raised; `may_pass`: another try may succeed."""
 
-    def __init__(self, message: str, seconds: float = 0.0, traceback: str = "") -> None:
+    def __init__(self, message: str, seconds: float = 0.0, traceback: str = "", may_pass: bool = False) -> None:
         super().__init__(message)
-        self.seconds, self.traceback = seconds, traceback
+        self.seconds, self.traceback, self.may_pass = seconds, traceback, may_pass
 
 
 class Scorer:
@@ -167,7 +175,7 @@ def _blamed(function: RewardFunction, task: Task) -> Iterator[None]:
 
 def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFailure:
     problem = str(error) if isinstance(error, UserError) else f"raised at {innermost_line(error)}"
-    return _failure(function.name, problem, task)
+    return _failure(function.name, problem, task, not isinstance(error, FINAL))
 
 
 def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
@@ -224,6 +232,7 @@ def _named(value: Any) -> str:
     return f"{shown(value)} ({type(value).__name__})"
 
 
-def _failure(name: str, problem: str, task: Task) -> RewardFailure:
+def _failure(name: str, problem: str, task: Task, may_pass: bool = False) -> RewardFailure:
     prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1].content
-    return RewardFailure(f"The reward function {name} {problem}. Prompt (task {task.cursor}): {shown(prompt)}")
+    message = f"The reward function {name} {problem}. Prompt (task {task.cursor}): {shown(prompt)}"
+    return RewardFailure(message, may_pass=may_pass)

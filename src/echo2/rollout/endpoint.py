@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from echo2.addresses import LOOPBACK, join
 from echo2.documents import parse_json
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.rollout.chat import ChatRollout
@@ -45,7 +46,6 @@ TOKENS_MAX = 1 << 24
 STOP_TOKENS_MAX = 1024
 #: How long calls under way may take to end when the worker ends.
 CLOSE_SECONDS = 1
-LOOPBACK = "127.0.0.1"
 
 
 class LoopbackEndpoint:
@@ -106,7 +106,7 @@ class LoopbackEndpoint:
             raise InvariantError("a rollout was opened at an endpoint that does not listen")
         secret = secrets.token_urlsafe(24)
         self._rollouts[secret], self._secrets[id(recorded)] = ChatRollout(recorded), secret
-        return {"base_url": f"http://{LOOPBACK}:{self._port}/v1", "api_key": secret, "model": MODEL_NAME}
+        return {"base_url": f"http://{join(LOOPBACK, self._port)}/v1", "api_key": secret, "model": MODEL_NAME}
 
     def close_rollout(self, recorded: RecordedRollout) -> None:
         """Stop serving a rollout, and abort its calls under way."""

@@ -17,6 +17,8 @@ import echo2
 from echo2.documents import parse_json
 from echo2.errors import PeerError
 
+#: Entries of `no_proxy`: OpenAI clients and the like would send calls of the model to a proxy.
+LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 MAX_FRAME_BYTES = 256 << 20
 HEADER = struct.Struct("<I")
 PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
@@ -74,9 +76,12 @@ def read(stream: IO[bytes]) -> dict[str, Any] | None:
 
 
 def child_environment() -> dict[str, str]:
-    """Environment variables with which a child imports the same echo2."""
+    """Environment variables with which a child imports the same echo2, and calls this machine without a proxy."""
     paths = [PACKAGE_ROOT, os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    direct = {
+        name: ",".join(filter(None, [os.environ.get(name, ""), *LOOPBACK_NAMES])) for name in ("no_proxy", "NO_PROXY")
+    }
+    return {**os.environ, **direct, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 def kill_group(group: int) -> None:

@@ -15,6 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from echo2.addresses import family, join
 from echo2.errors import UserError
 from echo2.service import limits
 from echo2.transport.door import raise_descriptor_limit
@@ -32,9 +33,8 @@ def listening(host: str, port: int) -> socket.socket:
     Raises:
         UserError: the address cannot be used.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=BACKLOG)
+        return socket.create_server((host, port), family=family(host), backlog=BACKLOG)
     except OSError as error:
         reason = str(error.strerror).partition(" (")[0]  # behind it the address once more
         raise UserError(
@@ -154,7 +154,7 @@ class HttpServer(uvicorn.Server):
         for server in self.servers:
             for listener in server.sockets:
                 host, port = listener.getsockname()[:2]
-                print(f"serving at http://{host}:{port}", flush=True)
+                print(f"serving at http://{join(host, port)}", flush=True)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Answer the open polls, then end the server."""

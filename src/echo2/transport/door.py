@@ -19,13 +19,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import cast
 
+from echo2.addresses import LOOPBACK
 from echo2.errors import UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport.budgets import Buckets, Party
 
 log = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"
 #: Callers that the kernel queues, and how many are accepted in one go; other connections are served in between.
 BACKLOG = 1024
 ACCEPTS_PER_TURN = 64

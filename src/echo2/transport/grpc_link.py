@@ -18,8 +18,9 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from echo2.addresses import split
 from echo2.errors import LinkError, PeerError, UserError
-from echo2.transport import grpc_options, limits
+from echo2.transport import grpc_options, limits, proxies
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer
@@ -40,9 +41,9 @@ class GrpcLink:
     """One connection to the head, or to the peer that proves `server_name`; reconnects by itself between calls."""
 
     def __init__(self, address: str, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
-        self._address, self._is_closed = address, False
+        self._address, self._is_closed, self._host = address, False, split(address)[0]
         tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
-        self._channel = grpc.aio.secure_channel(address, tls, options=grpc_options.client(server_name))
+        self._channel = grpc.aio.secure_channel(address, tls, options=grpc_options.client(server_name, self._host))
         self._calls = {name: self._callable(method) for name, method in METHODS.items()}
 
     def _callable(self, method: Method) -> Any:
@@ -114,12 +115,18 @@ class GrpcLink:
             return PeerError("unimplemented", f"{method}: {details[:500]}")
         if code == grpc.StatusCode.UNAVAILABLE:
             if _NO_HOST.search(details):
-                return LinkError(f"{self._address} does not answer: there is no such host")
+                return self._unreached("there is no such host")
             if found := _NO_CONNECTION.search(details):
-                return LinkError(f"{self._address} does not answer: {found[1]}")
+                return self._unreached(found[1])
+            if "proxy" in details.lower():
+                return self._unreached(details[:500])
             if "CERTIFICATE_VERIFY_FAILED" in details:
                 return LinkError(f"{self._address} answers, but its certificate is not valid for this run")
         return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
+
+    def _unreached(self, why: str) -> LinkError:
+        told = proxies.note(self._host)
+        return LinkError(f"{self._address} does not answer: {why}" + (f". {told}" if told else ""))
 
 
 @dataclass(frozen=True, slots=True)

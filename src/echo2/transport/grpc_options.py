@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc
 
-from echo2.transport import limits
+from echo2.transport import limits, proxies
 
 #: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
 #: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
@@ -66,6 +66,7 @@ def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]
     return [*_SERVER, *bounds]
 
 
-def client(server_name: str) -> list[tuple[str, Any]]:
-    """Options of a link whose other end must prove `server_name`."""
-    return [*_CLIENT, ("grpc.ssl_target_name_override", server_name)]
+def client(server_name: str, host: str) -> list[tuple[str, Any]]:
+    """Options of a link to `host`, which must prove `server_name`."""
+    is_proxied = ("grpc.enable_http_proxy", int(bool(proxies.proxy_of(host))))
+    return [*_CLIENT, ("grpc.ssl_target_name_override", server_name), is_proxied]

@@ -17,12 +17,13 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from echo2.addresses import LOOPBACK, join
 from echo2.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, num_bytes, packed, parse
 from echo2.transport.budgets import Budgets, OverBudget, Party, worst
-from echo2.transport.door import LOOPBACK, Connection, Door
+from echo2.transport.door import Connection, Door
 from echo2.transport.identity import Enrolment, RunIdentity
 from echo2.transport.tickets import Credentials
 
@@ -52,7 +53,7 @@ class PeerServer:
         advice: str = "Choose another address or port for --listen (port 0 takes any free one).",
         message_bytes_max: int = limits.PEER_MESSAGE_BYTES_MAX,
     ) -> None:
-        self._where, self._credentials, self._advice = f"{host}:{port}", credentials, advice
+        self._where, self._credentials, self._advice = join(host, port), credentials, advice
         self._check_not_revoked, self._on_error = check_not_revoked, on_error
         self._handlers: dict[str, Handler] = dict(handlers)
         self._budgets, self._door = Budgets(), Door(host, port)

@@ -32,6 +32,7 @@ REASON_CHARS = 1000
 #: By kind of failure: its description, and the log that lists every failure.
 FAILURE_WORDS = {
     "reward_failed": ("groups were lost to your reward function", "reward.log"),
+    "reward_retried": ("calls of your reward function raised and were made again", "reward.log"),
     "environment_failed": ("groups were lost to your environment", "head.log"),
     "bad_task": ("groups were lost to rows that are not valid tasks", "head.log"),
     "prompt_too_long": ("groups have prompts that are too long for the model", "head.log"),
@@ -239,8 +240,9 @@ def strangers_lines(status: Mapping[str, Any]) -> list[str]:
 
 
 def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> list[str]:
-    """Return a line per kind of failure: the count, the first failure in full, and the log that has the others."""
-    lines = []
+    """Return a line per process that died and was started again, with its last words, and one per kind of failure: the
+    count, the first failure in full, and the log that has the others."""
+    lines = [printable(_death(entry), REASON_CHARS) for entry in status.get("deaths") or []]
     for failure in status.get("failures") or []:
         what, log = FAILURE_WORDS.get(failure["kind"], (f"groups failed ({failure['kind']})", "head.log"))
         line = f"{failure['count']} {what}; logs/{log} has all. The first: {failure['message']}"
@@ -248,6 +250,13 @@ def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> l
         if with_tracebacks:
             lines += [printable(one, REASON_CHARS) for one in failure["traceback"].rstrip().split("\n") if one]
     return lines
+
+
+def _death(entry: Mapping[str, Any]) -> str:
+    times = "once" if entry["deaths"] == 1 else f"{entry['deaths']} times in a row"
+    when = time.strftime("%H:%M:%S", time.localtime(entry["died_at"]))
+    died = f"{entry['name']} died {times}, last at {when}, and was started again (logs/{entry['name']}.log)"
+    return f"{died}: {entry['last_words']}"
 
 
 def show_summary(summary: dict[str, Any], console: Console, reason: str = "") -> None:

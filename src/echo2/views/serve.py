@@ -15,11 +15,11 @@ from typing import Protocol
 import uvicorn
 from starlette.applications import Starlette
 
+from echo2.addresses import LOOPBACK, family, is_loopback, join
 from echo2.errors import UserError
 from echo2.rundir import newest_run
 from echo2.views.app import Dashboard
 
-LOOPBACK = "127.0.0.1"
 #: Seconds that open connections get to finish at shutdown.
 LAST_SECONDS = 5
 BYTES_OF_TOKEN = 16
@@ -67,9 +67,8 @@ def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(BYTES_OF_TOKEN)
     listening = _listen(host, port)
     server = _Server(make(token))
-    name = f"[{host}]" if ":" in host else host
-    print(f"open http://{name}:{listening.getsockname()[1]}/?token={token}", flush=True)
-    if host not in (LOOPBACK, "::1", "localhost"):
+    print(f"open http://{join(host, listening.getsockname()[1])}/?token={token}", flush=True)
+    if not is_loopback(host):
         print(
             "Whoever can read this network's traffic can read the page, and its token: it is not encrypted.", flush=True
         )
@@ -95,6 +94,6 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        return socket.create_server((host, port), family=family(host))
     except OSError as error:
-        raise UserError(f"Cannot listen on {host}:{port}: {error.strerror}. Choose another --port.") from error
+        raise UserError(f"Cannot listen on {join(host, port)}: {error.strerror}. Choose another --port.") from error

@@ -57,7 +57,13 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
     else:
         state = "the head is not running; continue with `echo2 run ... --resume`"
     found = {**told, "directory": str(rundir.path), "processes": processes, "state": state}
+    found["deaths"] = [] if outcome is not None else _deaths(rundir)
     return found if is_going_on else {**found, "waits": [], "fleet": None, "checkpoint": _newest(rundir, told)}
+
+
+def _deaths(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return the local processes that died and were started again, and have come no further since."""
+    return [entry for entry in read_json(rundir.processes) or [] if entry.get("deaths")]
 
 
 def _newest(rundir: RunDir, told: Mapping[str, Any]) -> int | None:

@@ -191,6 +191,11 @@ class Fleet:
     def _fill(self, worker: Worker) -> int:
         return -(-worker.slots // self.group_size)
 
+    def full_seconds(self, worker: Worker) -> float:
+        """Return the seconds that a worker needs for all groups that it may hold, by its measured rate; 0: unknown."""
+        samples = LOOK_AHEAD * self.at_once(worker) * self.group_size
+        return samples / worker.rate if worker.rate > 0 else 0.0
+
     def room(self, worker: Worker, depth: int) -> int:
         """Return how many more rollouts this worker may get: to fill its slots (depth 0), or also to wait at the worker
         (depth 1). While `limit` leaves some of its slots free, no group would wait: it would be decoded at once.

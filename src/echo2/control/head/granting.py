@@ -12,6 +12,7 @@ from echo2.control.head import commands as do
 from echo2.control.head import results, staleness, strangers
 from echo2.control.head.fleet import LOOK_AHEAD, Kind, Worker
 from echo2.control.head.groups import PlannedGroup
+from echo2.control.head.leases import duration
 from echo2.control.head.state import PlannerState
 from echo2.control.seeds import group_seed
 from echo2.types import GroupRef, Lease, SnapshotRef
@@ -90,7 +91,9 @@ def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> 
     if taken is None:
         return []
     version = taken[0].ref.version
-    leases = [new_lease(state, state.evaluation.group(version, at), version, at, samples, now) for at in taken[1]]
+    leases = [
+        new_lease(state, state.evaluation.group(version, at), version, at, samples, now, worker) for at in taken[1]
+    ]
     for lease in leases:
         state.open_lease(worker.worker_id, lease)
     return leases
@@ -102,7 +105,7 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
         return []
     leases: list[Lease] = []
     for record in next_unit(state, worker):
-        lease = lease_of(state, record, now)
+        lease = lease_of(state, record, now, worker)
         state.open_lease(worker.worker_id, lease)
         if record.state == "pending":
             state.groups.move(record, "leased")
@@ -115,15 +118,26 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     return leases
 
 
-def lease_of(state: PlannerState, record: PlannedGroup, now: float) -> Lease:
-    """Return a lease on this train group, not yet in the table."""
+def lease_of(state: PlannerState, record: PlannedGroup, now: float, worker: Worker | None = None) -> Lease:
+    """Return a lease on this train group for this worker, not yet in the table."""
     number = record.number
-    return new_lease(state, state.train_group(number), record.step, number, state.options.group_size, now)
+    return new_lease(state, state.train_group(number), record.step, number, state.options.group_size, now, worker)
 
 
-def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, num_samples: int, now: float) -> Lease:
-    """Return a lease on a group, not yet in the table. An evaluation samples with exactly version `step`."""
+def new_lease(
+    state: PlannerState,
+    group: GroupRef,
+    step: int,
+    cursor: int,
+    num_samples: int,
+    now: float,
+    worker: Worker | None = None,
+) -> Lease:
+    """Return a lease on a group, not yet in the table. An evaluation samples with exactly version `step`. `worker`:
+    who gets it; None: unknown."""
     options = state.options
+    full_seconds = state.fleet.full_seconds(worker) if worker is not None and worker.is_own else 0.0
+    seconds = duration(options.lease_seconds, full_seconds)
     exact = step if group.kind == "eval" else None
     if group.kind == "train" and options.deterministic:
         exact = staleness.fixed_version(step, options.max_staleness, options.publish_every)
@@ -135,8 +149,8 @@ def new_lease(state: PlannerState, group: GroupRef, step: int, cursor: int, num_
         num_samples=num_samples,
         min_version=staleness.min_version(step, options.max_staleness) if exact is None else exact,
         exact_version=exact,
-        deadline=now + options.lease_seconds,
-        seconds=options.lease_seconds,
+        deadline=now + seconds,
+        seconds=seconds,
         seed=group_seed(options.seed, group),
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from echo2.control.head.lazy_heap import LazyHeap
 from echo2.errors import InvariantError
@@ -21,6 +21,15 @@ FAILURES: dict[str, bool] = {
 }
 #: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
 MAX_ATTEMPTS = 5
+#: The longest lease, as a multiple of `lease_seconds`.
+LEASE_STRETCH_MAX = 8.0
+#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
+FULL_TIMES = 2.0
+
+
+def duration(lease_seconds: float, full_seconds: float) -> float:
+    """Return how long a lease of a worker of the owner lasts, which needs `full_seconds` for all that it may hold."""
+    return min(LEASE_STRETCH_MAX * lease_seconds, max(lease_seconds, FULL_TIMES * full_seconds))
 
 
 @dataclass(slots=True)
@@ -57,6 +66,13 @@ class LeaseTable:
         self._by_worker.setdefault(worker_id, {})[lease.lease_id] = None
         self._samples[worker_id] = self._samples.get(worker_id, 0) + lease.num_samples
         self.deadlines.set(lease.lease_id, lease.deadline)
+
+    def extend(self, lease_id: int, deadline: float) -> None:
+        """Move the deadline of an open lease."""
+        worker_id, lease = self._open[lease_id]
+        seconds = lease.seconds + deadline - lease.deadline
+        self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=seconds)
+        self.deadlines.set(lease_id, deadline)
 
     def get(self, lease_id: int) -> tuple[str, Lease] | None:
         """Return (worker, lease) of an open lease, or None."""

@@ -75,7 +75,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.fleet.recognise(worker)
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
     if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
-        state.gauge.lease_done(now - (lease.deadline - lease.seconds))
+        state.gauge.lease_done(strangers.held_seconds(state, lease))
     state.conducts.of(event.worker_id).sampled_with = state.newest_had(event.worker_id, event.newest_version)
     if worker is not None:
         worker.failures_in_a_row = 0

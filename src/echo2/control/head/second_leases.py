@@ -1,8 +1,8 @@
 """Grants an idle worker a second lease on a group that is late. The first valid result counts.
 
-A group is late when its lease has run `LATE_AFTER` times as long as leases usually take. Deterministic mode, where a
-batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so that taking the first result
-does not favour shorter completions.
+A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or for `lease_seconds` while
+that is not known. Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with
+the group's seed, so that taking the first result does not favour shorter completions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
         record = state.groups.get(late.group.number)
         if worker is None or record is None:
             return
-        lease = granting.lease_of(state, record, now)
+        lease = granting.lease_of(state, record, now, worker)
         state.open_lease(worker.worker_id, lease)
         reason = f"group {late.group.number} is late at {holder}: the first result counts"
         state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
@@ -45,14 +45,15 @@ def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
     usual, step = state.gauge.lease_seconds, state.wanted_step
     if step is None or state.step_ended or not state.fleet.num_free:
         return []
-    if state.gauge.num_leases < LEASES_KNOWN or state.options.deterministic:
+    if state.options.deterministic:
         return []
+    after = LATE_AFTER * usual if state.gauge.num_leases >= LEASES_KNOWN else state.options.lease_seconds
     found = []
     for record in state.groups.of_step(step):
         held = state.leases.of_group(state.train_group(record.number)) if record.state in ("pending", "leased") else ()
         for worker_id, lease in filter(None, map(state.leases.get, held)):
             if lease.lease_id == max(held):
-                found.append((lease.deadline - lease.seconds + LATE_AFTER * usual, lease, worker_id))
+                found.append((lease.deadline - lease.seconds + after, lease, worker_id))
     return sorted(found, key=lambda late: (late[0], late[1].lease_id))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from echo2.control.head import checks, strangers
+from echo2.control.head import checks, lease_times, strangers
 from echo2.control.head.fleet import Worker
 from echo2.control.head.state import PlannerState
 from echo2.types import Wait
@@ -24,7 +24,7 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
         elif worker.idle_since is not None:
             name, reason = _why_idle(state, worker)
             waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
-    return waits + _evaluation_waits(state)
+    return waits + _evaluation_waits(state) + lease_times.waits_for_slow(state, now)
 
 
 def _evaluation_waits(state: PlannerState) -> list[Wait]:
@@ -135,6 +135,9 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
             "head",
             f"its ticket gets no leases for {max(0.0, until - state.now):.0f} s: its leases brought no results",
         )
+    if (until := state.fleet.rests.get(worker.worker_id)) is not None:
+        seconds = max(0.0, until - state.now)
+        return "head", f"its last lease brought no result, and others come first for {seconds:.0f} s"
     if unchecked := strangers.why_unchecked(state, worker):
         return "head", unchecked
     if last >= state.options.max_steps:

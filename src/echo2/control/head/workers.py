@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from echo2.control.head import checks, strangers
+from echo2.control.head import checks, lease_times, strangers
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.control.head.fleet import Worker
@@ -146,6 +146,8 @@ def expire(state: PlannerState, now: float) -> bool:
         held = state.leases.get(lease_id)
         if held is None:
             continue  # its group was just given up with another of its leases
+        if lease_times.extend(state, lease_id, now):
+            continue
         worker_id, _ = held
         if (late := state.fleet.get(worker_id)) is not None:
             state.fleet.rest(late, now)  # others come first: a hung engine may still send heartbeats

@@ -30,13 +30,11 @@ from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.step_meter import StepMeter
 from echo2.learner.head_client import OVER
 from echo2.learner.session import HeadSession
+from echo2.rundir import CRASH_RECORD
 from echo2.transport import wire_pb2 as wire
 from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
-
-#: File beside the checkpoints that names the groups being trained on (`crash_record.py`).
-CRASH_RECORD = "training.json"
 
 
 def resume(client: GrpoClient, checkpoints: Path) -> bool:

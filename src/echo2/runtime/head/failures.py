@@ -67,6 +67,10 @@ class Failures:
             first = printable(message, MESSAGE_CHARS), printable_lines(traceback, TRACEBACK_CHARS)
             self._by_kind[kind] = Failure(kind, 1, *first)
 
+    def count(self, kind: str) -> int:
+        """Return how many failures of this kind there were."""
+        return self._by_kind[kind].count if kind in self._by_kind else 0
+
     def to_plain(self) -> list[dict[str, Any]]:
         """Return plain values for the ledger, status.json and the summary; the most frequent kind first."""
         return [asdict(one) for one in sorted(self._by_kind.values(), key=lambda one: -one.count)]

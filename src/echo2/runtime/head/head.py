@@ -12,6 +12,7 @@ import logging
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from echo2.broadcast.origin import OriginNode
@@ -96,7 +97,10 @@ class Head:
         self.referee = Referee(config.tasks.environment) if walked else None
         self.rollout_log, self.copied = RolloutLog(rundir.rollouts, config.learner.advantage), CopiedRollouts()
         self.reward = RewardProcesses(
-            config.reward.functions, config.reward.timeout_seconds, rundir.logs / "reward.log"
+            config.reward.functions,
+            config.reward.timeout_seconds,
+            rundir.logs / "reward.log",
+            on_retry=partial(self.failures.add, "reward_retried"),
         )
         self.workers: dict[str, Presence] = {}
         self.learner: LearnerPresence | None = None

@@ -10,10 +10,11 @@ import os
 import signal
 import sys
 
+from echo2.addresses import join
 from echo2.control.head import events as ev
 from echo2.disk import DiskWatch, checkpoint_bytes
 from echo2.errors import InvariantError, NoRoomError, UserError
-from echo2.rundir import RunDir, claimed, write_atomically
+from echo2.rundir import TOLD_TO_STOP, RunDir, claimed, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.head import report as head_report
 from echo2.runtime.head.farewell import told_to_stop
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 STATUS_SECONDS = 0.5
 #: Time for the workers and the learner to receive the message that the run is over.
 FAREWELL_SECONDS = 1.0
-TOLD_TO_STOP = "the head was told to stop"
 
 
 async def run_head(rundir: RunDir) -> None:
@@ -68,7 +68,7 @@ async def _serve(rundir: RunDir) -> None:
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
     head.ledger.set_meta("port", bound)
-    address = f"{config.head.advertise or host}:{bound}"
+    address = join(config.head.advertise or host, bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
     loop = asyncio.get_running_loop()

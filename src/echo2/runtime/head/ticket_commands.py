@@ -8,7 +8,7 @@ import sys
 
 from rich.console import Console
 
-from echo2.config.rules import LOOPBACK
+from echo2.addresses import is_loopback, split
 from echo2.runtime.head import tickets
 from echo2.transport.tickets import Ticket
 
@@ -26,7 +26,7 @@ def invite(options: argparse.Namespace) -> int:
         ticket = tickets.invite(options.directory, options.uses, options.days)
         print(ticket)
         address = Ticket.parse(ticket).address
-        if address.rpartition(":")[0].strip("[]") in LOOPBACK:
+        if is_loopback(split(address)[0]):
             note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
             print(f"note: {note}, then --resume", file=sys.stderr)
     return 0

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from echo2.addresses import family
 from echo2.config import Config
 from echo2.config.engines import SERVERS, refuse_unknown_engine
 from echo2.config.offers import Offer
@@ -25,12 +26,12 @@ from echo2.reward.score import Scorer
 from echo2.rollout.architecture import read_architecture
 from echo2.rollout.snapshot_files import read_config
 from echo2.rollout.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
-from echo2.rundir import read_json
+from echo2.rundir import check_directory, holds_run, read_json
 from echo2.runtime.head.deliveries import GROUP_BYTES_MAX
 from echo2.runtime.head.planner_options import planner_options, read_offers
 from echo2.runtime.head.reading import RunTokenizer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
-from echo2.tasks.environments import load_environment
+from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
@@ -42,6 +43,8 @@ from echo2.weights.model_files import tensor_shapes
 ROWS_CHECKED_MAX = 10_000
 #: Maximum number of rows of a file whose prompts a dry run tokenises.
 PROMPTS_CHECKED_MAX = 1_000
+#: Rows of a file with which an environment is begun before a run starts.
+ENVIRONMENTS_TRIED = 8
 ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
@@ -68,7 +71,10 @@ def check(config: Config, has_learner: bool = True) -> None:
     training_tasks(config.tasks, config.run.seed)
     for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
         for name in names:
-            check_tasks(load_tasks(name, params, config.run.seed), scorer, name)
+            tasks = load_tasks(name, params, config.run.seed)
+            check_tasks(tasks, scorer, name)
+            if config.tasks.environment and not is_harness(config.tasks.environment):
+                check_environment(config.tasks.environment, tasks, name)
     is_verifiers = {name.startswith(f"{VERIFIERS}:") for name in (*config.tasks.sources, *config.eval.sets.values())}
     if is_verifiers != {config.tasks.environment == VERIFIERS}:
         raise UserError(
@@ -78,9 +84,9 @@ def check(config: Config, has_learner: bool = True) -> None:
         )
     if is_harness(config.tasks.environment):
         check_harness(config)
-    elif config.tasks.environment:
-        load_environment(config.tasks.environment)
-    elif any(name == "environment" for _, name in map(weighted, config.reward.functions)):
+    elif not config.tasks.environment and any(
+        name == "environment" for _, name in map(weighted, config.reward.functions)
+    ):
         raise UserError(
             'reward.functions has "environment", and tasks.environment is empty: name one, or another reward.'
         )
@@ -158,6 +164,25 @@ def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
             )
         where = f"{count} of {num_rows} rows of {source}"
         print(f"warning: {where} lack the column {column!r}: their groups will fail in {function}", file=sys.stderr)
+
+
+def check_environment(spec: str, tasks: TaskSource, source: str) -> None:
+    """Begin the environment with the first rows, as each rollout does.
+
+    Raises:
+        UserError: there is no such environment, or it fails with each of these rows: for want of a column, for example.
+    """
+    environment, stream, failures = LocalEnvironment(spec), TaskStream(tasks, 0, False), list[UserError]()
+    num_rows = min(len(tasks), ENVIRONMENTS_TRIED) if hasattr(tasks, "where") else 1
+    for cursor in range(num_rows):
+        try:
+            environment.end(environment.begin(stream.task(cursor).columns, cursor))
+        except UserError as error:
+            failures.append(error)
+    if len(failures) == num_rows:
+        of = f"the first {num_rows} rows" if num_rows > 1 else "the first row"
+        has = ", ".join(sorted(stream.task(0).columns)) or "none"
+        raise UserError(f"{failures[0]} So it is with {of} of {source} (columns of the first: {has}).")
 
 
 def check_prompts(config: Config) -> None:
@@ -250,6 +275,20 @@ def check_context(config: Config) -> None:
         )
 
 
+def check_place(config: Config, where: Path, resume: bool) -> None:
+    """Check the run directory and the port for a dry run, which minds no run that is there already, and no head of it.
+
+    Raises:
+        UserError: as `check_directory` and `check_port`.
+    """
+    if holds_run(where) and not resume:
+        print(f"note: {where} holds a run already: a start needs --resume, or another --out", file=sys.stderr)
+        return
+    check_directory(where, resume)
+    if not resume:
+        check_port(config)
+
+
 def check_port(config: Config) -> None:
     """Check that no other process uses the head's port. Do not call it for a run whose own head may still use it.
 
@@ -259,8 +298,7 @@ def check_port(config: Config) -> None:
     host, port = config.head.address
     if not port:
         return
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as tried:
+    with socket.socket(family(host), socket.SOCK_STREAM) as tried:
         tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             tried.bind((host, port))

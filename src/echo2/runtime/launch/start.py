@@ -18,8 +18,8 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.devices import require_torch
-from echo2.rundir import RunDir, check_directory, claimed, create, read_json
-from echo2.runtime.launch.checks import check, check_port, check_prompts
+from echo2.rundir import RunDir, claimed, create, read_json
+from echo2.runtime.launch.checks import check, check_place, check_port, check_prompts
 from echo2.runtime.launch.publish_every import settle
 from echo2.runtime.launch.resume import changes
 from echo2.runtime.launch.supervisor import Supervisor
@@ -130,8 +130,7 @@ def run(
         config, where = resolve(path, overrides, out, resume, like)
     check(config, has_learner)
     if dry_run:
-        check_directory(where, resume)
-        check_port(config)
+        check_place(config, where, resume)
         check_prompts(config)
         print(configuration.to_json(config))
         return 0

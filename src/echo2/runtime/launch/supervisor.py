@@ -1,9 +1,9 @@
 """Starts head, learner and workers on this machine, connected as over a network, and restarts those that die.
 
-A process that dies is restarted (the head from its ledger, the learner from its checkpoint, a worker afresh), up to a
-limit. A process that fails because of the user's mistake ends the run, with its one-line error; one that fails because
-the disk is full is restarted when there is room; a worker that the owner revoked stays away, and the run goes on. When
-the supervisor itself dies, its children end too (`lifeline`).
+A process that dies is restarted (the head from its ledger, the learner from its checkpoint, a worker afresh), until its
+failure repeats (`deaths`); its last words are shown. A process that fails because of the user's mistake ends the run,
+with its one-line error; one that fails because the disk is full is restarted when there is room; a worker that the
+owner revoked stays away, and the run goes on. When the supervisor itself dies, its children end too (`lifeline`).
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ import signal
 import subprocess
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from echo2 import disk
 from echo2.errors import Echo2Error, NoRoomError, UserError
-from echo2.rundir import RunDir, newest_checkpoint, read_json, write_atomically
+from echo2.rundir import CRASH_RECORD, RunDir, newest_checkpoint, read_json, write_atomically
 from echo2.runtime import rotation
+from echo2.runtime.launch import deaths
+from echo2.runtime.launch.deaths import Deaths, last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.sandbox.pipes import ending
 from echo2.transport.identity import PeerIdentity, RunIdentity
 
-#: Deaths of one process within the window after which the supervisor gives up.
-RESTARTS_MAX = 5
-RESTART_WINDOW_SECONDS = 60.0
+#: A process that meets a full disk twice within this time, although there is room, is not restarted.
+ROOM_WINDOW_SECONDS = 60.0
 #: Time for a process to end by itself once the run is over.
 FAREWELL_SECONDS = 10.0
 #: Time after which a stop that waits for the learner's checkpoint prints a message.
@@ -40,7 +42,8 @@ STRAGGLER_SECONDS = 3.0
 #: Timeout for the head to start listening.
 HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
-ERROR_PREFIX = "error: "
+#: Exit statuses of a process that had no error of its own.
+WORDLESS = (0, -signal.SIGKILL, -signal.SIGTERM)
 #: A disk with fewer free bytes than this counts as full.
 FULL_DISK_BYTES = 1 << 16
 
@@ -59,7 +62,7 @@ class Child:
     log_start: int = 0
     waits_for_room: bool = False
     full_at: float | None = None
-    restarts: deque[float] = field(default_factory=lambda: deque(maxlen=RESTARTS_MAX))
+    deaths: Deaths = field(default_factory=Deaths)
 
 
 class Supervisor:
@@ -152,9 +155,12 @@ class Supervisor:
 
     def _list(self) -> None:
         """Write the list of processes if it has changed. On a full disk, the next call tries again."""
-        listing = [("supervisor", "run", os.getpid())]
-        listing += [(c.arguments[0], c.name, c.process.pid) for c in self.children if c.process is not None]
-        plain = json.dumps([{"role": role, "name": name, "pid": pid} for role, name, pid in listing])
+        listing: list[dict[str, Any]] = [{"role": "supervisor", "name": "run", "pid": os.getpid()}]
+        for child in self.children:
+            if child.process is not None:
+                entry = {"role": child.arguments[0], "name": child.name, "pid": child.process.pid}
+                listing.append({**entry, **child.deaths.to_plain()})
+        plain = json.dumps(listing)
         if plain != self._listed:
             with contextlib.suppress(NoRoomError):
                 write_atomically(self.rundir.processes, plain)
@@ -197,21 +203,35 @@ class Supervisor:
             return
         if status in (UserError.exit_status, NoRoomError.exit_status):
             raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
-        child.restarts.append(now)
-        if len(child.restarts) == RESTARTS_MAX and now - child.restarts[0] < RESTART_WINDOW_SECONDS:
+        self._count_death(child, child.process.pid, status)
+        if why := child.deaths.why_hopeless():
             raise ProcessFailed(
-                f"{child.name} died {RESTARTS_MAX} times within {RESTART_WINDOW_SECONDS:.0f} s (last exit status "
-                f"{status}). Nothing is lost: see {self._log(child)}, then continue with --resume."
+                f"{child.name} {why}: {child.deaths.said}. Nothing is lost: see {self._log(child)}, then continue "
+                "with --resume."
             )
+        print(f"{child.name} died and is started again: {child.deaths.said}", file=sys.stderr)
         self._start(child)
+
+    def _count_death(self, child: Child, pid: int, status: int) -> None:
+        """Count a death, with its last words and what the process had reached."""
+        told, role = read_json(self.rundir.status) or {}, child.arguments[0]
+        record = read_json(self.rundir.checkpoints / CRASH_RECORD) or {}
+        reached = deaths.progress(told, role, self._peer_id(child), len(record.get("left_out", ())))
+        words = "" if status in WORDLESS else deaths.last_words(self._log(child), child.log_start)
+        child.deaths.died(words, reached, deaths.is_up(told, pid), time.time(), ending(status))
 
     def _is_revoked(self, child: Child) -> bool:
         """Whether this is a worker that `echo2 revoke` shut out."""
+        peer_id = self._peer_id(child)
+        return bool(peer_id) and peer_id in RunIdentity.create_or_load(self.rundir.identity).revoked()
+
+    def _peer_id(self, child: Child) -> str:
+        """Return the id of a worker in the run; empty if it has not joined yet, and for head and learner."""
         if child is self.head or child is self.learner:
-            return False
+            return ""
         run = RunIdentity.create_or_load(self.rundir.identity)
         known = PeerIdentity(self._state(child.name) / f"{run.run_id}-worker").load()
-        return known is not None and known[0] in run.revoked()
+        return "" if known is None else known[0]
 
     def _may_wait_for_room(self, child: Child, now: float) -> bool:
         """Restart a child that met a full disk, once there is room. Return False if it meets a full disk again soon
@@ -224,7 +244,7 @@ class Supervisor:
                 print(f"paused: {word} ({free >> 20} MiB free, {disk.FLOOR_BYTES >> 20} needed)", file=sys.stderr)
             child.waits_for_room = True
             return True
-        if child.full_at is not None and now - child.full_at < RESTART_WINDOW_SECONDS and not child.waits_for_room:
+        if child.full_at is not None and now - child.full_at < ROOM_WINDOW_SECONDS and not child.waits_for_room:
             return False
         child.waits_for_room, child.full_at = False, now
         self._start(child)
@@ -313,10 +333,3 @@ class Supervisor:
                 process.wait()
         for descriptor in self._lifeline:
             os.close(descriptor)
-
-
-def last_error(log: Path, start: int = 0) -> str | None:
-    """Return the last line of a log, from byte `start` on, that begins with "error: ", without that prefix."""
-    text = log.read_bytes()[start:].decode("utf-8", errors="replace")
-    errors = [line.removeprefix(ERROR_PREFIX) for line in text.splitlines() if line.startswith(ERROR_PREFIX)]
-    return errors[-1] if errors else None

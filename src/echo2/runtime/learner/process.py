@@ -6,6 +6,7 @@ import logging
 import signal
 from functools import partial
 
+from echo2.addresses import is_loopback
 from echo2.config import Config
 from echo2.devices import pick_device
 from echo2.errors import UserError
@@ -14,7 +15,7 @@ from echo2.learner.grpo import loop
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.head_client import LearnerInfo
-from echo2.learner.mesh import LOOPBACK, Mesh, Place, join, place
+from echo2.learner.mesh import Mesh, Place, join, place
 from echo2.learner.model import Policy
 from echo2.learner.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
 from echo2.learner.sending import OtherRanks, RankSender
@@ -115,8 +116,8 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
     others = OtherRanks()
     if here is not None and leads:
-        is_local = here.first_host in (LOOPBACK, "localhost")
-        others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, LOOPBACK if is_local else "")
+        host = here.first_host if is_loopback(here.first_host) else ""
+        others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, host)
         mesh.broadcast(others.meeting(here.first_host, ticket))
     resumed = loop.resume(client, rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)

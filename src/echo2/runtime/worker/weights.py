@@ -13,8 +13,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from echo2.addresses import is_loopback, split
 from echo2.broadcast.peer import PeerNode
-from echo2.config.rules import LOOPBACK, host_and_port
+from echo2.config.rules import host_and_port
 from echo2.control.worker import events as ev
 from echo2.errors import LinkError, PeerError, UserError
 from echo2.rollout.engine import OutOfMemoryError
@@ -45,7 +46,8 @@ def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, i
     if not relays:
         return None
     if not listen:
-        return ("127.0.0.1" if head_address.rpartition(":")[0] in LOOPBACK else "0.0.0.0", 0)
+        host = split(head_address)[0]
+        return (host if is_loopback(host) else "0.0.0.0", 0)
     return host_and_port(listen, "--listen", "0.0.0.0:7342")
 
 

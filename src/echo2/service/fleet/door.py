@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from echo2.addresses import join
 from echo2.errors import PeerError, UserError
 from echo2.printable import printable
 from echo2.rundir import RunDir, write_atomically
@@ -70,7 +71,7 @@ class FleetDoor:
             UserError: the address can't be listened on, or the ticket can't be written.
         """
         port = await self._server.start()
-        address = f"{self._settings.advertise or self._settings.address[0]}:{port}"
+        address = join(self._settings.advertise or self._settings.address[0], port)
         tickets = OwnTickets(self._identity, {self._rundir.ticket: "sampler"}, address)
         tickets.keep()
         self._watching = asyncio.create_task(self._watch(tickets))

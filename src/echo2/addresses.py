@@ -1,0 +1,61 @@
+"""Network addresses as text: joins and splits host and port, and tells near hosts from far ones.
+
+Every address of a run is written by `join` and read by `split`: an IPv6 host stands in brackets, as in `[::1]:7341`.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+
+PORT_MAX = 65535
+LOOPBACK = "127.0.0.1"
+#: Ends of host names that exist only in a private network (RFC 6761, 6762, 8375, and ICANN's .internal).
+PRIVATE_NAMES = (".local", ".localhost", ".internal", ".home.arpa")
+_ADDRESS = re.compile(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
+
+
+def join(host: str, port: int) -> str:
+    """Return "host:port", or "[host]:port" for an IPv6 host, with or without brackets."""
+    host = host.strip("[]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """Return (host, port) of "host", "host:port", "[v6]" or "[v6]:port". Port 0: none given, or invalid."""
+    match = _ADDRESS.fullmatch(address)
+    if match is None:
+        return address.strip("[]"), 0
+    port = int(match["port"] or 0)
+    return match["v6"] or match["host"], port if port <= PORT_MAX else 0
+
+
+def family(host: str) -> socket.AddressFamily:
+    """Return the family of sockets that listen on this host, which has no brackets."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this host, with or without brackets, is the machine that names it."""
+    host = host.strip("[]")
+    try:
+        return _ip(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
+
+
+def is_private(host: str) -> bool:
+    """Whether this host, with or without brackets, can only be reached from its own network: loopback, private and
+    link-local addresses, and names that no public server knows."""
+    host = host.strip("[]")
+    try:
+        return not _ip(host).is_global
+    except ValueError:
+        return "." not in host or host.endswith(PRIVATE_NAMES)
+
+
+def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """Raises ValueError: not an address."""
+    found = ipaddress.ip_address(host)
+    return (isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found

@@ -1,0 +1,98 @@
+"""A reward function that raises is called again before its group is lost: so often, counted, and not where it cannot
+help."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+
+import pytest
+
+from echo2.reward.process import RETRY_PAUSES, RewardProcesses
+from echo2.reward.score import RewardFailure
+from echo2.runtime.head.failures import Failures
+from echo2.types import Rollout, Score, Task
+from echo2.views.display import failure_lines
+
+OWN = """
+import urllib.error
+calls = []
+def count(do):
+    calls.append(do)
+    open(__file__ + "." + do, "a").write("x")
+    return calls.count(do)
+def reward(completions, do, **columns):
+    number = count(do[0])
+    if do[0] == "overloaded" and number < 3:
+        raise urllib.error.HTTPError("http://judge", 503, "Service Unavailable", {}, None)
+    if do[0] == "down": raise RuntimeError(f"the judge is down, call {number}")
+    if do[0] == "typo": return undefined
+    if do[0] == "wrong": return ["no number"]
+    if do[0] == "bad answer" and number < 2: return {}["choices"]
+    return [1.0]
+async def judged(completions, do, **columns): return reward(completions, do)
+"""
+
+
+def scored(
+    own: Path, do: str, function: str = "reward", pauses: tuple[float, ...] = (0.0, 0.0, 0.0)
+) -> tuple[list[Score] | RewardFailure, int, Failures]:
+    """The scores or the failure of a group of one, how often the function was called, and what was counted."""
+    (own / "own.py").write_text(OWN)
+    failures = Failures()
+
+    async def run() -> list[Score] | RewardFailure:
+        def note(message: str, traceback: str) -> None:
+            failures.add("reward_retried", message, traceback)
+
+        name, log = f"{own}/own.py:{function}", own / "reward.log"
+        processes = RewardProcesses([name], 60.0, log, pauses=pauses, on_retry=note)
+        rollouts = [Rollout(array("i", [5]), array("f", [-0.5]), b"\x01", ((0, 3),), "stop", "a")]
+        try:
+            return list((await processes.scores(Task(0, "?", {"do": do}), rollouts, ["a"]))[0])
+        except RewardFailure as failure:
+            return failure
+        finally:
+            await processes.close()
+
+    found = asyncio.run(run())
+    return found, len((own / f"own.py.{do}").read_text()), failures
+
+
+@pytest.mark.parametrize("function", ["reward", "judged"])
+@pytest.mark.parametrize(("do", "num_calls"), [("overloaded", 3), ("bad answer", 2)])
+def test_a_group_whose_judge_is_overloaded_for_a_moment_is_not_lost(
+    tmp_path: Path, function: str, do: str, num_calls: int
+) -> None:
+    found, called, failures = scored(tmp_path, do, function)
+    assert found == [[1.0, {function: 1.0}]]
+    assert (called, failures.count("reward_retried")) == (num_calls, num_calls - 1)
+    (line,) = failure_lines({"failures": failures.to_plain()})
+    assert line.startswith(f"{num_calls - 1} calls of your reward function raised and were made again")
+
+
+def test_a_reward_that_always_raises_is_given_up_with_its_reason(tmp_path: Path) -> None:
+    found, called, failures = scored(tmp_path, "down")
+    assert isinstance(found, RewardFailure)
+    assert "RuntimeError: the judge is down, call 4" in str(found)
+    assert str(found).endswith("It was tried 4 times.")
+    assert "RuntimeError" in found.traceback
+    assert (called, failures.count("reward_retried")) == (4, 3)
+
+
+@pytest.mark.parametrize(
+    ("do", "said"), [("typo", "NameError"), ("wrong", "returned 'no number' (str) as a score, not a float or None")]
+)
+def test_what_cannot_pass_is_not_tried_again(tmp_path: Path, do: str, said: str) -> None:
+    found, called, failures = scored(tmp_path, do)
+    assert isinstance(found, RewardFailure)
+    assert said in str(found)
+    assert (called, failures.to_plain()) == (1, [])
+
+
+def test_the_pauses_grow_and_end() -> None:
+    assert list(RETRY_PAUSES) == sorted(RETRY_PAUSES)
+    assert sum(RETRY_PAUSES) < 10.0
+    lost = 0.06 ** (len(RETRY_PAUSES) + 1)
+    assert lost < 1e-6
