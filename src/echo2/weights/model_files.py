@@ -1,7 +1,7 @@
 """A Hugging Face model directory: its files, and its weights as a base model, read when they are needed.
 
-A base model is the contents of the directory, byte for byte, so learner and workers give it the same name wherever they
-got it. No torch here.
+A base model is the contents of the directory, byte for byte or rounded to bfloat16, so learner and workers give it the
+same name wherever they got it. No torch here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
-from echo2.types import Snapshot, SnapshotRef, StoredTensor
+from echo2.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.segments import base_model_of
 
@@ -88,6 +88,26 @@ def read_base_model(directory: Path) -> Snapshot:
     if is_tied and any(name.endswith("embed_tokens.weight") for name in tensors):
         tensors.pop("lm_head.weight", None)
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
+
+
+def rounded(base: Snapshot) -> Snapshot:
+    """Return a base model with its weights of 32 bits rounded to bfloat16, which gives it another name."""
+    tensors = {name: _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
+    return Snapshot(base_model_of(tensors, base.files["config.json"]), tensors, base.files)
+
+
+def _in_bfloat16(tensor: TensorSource) -> TensorSource:
+    if tensor.dtype != "F32":
+        return tensor
+
+    def read(start: int, stop: int) -> memoryview:
+        """Round to the nearest value, to the even one of two equally near, as torch does."""
+        bits = np.frombuffer(tensor.read(2 * start, 2 * stop), "<u4")
+        high = ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype("<u2")
+        high[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # not a number: rounding up could make it another
+        return high.view(np.uint8).data
+
+    return StoredTensor("BF16", tensor.shape, tensor.num_bytes // 2, read)
 
 
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:

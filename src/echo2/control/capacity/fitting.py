@@ -12,6 +12,7 @@ from typing import Literal
 
 from echo2.config import Config
 from echo2.control.capacity.memory import (
+    BYTES_PER_VALUE,
     GB,
     USABLE,
     LearnerSetup,
@@ -56,6 +57,11 @@ def row_tokens(config: Config, shape: ModelShape) -> int:
     return min(shape.max_positions, PROMPT_TOKENS + config.sampling.max_tokens)
 
 
+def frozen_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes per parameter of a model under adapters: never wider than it is stored."""
+    return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
+
+
 def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
     """Return the settings that determine the learner's memory."""
     return LearnerSetup(
@@ -64,7 +70,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         ranks=config.learner.ranks,
         tensor_parallel=config.learner.tensor_parallel,
         lora_rank=config.lora.rank,
-        base_bytes=shape.stored_bytes if on_gpu else max(4, shape.stored_bytes),
+        base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
         keeps_reference=config.learner.reference_kl > 0.0,
     )
 
@@ -94,7 +100,7 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     sampling = config.sampling
     rollouts, length = sampling.groups_per_batch * sampling.group_size, row_tokens(config, shape)
     available = min(machine.gpus, default=machine.memory_bytes)
-    bytes_per_value = {"float32": 4, "bfloat16": 2}[config.model.snapshot_dtype]
+    bytes_per_value = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
     parts = worker_parts(shape, bytes_per_value, rollouts, length)
     if config.workers.engine == "compact":
         free = max(0, available - sum(parts.values()))

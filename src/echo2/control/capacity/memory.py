@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 GB = 1_000_000_000
+#: By `model.snapshot_dtype`.
+BYTES_PER_VALUE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 #: Python, torch and transformers before a model is loaded; on a GPU the context and the kernels' workspaces.
 PROCESS_BYTES = 500_000_000
 #: Tiles of logits that exist at the same time (`learner/output_layer.py`), and tensors computed from them.

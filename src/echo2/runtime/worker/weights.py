@@ -25,6 +25,7 @@ from echo2.transport.grpc_link import Membership
 from echo2.transport.identity import verify_manifest
 from echo2.types import PayloadId, Snapshot, SnapshotRef
 from echo2.weights.kept import KeptContent
+from echo2.weights.model_files import rounded
 from echo2.weights.manifest import Manifest
 from echo2.weights.store import ChunkStore
 
@@ -136,7 +137,10 @@ class WorkerWeights:
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
         """Take a base model's weights from the owner's disk, then fetch the rest, its smaller files."""
+        run, loop = manifest.ref.policy, asyncio.get_running_loop()
         try:
+            if own.ref != manifest.ref:  # the run may have it in 16 bits
+                own = await loop.run_in_executor(self._loading, rounded, own)
             if own.ref != manifest.ref:
                 ours, theirs = own.ref.policy, manifest.ref.policy
                 raise UserError(
