@@ -49,8 +49,8 @@ class ModelConfig:
     snapshot_dtype: Annotated[
         Literal["float32", "bfloat16"],
         _doc(
-            "Precision of the weights that workers receive. What is trained stays float32 at the learner; a model under "
-            "adapters is rounded there, too, and never made wider than it is stored."
+            "Precision of the weights that workers receive. What is trained stays float32 at the learner; a frozen "
+            "model under adapters is rounded there, too."
         ),
     ] = "float32"
     compute_dtype: Annotated[

@@ -145,6 +145,20 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         raise UserError(f"{file} is not a readable safetensors file: {error}.") from error
 
 
+def linear_layers(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the linear layers in a local model's files by name, without its head.
+
+    Raises:
+        UserError: a file is not readable safetensors.
+    """
+    shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not name.removesuffix(".weight").endswith(("embed_tokens", "lm_head"))
+    }
+
+
 def _weight_files(directory: Path) -> list[str]:
     """Return the weight files that transformers would choose: the single file, else those of the index."""
     if (directory / WEIGHTS).is_file():

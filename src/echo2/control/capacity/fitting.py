@@ -31,6 +31,10 @@ HEAD_BYTES = 500_000_000
 PROMPT_TOKENS = 128
 
 
+class DoesNotFitError(UserError):
+    """A process needs more memory than its machine has."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryNeed:
     """Bytes that a process needs, by part; the bytes `available` to it; and the `place` of that memory."""
@@ -123,13 +127,13 @@ def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
     """Raise if the memory does not suffice.
 
     Raises:
-        UserError: names the memory needed, its largest parts, the memory available, and the remedies.
+        DoesNotFitError: names the memory needed, its largest parts, the memory available, and the remedies.
     """
     if need.total <= need.available:
         return
     largest = sorted(need.parts.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
-    raise UserError(
+    raise DoesNotFitError(
         f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
         f"GB for it. {remedies}"
     )

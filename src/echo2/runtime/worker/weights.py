@@ -25,8 +25,8 @@ from echo2.transport.grpc_link import Membership
 from echo2.transport.identity import verify_manifest
 from echo2.types import PayloadId, Snapshot, SnapshotRef
 from echo2.weights.kept import KeptContent
-from echo2.weights.model_files import rounded
 from echo2.weights.manifest import Manifest
+from echo2.weights.model_files import rounded
 from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class WorkerWeights:
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
         """Take a base model's weights from the owner's disk, then fetch the rest, its smaller files."""
-        run, loop = manifest.ref.policy, asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
         try:
             if own.ref != manifest.ref:  # the run may have it in 16 bits
                 own = await loop.run_in_executor(self._loading, rounded, own)
@@ -147,7 +147,7 @@ class WorkerWeights:
                     f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
                     "Give the model that the learner has, or leave --base out to fetch it."
                 )
-            await asyncio.get_running_loop().run_in_executor(self._loading, self.content.take_base, manifest, own)
+            await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
         except UserError as error:
             self._fail(error)
             return
