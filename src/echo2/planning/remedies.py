@@ -36,8 +36,8 @@ def remedies(refusal: NoPlanError) -> list[Remedy]:
     """Return at most one remedy of each kind for the inputs that have no plan, those that only need flags first."""
     inputs = refusal.inputs
     assert inputs is not None  # `make_plan` raised it
-    kinds = (_fewer_steps, _dearer) if refusal.usd else ()
-    kinds = kinds or (_period, _staler, _larger_steps, _smaller_batches, _idler, _more_machines)
+    others = [_period, _staler, _larger_steps, _smaller_batches, _idler, _more_machines]
+    kinds = [_fewer_steps, _dearer] if refusal.usd else others
     found = [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]
     if not found and (both := _first(inputs, _more_of_both(inputs, refusal))) is not None:
         return [both]

@@ -105,7 +105,7 @@ def _in_bfloat16(tensor: TensorSource) -> TensorSource:
         bits = np.frombuffer(tensor.read(2 * start, 2 * stop), "<u4")
         high = ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype("<u2")
         high[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # not a number: rounding up could make it another
-        return high.view(np.uint8).data
+        return memoryview(high.view(np.uint8))
 
     return StoredTensor("BF16", tensor.shape, tensor.num_bytes // 2, read)
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from echo2.background import spawn
 from echo2.broadcast.peer import PeerNode
 from echo2.config.rules import LOOPBACK, host_and_port
 from echo2.control.worker import events as ev
@@ -131,26 +132,22 @@ class WorkerWeights:
         """Fetch a payload that was announced."""
         self._incoming = manifest = self._manifests[payload]
         if payload.ref.is_base_model and self._own_base is not None:
-            self._taking = asyncio.ensure_future(self._take_own(manifest, self._own_base))
+            self._taking = spawn(self._take_own(manifest, self._own_base), self._fail)
         else:
             self.node.fetch(manifest)
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
         """Take a base model's weights from the owner's disk, then fetch the rest, its smaller files."""
         loop = asyncio.get_running_loop()
-        try:
-            if own.ref != manifest.ref:  # the run may have it in 16 bits
-                own = await loop.run_in_executor(self._loading, rounded, own)
-            if own.ref != manifest.ref:
-                ours, theirs = own.ref.policy, manifest.ref.policy
-                raise UserError(
-                    f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
-                    "Give the model that the learner has, or leave --base out to fetch it."
-                )
-            await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
-        except UserError as error:
-            self._fail(error)
-            return
+        if own.ref != manifest.ref:  # the run may have it in 16 bits
+            own = await loop.run_in_executor(self._loading, rounded, own)
+        if own.ref != manifest.ref:
+            ours, theirs = own.ref.policy, manifest.ref.policy
+            raise UserError(
+                f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
+                "Give the model that the learner has, or leave --base out to fetch it."
+            )
+        await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
         if self._incoming is manifest:
             self.node.fetch(manifest)
 
