@@ -137,7 +137,9 @@ class RequestsApi:
         waiting = awaited(self._dispatcher.wait(given.request_id, caller.tenant, POLL_SECONDS))
         stopping = awaited(self._stopping.wait())
         try:
-            await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for one in ended:
+                one.result()
             row = await waiting if waiting.done() else self._dispatcher.find(given.request_id, caller.tenant)
         finally:
             waiting.cancel()
