@@ -53,6 +53,7 @@ CONTROL_STDLIB = frozenset(
 PORT_LIKE = re.compile(r"port|bound|sockname")
 CONTROL_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"})  # I/O, or differs between processes
 #: Names that two rooms may use: the same message seen from two sides, or the same notion in two rooms.
+BARE_TASKS = frozenset({"create_task", "ensure_future"})
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 
 
@@ -266,6 +267,34 @@ def except_complaints(source: Source) -> list[str]:
     return found
 
 
+def background_complaints(source: Source) -> list[str]:
+    """Background work is begun by `background.py` alone, or in a TaskGroup: a bare task fails in silence. What
+    `awaited` returns is awaited by somebody, so it is not thrown away, and an `on_error` does something.
+    """
+    if source.module == f"{PACKAGE}.background":
+        return []
+    tree, found = source.parse(), []
+    groups = {
+        ast.unparse(item.optional_vars)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AsyncWith)
+        for item in node.items
+        if item.optional_vars is not None and "TaskGroup(" in ast.unparse(item.context_expr)
+    }
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Attribute) and node.attr in BARE_TASKS and ast.unparse(node.value) not in groups) or (
+            isinstance(node, ast.Name | ast.alias) and getattr(node, "id", getattr(node, "name", "")) in BARE_TASKS
+        ):
+            found.append(f"{source.path}:{node.lineno}: {ast.unparse(node)}: use background.py")
+        elif isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("awaited("):
+            found.append(f"{source.path}:{node.lineno}: nobody awaits {ast.unparse(node)}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"spawn", "Background"}:
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            if any(isinstance(one, ast.Lambda) and isinstance(one.body, ast.Constant) for one in given):
+                found.append(f"{source.path}:{node.lineno}: the errors of {ast.unparse(node)} reach nobody")
+    return found
+
+
 def annotation_complaints(source: Source) -> list[str]:
     """Public functions and methods say what they take and give back."""
     found = []
@@ -313,6 +342,7 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 
 
 RULES = (
+    background_complaints,
     floor_complaints,
     subfloor_complaints,
     control_complaints,

@@ -86,6 +86,12 @@ BROKEN = [
     (house.except_complaints, "echo2.types", "try:\n    pass\nexcept:\n    raise"),
     (house.except_complaints, "echo2.types", "try:\n    pass\nexcept Exception:\n    pass"),
     (house.address_complaints, "echo2.service.door", "address = f'{host}:{self.port}'"),
+    (house.background_complaints, "echo2.types", "import asyncio\nasyncio.ensure_future(f())"),
+    (house.background_complaints, "echo2.types", "t = loop.create_task(f())"),
+    (house.background_complaints, "echo2.types", "from asyncio import create_task"),
+    (house.background_complaints, "echo2.types", "made(asyncio.ensure_future)"),
+    (house.background_complaints, "echo2.types", "awaited(f())"),
+    (house.background_complaints, "echo2.types", "spawn(f(), lambda error: None)"),
     (house.annotation_complaints, "echo2.types", "def f(x) -> int: return x"),
     (house.annotation_complaints, "echo2.types", "class A:\n    async def f(self, x: int): return x"),
 ]
@@ -109,6 +115,8 @@ def test_rule_can_be_broken(rule: Rule, module: str, text: str) -> None:
         ),
         ("echo2.learner.model", "import torch"),
         ("echo2.sim.world", "for x in sorted(set([2, 1])): pass"),
+        ("echo2.views.watch", "async def _f():\n    async with asyncio.TaskGroup() as group: group.create_task(_f())"),
+        ("echo2.views.watch", "task = spawn(f(), self.fail)\nother = awaited(f())"),
     ],
 )
 def test_rules_leave_good_code_alone(module: str, text: str) -> None:

@@ -13,6 +13,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
+from echo2.background import awaited
+
 T = TypeVar("T")
 
 
@@ -84,7 +86,7 @@ class LoopThread:
         await self._over.wait()
 
     def _begin(self, work: Coroutine[Any, Any, T], future: Future[T]) -> None:
-        task = self._loop.create_task(work)
+        task = awaited(work)
         self._works.add(task)
         task.add_done_callback(partial(self._ended, future))
         future.add_done_callback(lambda done: self.call(task.cancel) if done.cancelled() else None)

@@ -119,7 +119,7 @@ def test_what_is_delivered_to_a_node_that_ends_is_let_go(tmp_path: Path) -> None
             await fleet.leave("w-1")
             hash_ = manifest.hashes[0]
             await worker.node.keep("", hash_, chunks.pack(hash_, data[hash_]), data[hash_])
-            assert worker.node._chores == set()
+            assert not worker.node._chores
             assert not worker.store.has(hash_)
 
     run(scenario())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from echo2.config.offers import load_offers
 from echo2.control.capacity.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
 from echo2.control.capacity.memory import GB, ModelShape, read_shape
 from echo2.errors import UserError
-from echo2.planning.memory_needs import learner_that_fits, memory_needs, model_shape, worker_that_fits
+from echo2.planning.memory_needs import learner_that_fits, model_shape, offers_that_fit, worker_that_fits
 from echo2.runtime.launch.checks import check_memory
 from echo2.types import Hardware
 
@@ -87,11 +88,25 @@ def test_what_the_examples_say_does_not_fit_does_not() -> None:
         worker_that_fits(longer, shape_of("qwen3_8b"), RTX5090)
 
 
-def test_an_offer_that_cannot_hold_a_worker_is_named() -> None:
+def test_an_offer_that_cannot_hold_a_worker_is_left_out_by_name_and_refused_if_none_can() -> None:
     offers = load_offers(EXAMPLES / "offers.toml")
     config, shape = example("qwen3_32b_lora"), shape_of("qwen3_32b_lora")
+    fitting, left_out = offers_that_fit(config, shape, offers)
+    assert [offer.name for offer in fitting] == ["a100", "desk"]  # the desk's memory is not known
+    assert left_out.keys() == {"rtx5090", "rtx5090-spot"}
+    assert left_out["rtx5090"].startswith("A worker on 'rtx5090' needs")
     with pytest.raises(UserError, match=r"A worker on 'rtx5090' needs"):
-        memory_needs(config, shape, LEARNER["qwen3_32b_lora"], offers)
+        offers_that_fit(config, shape, offers[:2])
+
+
+def test_a_model_under_adapters_counts_as_it_travels() -> None:
+    config, shape = example("qwen3_32b_lora"), replace(shape_of("qwen3_32b_lora"), stored_bytes=4)
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        asked = replace(config, model=replace(config.model, snapshot_dtype=dtype))
+        assert worker_need(asked, shape, A100).parts["weights"] == width * shape.parameters
+        assert learner_setup(asked, shape, on_gpu=True).base_bytes == width
+    narrow = replace(config, model=replace(config.model, snapshot_dtype="float32"))
+    assert worker_need(narrow, shape_of("qwen3_32b_lora"), A100).parts["weights"] == 2 * shape.parameters
 
 
 def test_a_learner_that_cannot_fit_is_told_what_would_help() -> None:
@@ -139,7 +154,9 @@ def test_plan_says_it_for_people_and_for_programs_and_refuses(
     assert main([*words, "--learner-memory-gb", "80"]) == 0
     assert f"micro-batches of {tokens} tokens" in capsys.readouterr().out
     assert main([*words, "--learner-memory-gb", "16"]) == 2
-    assert "The learner needs" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "The learner needs" in told
+    assert main(shlex.split(told.partition("A plan that works: `echo2 ")[2].partition("`")[0])) == 0
 
 
 def test_a_start_refuses_what_this_machine_cannot_hold(tmp_path: Path) -> None:

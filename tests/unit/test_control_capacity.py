@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -245,18 +246,31 @@ def test_a_window_that_closes_too_early_is_refused_with_fixes_that_work(
     kappa: int, bound: int, broadcast: float
 ) -> None:
     demand = Demand(8, 4, kappa, bound, 1.0, broadcast)
-    with pytest.raises(UserError, match=r"no number of workers helps") as refused:
+    with pytest.raises(UserError, match=r"The learner is faster than weights travel") as refused:
         capacity.mu_needed(demand)
     text = str(refused.value)
-    wider = int(text.partition("Set max_staleness >= ")[2].split(",")[0])
+    wider = int(re.findall(r"max_staleness >= (\d+)", text)[0])
     assert capacity.mu_needed(replace(demand, max_staleness=wider)) > 0
     with pytest.raises(UserError):
         capacity.mu_needed(replace(demand, max_staleness=wider - 1))
     if "publish_every <= " in text:
-        fewer = int(text.partition("publish_every <= ")[2].split(",")[0])
+        fewer = int(re.findall(r"publish_every <= (\d+)", text)[0])
         assert capacity.mu_needed(replace(demand, publish_every=fewer)) > 0
-    missing = float(text.partition("shorten broadcast and rollout by ")[2].split()[0])
-    assert capacity.mu_needed(replace(demand, broadcast_seconds=broadcast - missing - 0.01)) > 0
+    larger = float(re.findall(r"steps more than ([\d.]+) times as large", text)[0])
+    assert capacity.mu_needed(replace(demand, train_seconds=1.01 * larger)) > 0
+    with pytest.raises(UserError):
+        capacity.mu_needed(replace(demand, train_seconds=0.99 * larger))
+
+
+def test_a_learner_that_is_faster_than_weights_travel_is_told_so_in_plain_words() -> None:
+    """A newcomer's demo: steps of .07 s, and weights and a batch that take .47 s."""
+    with pytest.raises(UserError) as refused:
+        capacity.mu_needed(Demand(8, 4, 1, 1, 0.07026, 0.4699))
+    assert str(refused.value) == (
+        "The learner is faster than weights travel: a step takes 0.07 s, new weights and the first rollouts 0.47 s. "
+        "With max_staleness = 1 and publish_every = 1 it waits, however many workers there are. Larger steps "
+        "(schedule.groups_per_step; steps more than 6.69 times as large) or max_staleness >= 7 help."
+    )
 
 
 @pytest.mark.parametrize(("kappa", "bound", "broadcast"), [(1, 1, 0.5), (2, 2, 0.7), (1, 2, 1.5), (3, 4, 1.2)])

@@ -88,7 +88,7 @@ def test_a_heads_memory_does_not_grow(
             for number in range(2 * TIMES):
                 await happens(one, number)
                 if number % TIMES == TIMES - 1:
-                    await until(lambda: not (one.head.workers or one.head._tasks))
+                    await until(lambda: not (one.head.workers or one.head._background))
                     found.append(kept(one.head))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))

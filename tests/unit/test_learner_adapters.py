@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from echo2.config import Config, to_json
-from echo2.config.sections import LoraConfig
+from echo2.config.sections import LoraConfig, ModelConfig
 from echo2.errors import UserError
 from echo2.learner import checkpoint
 from echo2.learner.adapters import Adapter, BaseModel, load_base, load_merged, load_trained
@@ -21,7 +21,8 @@ from echo2.learner.model import Policy, load_policy
 from echo2.learner.trainer import AdamParams, Trainer
 from echo2.rundir import RunDir
 from echo2.runtime.launch.export import export
-from echo2.weights.model_files import read_base_model
+from echo2.types import Snapshot, SnapshotRef, StoredTensor
+from echo2.weights.model_files import read_base_model, rounded
 from learner_cases import config_of, data_of, model_directory, random_group
 
 LORA = LoraConfig(rank=2)
@@ -67,6 +68,38 @@ def test_version_0_is_the_base_and_a_seed_is_an_adapter(model: Path) -> None:
     assert all(torch.equal(one.state()[name], same.state()[name]) for name in one.state())
     assert not all(torch.equal(one.state()[name], other.state()[name]) for name in one.state())
     assert {tensor.dtype for tensor in one.state().values()} == {torch.float32}
+
+
+def test_the_base_is_what_was_asked_for_at_the_learner_and_on_its_way(model: Path, tmp_path: Path) -> None:
+    """float32 on the disk, `model.snapshot_dtype = "bfloat16"`: half the bytes travel, and both sides compute alike."""
+    asked = replace(lora_config(), model=ModelConfig(path=str(model), snapshot_dtype="bfloat16"))
+    policy, stored = load_trained(asked, "cpu"), read_base_model(model)
+    assert isinstance(policy, Adapter)
+    sent = policy.base.snapshot
+    assert sum(one.num_bytes for one in sent.tensors.values()) * 2 == sum(
+        one.num_bytes for one in stored.tensors.values()
+    )
+    assert (sent.ref, {one.dtype for one in sent.tensors.values()}) == (rounded(stored).ref, {"BF16"})
+    assert sent.ref != stored.ref
+    state = policy.base.policy.state()
+    for name, tensor in sent.tensors.items():
+        half = torch.frombuffer(bytearray(tensor.read(0, tensor.num_bytes)), dtype=torch.bfloat16)
+        held = state.get(name, state.get(name.replace("proj.", "proj.base_layer.")))
+        assert held is not None
+        assert torch.equal(half.float().reshape(tensor.shape), held)
+    full = load_trained(replace(asked, model=ModelConfig(path=str(model))), "cpu")
+    assert isinstance(full, Adapter)
+    assert full.base.snapshot.ref == stored.ref
+
+
+def test_rounding_is_torch_s() -> None:
+    bits = [0x3F808000, 0x3F818000, 0x3F808001, 0x7F7FFFFF, 0xFF7FFFFF, 0x7F800000, 0x7F800001, 0xFFFFFFFF, 0x80000001]
+    values = torch.tensor([one - (1 << 32) * (one >> 31) for one in bits], dtype=torch.int32).view(torch.float32)
+    data = values.numpy().tobytes()
+    tensor = StoredTensor("F32", (len(bits),), len(data), lambda start, stop: data[start:stop])
+    (half,) = rounded(Snapshot(SnapshotRef("p", 0, 0), {"w": tensor}, {"config.json": b"{}"})).tensors.values()
+    got = torch.frombuffer(bytearray(half.read(2, half.num_bytes)), dtype=torch.bfloat16)
+    assert torch.equal(got.nan_to_num(nan=7.0), values[1:].to(torch.bfloat16).nan_to_num(nan=7.0))
 
 
 def test_training_one_adapter_leaves_the_others_and_the_base_bit_for_bit(model: Path) -> None:

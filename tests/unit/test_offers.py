@@ -22,6 +22,15 @@ def test_the_example_is_read() -> None:
     assert spot.effective_usd_per_hour < spot.price_usd_per_hour
 
 
+def test_a_rate_of_another_model_is_scaled_to_the_run_s() -> None:
+    offer = Offer("a", 1.0, 0.31, parameters=8e9, max_tokens=8192)
+    assert offer.scaled_to(4e9, 4096).rollouts_per_second == pytest.approx(4 * 0.31)
+    assert offer.scaled_to(1e4, 8192) == offer.scaled_to(1e8, 8192)  # no smaller model is faster
+    assert offer.scaled_to(None, 8192).parameters == 8e9  # still another model's
+    measured = Offer("a", 1.0, 0.31)
+    assert measured.scaled_to(4e9, 16) == measured
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +18,9 @@ from echo2.config.offers import Offer
 from echo2.errors import UserError
 from echo2.planning import plan_command
 from echo2.planning.past_run import read_past_run
-from echo2.planning.plan import BroadcastInputs, PlanInputs, by_staleness, least_idle, make_plan
+from echo2.planning.plan import BroadcastInputs, NoPlanError, PlanInputs, by_staleness, least_idle, make_plan
 from echo2.planning.rehearsal import rehearse
+from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.snapshot_size import snapshot_bytes
 
 #: The paper's: 128 x 16 rollouts, 4 A100, RTX 5090 at $0.35; the rate of one is fitted (docs/capacity.md).
@@ -120,31 +122,56 @@ def test_on_policy_takes_the_cheapest_step_and_says_that_the_learner_waits() -> 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
+def ways_out(inputs: PlanInputs) -> list[Remedy]:
+    """The remedies of inputs that have no plan; each of them has one."""
+    with pytest.raises(NoPlanError) as refused:
+        make_plan(inputs)
+    found = remedies(refused.value)
+    for one in found:
+        assert one.plan == make_plan(one.inputs)
+        assert one.flags or one.counts
+    return found
+
+
 def test_a_broadcast_that_cannot_be_hidden_is_refused_with_what_would_do() -> None:
-    with pytest.raises(UserError, match=r"68\.8 s are missing.* Or, .* max_staleness >= 3") as refused:
-        make_plan(replace(PAPER, max_staleness=1, broadcast=BroadcastInputs(seconds=1700.0)))
+    inputs = replace(PAPER, max_staleness=1, broadcast=BroadcastInputs(seconds=1700.0))
+    with pytest.raises(UserError, match=r"68\.8 s are missing") as refused:
+        make_plan(inputs)
     assert "deltas" in str(refused.value)
-    assert make_plan(replace(PAPER, max_staleness=3, broadcast=BroadcastInputs(seconds=1700.0))).publish_every == 2
+    staler, larger = ways_out(inputs)[:2]
+    assert staler.flags == {"--schedule.max_staleness": "3"}
+    assert staler.plan.publish_every == 2
+    assert larger.flags == {"--schedule.groups_per_step": "256", "--train-seconds": "3262"}
 
 
 def test_offers_that_are_too_slow_are_refused_with_the_missing_rate() -> None:
     few = replace(PAPER, offers=(replace(CARD, count=5),))
-    with pytest.raises(
-        UserError, match=r"all 5 machines together make 1\.562.* 3 more 'rtx5090' would do\."
-    ) as refused:
+    with pytest.raises(UserError, match=r"all 5 machines together make 1\.562.* are missing\."):
         make_plan(few)
-    wider = int(str(refused.value).partition("max_staleness >= ")[2].split()[0])
-    assert make_plan(replace(few, max_staleness=wider)).machines == {"rtx5090": 5}
+    found = ways_out(few)
+    assert [one.counts for one in found if one.counts] == [{"rtx5090": 8}]
     assert make_plan(replace(PAPER, offers=(replace(CARD, count=8),))).machines == {"rtx5090": 8}
+    assert next(one.plan.machines for one in found if "--schedule.max_staleness" in one.flags) == {"rtx5090": 5}
+
+
+def test_a_window_that_is_too_narrow_for_too_few_machines_needs_both() -> None:
+    inputs = replace(
+        PAPER, max_staleness=1, broadcast=BroadcastInputs(seconds=1700.0), offers=(replace(CARD, count=1),)
+    )
+    (both,) = ways_out(inputs)
+    assert both.flags
+    assert both.counts["rtx5090"] > 1
 
 
 def test_a_budget_decides_or_is_refused_with_the_price() -> None:
     plan = make_plan(PAPER)
     assert make_plan(replace(PAPER, budget_usd=plan.usd + 0.01)) == plan
-    with pytest.raises(UserError, match=r"A budget of \$100\.00 is too small: the cheapest plan costs") as refused:
+    with pytest.raises(UserError, match=r"A budget of \$100\.00 is too small: the cheapest plan costs"):
         make_plan(replace(PAPER, budget_usd=100.0))
-    steps = int(str(refused.value).partition("--run.max_steps ")[2].rstrip(").;").split(")")[0])
-    assert make_plan(replace(PAPER, budget_usd=100.0, steps=steps)).usd <= 100.0
+    fewer, dearer = ways_out(replace(PAPER, budget_usd=100.0))
+    assert fewer.plan.usd <= 100.0
+    assert fewer.flags["--run.max_steps"] == str(fewer.inputs.steps)
+    assert float(dearer.flags["--budget"]) == dearer.inputs.budget_usd
     dear = replace(
         PAPER, learner_usd_per_hour=0.1, broadcast=BroadcastInputs(seconds=10.0), generate_during_broadcast=True
     )
@@ -287,11 +314,67 @@ def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys:
         assert message in capsys.readouterr().err
 
 
+def test_the_example_s_offers_serve_a_small_model_whose_learner_is_faster_than_weights_travel(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What a newcomer did with the demo's own run: the refusal ends in a command, and the command works."""
+    config, _ = write_files(tmp_path)
+    offers = str(Path(__file__).resolve().parents[2] / "examples" / "offers.toml")
+    run = tmp_path / "a run"
+    run.mkdir()
+    rows = [{"step": at, "time/train": 0.07026, "broadcast/t_bcast": 0.4699} for at in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["plan", config, "--from", str(run), "--offers", offers, "--sampling.max_tokens=12"]
+    assert main([*words, "--json"]) == 2
+    told = json.loads(capsys.readouterr().err)["error"]
+    assert "The learner is faster than weights travel" in told
+    assert "Or: --schedule.groups_per_step" in told
+    command = told.partition("A plan that works: `echo2 ")[2].partition("`")[0]
+    assert main(shlex.split(command)) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "guessed from another model; `echo2 probe` measures them" in text
+
+
+def test_an_adapter_is_planned_as_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, offers = write_files(tmp_path)
+    write_layers(tmp_path / "model", {"model.layers.0.mlp.up_proj": (3000, 1000), "model.embed_tokens": (1000, 1000)})
+    words = [
+        "plan",
+        config,
+        "--offers",
+        offers,
+        "--train-seconds",
+        "20",
+        "--model.snapshot_dtype",
+        "bfloat16",
+        "--json",
+    ]
+    assert main(words) == 0
+    assert json.loads(capsys.readouterr().out)["broadcast_bytes"] == 2 * 4_000_000
+    assert main([*words, "--lora.rank", "8"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["broadcast_bytes"] == 2 * 8 * (3000 + 1000)
+    assert plan["inputs"]["snapshot"][0] == "64 kB"
+    assert "the model under it, 8 MB, travels once" in plan["inputs"]["snapshot"][1]
+
+
+def write_layers(directory: Path, layers: dict[str, tuple[int, int]]) -> None:
+    """A model of these weights in float32, all 0: a header, and a file with a hole."""
+    entries, end = {}, 0
+    for name, shape in layers.items():
+        start, end = end, end + 4 * shape[0] * shape[1]
+        entries[f"{name}.weight"] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    header = json.dumps(entries).encode()
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + end)
+
+
 def test_batches_that_are_too_slow_for_any_number_of_machines_are_refused_before_any_walk() -> None:
     """A batch lasts 1280 s beside steps of 20 s: two thousand machines of that kind would be walked for minutes."""
     slow = Offer("slow", 0.4, 0.05, count=2000)
     inputs = replace(PAPER, groups_per_step=32, group_size=8, train_seconds=20.0, offers=(slow,), groups_per_batch=8)
-    with pytest.raises(UserError, match=r"would still wait \d\d\.\d% of the time.*smaller sampling\.groups_per_batch"):
+    with pytest.raises(UserError, match=r"would still wait \d\d\.\d% of the time.*batches of 8 groups take too long"):
         make_plan(replace(inputs, broadcast=BroadcastInputs(seconds=5.0), generate_during_broadcast=True))
 
 

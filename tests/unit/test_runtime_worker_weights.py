@@ -43,6 +43,8 @@ from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorByte
 from echo2.weights.chain import compose
 from echo2.weights.encoder import Encoder
 from echo2.weights.manifest import MAX_DELTAS, Manifest
+from echo2.weights.model_files import rounded
+from echo2.weights.segments import base_model_of
 from echo2.weights.store import ChunkStore
 from memory_links import MemoryNetwork
 
@@ -456,6 +458,23 @@ def test_of_a_base_model_that_the_owner_has_only_the_small_files_are_fetched(tmp
         async with joined(tmp_path) as (head, member):
             await head.archive.take(await stored(head, payload(Encoder(base))))
             async with taking(head, member, tmp_path, own=replace(base, files={})) as machine:
+                assert await take_base(head, machine, base) == str(base.ref)
+                assert bytes_of(await machine.weights.base(base.ref)) == bytes_of(base)
+                assert machine.weights.node.bytes_received == sum(map(len, base.files.values()))
+
+    asyncio.run(story())
+
+
+def test_a_base_model_of_the_owner_in_32_bits_serves_a_run_that_has_it_in_16(tmp_path: Path) -> None:
+    async def story() -> None:
+        stem = base_model()
+        weights = {name: TensorBytes("F32", (one.num_bytes // 4,), one.data) for name, one in stem.tensors.items()}
+        own = Snapshot(base_model_of(weights, stem.files["config.json"]), weights, stem.files)
+        base = rounded(own)
+        assert base.ref != own.ref
+        async with joined(tmp_path) as (head, member):
+            await head.archive.take(await stored(head, payload(Encoder(base))))
+            async with taking(head, member, tmp_path, own=own) as machine:
                 assert await take_base(head, machine, base) == str(base.ref)
                 assert bytes_of(await machine.weights.base(base.ref)) == bytes_of(base)
                 assert machine.weights.node.bytes_received == sum(map(len, base.files.values()))

@@ -7,10 +7,11 @@ AwaitedSource   at the peer: waits for the source to connect, and asks it for ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
 
+from echo2.background import Background, spawn
 from echo2.broadcast.payloads import REQUEST_CHUNKS_MAX, encode_payload
 from echo2.broadcast.serving import REQUESTS_PER_PEER_MAX
 from echo2.broadcast.sources import FAILURE_OF, Intake, Source
@@ -19,6 +20,8 @@ from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import PayloadId
+
+log = logging.getLogger(__name__)
 
 #: Timeout for an awaited peer to dial this node.
 DIALLED_WITHIN_SECONDS = 8.0
@@ -40,9 +43,9 @@ class Dial:
     def __init__(self, address: str, link: Link, serve: Serve) -> None:
         self.address = address
         self._link, self._serve = link, serve
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background(self._broke)
         self._gives = asyncio.Semaphore(GIVES_MAX)
-        self._running = asyncio.ensure_future(self._run())
+        self._running = spawn(self._run(), self._broke)
 
     @property
     def is_over(self) -> bool:
@@ -62,21 +65,21 @@ class Dial:
             try:
                 async for request in self._link.stream("AskWanted", wire.Empty()):
                     await self._gives.acquire()
-                    giving = self._spawn(self._give(request))
+                    giving = self._tasks.spawn(self._give(request))
                     giving.add_done_callback(lambda _: self._gives.release())
-                self._end_tasks()  # the peer ended its stream: it no longer wants these chunks
+                self._tasks.cancel()  # the peer ended its stream: it no longer wants these chunks
                 give_up_at = loop.time() + DIAL_SECONDS
             except PeerError:
                 return
             except LinkError:
-                self._end_tasks()
+                self._tasks.cancel()
             await asyncio.sleep(max(0.0, begun_at + REDIAL_SECONDS - loop.time()))
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def _broke(self, error: Exception) -> None:
+        """End, which the owner sees and dials again."""
+        log.error("sending to %s failed", self.address, exc_info=error)
+        self._running.cancel()
+        self._tasks.cancel()
 
     async def _give(self, request: wire.ChunkRequest) -> None:
         window, owed = asyncio.Semaphore(GIVE_CALLS), dict.fromkeys(request.hashes)
@@ -85,7 +88,7 @@ class Dial:
                 async for message in messages:
                     await window.acquire()
                     owed.pop(chunks.hash_of(message), None)
-                    self._spawn(self._send(message, window))
+                    self._tasks.spawn(self._send(message, window))
         except PeerError:
             if owed:
                 await window.acquire()
@@ -99,15 +102,12 @@ class Dial:
         finally:
             window.release()
 
-    def _end_tasks(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
     async def close(self) -> None:
         """Stop sending, and close the link."""
         self._running.cancel()
-        self._end_tasks()
-        await asyncio.gather(self._running, *self._tasks, return_exceptions=True)
+        self._tasks.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._tasks.close()
         await self._link.close()
 
 

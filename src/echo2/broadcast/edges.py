@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
+from echo2.background import Background
 from echo2.broadcast.dial import AwaitedSource, Dial
 from echo2.broadcast.payloads import decode_payload
 from echo2.broadcast.serving import Server
@@ -25,14 +26,16 @@ class Edges:
     """A worker's sources and dials, by peer. `stripes`: number of connections per new source. Sources stay open between
     payloads: the congestion window of a new connection takes seconds to grow."""
 
-    def __init__(self, network: Network, intake: Intake, server: Server) -> None:
+    def __init__(
+        self, network: Network, intake: Intake, server: Server, on_error: Callable[[Exception], object]
+    ) -> None:
         self._network, self._intake, self._server = network, intake, server
         self._dialled: dict[str, DialledSource] = {}
         self._awaited: dict[str, AwaitedSource] = {}
         self._dials: dict[str, Dial] = {}
         self._addresses: dict[str, str] = {}
         self._revoked: frozenset[str] = frozenset()
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closing = Background(on_error)
         self.stripes = 1
 
     def handlers(self) -> Handlers:
@@ -152,9 +155,7 @@ class Edges:
                 self._close(kept.pop(name))
 
     def _close(self, end: Source | Dial) -> None:
-        task = asyncio.ensure_future(end.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+        self._closing.spawn(end.close())
 
     async def close(self) -> None:
         """Close every connection."""

@@ -10,11 +10,12 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from echo2.background import Background
 from echo2.broadcast import addresses
 from echo2.broadcast.payloads import decode_payload, encode_payload
 from echo2.broadcast.probe import DONE, FILLER, PIECE_BYTES, PROBE_BYTES
@@ -90,7 +91,7 @@ class OriginNode:
         self._progress: dict[str, Progress] = {}
         self._turn, self._turn_began, self._turn_until = "", 0.0, 0.0
         self._dialling: dict[str, asyncio.Task[None]] = {}
-        self._chores: set[asyncio.Task[None]] = set()
+        self._chores = Background(on_error)
         self._is_closed = False
         self.finished: dict[PayloadId, set[str]] = {}
         self.suspects: dict[str, str] = {}
@@ -125,7 +126,7 @@ class OriginNode:
         if worker_id in self._dialling:
             self._dialling.pop(worker_id).cancel()  # at most one dial-back per worker, however often it joins
         if address:
-            self._dialling[worker_id] = self._spawn(self._dial_back(worker_id, hello, address))
+            self._dialling[worker_id] = self._chores.spawn(self._dial_back(worker_id, hello, address))
 
     def stored(self, hash_: bytes, data: bytes) -> None:
         """Keep a verified chunk in memory, from where it is served without reading it from disk."""
@@ -188,9 +189,7 @@ class OriginNode:
         """Cancel all transfers and tasks, and wait until they have ended."""
         self._is_closed = True
         self._server.close()
-        for task in self._chores:
-            task.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await self._chores.close()
         self._disk.shutdown(wait=True, cancel_futures=True)
 
     # ---- events and commands -------------------------------------------------------------------------------------
@@ -223,12 +222,6 @@ class OriginNode:
     def _name_suspect(self, command: do.NameSuspect) -> None:
         self.suspects[command.worker_id] = command.reason
         log.warning("%s is suspected: %s", command.worker_id, command.reason)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(coroutine)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        return task
 
     async def _dial_back(self, worker_id: str, hello: wire.WorkerHello, address: str) -> None:
         link = self._dial(worker_id, address)

@@ -10,10 +10,11 @@ import asyncio
 import math
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from echo2.background import Background
 from echo2.broadcast.edges import ORIGIN, Edges
 from echo2.broadcast.probe import NO_LINK, Rates, measure
 from echo2.broadcast.reports import Reports
@@ -96,15 +97,15 @@ class PeerNode:
         self._cache = ChunkCache(store, self._disk)
         self._server = Server(self._cache, self._expects)
         self._server.allowance.add(payload_bytes=max((each.content_bytes for each in store.manifests()), default=0))
-        self._edges = Edges(network, self, self._server)
-        self._reports = Reports(link)
+        self._edges = Edges(network, self, self._server, on_error)
+        self._reports = Reports(link, on_error)
         self._fetching: _Fetching | None = None
         self._unwritten: list[tuple[str, bytes, memoryview]] = []  # (source, hash, bytes) of chunks
         self._unwritten_bytes = 0  # of these chunks, and of those being written
         self._wrote, self._is_writing = asyncio.Event(), False
         self._asked: dict[PayloadId, float] = {}
         self._wake: asyncio.TimerHandle | None = None
-        self._chores: set[asyncio.Task[Any]] = set()
+        self._chores = Background(on_error)
         self._measuring: asyncio.Task[None] | None = None
         self._is_closed = False
         self.rates: Rates | None = None
@@ -137,7 +138,7 @@ class PeerNode:
         self._happen(ev.OriginBack())
         self._tell_rates()  # a restarted head does not know them
         if self.rates is None and self._measuring is None:
-            self._measuring = self._spawn(self._measure())
+            self._measuring = self._chores.spawn(self._measure())
 
     def disconnected(self) -> None:
         """Handle the loss of the head. Transfers between peers continue."""
@@ -151,7 +152,7 @@ class PeerNode:
             self._asked[self._fetching.payload] = -math.inf
         self._fetching = _Fetching(manifest, missing)
         self._server.allowance.add(payload_bytes=self._fetching.bytes_total)
-        self._spawn(self._tell_progress(self._fetching))
+        self._chores.spawn(self._tell_progress(self._fetching))
         self._happen(ev.PayloadWanted(manifest.payload, manifest.hashes, frozenset(missing)))
         self._server.reconsider()
 
@@ -194,9 +195,7 @@ class PeerNode:
         self._server.close()
         if self._wake is not None:
             self._wake.cancel()
-        for task in self._chores:
-            task.cancel()
-        await asyncio.gather(*self._chores, return_exceptions=True)
+        await self._chores.close()
         await self._reports.close()
         await self._edges.close()
         await self._network.close()
@@ -230,12 +229,6 @@ class PeerNode:
         self.stop_fetching(command.payload)
         self._on_gone(command.payload)
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(coroutine)
-        self._chores.add(task)
-        task.add_done_callback(self._chores.discard)
-        return task
-
     # ---- storing and relaying chunks -----------------------------------------------------------------------------
 
     async def keep(self, source: str, hash_: bytes, message: bytes, data: memoryview) -> None:
@@ -255,7 +248,7 @@ class PeerNode:
         self._cache.arrived(hash_, message)  # the cache holds more bytes than may be unwritten
         if not self._is_writing:
             self._is_writing = True
-            self._spawn(self._write())
+            self._chores.spawn(self._write())
 
     async def _write(self) -> None:
         """Write the unwritten chunks, in batches gathered over `GATHERING_SECONDS`."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from echo2.background import spawn
 from echo2.broadcast.payloads import encode_payload
 from echo2.control.broadcast.origin_events import Tally
 from echo2.errors import LinkError, PeerError
@@ -22,11 +23,12 @@ NEWS_MAX = 1000
 class Reports:
     """Sends reports one after the other, so that the origin receives them in order."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, on_error: Callable[[Exception], object]) -> None:
         self._link = link
         self._news: deque[wire.FetchReport] = deque(maxlen=NEWS_MAX)
         self._is_connected = False
         self._sending: asyncio.Task[None] | None = None
+        self._on_error = on_error
 
     def failed(self, payload: PayloadId, source: str, failure: str) -> None:
         """Report that a source was given up."""
@@ -65,7 +67,7 @@ class Reports:
 
     def _start(self) -> None:
         if self._is_connected and (self._sending is None or self._sending.done()):
-            self._sending = asyncio.ensure_future(self._send())
+            self._sending = spawn(self._send(), self._on_error)
 
     async def _send(self) -> None:
         while self._news and self._is_connected:

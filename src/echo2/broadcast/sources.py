@@ -6,16 +6,20 @@ A source can have several requests under way. Its first failure ends all of them
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import aclosing
 from typing import Protocol
 
+from echo2.background import Background
 from echo2.broadcast.payloads import REQUEST_CHUNKS_MAX, encode_payload
 from echo2.errors import LinkError, PeerError
 from echo2.transport import chunks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.types import PayloadId
+
+log = logging.getLogger(__name__)
 
 #: Timeout for connecting to a source.
 DIAL_SECONDS = 5.0
@@ -86,7 +90,7 @@ class DialledSource(Source):
         super().__init__(source, intake)
         self.address = address
         self._links = links
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Background(self._fetching_failed)
         self._was_reached = False
         self._patience: asyncio.TimerHandle | None = None
 
@@ -111,9 +115,7 @@ class DialledSource(Source):
             dealt = hashes[number :: self.stripes]
             for start in range(0, len(dealt), REQUEST_CHUNKS_MAX):
                 part = dealt[start : start + REQUEST_CHUNKS_MAX]
-                task = asyncio.ensure_future(self._fetch(link, payload, part))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._tasks.spawn(self._fetch(link, payload, part))
         if not self._was_reached and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(DIAL_SECONDS, self._was_not_reached)
 
@@ -140,6 +142,10 @@ class DialledSource(Source):
         except LinkError:
             self.fail("broken" if self._was_reached else "unreachable")
 
+    def _fetching_failed(self, error: Exception) -> None:
+        log.error("a request to %s failed", self.source, exc_info=error)
+        self.fail("broken")
+
     async def _is_good(self, message: bytes, awaited: dict[bytes, None]) -> bool:
         try:
             await self.take(message, awaited)
@@ -151,10 +157,7 @@ class DialledSource(Source):
 
     def cancel(self) -> None:
         """As `Source.cancel`."""
-        own = asyncio.current_task()  # None when called by a timer
-        for task in self._tasks:
-            if task is not own:
-                task.cancel()
+        self._tasks.cancel()
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
@@ -162,6 +165,6 @@ class DialledSource(Source):
     async def close(self) -> None:
         """As `Source.close`."""
         self.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.close()
         for link in self._links:
             await link.close()

@@ -6,14 +6,15 @@
     rollouts_per_second = 0.31      # without the reward; leave it out and `echo2 probe` on such a machine tells you
     count = 12
 
-Every field, its meaning and its default: `Offer`. What may be unknown is the rate alone.
+Every field, its meaning and its default: `Offer`. What may be unknown is the rate alone. A rate that was measured with
+another model says with which (`parameters`, `max_tokens`), and is scaled to the run.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,9 @@ COUNT_MAX = 10_000
 #: No price, rate or duration of a machine is larger; infinity is none.
 NUMBER_MAX = 1e9
 
+#: A smaller model is not faster: starting a decoding step then takes longer than reading its weights.
+PARAMETERS_MIN = 1e8
+
 Amount = Annotated[float, Meta(ge=0.0, le=NUMBER_MAX)]
 Positive = Annotated[float, Meta(gt=0.0, le=NUMBER_MAX)]
 
@@ -37,7 +41,8 @@ class Offer:
     """`count` equal machines. `spread`: standard deviation of the logarithm of one group's duration. `groups_per_batch`
     0: as the run has it. `reliability`: share of its rollouts that count. `mean_life_hours` 0: it stays until released;
     a lost one is back, or replaced, after `replace_seconds`. `memory_gb`: of the GPU that a worker has there, or of the
-    machine without one; 0: not known. `rent` and `release`: commands, without a shell, that get
+    machine without one; 0: not known. `parameters` and `max_tokens`: of the model that the rate is for, and of its
+    answers; 0: those of the run. `rent` and `release`: commands, without a shell, that get
     one machine, start `echo2 worker {ticket} --offer {name}` there, and give it back.
     """
 
@@ -53,8 +58,23 @@ class Offer:
     replace_seconds: Amount = 300.0
     count: Annotated[int, Meta(ge=1, le=COUNT_MAX)] = 1
     memory_gb: Amount = 0.0
+    parameters: Annotated[float, Meta(ge=0.0, le=1e15)] = 0.0
+    max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     rent: str = ""
     release: str = ""
+
+    def scaled_to(self, parameters: float | None, max_tokens: int) -> Offer:
+        """Return the offer with its rate for a model of so many parameters (None: unknown), whose answers have at most
+        so many tokens. A guess: each token reads all weights once."""
+        rate = self.rollouts_per_second
+        if rate is None:
+            return self
+        if self.max_tokens:
+            rate *= self.max_tokens / max_tokens
+        if self.parameters and parameters:
+            rate *= max(self.parameters, PARAMETERS_MIN) / max(parameters, PARAMETERS_MIN)
+        others = 0.0 if parameters else self.parameters
+        return replace(self, rollouts_per_second=min(NUMBER_MAX, rate), parameters=others, max_tokens=0)
 
     @property
     def availability(self) -> float:

@@ -49,7 +49,10 @@ class ModelConfig:
     ] = field(default_factory=dict)
     snapshot_dtype: Annotated[
         Literal["float32", "bfloat16"],
-        _doc("Precision of the weights that workers receive. The learner always keeps float32."),
+        _doc(
+            "Precision of the weights that workers receive. What is trained stays float32 at the learner; a frozen "
+            "model under adapters is rounded there, too."
+        ),
     ] = "float32"
     compute_dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],

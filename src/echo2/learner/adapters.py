@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file
@@ -38,7 +38,7 @@ from echo2.weights.adapter_files import (
     check_same_settings,
     lora_targets,
 )
-from echo2.weights.model_files import find_model, read_base_model
+from echo2.weights.model_files import find_model, read_base_model, rounded
 
 
 class BaseModel:
@@ -201,18 +201,30 @@ class _Alone(Policy):
         yield
 
 
-def load_base(path: str, device: str, mesh: Mesh | None = None) -> BaseModel:
-    """Load the model of a directory or hub id in the precision in which it is stored. On a CPU, a model in 16 bits is
-    loaded in float32, whose products are up to a hundred times faster there. `mesh`: the ranks that it is cut over.
+def load_base(
+    path: str, device: str, mesh: Mesh | None = None, dtype: Literal["stored", "bfloat16"] = "stored"
+) -> BaseModel:
+    """Load the model of a directory or hub id, as it is stored or rounded to bfloat16. Learner and workers have the
+    same weights: on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there. `mesh`:
+    the ranks that the model is cut over.
 
     Raises:
         UserError: the model or the device is not usable.
     """
     directory = find_model(path)
     snapshot = read_base_model(directory)
+    is_rounded = dtype == "bfloat16" and "F32" in {tensor.dtype for tensor in snapshot.tensors.values()}
+    if is_rounded:
+        snapshot = rounded(snapshot)
     is_half = {tensor.dtype for tensor in snapshot.tensors.values()} <= {"BF16", "F16"}
-    dtype = "float32" if is_half and pick_device(device).type == "cpu" else "stored"
-    return BaseModel(load_policy(str(directory), dtype, device, mesh), snapshot)
+    on_cpu = pick_device(device).type == "cpu"
+    held = "float32" if is_half and on_cpu else "bfloat16" if is_half and is_rounded else "stored"
+    policy = load_policy(str(directory), held, device, mesh)
+    if is_rounded and held != "bfloat16":
+        for tensor in policy.state().values():
+            if tensor.dtype == torch.float32:
+                tensor.copy_(tensor.to(torch.bfloat16))
+    return BaseModel(policy, snapshot)
 
 
 def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Policy:
@@ -224,7 +236,8 @@ def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Polic
     """
     if not config.lora.rank:
         return load_policy(config.model.path, "float32", device, mesh)
-    adapter = load_base(config.model.path, device, mesh).adapter(config.lora, config.run.seed)
+    dtype: Literal["stored", "bfloat16"] = "bfloat16" if config.model.snapshot_dtype == "bfloat16" else "stored"
+    adapter = load_base(config.model.path, device, mesh, dtype).adapter(config.lora, config.run.seed)
     if config.lora.path:
         adapter.begin_with(Path(config.lora.path))
     return adapter

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from echo2.background import spawn
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.learner.sending import (
@@ -88,6 +89,7 @@ class HeadClient:
         self._patience_seconds = patience_seconds
         self._epoch = 0  # of the last welcome
         self._session: asyncio.Task[None] | None = None
+        self._fault: Exception | None = None  # of the session: orders to stop are not heard any more
         self._on_stop = on_stop
         self.is_stopping = False  # calls no longer wait for an absent head
         self._joins = 0
@@ -110,6 +112,7 @@ class HeadClient:
         seen: set[int] = set()
         patience = Patience("TakeGroups", self._patience_seconds)
         while True:
+            self._check()
             joins = self._joins
             try:
                 async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=step, epoch=self._epoch)):
@@ -242,7 +245,7 @@ class HeadClient:
             raise LinkError(f"the head did not welcome this learner within {CALL_SECONDS:.0f} s") from error
         if self._session is not None:
             self._session.cancel()
-        self._session = asyncio.ensure_future(self._attend(session))
+        self._session = spawn(self._attend(session), self._session_failed)
         self._epoch = welcome.epoch
         self.lineage, self.max_steps, self.published = welcome.lineage, welcome.max_steps, set(welcome.published)
         self._base_models = set(welcome.base_models)
@@ -256,6 +259,13 @@ class HeadClient:
                     self._on_stop(order.stop)
         except (LinkError, PeerError) as error:
             log.info("the session with the head ended: %s", error)
+
+    def _session_failed(self, error: Exception) -> None:
+        self._fault = error
+
+    def _check(self) -> None:
+        if self._fault is not None:
+            raise InvariantError(f"the session with the head failed: {self._fault!r}") from self._fault
 
     async def _join_again(self, joins: int) -> None:
         """Say hello, unless another call has done so since `joins` was read."""
@@ -345,6 +355,7 @@ class HeadClient:
         """
         patience = Patience(what, self._patience_seconds)
         while True:
+            self._check()
             joins = self._joins
             try:
                 return await attempt()

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from echo2.addresses import LOOPBACK, family, join
+from echo2.background import Background
 from echo2.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.loop_thread import LoopThread
@@ -148,7 +149,8 @@ class OtherRanks:
         self._listening = _listening(host) if num else None
         self._token = secrets.token_bytes(32)
         self._streams: dict[int, Streams] = {}
-        self._greetings: set[asyncio.Task[None]] = set()
+        self._greetings = Background(self._greeting_failed)
+        self._fault: Exception | None = None
         self._are_here = asyncio.Event()
         self._server: asyncio.Server | None = None
 
@@ -170,6 +172,8 @@ class OtherRanks:
         """
         if self._num:
             await self._are_here.wait()
+        if self._fault is not None:
+            raise RuntimeError("a rank could not be let in") from self._fault
         for rank, (_, writer) in self._streams.items():
             try:
                 await _write(writer, _Call(verb, ref, epoch))
@@ -201,15 +205,16 @@ class OtherRanks:
             self._server.close()
         elif self._listening is not None:
             self._listening.close()
-        for greeting in self._greetings:
-            greeting.cancel()
+        self._greetings.cancel()
         for _, writer in self._streams.values():
             writer.close()
 
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        greeting = asyncio.ensure_future(self._let_in(reader, writer))
-        self._greetings.add(greeting)
-        greeting.add_done_callback(self._greetings.discard)
+        self._greetings.spawn(self._let_in(reader, writer))
+
+    def _greeting_failed(self, error: Exception) -> None:
+        self._fault = error
+        self._are_here.set()
 
     async def _let_in(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         is_rank = False

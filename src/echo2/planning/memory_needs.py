@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,21 @@ from rich.table import Table
 
 from echo2.config import Config
 from echo2.config.offers import Offer
-from echo2.control.capacity.fitting import LearnerMemoryNeed, MemoryNeed, check_fits, learner_need, worker_need
+from echo2.control.capacity.fitting import (
+    DoesNotFitError,
+    LearnerMemoryNeed,
+    MemoryNeed,
+    check_fits,
+    learner_need,
+    worker_need,
+)
 from echo2.control.capacity.memory import GB, ModelShape, read_shape
 from echo2.planning.units import size
 from echo2.rundir import read_json
 from echo2.types import Hardware
 
+#: Settings that are changed together, at most, to make a run fit.
+CHANGES_MAX = 3
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
 
@@ -74,21 +84,49 @@ def _learner_remedies(config: Config) -> str:
     return f"Set {adapter}{fewer}{local}a lower sampling.max_tokens, or take a larger machine."
 
 
-def memory_needs(
-    config: Config, shape: ModelShape, hardware: Hardware, offers: Sequence[Offer]
-) -> tuple[LearnerMemoryNeed, MemoryNeed]:
-    """Return the memory needs of the learner and of a worker on this hardware. A worker must also fit every offer that
-    states its memory.
+def offers_that_fit(
+    config: Config, shape: ModelShape, offers: Sequence[Offer]
+) -> tuple[tuple[Offer, ...], dict[str, str]]:
+    """Return the offers whose machines can hold a worker, as far as is known, and of each other the reason.
 
     Raises:
-        UserError: the learner or a worker does not fit.
+        DoesNotFitError: none can.
     """
-    learner = learner_that_fits(config, shape, hardware)
+    fitting, left_out = [], {}
     for offer in offers:
         if offer.memory_gb:
             machine = Hardware(int(offer.memory_gb * GB), (int(offer.memory_gb * GB),))
-            worker_that_fits(config, shape, machine, f"A worker on {offer.name!r}")
-    return learner, worker_need(config, shape, hardware)
+            try:
+                worker_that_fits(config, shape, machine, f"A worker on {offer.name!r}")
+            except DoesNotFitError as error:
+                left_out[offer.name] = error
+                continue
+        fitting.append(offer)
+    if not fitting:
+        raise next(iter(left_out.values()))
+    return tuple(fitting), {name: str(error).partition(")")[0] + ")" for name, error in left_out.items()}
+
+
+def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:
+    """Yield changes of settings with which learner and workers need less, fewest changes first."""
+    axes: list[tuple[str, list[Any]]] = [
+        ("learner.tokens_per_microbatch", ["auto"] if config.learner.tokens_per_microbatch != "auto" else []),
+        ("sampling.groups_per_batch", _halves(config.sampling.groups_per_batch)),
+        ("model.snapshot_dtype", ["bfloat16"] if config.model.snapshot_dtype != "bfloat16" else []),
+        ("workers.count", [0] if config.workers.count else []),
+        ("learner.ranks", [config.learner.ranks << power for power in (1, 2, 3)]),
+        ("lora.rank", [16] if not config.lora.rank and config.learner.tensor_parallel == 1 else []),
+        ("sampling.max_tokens", _halves(config.sampling.max_tokens)),
+    ]
+    for number in range(1, CHANGES_MAX + 1):
+        for chosen in itertools.combinations(axes, number):
+            names = [name for name, _ in chosen]
+            for values in itertools.product(*(values for _, values in chosen)):
+                yield {name: str(value) for name, value in zip(names, values, strict=True)}
+
+
+def _halves(value: int) -> list[int]:
+    return [value >> power for power in range(1, value.bit_length())]
 
 
 def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, Any]:

@@ -34,7 +34,16 @@ HARDLY_LESS = 1.1
 #: Forecasts of a run with the same machines, each with its own seed.
 WALKS = 3
 _MAX_TRIES = 50
-_MAX_STALENESS_SHOWN = 64
+
+
+class NoPlanError(UserError):
+    """These inputs are valid, and have no plan; `planning/remedies.py` finds others that have one. `missing`: the
+    shortfall in rollouts per second, if that is why. Where a budget is: `usd`, the price of the cheapest plan, and
+    `steps`, as many as the budget pays for.
+    """
+
+    missing, usd, steps = 0.0, 0.0, 0
+    inputs: PlanInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,8 +176,17 @@ def make_plan(inputs: PlanInputs) -> Plan:
     """Return the cheapest plan that keeps the learner busy.
 
     Raises:
-        UserError: there is none; the message has the missing number and what would supply it.
+        NoPlanError: there is none; the message has the missing number.
+        UserError: an input is wrong.
     """
+    try:
+        return _make_plan(inputs)
+    except NoPlanError as error:
+        error.inputs = inputs
+        raise
+
+
+def _make_plan(inputs: PlanInputs) -> Plan:
     _check(inputs)
     pool = inputs.candidates()
     best = _frugal(inputs, pool, None) if inputs.max_staleness == 0 else _search(inputs, pool)
@@ -177,20 +195,34 @@ def make_plan(inputs: PlanInputs) -> Plan:
     frugal = _frugal(inputs, pool, best)
     if frugal.usd > inputs.budget_usd:
         start_usd = frugal.usd - inputs.steps * frugal.usd_per_step
-        affordable = max(0, math.floor((inputs.budget_usd - start_usd) / frugal.usd_per_step - 1e-9))
-        pays = (
-            f"pays for {affordable} steps (--run.max_steps {affordable})" if affordable else "does not pay for one step"
-        )
-        raise UserError(
+        error = NoPlanError(
             f"A budget of ${_usd(inputs.budget_usd)} is too small: the cheapest plan costs ${_usd(frugal.usd)} for "
-            f"{inputs.steps} steps, ${_usd(frugal.usd - inputs.budget_usd)} more. It {pays}; keeping the learner busy "
-            f"costs ${_usd(best.usd)}."
+            f"{inputs.steps} steps, ${_usd(frugal.usd - inputs.budget_usd)} more; keeping the learner busy costs "
+            f"${_usd(best.usd)}."
         )
+        error.usd = frugal.usd
+        error.steps = max(0, math.floor((inputs.budget_usd - start_usd) / frugal.usd_per_step - 1e-9))
+        raise error
     return replace(frugal, binds="budget")
 
 
 def _usd(value: float) -> str:
     return f"{value:.2f}" if value >= 1 else f"{value:.2g}"
+
+
+def may_have_plan(inputs: PlanInputs) -> bool:
+    """Whether these inputs could have a plan with the whole staleness bound, by the formulas alone."""
+    pool = inputs.candidates()
+    for pair in _pairs(inputs):
+        if pair[0] != inputs.max_staleness:  # a smaller bound allows no more
+            continue
+        try:
+            _draft(inputs, *pair, pool, inputs.gamma)
+        except UserError:
+            continue
+        if least_idle(inputs, *pair) <= inputs.max_idle:
+            return True
+    return not inputs.max_staleness
 
 
 def by_staleness(inputs: PlanInputs) -> list[Plan]:
@@ -227,7 +259,7 @@ def _check(inputs: PlanInputs) -> None:
         )
     most = max(1, inputs.max_staleness)
     if inputs.publish_every is not None and not 1 <= inputs.publish_every <= most:
-        raise UserError(
+        raise NoPlanError(
             f"--publish-every {inputs.publish_every} with max_staleness = {inputs.max_staleness} cannot be planned: "
             f"use 1 to {most}, or a larger max_staleness."
         )
@@ -250,11 +282,11 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
         try:
             draft = _draft(inputs, *pair, pool, inputs.gamma)
         except UserError as error:
-            refusals.append((pair, error))
+            refusals.append(error)
             continue
         drafts.append((inputs.usd_per_step(draft.selection.usd_per_hour, inputs.train_seconds), pair))
     if not drafts:
-        raise _explained(inputs, pool, refusals)
+        raise _nearest(refusals)
     least = min(usd for usd, _ in drafts)
     drafts.sort(key=lambda item: (math.floor((item[0] / least - 1) / SAME_COST) if least else 0, item[1]))
     best: Plan | None = None
@@ -277,11 +309,10 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
                 break
             tried.append((plan.rate, idlest))
     if best is None:
-        raise UserError(
+        raise NoPlanError(
             f"All the offers together reach the rate, and the learner would still wait {idlest:.1%} of the time, more "
             f"than {inputs.max_idle:.1%}: batches of {inputs.groups_per_batch} groups take too long beside "
-            f"{inputs.train_seconds:.4g} s of training. Use a smaller sampling.groups_per_batch, a larger "
-            "max_staleness, or --max-idle."
+            f"{inputs.train_seconds:.4g} s of training."
         )
     return best
 
@@ -324,7 +355,7 @@ def _draft(
         selection = activation.choose(pool, factor * needed)
         machines = Counter(worker_id.rpartition("#")[0] for worker_id in selection.worker_ids)
         if selection.missing_rate:
-            raise _too_slow(inputs, pool, factor * needed, max_staleness, publish_every)
+            raise _too_slow(pool, factor * needed, max_staleness, publish_every)
         longer = inputs.broadcast_seconds(machines, publish_every)
         if longer <= seconds * (1 + 1e-6):
             return _Draft(selection, dict(machines), demand, needed)
@@ -364,7 +395,7 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
         if best is None or plan.usd_per_step < best.usd_per_step:
             best = plan
     if best is None:
-        raise UserError(
+        raise NoPlanError(
             "These machines are too slow for any plan: together they reach less than a tenth of the rate needed."
         )
     return best
@@ -429,43 +460,21 @@ def _fleet_set_by(demand: Demand) -> str:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-class _TooSlowError(UserError):
-    """All offers together do not reach the rate. `missing`: the shortfall in rollouts per second."""
-
-    missing = 0.0
-
-
 def _too_slow(
-    inputs: PlanInputs, pool: Sequence[activation.Candidate], target: float, max_staleness: int, publish_every: int
-) -> _TooSlowError:
+    pool: Sequence[activation.Candidate], target: float, max_staleness: int, publish_every: int
+) -> NoPlanError:
     have = math.fsum(one.rate for one in pool)
-    cheapest = min(inputs.offers, key=lambda offer: offer.price_usd_per_hour / offer.effective_rate)
-    more = math.ceil((target - have) / cheapest.effective_rate)
     all_of = f"all {len(pool)} machines together make" if len(pool) > 1 else "the one machine makes"
-    error = _TooSlowError(
+    error = NoPlanError(
         f"The offers cannot carry the rate: {all_of} {have:.4g} rollouts/s, "
         f"{target:.4g} are needed (max_staleness = {max_staleness}, publish_every = {publish_every}, safety factor "
-        f"included); {target - have:.4g} are missing. {more} more {cheapest.name!r} would do."
+        f"included); {target - have:.4g} are missing."
     )
     error.missing = target - have
     return error
 
 
-def _explained(
-    inputs: PlanInputs,
-    pool: Sequence[activation.Candidate],
-    refusals: Sequence[tuple[tuple[int, int], UserError]],
-) -> UserError:
-    """Return the refusal that is closest to a plan, with the max_staleness at which these machines would suffice."""
-    slow = [error for _, error in refusals if isinstance(error, _TooSlowError)]
-    chosen: UserError = min(slow, key=lambda error: error.missing) if slow else refusals[-1][1]
-    for max_staleness in range(inputs.max_staleness + 1, _MAX_STALENESS_SHOWN):
-        for publish_every in (inputs.publish_every,) if inputs.publish_every else range(1, max_staleness + 1):
-            try:
-                _draft(inputs, max_staleness, publish_every, pool, inputs.gamma)
-            except UserError:
-                continue
-            return UserError(
-                f"{chosen} Or, with these machines: max_staleness >= {max_staleness} (publish_every = {publish_every})."
-            )
-    return UserError(str(chosen))
+def _nearest(refusals: Sequence[UserError]) -> NoPlanError:
+    """Return the refusal that is closest to a plan."""
+    slow = [error for error in refusals if isinstance(error, NoPlanError)]
+    return min(slow, key=lambda error: error.missing) if slow else NoPlanError(str(refusals[-1]))

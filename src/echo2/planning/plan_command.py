@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
-from dataclasses import dataclass
+import shlex
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from echo2 import config as configuration
-from echo2.config.offers import load_offers
-from echo2.control.capacity.fitting import LearnerMemoryNeed, MemoryNeed
+from echo2.config.offers import Offer, load_offers
+from echo2.control.capacity.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, worker_need
 from echo2.control.capacity.memory import GB
 from echo2.control.head.checks import CHECK_SHARE
 from echo2.devices import this_machine
 from echo2.errors import UserError
 from echo2.planning.check_costs import check_costs
-from echo2.planning.memory_needs import memory_needs, model_shape, needs_as_dict, needs_table
+from echo2.planning.memory_needs import (
+    learner_that_fits,
+    model_shape,
+    needs_as_dict,
+    needs_table,
+    offers_that_fit,
+    settings_that_save_memory,
+)
 from echo2.planning.past_run import PastRun, read_past_run
-from echo2.planning.plan import BroadcastInputs, Plan, PlanInputs, by_staleness, make_plan
+from echo2.planning.plan import BroadcastInputs, NoPlanError, Plan, PlanInputs, by_staleness, make_plan
 from echo2.planning.rehearsal import rehearse
-from echo2.planning.snapshot_size import snapshot_bytes
+from echo2.planning.remedies import Remedy, remedies
+from echo2.planning.snapshot_size import SnapshotSize, offers_for, snapshot_size
 from echo2.planning.units import duration, size
 from echo2.reward.process import groups_at_once
 from echo2.reward.score import Scorer
@@ -44,28 +54,40 @@ class Basis:
     origin: str
 
 
+@dataclass(frozen=True, slots=True)
+class _Decided:
+    """A plan with all that it was made from. `needs`: of memory; None if the model's shape is unknown."""
+
+    plan: Plan
+    inputs: PlanInputs
+    sources: list[Basis]
+    needs: tuple[LearnerMemoryNeed, MemoryNeed] | None
+
+
 def run(options: argparse.Namespace) -> int:
     """Plan and print.
 
     Raises:
-        UserError: no plan exists, or an input is missing.
+        UserError: no plan exists, and the message has the nearest that does; or an input is missing.
     """
     config = configuration.load(options.config, options.overrides)
     past = read_past_run(options.source) if options.source is not None else None
-    inputs, sources = gather(config, options, past)
-    needs = _memory(config, options)
-    plan = make_plan(inputs)
+    try:
+        found = _decide(config, options, past)
+    except (NoPlanError, DoesNotFitError) as error:
+        raise UserError(f"{error} {_way_out(options, past, error)}".strip()) from error
+    plan, inputs = found.plan, found.inputs
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
-        rests = {one.name: [one.value, one.origin] for one in sources}
-        memory = needs_as_dict(*needs) if needs else None
+        rests = {one.name: [one.value, one.origin] for one in found.sources}
+        memory = needs_as_dict(*found.needs) if found.needs else None
         told = {"inputs": rests, "rehearsal": rehearsal and rehearsal.to_dict(), "memory": memory}
         print(json.dumps({**plan.to_dict(), **told}))
         return 0
     console = Console()
-    show(plan, by_staleness(inputs), inputs, sources, console)
+    show(plan, by_staleness(inputs), inputs, found.sources, console)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
-    console.print(needs_table(*needs) if needs else unknown, highlight=False)
+    console.print(needs_table(*found.needs) if found.needs else unknown, highlight=False)
     if rehearsal is not None:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
@@ -77,17 +99,22 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _memory(config: configuration.Config, options: argparse.Namespace) -> tuple[LearnerMemoryNeed, MemoryNeed] | None:
-    """Return the memory needs of learner and workers; None if the model's shape is unknown.
-
-    Raises:
-        UserError: the learner or a worker does not fit.
+def _decide(config: configuration.Config, options: argparse.Namespace, past: PastRun | None) -> _Decided:
+    """Raises:
+    NoPlanError: no plan exists.
+    DoesNotFitError: the learner does not fit, or a worker fits no offer.
+    UserError: an input is missing.
     """
-    shape, given = model_shape(config.model.path), options.learner_memory_gb
-    if shape is None:
-        return None
-    hardware = this_machine() if given is None else Hardware(int(given * GB), (int(given * GB),) * config.learner.ranks)
-    return memory_needs(config, shape, hardware, load_offers(options.offers))
+    inputs, sources = gather(config, options, past)
+    shape, given, needs = model_shape(config.model.path), options.learner_memory_gb, None
+    if shape is not None:
+        share = None if given is None else int(given * GB)
+        hardware = this_machine() if share is None else Hardware(share, (share,) * config.learner.ranks)
+        offers, left_out = offers_that_fit(config, shape, inputs.offers)
+        inputs = replace(inputs, offers=offers)
+        sources += [Basis(f"without {name!r}", "a worker does not fit", told) for name, told in left_out.items()]
+        needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
+    return _Decided(make_plan(inputs), inputs, sources, needs)
 
 
 def gather(
@@ -106,8 +133,7 @@ def gather(
     train_seconds = _train_seconds(options, past, sources)
     pace_seconds = max(train_seconds, _reward_seconds(config, options, past, sources))
     broadcast = _broadcast(config, options, past, sources)
-    offers = tuple(load_offers(options.offers))
-    sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
+    offers = _offers(config, options, sources)
     schedule, sampling = config.schedule, config.sampling
     inputs = PlanInputs(
         groups_per_step=schedule.groups_per_step,
@@ -126,6 +152,20 @@ def gather(
         budget_usd=options.budget,
     )
     return inputs, sources
+
+
+def _offers(config: configuration.Config, options: argparse.Namespace, sources: list[Basis]) -> tuple[Offer, ...]:
+    """Return the offers with rates for this run's model, as far as they are known."""
+    written, offers = load_offers(options.offers), tuple(offers_for(config, options.offers))
+    sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
+    scaled = [one for one, as_is in zip(offers, written, strict=True) if one != as_is]
+    if scaled:
+        rates = ", ".join(f"{offer.name} {offer.rollouts_per_second:.3g}/s" for offer in scaled)
+        sources.append(Basis("rates", rates, "guessed from another model; `echo2 probe` measures them"))
+    if others := [offer.name for offer in offers if offer.parameters]:
+        why = f"the size of {config.model.path!r} is not known here"
+        sources.append(Basis("rates", f"those of {', '.join(others)} are for another model", why))
+    return offers
 
 
 def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: list[Basis]) -> float:
@@ -166,8 +206,11 @@ def _broadcast(
     if options.broadcast_seconds is not None:
         sources.append(Basis("T_bcast", duration(options.broadcast_seconds), "--broadcast-seconds"))
         return BroadcastInputs(seconds=options.broadcast_seconds, reload_seconds=reload_seconds)
-    full = options.snapshot_bytes or snapshot_bytes(Path(config.model.path), config.model.snapshot_dtype)
+    found = SnapshotSize(options.snapshot_bytes) if options.snapshot_bytes else snapshot_size(config)
+    full = found.num_bytes
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
+    if found.base_bytes:
+        origin = f"the adapter alone; the model under it, {size(found.base_bytes)}, travels once; {origin}"
     sources.append(Basis("snapshot", size(full), origin))
     delta = options.delta_bytes
     if delta is not None:
@@ -183,6 +226,65 @@ def _broadcast(
     given = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
     sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", given))
     return BroadcastInputs(full, delta, uplink * 1e6, reload_seconds=reload_seconds, at_least_seconds=least)
+
+
+# ---- where there is no plan ------------------------------------------------------------------------------------------
+
+
+def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanError | DoesNotFitError) -> str:
+    """Return the nearest plans that exist, the first as the command that prints it; "" if none was found."""
+    if isinstance(error, NoPlanError):
+        return _told(options, {}, remedies(error))
+    config = configuration.load(options.config, options.overrides)
+    memory = options.learner_memory_gb or max(1, round(this_machine().memory_bytes / GB))
+    larger = ({"--learner-memory-gb": f"{memory * 2**power:g}"} for power in range(1, 7))
+    saving = ({f"--{name}": value for name, value in one.items()} for one in settings_that_save_memory(config))
+    for changes in itertools.chain(saving, larger):
+        settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
+        given = float(changes["--learner-memory-gb"]) if not settings else options.learner_memory_gb
+        asked = argparse.Namespace(**{**vars(options), "learner_memory_gb": given})
+        try:
+            changed = configuration.load(options.config, {**options.overrides, **settings})
+            plan = _decide(changed, asked, past).plan
+        except NoPlanError as refusal:
+            if found := remedies(refusal):
+                return _told(options, changes, found)
+        except UserError:
+            continue
+        else:
+            return f"A plan that works: `{_command(options, changes)}` ({_in_short(plan)})."
+    return ""
+
+
+def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Remedy]) -> str:
+    if not found:
+        return ""
+    edits, others = _edits(found[0], options.offers), []
+    for one in found[1:]:
+        flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in one.flags.items()]
+        others.append(" and ".join([*flags, *_edits(one, options.offers)]))
+    first = f"`{_command(options, {**changes, **found[0].flags})}` ({_in_short(found[0].plan)})"
+    before = f"with {' and '.join(edits)}: " if edits else ""
+    return f"A plan that works: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
+
+
+def _edits(remedy: Remedy, offers: Path) -> list[str]:
+    return [f"count = {count} for {name!r} in {offers}" for name, count in remedy.counts.items()]
+
+
+def _in_short(plan: Plan) -> str:
+    machines = ", ".join(f"{count} x {name}" for name, count in plan.machines.items())
+    return f"{machines}; ${plan.usd_per_step:.3g} a step, the learner waits {plan.prediction.steady_idle_ratio:.1%}"
+
+
+def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
+    """Return the command that was given, with these flags changed; an empty value takes a flag away."""
+    words = [word for word in options.given if word not in ("--json", "--rehearse")]
+    for flag, value in changes.items():
+        for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == flag]):
+            del words[at : at + (1 if "=" in words[at] else 2)]
+        words += [flag, value] if value else []
+    return shlex.join(["echo2", *words])
 
 
 # ---- for people ------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from echo2 import config as configuration
 from echo2.errors import UserError
 from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
+from echo2.planning.snapshot_size import num_parameters
 from echo2.rollout.engine import Engine
 from echo2.types import RolloutGroup
 
@@ -44,7 +45,8 @@ class RewardTime:
 @dataclass(frozen=True, slots=True)
 class Measured:
     """`rollouts_per_second` over all counted batches; `standard_error`: of that mean, from batch to batch; `spread`:
-    standard deviation of the logarithm of a group's duration.
+    standard deviation of the logarithm of a group's duration. `parameters` and `max_tokens`: of the model that was
+    measured and of its answers; 0: unknown.
     """
 
     rollouts_per_second: float
@@ -57,6 +59,8 @@ class Measured:
     seconds: float
     group_size: int = 1
     rewards: RewardTime | None = None
+    parameters: float = 0.0
+    max_tokens: int = 0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -97,6 +101,8 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
             f"name = {json.dumps(name)}",
             f"price_usd_per_hour = {price_usd_per_hour:g}" + ("" if price_usd_per_hour else "  # put in yours"),
             f"rollouts_per_second = {measured.rollouts_per_second:.4g}",
+            *([f"parameters = {measured.parameters:g}"] if measured.parameters else []),
+            *([f"max_tokens = {measured.max_tokens}"] if measured.max_tokens else []),
             f"spread = {measured.spread:.2f}",
             f"groups_per_batch = {measured.groups_per_batch}",
             "count = 1",
@@ -158,6 +164,8 @@ async def _measure(
         seconds=took,
         group_size=config.sampling.group_size,
         rewards=None if config.tasks.environment else await _reward_time(config, sampler, groups[:GROUPS_SCORED]),
+        parameters=float(f"{num_parameters(config.model.path) or 0:.3g}"),
+        max_tokens=config.sampling.max_tokens,
     )
 
 

@@ -14,9 +14,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from echo2.background import spawn
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure
 from echo2.sandbox.process import CodeFailure, CodeProcess
@@ -182,9 +184,17 @@ class RewardProcesses:
         if self._waiting and not self._is_asking:
             self._is_asking = True
             groups: list[_Group] = []
-            request = asyncio.ensure_future(self._request(groups))
+            request = spawn(self._request(groups), partial(self._request_failed, groups))
             self._requests[request] = groups
             request.add_done_callback(self._requests.pop)
+
+    def _request_failed(self, groups: list[_Group], error: Exception) -> None:
+        """Raise it where the groups are awaited; without a process, in all that wait for one."""
+        if not groups:
+            groups, self._waiting, self._is_asking = list(self._waiting), deque(), False
+        for group in groups:
+            if not group.answer.done():
+                group.answer.set_exception(error)
 
     async def _request(self, groups: list[_Group]) -> None:
         """Consumes: waiting groups. Produces: their answers. Waits for: a free process. If a process ended while it

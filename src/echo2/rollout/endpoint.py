@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 import time
@@ -21,11 +22,14 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from echo2.addresses import LOOPBACK, join
+from echo2.background import spawn
 from echo2.documents import parse_json
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.rollout.chat import ChatRollout
 from echo2.rollout.engine import Completion
 from echo2.rollout.recorded import CallRefused, RecordedRollout
+
+log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -98,7 +102,14 @@ class LoopbackEndpoint:
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = Server(config)
-        self._serving = asyncio.ensure_future(self._server.serve(sockets=[listening]))
+        self._serving = spawn(self._server.serve(sockets=[listening]), self._serving_failed)
+
+    def _serving_failed(self, error: Exception) -> None:
+        """Every rollout under way fails, for its harness can't call the model; the next `start` listens again."""
+        log.error("the endpoint of harnesses ended", exc_info=error)
+        self._server, self._port = None, 0
+        for rollout in self._rollouts.values():
+            rollout.recorded.fail("engine_failed", f"the endpoint ended: {error!r}")
 
     def open(self, recorded: RecordedRollout) -> dict[str, str]:
         """Serve one rollout. Returns what its harness needs to call the model: URL, key and model name."""

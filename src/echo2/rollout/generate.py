@@ -14,6 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
+from echo2.background import awaited
 from echo2.rollout.engine import Completion, Engine, RequestFailure, SampleRequest
 from echo2.rollout.harness import HarnessEnvironment, as_group
 from echo2.rollout.lockstep import Lockstep
@@ -112,7 +113,7 @@ async def _rollouts(
         outcome = await engine.submit(SampleRequest(assignment.prompt_tokens, seed, sample, params, stop=stop))
         return outcome if isinstance(outcome, RequestFailure) else _rollout(outcome)
 
-    tasks = [asyncio.ensure_future(one(sample)) for sample in range(assignment.lease.num_samples)]
+    tasks = [awaited(one(sample)) for sample in range(assignment.lease.num_samples)]
     for task in tasks:
         task.add_done_callback(lambda _: on_rollout())
     try:
@@ -154,7 +155,7 @@ async def sample_groups(
         else:
             on_group(replace(outcome, generate_seconds=clock() - started), assignment.lease)
 
-    tasks = [asyncio.ensure_future(one(assignment)) for assignment in assignments]
+    tasks = [awaited(one(assignment)) for assignment in assignments]
     try:
         await asyncio.gather(*tasks)
     finally:

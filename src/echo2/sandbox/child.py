@@ -18,12 +18,15 @@ import asyncio
 import faulthandler
 import importlib
 import inspect
+import os
 import queue
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, BinaryIO
 
+from echo2.background import Background
 from echo2.errors import UserError
 from echo2.sandbox import pipes
 from echo2.sandbox.plugins import traceback_of
@@ -65,12 +68,17 @@ def _handler(entry: str, setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]
 
 async def _serve_together(handler: Handler, requests: queue.Queue[dict[str, Any]], outbox: BinaryIO) -> None:
     """Consumes: requests. Produces: answers, in the order in which they are ready. Waits for: the parent."""
-    tasks: set[asyncio.Task[None]] = set()
+    answering = Background(_broken)
     while True:
         request = await asyncio.to_thread(requests.get)
-        task = asyncio.ensure_future(_answer_later(handler, request, outbox))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
+        answering.spawn(_answer_later(handler, request, outbox))
+
+
+def _broken(error: Exception) -> None:
+    """End the process: the parent hears of that, and of the last words, and would wait for the answer in vain."""
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)
 
 
 async def _answer_later(handler: Handler, request: dict[str, Any], outbox: BinaryIO) -> None:

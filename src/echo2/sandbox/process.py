@@ -8,14 +8,19 @@ and the next call starts another.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from echo2.background import spawn, unforeseen
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.sandbox import pipes
+
+log = logging.getLogger(__name__)
 
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge, a game or a word list
 EXIT_SECONDS = 1.0  # from the end of the child's pipe to its exit, if it ends by itself
@@ -121,7 +126,7 @@ class CodeProcess:
                 await self._lose(self._child, "went away")
             self._child = child = _Child(await self._spawn())
             self.num_started += 1
-            child.reader = asyncio.ensure_future(self._read_answers(child))
+            child.reader = spawn(self._read_answers(child), partial(self._reading_failed, child))
             try:
                 self._check_open()
                 self._said = await self._ask(child, self._setup, STARTUP_SECONDS, "loading the user's code")
@@ -202,6 +207,16 @@ class CodeProcess:
         except PeerError as error:
             await self._lose(child, f"sent {error}")
 
+    def _reading_failed(self, child: _Child, error: Exception) -> None:
+        """No answer of this child can arrive any more."""
+        if self._child is child:
+            self._child = None
+        self._ending(child.process, 0.0)
+        for call in child.calls.values():
+            if not call.answer.done():
+                call.answer.set_exception(error)
+                call.answer.exception()  # its caller may be gone
+
     async def _lose(self, child: _Child, problem: str, advice: str = "", grace_seconds: float = 0.0) -> None:
         """End this child; its calls in flight fail with `problem` (empty: with how the child ended)."""
         if self._child is child:
@@ -221,7 +236,7 @@ class CodeProcess:
                     call.answer.exception()  # its caller may be gone
 
     def _ending(self, process: asyncio.subprocess.Process, grace_seconds: float) -> asyncio.Task[int | None]:
-        ending = asyncio.ensure_future(_kill(process, grace_seconds))
+        ending = spawn(_kill(process, grace_seconds), unforeseen(log, f"ending {self._name}"))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
         return ending

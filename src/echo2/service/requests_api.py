@@ -11,6 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from echo2.background import awaited
 from echo2.errors import PeerError, UserError
 from echo2.service.access import Caller
 from echo2.service.backend import ModelSpec
@@ -133,10 +134,12 @@ class RequestsApi:
     async def retrieve_future(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return the outcome of a request. The poll is held open until the request has ended."""
         given = parse(FutureBody, body)
-        waiting = asyncio.ensure_future(self._dispatcher.wait(given.request_id, caller.tenant, POLL_SECONDS))
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        waiting = awaited(self._dispatcher.wait(given.request_id, caller.tenant, POLL_SECONDS))
+        stopping = awaited(self._stopping.wait())
         try:
-            await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
+            for one in ended:
+                one.result()
             row = await waiting if waiting.done() else self._dispatcher.find(given.request_id, caller.tenant)
         finally:
             waiting.cancel()

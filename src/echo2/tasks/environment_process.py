@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from echo2.background import spawn, unforeseen
 from echo2.errors import UserError
 from echo2.sandbox.child import Handler
 from echo2.sandbox.process import CodeFailure, CodeProcess
@@ -197,10 +198,9 @@ class EnvironmentProcess:
 
     def _finished(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run `work` to its end even if the caller is cancelled."""
-        task = asyncio.ensure_future(work)
+        task = spawn(work, unforeseen(log, f"the environment {self._spec}"))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: its caller may be gone
         return asyncio.shield(task)
 
 

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from echo2.background import spawn, unforeseen
 from echo2.errors import UserError
 from echo2.sandbox.child import Handler
 from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.sandbox.process import CodeProcess
 from echo2.tasks.loopback_model import LoopbackModel
 from echo2.tasks.own_python import own_python
+
+log = logging.getLogger(__name__)
 
 OWN, VERIFIERS, OPENENV = "harness:", "verifiers", "openenv:"
 #: Time that a rollout may take beyond its own limit before its process is killed.
@@ -63,8 +67,8 @@ class HarnessProcess:
             UserError: the rollout failed, took over `seconds`, or its process died.
         """
         request = {"columns": dict(columns), "seed": seed, "model": dict(model), "seconds": seconds}
-        call = asyncio.ensure_future(self._process.call(request, seconds + GRACE_SECONDS, "playing a rollout"))
-        call.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved: its caller may be gone
+        playing = self._process.call(request, seconds + GRACE_SECONDS, "playing a rollout")
+        call = spawn(playing, unforeseen(log, "playing a rollout"))  # its caller may be gone
         answer = await asyncio.shield(call)
         return answer["reward"], answer["tokens"]
 

@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
+from echo2.background import spawn
 from echo2.devices import available_memory_bytes, num_cores
 from echo2.sandbox.process import CodeProcess
 
@@ -86,7 +87,7 @@ class ProcessPool:
             return await turn
         self._waiting.append(turn)
         if self._can_grow() and (self._growing is None or self._growing.done()):
-            self._growing = asyncio.ensure_future(self._grow())
+            self._growing = spawn(self._grow(), self._growing_failed)
         return await turn
 
     def _release(self, member: Member) -> None:
@@ -106,6 +107,11 @@ class ProcessPool:
             room = self._room()
             if room > 0 and self._is_slow():
                 await self._add(room)
+
+    def _growing_failed(self, error: Exception) -> None:
+        """The pool stays as it is; its processes take the calls that wait."""
+        self._may_grow = False
+        log.error("No further process beside these %d is started", len(self.members), exc_info=error)
 
     async def _add(self, number: int) -> None:
         """Start `number` more processes. If one does not start (say, it needs a lock or port that another process

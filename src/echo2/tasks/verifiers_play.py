@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
+from echo2.background import awaited
 from echo2.errors import UserError
 from echo2.tasks.loopback_model import LoopbackModel
 from echo2.tasks.verifiers_chat import HARNESS_ID, ROLLOUT_KEY, TOKENS, register
@@ -42,7 +43,7 @@ def make_play() -> Play:
         row = columns[COLUMN]
         key = json.dumps([row["taskset"], row["agent"]], sort_keys=True)
         if key not in stages:
-            stages[key] = asyncio.ensure_future(_stage(row["taskset"], stack))
+            stages[key] = awaited(_stage(row["taskset"], stack))
         env = await asyncio.shield(stages[key])
         episode = await _episode(env, row["data"], model)
         return _outcome(episode, row["agent"])

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import cast
 
 from echo2.addresses import LOOPBACK
+from echo2.background import spawn
 from echo2.errors import UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport.budgets import Buckets, Party
@@ -311,7 +312,7 @@ class Connection:
 
     def start(self, taken: socket.socket) -> None:
         """Begin to read what this caller sends."""
-        self._task = asyncio.get_running_loop().create_task(self._take(taken))
+        self._task = spawn(self._take(taken), self._broke)
 
     async def _take(self, taken: socket.socket) -> None:
         try:
@@ -349,7 +350,7 @@ class Connection:
             self.drop("began too many handshakes")
         else:
             self.outer.transport.pause_reading()
-            self._task = asyncio.get_running_loop().create_task(self._forward(data))
+            self._task = spawn(self._forward(data), self._broke)
 
     async def _forward(self, data: bytes) -> None:
         try:
@@ -384,6 +385,12 @@ class Connection:
         far = self.inner if end is self.outer else self.outer
         if far.transport is not None:
             far.transport.pause_reading() if is_full else far.transport.resume_reading()
+
+    def _broke(self, error: Exception) -> None:
+        """Give the connection up: its caller hears that at once, and the counts are right."""
+        log.error("a connection could not be taken", exc_info=error)
+        self.drop("could not be taken")
+        self._end()
 
     def drop(self, why: str) -> None:
         """Abort both ends, and count the reason for the log."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from echo2.background import spawn
 from echo2.views.chart_points import ChartPoints
 from echo2.views.page_data import cost_data, run_data
 from echo2.views.run_view import RunView
@@ -69,10 +70,10 @@ class Watch:
         """Yield server-sent events: the current state of all runs, then each change."""
         self.num_listeners += 1
         if self._looking is None:
-            self._looking = asyncio.create_task(self._look())
+            self._looking = spawn(self._look(), self._looking_failed)
         seen = 0
         try:
-            while not self._is_over:
+            while not self._is_over and self._looking is not None:
                 newer = [message.after(seen) for message in self._messages.values() if message.number > seen]
                 seen = self._number
                 yield b"".join(newer) or b": alive\n\n"
@@ -88,6 +89,11 @@ class Watch:
                     await self._news.wait_for(lambda: self._is_over or self._number > seen)
             except TimeoutError:
                 pass  # the caller sends a keep-alive
+
+    def _looking_failed(self, error: Exception) -> None:
+        """End the streams of all pages: each asks again, and that reads the runs again."""
+        log.error("the run directories are no longer read", exc_info=error)
+        self._looking = None
 
     async def _look(self) -> None:
         """Read the runs again and again while a page is open. The result of every read is published, because the next

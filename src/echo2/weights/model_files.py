@@ -1,7 +1,7 @@
 """A Hugging Face model directory: its files, and its weights as a base model, read when they are needed.
 
-A base model is the contents of the directory, byte for byte, so learner and workers give it the same name wherever they
-got it. No torch here.
+A base model is the contents of the directory, byte for byte or rounded to bfloat16, so learner and workers give it the
+same name wherever they got it. No torch here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
-from echo2.types import Snapshot, SnapshotRef, StoredTensor
+from echo2.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.segments import base_model_of
 
@@ -90,6 +90,26 @@ def read_base_model(directory: Path) -> Snapshot:
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
 
 
+def rounded(base: Snapshot) -> Snapshot:
+    """Return a base model with its weights of 32 bits rounded to bfloat16, which gives it another name."""
+    tensors = {name: _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
+    return Snapshot(base_model_of(tensors, base.files["config.json"]), tensors, base.files)
+
+
+def _in_bfloat16(tensor: TensorSource) -> TensorSource:
+    if tensor.dtype != "F32":
+        return tensor
+
+    def read(start: int, stop: int) -> memoryview:
+        """Round to the nearest value, to the even one of two equally near, as torch does."""
+        bits = np.frombuffer(tensor.read(2 * start, 2 * stop), "<u4")
+        high = ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype("<u2")
+        high[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # not a number: rounding up could make it another
+        return memoryview(high.view(np.uint8))
+
+    return StoredTensor("BF16", tensor.shape, tensor.num_bytes // 2, read)
+
+
 def stored_weights(directory: Path) -> dict[str, StoredTensor]:
     """Return the tensors of a model directory by name. They are read on demand.
 
@@ -123,6 +143,20 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(entry["shape"]) for name, entry in header.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is not a readable safetensors file: {error}.") from error
+
+
+def linear_layers(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the linear layers in a local model's files by name, without its head.
+
+    Raises:
+        UserError: a file is not readable safetensors.
+    """
+    shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and not name.removesuffix(".weight").endswith(("embed_tokens", "lm_head"))
+    }
 
 
 def _weight_files(directory: Path) -> list[str]:

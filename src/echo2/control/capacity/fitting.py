@@ -12,6 +12,7 @@ from typing import Literal
 
 from echo2.config import Config
 from echo2.control.capacity.memory import (
+    BYTES_PER_VALUE,
     GB,
     USABLE,
     LearnerSetup,
@@ -28,6 +29,10 @@ from echo2.types import Hardware
 HEAD_BYTES = 500_000_000
 #: Assumed tokens of a prompt, where the tasks have not been read.
 PROMPT_TOKENS = 128
+
+
+class DoesNotFitError(UserError):
+    """A process needs more memory than its machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ def row_tokens(config: Config, shape: ModelShape) -> int:
     return min(shape.max_positions, PROMPT_TOKENS + config.sampling.max_tokens)
 
 
+def frozen_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes per parameter of a model under adapters: never wider than it is stored."""
+    return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
+
+
 def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
     """Return the settings that determine the learner's memory."""
     return LearnerSetup(
@@ -63,7 +73,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
         ranks=config.learner.ranks,
         lora_rank=config.lora.rank,
-        base_bytes=shape.stored_bytes if on_gpu else max(4, shape.stored_bytes),
+        base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
         keeps_reference=config.learner.reference_kl > 0.0,
     )
 
@@ -93,7 +103,7 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     sampling = config.sampling
     rollouts, length = sampling.groups_per_batch * sampling.group_size, row_tokens(config, shape)
     available = min(machine.gpus, default=machine.memory_bytes)
-    bytes_per_value = {"float32": 4, "bfloat16": 2}[config.model.snapshot_dtype]
+    bytes_per_value = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
     parts = worker_parts(shape, bytes_per_value, rollouts, length)
     if config.workers.engine == "compact":
         free = max(0, available - sum(parts.values()))
@@ -116,13 +126,13 @@ def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
     """Raise if the memory does not suffice.
 
     Raises:
-        UserError: names the memory needed, its largest parts, the memory available, and the remedies.
+        DoesNotFitError: names the memory needed, its largest parts, the memory available, and the remedies.
     """
     if need.total <= need.available:
         return
     largest = sorted(need.parts.items(), key=lambda part: -part[1])[:3]
     told = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
-    raise UserError(
+    raise DoesNotFitError(
         f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
         f"GB for it. {remedies}"
     )

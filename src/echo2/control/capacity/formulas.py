@@ -246,15 +246,24 @@ def _no_window(demand: Demand) -> str:
     window = (demand.max_staleness - demand.publish_every + 1) * demand.train_seconds
     needed = demand.publish_every + math.floor(late / demand.train_seconds + _SLACK)
     freshest = demand.max_staleness - math.floor(late / demand.train_seconds + _SLACK)
-    fixes = [f"Set max_staleness >= {needed}"]
-    if 1 <= freshest < demand.publish_every:
-        fixes.append(f"publish_every <= {freshest}")
-    fixes.append(f"or shorten broadcast and rollout by {late - window:.4g} s")
+    fixes = [
+        f"Larger steps (schedule.groups_per_step; steps more than {_above(late / window)} times as large)"
+        if window > 0
+        else "",
+        f"publish_every <= {freshest}" if 1 <= freshest < demand.publish_every else "",
+        f"max_staleness >= {needed}",
+    ]
     return (
-        f"{', '.join(fixes)}. With max_staleness = {demand.max_staleness} and publish_every = {demand.publish_every} a "
-        f"new version has {window:.4g} s to arrive and to sample a step, and takes {late:.4g} s before the first "
-        "rollout is done: no number of workers helps."
+        f"The learner is faster than weights travel: a step takes {demand.train_seconds:.2g} s, new weights and the "
+        f"first rollouts {late:.2g} s. With max_staleness = {demand.max_staleness} and publish_every = "
+        f"{demand.publish_every} it waits, however many workers there are. {' or '.join(filter(None, fixes))} help."
     )
+
+
+def _above(value: float) -> str:
+    """Three digits, rounded up."""
+    digits = 2 - math.floor(math.log10(value))
+    return f"{math.ceil(value * 10**digits - _SLACK) / 10**digits:.4g}"
 
 
 def _least_kappa(train_seconds: float, broadcast_seconds: float) -> int:

@@ -22,6 +22,8 @@ from typing import Any, Literal
 from echo2.model_context import context_length
 
 GB = 1_000_000_000
+#: By `model.snapshot_dtype`.
+BYTES_PER_VALUE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 #: Python, torch and transformers before a model is loaded; on a GPU the context and the kernels' workspaces.
 PROCESS_BYTES = 500_000_000
 #: Tiles of logits that exist at the same time (`learner/output_layer.py`), and tensors computed from them.

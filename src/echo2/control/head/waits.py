@@ -5,7 +5,7 @@ from __future__ import annotations
 from echo2.control.head import checks, lease_times, strangers
 from echo2.control.head.fleet import Worker
 from echo2.control.head.state import PlannerState
-from echo2.types import Wait
+from echo2.types import SnapshotRef, Wait
 
 
 def list_waits(state: PlannerState, now: float) -> list[Wait]:
@@ -116,9 +116,11 @@ def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
     ]
 
 
-def _coming(worker: Worker, newest: str) -> str:
+def _coming(worker: Worker, newest: SnapshotRef) -> str:
     """Explain why a worker lacks the newest snapshot."""
-    return f"it did not install {worker.refused}" if worker.refused else f"{newest} is on its way"
+    if worker.refused:
+        return f"it did not install {worker.refused}"
+    return f"it is still receiving the weights of version {newest.version}"
 
 
 def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
@@ -128,7 +130,7 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
         return "learner", "no snapshot is published yet"
     newest = state.published[max(state.published)]
     if installed is None or state.published.get(installed.version) != installed:
-        return "head", f"it has no valid snapshot installed; {_coming(worker, str(newest))}"
+        return "head", _coming(worker, newest)
     last = installed.version + state.options.max_staleness
     if not worker.is_own and (until := state.standings.rests.get(worker.ticket)) is not None:
         return (
@@ -143,7 +145,7 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
     if last >= state.options.max_steps:
         return "learner", "every group of the run is sampled or leased"
     if installed.version < newest.version:
-        return "head", f"it has version {installed.version}; {_coming(worker, str(newest.version))}"
+        return "head", f"it has version {installed.version}; {_coming(worker, newest)}"
     return (
         "learner",
         f"every group up to step {last} (version {installed.version} + max_staleness) is sampled or leased",

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from echo2.background import awaited
 from echo2.errors import LinkError, UserError
 from echo2.rollout.servers import guard
 
@@ -27,7 +28,7 @@ class ServerProcess:
 
     def __init__(self, process: asyncio.subprocess.Process, log_path: Path, log_start: int) -> None:
         self._process, self._log_path, self._log_start = process, log_path, log_start
-        self._exit = asyncio.ensure_future(process.wait())
+        self._exit = awaited(process.wait())
 
     @classmethod
     async def start(cls, command: Sequence[str], variables: Mapping[str, str], log_path: Path) -> ServerProcess:

@@ -15,6 +15,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+from echo2.background import Background
 from echo2.broadcast.origin import OriginNode
 from echo2.buffer import Ledger
 from echo2.buffer.driver import Driver, Stored
@@ -110,7 +111,7 @@ class Head:
         self.outcome: tuple[str, str] | None = None
         self.distribution = self._distribution()
         self.over = asyncio.Event()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(self.fail)
         self._heard: dict[str, None] = {}
         self._waiting: list[tuple[ev.Event, asyncio.Future[list[do.Command]]]] = []
         self.machines = self._machines(offers)
@@ -254,15 +255,7 @@ class Head:
 
     def spawn(self, coroutine: Any) -> asyncio.Task[Any]:
         """Run a coroutine in the background. Its failure stops the run instead of being lost."""
-        task: asyncio.Task[Any] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._spawned_ended)
-        return task
-
-    def _spawned_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self.fail(error)
+        return self._background.spawn(coroutine)
 
     def fail(self, error: BaseException) -> None:
         """End the run because of an error."""
@@ -308,9 +301,7 @@ class Head:
                 self._put(presence, wire.Order(stop=wire.Stop(reason=reason)))
         if self.learner is not None and kind != "no_room":
             self.learner.orders.put_nowait(wire.LearnerWelcome(stop=reason))
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)  # scoring tasks end their reward process first
+        await self._background.close()  # scoring tasks end their reward process first
         await self.reward.close()
         self.tasks.close()
         if self.referee is not None:

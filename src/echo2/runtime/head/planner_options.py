@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from echo2.config import Config
-from echo2.config.offers import Offer, load_offers
+from echo2.config.offers import Offer
 from echo2.control.head.state import PlannerOptions, RentableOffer
+from echo2.planning.snapshot_size import offers_for
 
 
 def read_offers(config: Config) -> dict[str, Offer]:
     """Return the run's offers by name.
 
     Raises:
-        UserError: the offers file is invalid.
+        UserError: the offers file is invalid, or has rates for another model and the size of the run's is unknown.
     """
-    found = load_offers(Path(config.fleet.offers)) if config.fleet.offers else []
+    found = offers_for(config, Path(config.fleet.offers)) if config.fleet.offers else []
     return {offer.name: offer for offer in found}
 
 

@@ -37,7 +37,7 @@ from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
 from echo2.types import SnapshotRef
 from echo2.weights.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
-from echo2.weights.model_files import tensor_shapes
+from echo2.weights.model_files import linear_layers
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
@@ -356,10 +356,7 @@ def check_lora(config: Config) -> None:
     where = Path(config.model.path)
     if not config.lora.rank or not where.is_dir():
         return
-    shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
-    ends = ("embed_tokens", "lm_head")
-    linear = [name.removesuffix(".weight") for name, shape in shapes.items() if len(shape) == 2]
-    targets = lora_targets([name for name in linear if not name.endswith(ends)], config.lora.targets)
+    targets = lora_targets(linear_layers(where), config.lora.targets)
     if config.lora.path:
         ours = adapter_config(config.lora, targets, SnapshotRef("", 0, 0))
         check_same_settings(ours, Path(config.lora.path), BEGINNING_REMEDY)

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from echo2.background import Background
 from echo2.config.engines import NO_SLOT_LIMIT, SERVERS, ServerPlace
 from echo2.control.worker import commands as do
 from echo2.control.worker import events as ev
@@ -110,7 +111,7 @@ class WorkerProcess:
         self._pause_seconds = 0.0
         self._joined_at = time.monotonic()
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background(self._give_up)
         self._stopped: asyncio.Future[str] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -123,7 +124,7 @@ class WorkerProcess:
             UserError: the engine can't run this model, the disk is full, or the address to listen on is unavailable.
         """
         await self._weights.start()
-        attending: asyncio.Future[Any] = asyncio.ensure_future(self._keep_attending())
+        attending: asyncio.Future[Any] = self._background.spawn(self._keep_attending())
         stopped: asyncio.Future[Any] = self._stopped
         try:
             await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -133,9 +134,7 @@ class WorkerProcess:
         finally:
             if not self._stopped.done() and self._scheduler is not None and self._scheduler.connected:
                 await self._leave()  # the owner ends this worker
-            attending.cancel()
-            for task in list(self._tasks):
-                task.cancel()
+            self._background.cancel()
             if self._sampler is not None:
                 await self._sampler.close()
             await self._weights.close()
@@ -156,13 +155,13 @@ class WorkerProcess:
         assert self._sampler is not None
         match command:
             case do.AskManifest():
-                self._spawn(self._weights.ask(command.ref, command.base))
+                self._background.spawn(self._weights.ask(command.ref, command.base))
             case do.FetchSnapshot():
                 self._weights.fetch(command.payload)
             case do.StopFetching():
                 self._weights.node.stop_fetching(command.payload)
             case do.InstallSnapshot():
-                self._spawn(self._install(command.payload))
+                self._background.spawn(self._install(command.payload))
             case do.StartLease():
                 self._sampler.start(command.assignment)
             case do.StartUnit():
@@ -172,23 +171,13 @@ class WorkerProcess:
             case do.Deliver():
                 self._deliver(command)
             case do.FailLease():
-                self._spawn(self._fail_lease(command.lease_id, command.failure, command.reason))
+                self._background.spawn(self._fail_lease(command.lease_id, command.failure, command.reason))
             case do.ReportInstalled():
-                self._spawn(self._report())
+                self._background.spawn(self._report())
             case do.WakeAt():
                 self._wake_at(command)
             case _:
                 raise InvariantError(f"a worker does not know {command}")
-
-    def _spawn(self, coroutine: Any) -> None:
-        task: asyncio.Task[None] = asyncio.ensure_future(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
         if not self._stopped.done():
@@ -216,7 +205,7 @@ class WorkerProcess:
                 async for order in orders:
                     if order.HasField("settings"):
                         seconds = order.settings.heartbeat_seconds
-                        self._beating = self._beating or asyncio.ensure_future(self._beat(seconds))
+                        self._beating = self._beating or self._background.spawn(self._beat(seconds))
                         await self._start(order.settings)
                     else:
                         self._obey(order)
@@ -301,7 +290,7 @@ class WorkerProcess:
         elif order.HasField("revoked"):
             self._dispatch(ev.LeaseRevoked(order.revoked.lease_id, order.revoked.reason))
         elif order.HasField("check"):
-            self._spawn(self._check(order.check))
+            self._background.spawn(self._check(order.check))
         elif order.HasField("stop"):
             self._stop(order.stop.reason)
         else:
@@ -386,7 +375,7 @@ class WorkerProcess:
         self._outgoing.append(command)
         if not self._delivering:
             self._delivering = True
-            self._spawn(self._deliver_all())
+            self._background.spawn(self._deliver_all())
 
     async def _deliver_all(self) -> None:
         """Send all waiting results together. Results that become ready meanwhile go with the next call."""

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from echo2.background import spawn
 from echo2.control.worker import events as ev
 from echo2.errors import PeerError, UserError
 from echo2.rollout import generate
@@ -97,7 +98,7 @@ class LeaseSampler:
                 lockstep.leave()
             self._dispatch(ev.RolloutEnded(lease_id))
 
-        task = asyncio.ensure_future(self._sample(assignment, lockstep or self._engine, left))
+        task = spawn(self._sample(assignment, lockstep or self._engine, left), self._fail)
         self._tasks[lease_id] = task
 
         def ended(done: asyncio.Task[None]) -> None:
@@ -142,5 +143,3 @@ class LeaseSampler:
             del self._tasks[lease_id]
         if not self._tasks and self._busy_since is not None:
             self._busy_before, self._busy_since = self.busy_seconds, None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._fail(error)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from echo2.addresses import is_loopback, split
+from echo2.background import spawn
 from echo2.broadcast.peer import PeerNode
 from echo2.config.rules import host_and_port
 from echo2.control.worker import events as ev
@@ -27,6 +28,7 @@ from echo2.transport.identity import verify_manifest
 from echo2.types import PayloadId, Snapshot, SnapshotRef
 from echo2.weights.kept import KeptContent
 from echo2.weights.manifest import Manifest
+from echo2.weights.model_files import rounded
 from echo2.weights.store import ChunkStore
 
 log = logging.getLogger(__name__)
@@ -132,23 +134,22 @@ class WorkerWeights:
         """Fetch a payload that was announced."""
         self._incoming = manifest = self._manifests[payload]
         if payload.ref.is_base_model and self._own_base is not None:
-            self._taking = asyncio.ensure_future(self._take_own(manifest, self._own_base))
+            self._taking = spawn(self._take_own(manifest, self._own_base), self._fail)
         else:
             self.node.fetch(manifest)
 
     async def _take_own(self, manifest: Manifest, own: Snapshot) -> None:
         """Take a base model's weights from the owner's disk, then fetch the rest, its smaller files."""
-        try:
-            if own.ref != manifest.ref:
-                ours, theirs = own.ref.policy, manifest.ref.policy
-                raise UserError(
-                    f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
-                    "Give the model that the learner has, or leave --base out to fetch it."
-                )
-            await asyncio.get_running_loop().run_in_executor(self._loading, self.content.take_base, manifest, own)
-        except UserError as error:
-            self._fail(error)
-            return
+        loop = asyncio.get_running_loop()
+        if own.ref != manifest.ref:  # the run may have it in 16 bits
+            own = await loop.run_in_executor(self._loading, rounded, own)
+        if own.ref != manifest.ref:
+            ours, theirs = own.ref.policy, manifest.ref.policy
+            raise UserError(
+                f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
+                "Give the model that the learner has, or leave --base out to fetch it."
+            )
+        await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
         if self._incoming is manifest:
             self.node.fetch(manifest)
 

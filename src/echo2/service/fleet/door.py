@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from echo2.addresses import join
+from echo2.background import spawn
 from echo2.errors import PeerError, UserError
 from echo2.printable import printable
 from echo2.rundir import RunDir, write_atomically
@@ -74,7 +75,7 @@ class FleetDoor:
         address = join(self._settings.advertise or self._settings.address[0], port)
         tickets = OwnTickets(self._identity, {self._rundir.ticket: "sampler"}, address)
         tickets.keep()
-        self._watching = asyncio.create_task(self._watch(tickets))
+        self._watching = spawn(self._watch(tickets), self._failed)
         print(f"your other machines sample for it with: echo2 worker @{self._rundir.ticket}", flush=True)
 
     async def close(self) -> None:

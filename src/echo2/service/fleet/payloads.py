@@ -11,8 +11,10 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
+from echo2.background import spawn
 from echo2.broadcast.origin import OriginNode
 from echo2.control.broadcast.origin import BroadcastOptions
 from echo2.runtime.head.archive import OFFER_CHUNKS_MAX, Archive
@@ -44,7 +46,9 @@ class Payloads:
         store = ChunkStore(directory)
         self._archive, self._directories = Archive(store), directories
         origin = OriginNode(store, BroadcastOptions(), order, GrpcNetwork(identity.credentials).to_peer, on_error)
-        self.distribution = Distribution(self._archive, origin, identity, order, lambda _: None, asyncio.ensure_future)
+        self.distribution = Distribution(
+            self._archive, origin, identity, order, lambda _: None, partial(spawn, on_error=on_error)
+        )
         self._bases: dict[str, SnapshotRef] = {}
         stored = [ref for ref in self._archive.retained if not ref.is_base_model]
         self._adapters: OrderedDict[SnapshotRef, int] = OrderedDict(  # and bytes; most recently used last

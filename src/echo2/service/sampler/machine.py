@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
+from echo2.background import awaited, spawn
 from echo2.control.service.placing import SLOTS
 from echo2.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.runtime.worker.attending import attended
@@ -65,7 +66,7 @@ class SamplerMachine:
             UserError: the address can't be listened on, or the disk is full.
         """
         self._port = await self._weights.node.start()
-        attending = asyncio.ensure_future(self._attend())
+        attending = spawn(self._attend(), self._fail)
         try:
             done, _ = await asyncio.wait({attending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
@@ -85,7 +86,7 @@ class SamplerMachine:
             async for order in orders:
                 if order.HasField("settings"):
                     log.info("the service %s has taken this machine in", order.settings.run_id)
-                    self._beating = asyncio.ensure_future(self._beat(order.settings.heartbeat_seconds))
+                    self._beating = spawn(self._beat(order.settings.heartbeat_seconds), self._fail)
                     self._weights.node.connected()
                 elif order.HasField("sample"):
                     self._take(order.sample)
@@ -146,7 +147,7 @@ class SamplerMachine:
         """Return the sampler of a base model, which is fetched and loaded once."""
         loading = self._bases.get(base)
         if loading is None:
-            loading = self._bases[base] = asyncio.create_task(self._load(base))
+            loading = self._bases[base] = awaited(self._load(base))
         try:
             return await asyncio.shield(loading)
         except Exception:  # also of memory: the next call loads it again
@@ -179,7 +180,7 @@ class SamplerMachine:
             data = encode(Answer(answer.number, fault=f"an answer of {len(data)} bytes", is_ours=True))
         self._answers.append(data)
         if self._sending is None or self._sending.done():
-            self._sending = asyncio.create_task(self._send())
+            self._sending = spawn(self._send(), self._fail)
 
     async def _send(self) -> None:
         while self._answers:

@@ -13,6 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from echo2.background import awaited
 from echo2.control.service.placing import OTHERS_SHARE, SLOTS
 from echo2.errors import UserError
 from echo2.rollout.compact import CompactModel
@@ -101,7 +102,7 @@ class BaseSampler:
             return self._policies.base
         reading = self._adapters.get(snapshot)
         if reading is None:
-            reading = asyncio.create_task(self._read(snapshot))
+            reading = awaited(self._read(snapshot))
             self._adapters[snapshot] = reading
         self._adapters.move_to_end(snapshot)
         try:
