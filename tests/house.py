@@ -316,7 +316,9 @@ def address_complaints(source: Source) -> list[str]:
         return []
     found = []
     for node in ast.walk(source.parse()):
-        parts = node.values if isinstance(node, ast.JoinedStr) else []
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        parts = node.values
         for colon, port in itertools.pairwise(parts):
             is_colon = isinstance(colon, ast.Constant) and colon.value == ":"
             if is_colon and isinstance(port, ast.FormattedValue) and PORT_LIKE.search(ast.unparse(port.value)):

@@ -162,7 +162,7 @@ def _container(plain: Any, value: str) -> type | None:
     """
     opens: dict[type, str] = {list: "[", dict: "{"}
     for kind, sign in opens.items():
-        may_be = value.lstrip().startswith(sign) and kind in map(get_origin, get_args(plain))
+        may_be = value.lstrip().startswith(sign) and kind in [get_origin(each) for each in get_args(plain)]
         if may_be or get_origin(plain) is kind:
             return kind
     return None

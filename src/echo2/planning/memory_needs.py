@@ -115,7 +115,7 @@ def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:
         ("model.snapshot_dtype", ["bfloat16"] if config.model.snapshot_dtype != "bfloat16" else []),
         ("workers.count", [0] if config.workers.count else []),
         ("learner.ranks", [config.learner.ranks << power for power in (1, 2, 3)]),
-        ("lora.rank", [16] if not config.lora.rank and config.learner.tensor_parallel == 1 else []),
+        ("lora.rank", [16] if not config.lora.rank else []),
         ("sampling.max_tokens", _halves(config.sampling.max_tokens)),
     ]
     for number in range(1, CHANGES_MAX + 1):
