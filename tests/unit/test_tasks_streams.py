@@ -34,12 +34,12 @@ def test_a_mixture_keeps_its_shares_and_goes_through_every_row_of_each(tmp_path:
     tasks = training_tasks(TasksConfig(source=[f"0.3 * {one}", f"0.7 * {other}"]), seed=4)
     found = [tasks.task(cursor) for cursor in range(BLOCK)]
     assert [task.cursor for task in found] == list(range(BLOCK))
-    assert Counter(tasks.source_of(cursor) for cursor in range(BLOCK)) == {one: 300, other: 700}
+    assert Counter(tasks.source_of(cursor) for cursor in range(BLOCK)) == {"one.jsonl": 300, "other.jsonl": 700}
     prompts = Counter(task.prompt for task in found)
     assert len(prompts) == 750
     assert {count for prompt, count in prompts.items() if str(prompt).startswith("one")} == {6}  # epochs of 50 rows
     near = Counter(tasks.source_of(cursor) for cursor in range(100))
-    assert 15 <= near[one] <= 45  # mixed, not one after the other
+    assert 15 <= near["one.jsonl"] <= 45  # mixed, not one after the other
 
 
 def test_the_task_follows_from_seed_and_cursor_alone(tmp_path: Path) -> None:
@@ -48,6 +48,22 @@ def test_the_task_follows_from_seed_and_cursor_alone(tmp_path: Path) -> None:
     late = range(5 * BLOCK, 5 * BLOCK + 50)
     assert [again.task(cursor) for cursor in reversed(late)] == [first.task(cursor) for cursor in late][::-1]
     assert [other.task(cursor).prompt for cursor in late] != [first.task(cursor).prompt for cursor in late]
+
+
+def test_metrics_name_a_source_without_the_machine_it_lies_on(tmp_path: Path) -> None:
+    """An absolute path in a metric's name differs between machines, and goes to other people's servers."""
+
+    def named(*sources: str) -> set[str]:
+        tasks = training_tasks(TasksConfig(source=list(sources)), seed=4)
+        return {tasks.source_of(cursor) for cursor in range(BLOCK)}
+
+    for folder in ("easy", "hard", "x/hard"):
+        (tmp_path / folder).mkdir(parents=True)
+    easy, hard, deep = (rows(tmp_path / folder, "rows", 5) for folder in ("easy", "hard", "x/hard"))
+    assert named(rows(tmp_path, "a", 5), rows(tmp_path, "b", 5)) == {"a.jsonl", "b.jsonl"}
+    assert named(easy, hard) == {"easy/rows.jsonl", "hard/rows.jsonl"}
+    assert named(easy, deep, "digit_sorting") == {"easy/rows.jsonl", "hard/rows.jsonl", "digit_sorting"}
+    assert named(hard, deep) == {f"{tmp_path.name}/hard/rows.jsonl", "x/hard/rows.jsonl"}
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import PurePath
 from typing import Protocol
 
 from echo2.config.rules import weighted
@@ -52,10 +53,25 @@ def training_tasks(tasks: TasksConfig, seed: int) -> Tasks:
     weights = [weighted(entry, "tasks.source")[0] for entry in tasks.source]
     if bad := [entry for entry, weight in zip(tasks.source, weights, strict=True) if weight <= 0.0]:
         raise UserError(f"tasks.source has {bad[0]!r}: a source's weight must be above 0. Remove it instead.")
-    if len(set(tasks.sources)) < len(weights) or not weights:
+    names = _metric_names(tasks.sources)
+    if len(set(names)) < len(weights) or not weights:
         raise UserError(f"tasks.source = {tasks.source}: name at least one source, and each once.")
-    streams = {name: TaskStream(load_tasks(name, tasks.params, seed), seed, shuffle=True) for name in tasks.sources}
-    return Mixture(streams, weights, seed)
+    loaded = (TaskStream(load_tasks(source, tasks.params, seed), seed, shuffle=True) for source in tasks.sources)
+    return Mixture(dict(zip(names, loaded, strict=True)), weights, seed)
+
+
+def _metric_names(sources: Sequence[str]) -> list[str]:
+    """Return a name for each source: of an absolute path the last parts, as few as tell it from the other sources, so
+    that metrics have the same names on every machine."""
+    parts = [PurePath(source).parts[1:] if PurePath(source).is_absolute() else (source,) for source in sources]
+
+    def is_alone(at: int, count: int) -> bool:
+        return all(other[-count:] != parts[at][-count:] for number, other in enumerate(parts) if number != at)
+
+    counts = (
+        next((count for count in range(1, len(own)) if is_alone(at, count)), len(own)) for at, own in enumerate(parts)
+    )
+    return ["/".join(own[-count:]) for own, count in zip(parts, counts, strict=True)]
 
 
 def held_out_tasks(held_out: EvalConfig, seed: int) -> Tasks | None:
