@@ -246,6 +246,8 @@ def _add_model_commands(add: Add) -> None:
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help="run directory, or configuration file")
     parser.add_argument("--step", type=_step, help="checkpoint to evaluate: a step, or `best` (default: the newest)")
     parser.add_argument("--model", default="", help="evaluate this model directory or hub id instead of a checkpoint")
+    text = "also write all rollouts to this new file, one task a line (JSON)"
+    parser.add_argument("--to", type=Path, metavar="FILE", help=text)
     text = "Write a checkpoint as a Hugging Face model directory."
     parser = add("export", text, _module("runtime.launch.export"), directory="run directory", has_json=True)
     parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="directory to write")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from echo2 import config as configuration
+from echo2.cli import main
 from echo2.planning.local_sampler import LocalSampler
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.fake_engine import FakeDecoder
@@ -65,6 +66,63 @@ def test_every_task_is_scored_and_those_that_fail_are_counted(
         assert found["eval/accuracy"] == pytest.approx(mean)
     else:
         assert found["eval/accuracy"] > mean + 10_000.0  # many were scored together
+
+
+def configured(folder: Path, sets: dict[str, list[dict[str, str]]]) -> Path:
+    """A configuration with these rows as its held-out sets."""
+    (folder / "own.py").write_text(OWN)
+    for name, rows in sets.items():
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    named = ", ".join(f'{name} = "{folder}/{name}.jsonl"' for name in sets)
+    path = folder / "my.toml"
+    path.write_text(
+        f'[model]\npath = "{model_directory(folder / "model")}"\n[eval]\nsource = {{{named}}}\nsamples = 2\n'
+        f'[reward]\nfunctions = ["{folder}/own.py:plain"]\n[sampling]\nmax_tokens = 4\n'
+    )
+    return path
+
+
+def test_each_set_is_reported_with_its_best_and_its_worst_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = {"easy": [("ab", "1"), ("ba", "1"), ("bb", "0")], "hard": [("aa", "0"), ("[bold]b", "0")]}
+    path = configured(
+        tmp_path, {name: [{"prompt": p, "answer": a} for p, a in rows] for name, rows in sets.items()}
+    )
+    monkeypatch.setattr(evaluate, "load_engine", fake_engine)
+    to = tmp_path / "all.jsonl"
+    assert main(["eval", str(path), "--to", str(to)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("held-out reward 0.4000 on 5 tasks")
+    assert lines[1] == "pass@2 0.4000"
+    assert lines[3] == "easy: reward 0.6667 on 3 tasks"
+    assert lines[4].startswith("  reward 1  ")
+    assert lines[5].startswith("  reward 0  bb → ")
+    assert lines[6] == "hard: reward 0.0000 on 2 tasks"
+    assert lines[7].startswith("  reward 0  ")  # all are equal: one is shown
+    assert len(lines) == 8
+    written = [json.loads(line) for line in to.read_text().splitlines()]
+    assert sorted(record["prompt"] for record in written) == sorted(p for rows in sets.values() for p, _ in rows)
+    assert all(len(record["rollouts"]) == 2 and "text" in record["rollouts"][0] for record in written)
+    assert main(["eval", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["eval/accuracy/easy"] == pytest.approx(found["sets"]["easy"]["reward"])
+    assert [one["reward"] for one in found["sets"]["easy"]["samples"]] == [1.0, 0.0]
+
+
+def test_an_evaluation_writes_over_no_file_and_leaves_no_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = configured(tmp_path, {"one": [{"prompt": "ab", "answer": "no number"}]})
+    monkeypatch.setattr(evaluate, "load_engine", fake_engine)
+    (tmp_path / "kept.jsonl").write_text("mine")
+    assert main(["eval", str(path), "--to", str(tmp_path / "kept.jsonl")]) == 2
+    assert "kept.jsonl exists: choose another --to" in capsys.readouterr().err
+    assert (tmp_path / "kept.jsonl").read_text() == "mine"
+    assert main(["eval", str(path), "--to", str(tmp_path / "none" / "all.jsonl")]) == 2
+    assert "Cannot write" in capsys.readouterr().err
+    assert main(["eval", str(path), "--to", str(tmp_path / "all.jsonl")]) == 2  # its only task fails
+    assert not (tmp_path / "all.jsonl").exists()
 
 
 def test_training_tasks_are_sampled_as_groups() -> None:

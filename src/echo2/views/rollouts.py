@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
@@ -24,6 +24,14 @@ SAMPLED_GROUPS = 32
 _NAME = re.compile(r"(step|eval)_(\d{1,12})")
 
 Group = dict[str, Any]
+
+
+class Sample(TypedDict):
+    """One rollout for people. `prompt`: a text, or [role, content] of each message."""
+
+    reward: float
+    prompt: str | list[list[str]]
+    text: str
 
 
 def names(folder: Path) -> list[str]:
@@ -52,18 +60,25 @@ def samples(folder: Path, kind: str, version: int, line_chars: int) -> list[str]
     """
     found = (each for each in names(folder) if each.startswith(kind) and int(each.partition("_")[2]) <= version)
     groups = read_groups(folder, next(found, f"{kind}_0"), SAMPLED_GROUPS)
+    return [sample_line(one, line_chars) for one in best_and_worst(groups)]
+
+
+def best_and_worst(groups: Iterable[Group]) -> list[Sample]:
+    """Return the rollouts with the highest and the lowest reward; one if all rewards are equal, none of no groups."""
     tried = [
-        (rollout["reward"], group["prompt"], rollout["text"])
+        Sample(reward=rollout["reward"], prompt=group["prompt"], text=rollout["text"])
         for group in groups
         for rollout in group.get("rollouts", ())
     ]
     if not tried:
         return []
-    best, worst = (chosen(tried, key=lambda one: one[0]) for chosen in (max, min))
-    return [_sample(*one, line_chars) for one in ([best] if best[0] == worst[0] else [best, worst])]
+    best, worst = (chosen(tried, key=lambda one: one["reward"]) for chosen in (max, min))
+    return [best] if best["reward"] == worst["reward"] else [best, worst]
 
 
-def _sample(reward: float, prompt: str | list[list[str]], text: str, line_chars: int) -> str:
+def sample_line(sample: Sample, line_chars: int) -> str:
+    """Return `reward 1  the prompt's end → the completion`, at most `line_chars` characters."""
+    reward, prompt, text = sample["reward"], sample["prompt"], sample["text"]
     asked = " ".join((prompt if isinstance(prompt, str) else prompt[-1][1] if prompt else "").split())
     room = line_chars // 3
     asked = asked if len(asked) <= room else CUT_OFF + asked[1 - room :]

@@ -63,31 +63,7 @@ class RolloutLog:
         """Append a group with its texts, and with its tokens if `pieces` is given. A disk error loses this record, not
         the run.
         """
-        prompt = task.prompt
-        is_train = group.group.kind == "train"
-        advantages = group_advantages([rollout.reward for rollout in group.rollouts], self._advantage)
-        room = logged_tokens(len(group.rollouts))
-        record = {
-            "group": group.group.number,
-            "task": group.cursor,
-            "worker": group.worker_id,
-            "seconds": round(group.generate_seconds, 3),
-            "staleness": group.step - group.oldest_version if is_train and not group.logged else None,
-            "prompt": prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt],
-            "columns": _columns(task),
-            "rollouts": [
-                {
-                    "text": rollout.text,
-                    "reward": rollout.reward,
-                    "reward_parts": dict(rollout.reward_parts),
-                    "finish": rollout.finish,
-                    "versions": [list(span) for span in rollout.version_spans],
-                    **({"advantage": advantage} if is_train else {}),
-                    **({"num_tokens": len(rollout.tokens), **_tokens(rollout, room, pieces)} if pieces else {}),
-                }
-                for rollout, advantage in zip(group.rollouts, advantages, strict=True)
-            ],
-        }
+        record = group_record(group, task, self._advantage, pieces)
         path = self._path(name)
         try:
             with open(path, "a", encoding="utf-8") as file:
@@ -108,6 +84,37 @@ class RolloutLog:
             path.write_text(json.dumps(rounded), encoding="utf-8")
         except OSError as error:
             log.warning("no logprobs written to %s: %s", path, error.strerror)
+
+
+def group_record(
+    group: RolloutGroup, task: Task, advantage: Advantage = "grpo", pieces: Pieces | None = None
+) -> dict[str, Any]:
+    """Return what is written of a group: its texts, and its tokens if `pieces` is given."""
+    prompt = task.prompt
+    is_train = group.group.kind == "train"
+    advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
+    room = logged_tokens(len(group.rollouts))
+    return {
+        "group": group.group.number,
+        "task": group.cursor,
+        "worker": group.worker_id,
+        "seconds": round(group.generate_seconds, 3),
+        "staleness": group.step - group.oldest_version if is_train and not group.logged else None,
+        "prompt": prompt if isinstance(prompt, str) else [[m.role, m.content] for m in prompt],
+        "columns": _columns(task),
+        "rollouts": [
+            {
+                "text": rollout.text,
+                "reward": rollout.reward,
+                "reward_parts": dict(rollout.reward_parts),
+                "finish": rollout.finish,
+                "versions": [list(span) for span in rollout.version_spans],
+                **({"advantage": advantage} if is_train else {}),
+                **({"num_tokens": len(rollout.tokens), **_tokens(rollout, room, pieces)} if pieces else {}),
+            }
+            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+        ],
+    }
 
 
 def _columns(task: Task) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""`echo2 eval`: evaluates a checkpoint without a head."""
+"""`echo2 eval`: evaluates a checkpoint without a head, by set of held-out tasks, and shows what the model wrote."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import IO, Any, Literal
 
 from rich.console import Console
 from rich.progress import track
 
 from echo2 import config as configuration
-from echo2.errors import UserError
+from echo2.errors import UserError, write_failed
 from echo2.learner import checkpoint
 from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
-from echo2.printable import printable
+from echo2.printable import LINE_CHARS_MAX, printable
 from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.rundir import RunDir, accuracies, best_version, read_metrics
 from echo2.runtime.head.evals import eval_metrics
+from echo2.runtime.head.rollout_log import group_record
 from echo2.types import RolloutGroup
+from echo2.views.rollouts import best_and_worst, sample_line
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 #: Number of tasks sampled, and then scored, together.
@@ -65,26 +68,74 @@ def checkpoint_directory(rundir: RunDir, step: Step) -> Path:
 
 def run(options: argparse.Namespace) -> int:
     """Print the result of `evaluate`. Raises as `evaluate`."""
-    values = evaluate(options.target, options.step, options.model, options.overrides)
+    values = evaluate(options.target, options.step, options.model, options.overrides, options.to)
     if options.json:
         print(json.dumps(values))
     else:
-        print(f"held-out reward {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})")
+        console = Console()
+        for line in report(values, console.width):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 
 
-def evaluate(target: Path, step: Step, model: str, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """Sample the held-out tasks, `eval.samples` rollouts each, and score them as a run does. Return the metrics.
+def report(values: Mapping[str, Any], width: int) -> list[str]:
+    """Return the lines for people: the held-out reward, that of each set with its best and its worst rollout, the
+    share solved of several samples, and what failed."""
+    lines = [f"held-out reward {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})"]
+    solved = {name: value for name, value in values.items() if name.startswith("eval/pass@")}
+    if solved:
+        lines.append("  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in solved.items()))
+    lines.append(f"mean length {values['eval/mean_length']:.0f} tokens; {values['eval/num_failed']} tasks failed")
+    for name, found in values["sets"].items():
+        if name:
+            lines.append(f"{printable(name)}: reward {found['reward']:.4f} on {found['num_tasks']} tasks")
+        lines += [f"  {sample_line(one, min(width, LINE_CHARS_MAX) - 2)}" for one in found["samples"]]
+    return lines
+
+
+def evaluate(
+    target: Path, step: Step, model: str, overrides: Mapping[str, str], to: Path | None = None
+) -> dict[str, Any]:
+    """Sample the held-out tasks, `eval.samples` rollouts each, and score them as a run does. Return the metrics, and
+    under `sets` of each set the mean reward, the number of tasks, and the best and the worst rollout. `to`: a new file
+    for all rollouts, one task a line, in the form of a run's `rollouts/eval_N.jsonl`.
 
     Raises:
-        UserError: no such run, model or tasks; no task could be evaluated.
+        UserError: no such run, model or tasks; no task could be evaluated; the file exists or cannot be written.
     """
+    with _new_file(to) as file:
+        return _evaluate(target, step, model, overrides, file)
+
+
+@contextmanager
+def _new_file(path: Path | None) -> Iterator[IO[str] | None]:
+    """Open a file that must not exist yet. If nothing was written, it is removed."""
+    if path is None:
+        yield None
+        return
+    try:
+        file = open(path, "x", buffering=1, encoding="utf-8")  # noqa: SIM115 (closed below)
+    except FileExistsError as error:
+        raise UserError(f"{path} exists: choose another --to.") from error
+    except OSError as error:
+        raise write_failed(error, f"Cannot write {path}: {error.strerror}.") from error
+    try:
+        with file:
+            yield file
+    finally:
+        if not path.stat().st_size:
+            path.unlink()
+
+
+def _evaluate(
+    target: Path, step: Step, model: str, overrides: Mapping[str, str], file: IO[str] | None
+) -> dict[str, Any]:
     rundir = RunDir(target) if target.is_dir() else None
     config = configuration.load(rundir.config if rundir is not None else target, overrides)
     where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
     with _whole(where) as directory:
         sampler = LocalSampler(config, "eval", *load_engine(config, directory, BATCH_TASKS))
-    groups = asyncio.run(_scored(config, sampler))
+    groups = asyncio.run(_scored(config, sampler, file))
     failures = sampler.failures
     if not groups:
         raise UserError(
@@ -92,7 +143,25 @@ def evaluate(target: Path, step: Step, model: str, overrides: Mapping[str, str])
         )
     if failures:
         print(f"warning: {len(failures)} tasks failed; the last: {printable(failures[-1])}", file=sys.stderr)
-    return {"model": where, **eval_metrics(groups, len(failures), sampler.tasks.source_of)}
+    metrics = eval_metrics(groups, len(failures), sampler.tasks.source_of)
+    return {"model": where, **metrics, "sets": _by_set(groups, sampler)}
+
+
+def _by_set(groups: Iterable[RolloutGroup], sampler: LocalSampler) -> dict[str, Any]:
+    """Return of each set, by name, the mean reward, the number of tasks, and the best and the worst rollout. The name
+    of a single set is empty."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for group in sorted(groups, key=lambda group: group.cursor):
+        record = group_record(group, sampler.tasks.task(group.cursor))
+        found.setdefault(sampler.tasks.source_of(group.cursor), []).append(record)
+    return {
+        name: {
+            "reward": fmean(fmean(one["reward"] for one in record["rollouts"]) for record in records),
+            "num_tasks": len(records),
+            "samples": best_and_worst(records),
+        }
+        for name, records in sorted(found.items())
+    }
 
 
 @contextmanager
@@ -148,8 +217,17 @@ def copy_model(source: Path, to: Path, dtype: str = "") -> None:
         (to / "config.json").write_bytes(with_dtype((to / "config.json").read_bytes(), dtype))
 
 
-async def _scored(config: configuration.Config, sampler: LocalSampler) -> list[RolloutGroup]:
-    """Return the groups of all held-out tasks that could be sampled and scored."""
+def _write(file: IO[str], line: str) -> None:
+    try:
+        file.write(f"{line}\n")
+    except OSError as error:
+        raise write_failed(error, f"Cannot write {file.name}: {error.strerror}.") from error
+
+
+async def _scored(
+    config: configuration.Config, sampler: LocalSampler, file: IO[str] | None
+) -> list[RolloutGroup]:
+    """Return the groups of all held-out tasks that could be sampled and scored; write them to the file, if any."""
     size, console = len(sampler.tasks), Console(stderr=True)
     if not config.eval.source:  # without held-out tasks, training tasks are evaluated
         size = min(size, config.eval.limit)
@@ -163,6 +241,9 @@ async def _scored(config: configuration.Config, sampler: LocalSampler) -> list[R
             sampler.failures.append(str(failure))
         else:
             scored.append(replace(group, rollouts=rollouts))
+            if file is not None:
+                record = group_record(scored[-1], sampler.tasks.task(group.cursor))
+                _write(file, json.dumps(record, ensure_ascii=False))
 
     async with aclosing(sampler), reward_processes(config) as processes:
         for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
