@@ -56,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except KeyboardInterrupt:
-        print(getattr(options, "interrupted", "interrupted"), file=sys.stderr)
+        said = getattr(options, "interrupted", "interrupted")
+        as_json = {"error": said or "interrupted", "status": 130}
+        print(json.dumps(as_json) if getattr(options, "json", False) else said, file=sys.stderr)
         return 130
 
 
@@ -137,7 +139,6 @@ def _add_run(add: Add) -> None:
 def _add_demo(add: Add) -> None:
     text = "Train a model of 0.3 M parameters to sort digits, on this machine: two minutes, no download."
     parser = add("demo", text, _module("demo.command"), has_json=True)
-    parser.set_defaults(interrupted="interrupted; continue the run with `echo2 run --resume`")
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
 
@@ -207,7 +208,7 @@ def _add_views(add: Add) -> None:
     where = "run directory (default: the newest below outputs/)"
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help=where)
     text = "Serve the dashboard: progress, waits, workers, cost, and rollouts token by token, in your browser."
-    parser = add("view", text, _view)
+    parser = add("view", text, _view, has_json=True)
     where = "run directories to show side by side (default: the newest below outputs/)"
     parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=where)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
@@ -221,7 +222,8 @@ def _add_views(add: Add) -> None:
 def _add_tickets(add: Add) -> None:
     where = "run directory, on the head's machine"
     invite, show, revoke = (_module("runtime.head.ticket_commands", name) for name in ("invite", "show", "revoke"))
-    parser = add("invite", "Print a ticket for other people's machines, or renew one.", invite, directory=where)
+    text = "Print a ticket for other people's machines, or renew one."
+    parser = add("invite", text, invite, directory=where, has_json=True)
     parser.add_argument("--uses", type=int, default=20, help="how many (more) machines it admits (default: 20)")
     parser.add_argument("--days", type=float, default=30.0, help="days until it expires (default: 30)")
     text = "let this ticket admit more machines, or reopen it; its text does not change"
@@ -232,7 +234,7 @@ def _add_tickets(add: Add) -> None:
     parser = add("doctor", text, _module("planning.doctor"), has_json=True)
     parser.add_argument("ticket", nargs="?", default="", metavar="TICKET", help="a ticket, or @FILE that contains it")
     text = "Show what checks of strangers' rollouts found, by ticket, and which tickets are in quarantine."
-    add("trust", text, _trust, directory=where, has_json=True)
+    add("trust", text, _module("views.trust"), directory=where, has_json=True)
     text = "Shut a worker, or all that joined with a ticket, out of a run for good; others get their leases."
     parser = add("revoke", text, revoke, directory=where, has_json=True)
     parser.add_argument(
@@ -271,6 +273,7 @@ def _add_model_commands(add: Add) -> None:
     parser = add("chat", text, _module("runtime.launch.chat"), has_json=True)
     parser.add_argument("target", type=Path, metavar="DIR|MODEL", help="run directory, model directory or hub id")
     parser.add_argument("--step", type=_step, help="checkpoint of the run: a step, or `best` (default: the newest)")
+    parser.add_argument("--system", default="", metavar="TEXT", help="system prompt before the conversation")
     parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely token (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=512, help="most tokens in one answer (default: 512)")
@@ -416,7 +419,10 @@ def _worker(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         if not ended:
             raise
-        print(options.interrupted, file=sys.stderr)
+        if options.json:
+            print(json.dumps({"ended": options.interrupted}))
+        else:
+            print(options.interrupted, file=sys.stderr)
         return 0
     print(json.dumps({"ended": printable(reason)}) if options.json else f"the run is over: {printable(reason)}")
     return 0
@@ -461,21 +467,6 @@ def _replay(options: argparse.Namespace) -> int:
         if found.num_headless:
             print(f"{found.num_headless} events before them can't be replayed: the log's oldest part is gone")
     return 0 if not found.num_different else 1
-
-
-def _trust(options: argparse.Namespace) -> int:
-    from echo2.rundir import RunDir
-    from echo2.views import trust
-    from echo2.views.status import read_status
-
-    found = trust.rows(read_status(RunDir(options.directory)))
-    if options.json:
-        print(json.dumps(found))
-        return 0
-    from rich.console import Console
-
-    trust.show(found, Console())
-    return 0
 
 
 def _step(text: str) -> int | str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shlex
 import shutil
 import sqlite3
 import time
@@ -105,8 +106,9 @@ def claimed(path: Path, role: str) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > give_up_at:
-                    see = f"echo2 serve status --out {path}" if role == "serve" else f"echo2 status {path}"
-                    detail = f"Another `echo2 {role}` works on {path}: see `{see}`."
+                    see = ["serve", "status", "--out"] if role == "serve" else ["status"]
+                    command = shlex.join(["echo2", *see, str(path)])
+                    detail = f"Another `echo2 {role}` works on {path}: see `{command}`."
                     raise UserError(f"{detail} Stop it first, or choose another --out.") from None
             time.sleep(0.1)
         yield

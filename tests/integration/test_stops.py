@@ -29,6 +29,7 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, sort_model:
         assert (run.out / "checkpoints" / f"step_{version}" / "state.json").is_file(), errors + run.logs()
         outcome = read(run.out / "outcome.json")
         assert outcome["kind"] == "stopped"
+        assert signum.name in outcome["reason"]
         assert "checkpoint" not in outcome
         assert "not recorded" not in (run.out / "logs" / "learner.log").read_text()
     audit = run.command("audit")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx2
@@ -31,3 +33,13 @@ def test_the_page_shows_the_run_and_ends_with_it(tmp_path: Path, sort_model: Pat
     assert run.process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "Cancel" not in errors  # uvicorn's word for answers that it breaks off
+
+
+def test_a_script_is_told_the_address_as_json(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "echo2", "view", str(tmp_path), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        url = json.loads(process.stdout.readline())["url"]
+        with httpx2.Client(follow_redirects=True, timeout=100.0) as browser:
+            assert "<html" in browser.get(url).text
+        process.send_signal(signal.SIGTERM)

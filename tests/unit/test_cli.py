@@ -296,6 +296,7 @@ def test_status_takes_the_newest_run(
     assert "outputs/a has no status yet" in mistake(capsys, "status")
 
 
+@pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_a_worker_takes_its_leave_when_it_is_told_to_end(
     capsys: pytest.CaptureFixture[str],
@@ -303,6 +304,7 @@ def test_a_worker_takes_its_leave_when_it_is_told_to_end(
     tmp_path: Path,
     number: signal.Signals,
     status: int,
+    as_json: bool,
 ) -> None:
     ticket = RunIdentity.create_or_load(tmp_path).make_ticket("worker", "127.0.0.1:1", 1, 1.0)
 
@@ -315,11 +317,17 @@ def test_a_worker_takes_its_leave_when_it_is_told_to_end(
     monkeypatch.setattr(cli, "_begin", lambda: None)
     monkeypatch.setattr(process, "run_worker", run_worker)
     try:
-        assert main(["worker", ticket]) == status
+        assert main(["worker", ticket, *(["--json"] if as_json else [])]) == status
     finally:
         for one, handler in before.items():
             signal.signal(one, handler)
-    assert capsys.readouterr().err == "left the run; its leases go to other workers\n"
+    printed, words = capsys.readouterr(), "left the run; its leases go to other workers"
+    if not as_json:
+        assert (printed.out, printed.err) == ("", f"{words}\n")
+    elif status:
+        assert (printed.out, json.loads(printed.err)) == ("", {"error": words, "status": 130})
+    else:
+        assert (json.loads(printed.out), printed.err) == ({"ended": words}, "")
 
 
 def test_a_worker_says_where_it_listens_and_whether_it_gives_weights_on() -> None:

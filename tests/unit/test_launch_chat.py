@@ -25,7 +25,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_directory(tmp_path_factory.mktemp("chat") / "model")
 
 
-def conversation(model: Path, template: str | None = None, temperature: float = 0.0) -> tuple[Dialogue, list[str]]:
+def conversation(
+    model: Path, template: str | None = None, temperature: float = 0.0, system: str = ""
+) -> tuple[Dialogue, list[str]]:
     """And the texts that the model was given, as its tokenizer saw them."""
     policy = load_policy(str(model), "stored", "cpu")
     tokenizer: Any = load_tokenizer(policy.files)
@@ -38,7 +40,7 @@ def conversation(model: Path, template: str | None = None, temperature: float = 
             return super().encode(text, **options)
 
     tokenizer.__class__ = Noting
-    return Dialogue(policy.module, tokenizer, policy.files, temperature), texts
+    return Dialogue(policy.module, tokenizer, policy.files, temperature, system), texts
 
 
 def test_what_was_said_comes_before_what_is_said(model: Path) -> None:
@@ -50,6 +52,24 @@ def test_what_was_said_comes_before_what_is_said(model: Path) -> None:
     talk.reset()
     assert talk.answer("a", 4, lambda _: None)["answer"] == first
     assert texts[-1] == "<u>a<a>"
+
+
+def test_a_system_prompt_comes_before_all_that_is_said_and_stays(model: Path) -> None:
+    talk, texts = conversation(model, TEMPLATE, system="be brief")
+    first = talk.answer("a", 4, lambda _: None)["answer"]
+    talk.answer("b", 4, lambda _: None)
+    assert texts == ["<s>be brief<u>a<a>", f"<s>be brief<u>a<a>{first}<u>b<a>"]
+    talk.reset()
+    talk.answer("c", 4, lambda _: None)
+    assert texts[-1] == "<s>be brief<u>c<a>"
+
+
+def test_a_system_prompt_that_has_no_place_is_refused(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("ab"))
+    assert main(["chat", str(model), "--system", "be brief"]) == 2
+    assert "no chat template" in capsys.readouterr().err
 
 
 def test_without_a_template_a_text_stands_alone(model: Path) -> None:

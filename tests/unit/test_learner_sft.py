@@ -92,6 +92,9 @@ def test_ended_and_resumed_the_weights_are_those_of_a_training_that_was_not(
 ) -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert sft("whole") == 0
+    told = capsys.readouterr().err.splitlines()  # stderr is no terminal
+    assert [told[0][:13], told[-1][:14]] == ["step 1 of 12,", "step 12 of 12,"]
+    assert all(float(line.rpartition(" ")[2]) > 0.0 for line in told)
     assert sft("parts", "--tasks.source=ending.py:Tasks") == 130
     assert "stopped after step" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGTERM) is before

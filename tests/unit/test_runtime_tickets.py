@@ -118,6 +118,17 @@ def test_invitation_is_for_strangers_and_can_be_renewed(head: Head, capsys: pyte
     assert "3/3" in table
 
 
+def test_invitation_says_to_scripts_what_it_made(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+    made = json.loads(said(capsys, "invite", head.rundir.path, "--uses", 2, "--json"))
+    assert Ticket.parse(made["ticket"]).ticket_id == made["id"]
+    assert (made["address"], made["uses"], made["used"], made["own"], made["note"]) == (ADDRESS, 2, 0, False, "")
+    renewed = json.loads(said(capsys, "invite", head.rundir.path, "--renew", made["id"], "--uses", 3, "--json"))
+    assert (renewed["id"], renewed["uses"], renewed["ticket"]) == (made["id"], 3, None)
+    OwnTickets(head.identity, own_files(head.rundir), "127.0.0.1:4700").keep()
+    near = json.loads(said(capsys, "invite", head.rundir.path, "--json"))
+    assert "no other machine can reach the head" in near["note"]
+
+
 def test_revoked_ticket_takes_along_all_who_came_by_it(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     ticket = Ticket.parse(said(capsys, "invite", head.rundir.path)).ticket_id
     came, own = {head.enrol(ticket) for _ in range(3)}, head.enrol(head.ticket.ticket_id)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from echo2.devices import require_torch
 from echo2.runtime.launch import start
+from echo2.runtime.launch.resume import how_to_continue
 
 CONFIG = Path(__file__).with_name("sort.toml")
 MODEL = Path("outputs/models/digit_sorting")  # as in the configuration
@@ -28,4 +29,5 @@ def run(options: argparse.Namespace) -> int:
             [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", MODEL], check=True, stdout=sys.stderr
         )
     where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    options.interrupted = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
     return start.run(CONFIG, where, False, False, {}, options.json)

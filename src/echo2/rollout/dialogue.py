@@ -17,17 +17,27 @@ from echo2.types import Message, Task
 
 
 class Dialogue:
-    """The conversation with one model. Without a chat template, each message is a text that the model continues."""
+    """The conversation with one model, with the system prompt `system` before it if that is not empty. Without a chat
+    template, each message is a text that the model continues.
 
-    def __init__(self, module: Any, tokenizer: Tokenizer, files: Mapping[str, bytes], temperature: float) -> None:
+    Raises:
+        UserError: there is a system prompt, but no chat template that could place it.
+    """
+
+    def __init__(
+        self, module: Any, tokenizer: Tokenizer, files: Mapping[str, bytes], temperature: float, system: str = ""
+    ) -> None:
         self._module, self._tokenizer, self._temperature = module, tokenizer, temperature
         self._ends, self._context = end_tokens(files), context_length(read_config(files))
         self.is_chat = bool(tokenizer.chat_template)
-        self._said: tuple[Message, ...] = ()
+        if system and not self.is_chat:
+            raise UserError("--system: the model has no chat template that says where a system prompt goes. Omit it.")
+        self._system = (Message("system", system),) if system else ()
+        self.reset()
 
     def reset(self) -> None:
-        """Forget the conversation so far."""
-        self._said = ()
+        """Forget the conversation so far, except the system prompt."""
+        self._said: tuple[Message, ...] = self._system
 
     def answer(self, message: str, max_tokens: int, tell: Callable[[str], None]) -> dict[str, Any]:
         """Generate an answer and pass its text to `tell` piece by piece. Returns the text, how it ended (stop, length,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import shlex
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +22,7 @@ from echo2.printable import LINE_CHARS_MAX, printable
 from echo2.rundir import RunDir
 from echo2.views.rollouts import samples
 from echo2.views.run_view import RunView
+from echo2.weights.adapter_files import ADAPTER_CONFIG
 
 #: Seconds between two lines without a terminal.
 PLAIN_SECONDS = 5.0
@@ -47,6 +50,20 @@ WORTH_SECONDS = 1.0
 #: Indentation of a sample rollout.
 SAMPLE_INDENT = "  "
 _BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class PlainLines:
+    """Prints a line to stderr at once and then every `PLAIN_SECONDS`, where no terminal shows a progress bar."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self._is_terminal, self._printed_at = is_terminal, float("-inf")
+
+    def tell(self, line: str, is_last: bool = False) -> None:
+        """Print the line if it is due, or the last one."""
+        now = time.monotonic()
+        if not self._is_terminal and (is_last or now - self._printed_at > PLAIN_SECONDS):
+            self._printed_at = now
+            print(line, file=sys.stderr, flush=True)
 
 
 class RunDisplay:
@@ -342,14 +359,17 @@ def _mostly(summary: Mapping[str, Any]) -> str:
 
 def next_steps(summary: dict[str, Any], reason: str = "") -> list[str]:
     """Return lines that say where the trained model is and what to do with it, or why there is none."""
-    where, version = summary.get("directory"), summary.get("checkpoint")
-    if not where or version is None:
+    directory, version = summary.get("directory"), summary.get("checkpoint")
+    if not directory or version is None:
         return []
+    checkpoint = RunDir(Path(directory)).checkpoints / f"step_{version}"
+    kind = "a PEFT adapter" if (checkpoint / ADAPTER_CONFIG).is_file() else "a Hugging Face directory"
+    where = shlex.quote(directory)
     if not summary["steps"]:
         because = f": {printable(reason, REASON_CHARS)}" if reason else "."
-        return [f"Nothing was trained{because}", f"Logs: {where}/logs"]
+        return [f"Nothing was trained{because}", f"Logs: {directory}/logs"]
     return [
-        f"The model after step {version} is in {where}/checkpoints/step_{version}, a Hugging Face directory.",
+        f"The model after step {version} is in {checkpoint}, {kind}.",
         f"See how it went: echo2 view {where}   Talk to it: echo2 chat {where}",
         f"Evaluate it: echo2 eval {where}   Export it: echo2 export {where} --to DIR",
     ]

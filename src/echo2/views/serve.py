@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -33,10 +35,10 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: as `serve`; or there is no run below outputs/.
     """
-    return serve(options.directories or [newest_run().path], options.host, options.port)
+    return serve(options.directories or [newest_run().path], options.host, options.port, options.json)
 
 
-def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0) -> int:
+def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0, as_json: bool = False) -> int:
     """Serve the dashboard of these runs until the process is told to end. `port` 0: any free port.
 
     Raises:
@@ -47,7 +49,7 @@ def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0) -> i
             raise UserError(
                 f"There is no directory {directory}. Name a run directory, or an empty one for a run to come."
             )
-    return serve_pages(lambda token: Dashboard(directories, token), host, port)
+    return serve_pages(lambda token: Dashboard(directories, token), host, port, as_json)
 
 
 class Pages(Protocol):
@@ -58,8 +60,9 @@ class Pages(Protocol):
     def stop(self) -> None: ...
 
 
-def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 0) -> int:
-    """Serve pages until the process is told to end. `make` builds the pages for the token that they require.
+def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 0, as_json: bool = False) -> int:
+    """Serve pages until the process is told to end. `make` builds the pages for the token that they require. Their
+    address is printed first.
 
     Raises:
         UserError: the address is taken.
@@ -67,11 +70,11 @@ def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(BYTES_OF_TOKEN)
     listening = _listen(host, port)
     server = _Server(make(token))
-    print(f"open http://{join(host, listening.getsockname()[1])}/?token={token}", flush=True)
+    url = f"http://{join(host, listening.getsockname()[1])}/?token={token}"
+    print(json.dumps({"url": url}) if as_json else f"open {url}", flush=True)
     if not is_loopback(host):
-        print(
-            "Whoever can read this network's traffic can read the page, and its token: it is not encrypted.", flush=True
-        )
+        note = "Whoever can read this network's traffic can read the page, and its token: it is not encrypted."
+        print(note, file=sys.stderr if as_json else sys.stdout, flush=True)
     asyncio.run(server.serve(sockets=[listening]))
     return 0
 

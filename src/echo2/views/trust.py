@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,9 +12,21 @@ from rich.markup import escape
 from rich.table import Table
 
 from echo2.printable import printable
+from echo2.rundir import RunDir
+from echo2.views.status import read_status
 
 #: Characters of a reason in the table; `--json` has them whole.
 REASON_CHARS = 160
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the rows. Raises as `read_status`."""
+    found = rows(read_status(RunDir(options.directory)))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show(found, Console())
+    return 0
 
 
 def rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:

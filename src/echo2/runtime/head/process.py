@@ -7,7 +7,6 @@ import gc
 import json
 import logging
 import os
-import signal
 import sys
 
 from echo2.addresses import join
@@ -21,6 +20,7 @@ from echo2.runtime.head.farewell import told_to_stop
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
 from echo2.runtime.head.tickets import OwnTickets, own_files
+from echo2.runtime.lifeline import STOP_WORDS
 from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
@@ -72,8 +72,8 @@ async def _serve(rundir: RunDir) -> None:
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told_to_stop, head, TOLD_TO_STOP)
+    for number, words in STOP_WORDS.items():
+        loop.add_signal_handler(number, told_to_stop, head, words)
     log.info("listening on %s", address)
     head.machines.start()
     head.spawn(_keep_reporting(head, service, identity, tickets))
@@ -88,7 +88,7 @@ async def _serve(rundir: RunDir) -> None:
     await server.stop()
     await head.distribution.close()
     kind, reason = head.outcome
-    if kind == "finished" or reason == TOLD_TO_STOP:
+    if kind == "finished" or reason in STOP_WORDS.values():
         return
     if kind == "no_room":
         raise NoRoomError(reason)

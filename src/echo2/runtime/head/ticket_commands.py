@@ -21,14 +21,23 @@ def invite(options: argparse.Namespace) -> int:
     """
     if options.renew:
         tickets.renew(options.directory, options.renew, options.uses, options.days)
-        print(f"{options.renew} admits {options.uses} more, for {options.days:g} days")
+        ticket, ticket_id, address = "", options.renew, ""
     else:
         ticket = tickets.invite(options.directory, options.uses, options.days)
-        print(ticket)
-        address = Ticket.parse(ticket).address
-        if is_loopback(split(address)[0]):
-            note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
-            print(f"note: {note}, then --resume", file=sys.stderr)
+        parsed = Ticket.parse(ticket)
+        ticket_id, address = parsed.ticket_id, parsed.address
+    note = ""
+    if address and is_loopback(split(address)[0]):
+        note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
+        note += ", then --resume"
+    if options.json:
+        known = tickets.open_identity(options.directory).tickets()
+        found = next(tickets.describe(one) for one in known if one.ticket_id == ticket_id)
+        print(json.dumps({"ticket": ticket or None, "address": address or None, "note": note, **found}))
+        return 0
+    print(ticket or f"{ticket_id} admits {options.uses} more, for {options.days:g} days")
+    if note:
+        print(f"note: {note}", file=sys.stderr)
     return 0
 
 

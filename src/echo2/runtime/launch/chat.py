@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("Give --temperature 0 or more and --max-tokens 1 or more.")
     from echo2.rollout.dialogue import Dialogue
 
-    dialogue = Dialogue(*_load(options.target, options.step, options.device), options.temperature)
+    dialogue = Dialogue(*_load(options.target, options.step, options.device), options.temperature, options.system)
     if options.json or not sys.stdin.isatty():
         message = sys.stdin.read().rstrip("\n")
         found = dialogue.answer(message, options.max_tokens, lambda _: None)

@@ -29,6 +29,7 @@ from echo2.rundir import RunDir, accuracies, best_version, read_metrics
 from echo2.runtime.head.evals import eval_metrics
 from echo2.runtime.head.rollout_log import group_record
 from echo2.types import RolloutGroup
+from echo2.views.display import PlainLines
 from echo2.views.rollouts import best_and_worst, sample_line
 from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -231,7 +232,7 @@ async def _scored(
     size, console = len(sampler.tasks), Console(stderr=True)
     if not config.eval.source:  # without held-out tasks, training tasks are evaluated
         size = min(size, config.eval.limit)
-    scored: list[RolloutGroup] = []
+    scored, plain = list[RolloutGroup](), PlainLines(console.is_terminal)
     batches = [range(first, min(first + BATCH_TASKS, size)) for first in range(0, size, BATCH_TASKS)]
 
     async def score(processes: RewardProcesses, group: RolloutGroup) -> None:
@@ -249,4 +250,5 @@ async def _scored(
         for cursors in track(batches, "evaluating", console=console, transient=True, disable=not console.is_terminal):
             groups = await sampler.sample(cursors)
             await asyncio.gather(*(score(processes, group) for group in groups))
+            plain.tell(f"evaluated {cursors.stop} of {size} tasks", is_last=cursors.stop == size)
     return scored

@@ -31,6 +31,7 @@ from echo2.rollout.tokenizer import Tokenizer, encode_prompt, end_token, load_to
 from echo2.runtime.launch.evaluate import copy_model
 from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.types import Task
+from echo2.views.display import PlainLines
 
 #: Maximum number of held-out rows whose loss is reported before and after.
 HELD_OUT_ROWS = 256
@@ -140,15 +141,16 @@ def _train(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
+    plain = PlainLines(console.is_terminal)
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("", total=client.num_steps, completed=client.step)
         while client.step < client.num_steps and not is_told:
             start = client.step * rows_per_step
             losses.append(client.train(rows.data(range(start, start + rows_per_step))))
             progress.update(bar, completed=client.step, description=f"loss {losses[-1]:.3f}")
-            if client.step % SAVE_STEPS == 0 and client.step < client.num_steps:
-                if not console.is_terminal:
-                    print(f"step {client.step} of {client.num_steps}, loss {losses[-1]:.3f}", file=sys.stderr)
+            is_last = client.step == client.num_steps
+            plain.tell(f"step {client.step} of {client.num_steps}, loss {losses[-1]:.3f}", is_last)
+            if client.step % SAVE_STEPS == 0 and not is_last:
                 _save(client, working)
     _save(client, working)
     return losses

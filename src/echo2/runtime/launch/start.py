@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -168,14 +169,14 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
 
 def joining(rundir: RunDir, config: Config) -> list[str]:
     """Return lines that say where the run is, and how other machines join it."""
-    where, ticket = escape(str(rundir.path)), escape(str(rundir.ticket))
-    lines = [f"run directory [bold]{where}[/bold]"]
+    where, ticket = escape(shlex.quote(str(rundir.path))), escape(shlex.quote(f"@{rundir.ticket}"))
+    lines = [f"run directory [bold]{escape(str(rundir.path))}[/bold]"]
     if config.head.is_local:
         listen = escape(config.head.listen)
         return [*lines, f"no other machine can join: head.listen is {listen}; set it to 0.0.0.0:7341 to let them"]
     return [
         *lines,
-        f"your machines join with: echo2 worker @{ticket}",
+        f"your machines join with: echo2 worker {ticket}",
         f"other people's machines: echo2 invite {where}",
     ]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from echo2.rundir import CRASH_RECORD, RunDir, newest_checkpoint, read_json, wri
 from echo2.runtime import rotation
 from echo2.runtime.launch import deaths
 from echo2.runtime.launch.deaths import Deaths, last_error
-from echo2.runtime.lifeline import LIFELINE_VARIABLE
+from echo2.runtime.lifeline import LIFELINE_VARIABLE, STOP_WORDS
 from echo2.sandbox.pipes import ending
 from echo2.transport.identity import PeerIdentity, RunIdentity
 
@@ -86,7 +87,7 @@ class Supervisor:
             places = ["--state", str(self._state(name)), "--device", device]
             self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
         self._lifeline = os.pipe()
-        self._signalled: int | None = None
+        self._signalled: signal.Signals | None = None
         self._num_signals = 0
         self._listed = ""
 
@@ -128,7 +129,7 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self._signalled = number
+        self._signalled = signal.Signals(number)
         self._num_signals += 1
 
     def _outcome(self) -> dict[str, str] | None:
@@ -199,7 +200,8 @@ class Supervisor:
         if status == UserError.exit_status and self._is_revoked(child):
             child.process = None
             word = f"{child.name} is out: it was revoked, or the ticket by which it came. The run goes on without it"
-            print(f"{word}; a worker in its place: echo2 worker @{self.rundir.ticket}", file=sys.stderr)
+            command = shlex.join(["echo2", "worker", f"@{self.rundir.ticket}"])
+            print(f"{word}; a worker in its place: {command}", file=sys.stderr)
             return
         if status in (UserError.exit_status, NoRoomError.exit_status):
             raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
@@ -271,7 +273,7 @@ class Supervisor:
             return outcome["kind"] in ("finished", "stopped")
         if self.head.process is None or self.head.process.poll() is not None:
             return False
-        self.head.process.terminate()
+        self.head.process.send_signal(self._signalled or signal.SIGTERM)  # the head records which
         return True
 
     def _wait_for_checkpoint(self) -> None:
@@ -298,6 +300,8 @@ class Supervisor:
             "kind": "failed",
             "reason": "the head ended without an error message; see logs/head.log",
         }
+        if self._signalled is not None and self._outcome() is None:
+            outcome = {"kind": "stopped", "reason": STOP_WORDS[self._signalled]}  # before the head could record it
         if failure is not None:
             kind = "user_error" if isinstance(failure, UserError) else "failed"
             outcome = {"kind": kind, "reason": str(failure)}

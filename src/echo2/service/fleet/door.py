@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shlex
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -76,7 +77,8 @@ class FleetDoor:
         tickets = OwnTickets(self._identity, {self._rundir.ticket: "sampler"}, address)
         tickets.keep()
         self._watching = spawn(self._watch(tickets), self._failed)
-        print(f"your other machines sample for it with: echo2 worker @{self._rundir.ticket}", flush=True)
+        command = shlex.join(["echo2", "worker", f"@{self._rundir.ticket}"])
+        print(f"your other machines sample for it with: {command}", flush=True)
 
     async def close(self) -> None:
         """Disconnect all machines; they reconnect if the service restarts."""
