@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
-import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,16 @@ def chromium() -> Any:
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     return webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+
+
+@contextmanager
+def view_of(*directories: Path) -> Iterator[str]:
+    """Serve the page of these runs. Yields its address."""
+    command = [sys.executable, "-m", "echo2", "view", *map(str, directories)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[1]
+        process.terminate()
 
 
 class Page:
@@ -77,11 +90,10 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
     def picture(self, name: str, path: Path) -> None:
-        """The whole page as a picture; into docs/ where ECHO2_PICTURES is set."""
-        height = self.ask("Math.min(document.documentElement.scrollHeight, 2600)")
+        """The whole page as a picture."""
+        height = self.ask("Math.min(document.documentElement.scrollHeight, 4000)")
         width = self.ask("innerWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         shot = {"captureBeyondViewport": True, "clip": clip, "format": "webp", "quality": 70}
         data = self.driver.execute_cdp_cmd("Page.captureScreenshot", shot)["data"]
-        where = Path(__file__).parents[1] / "docs" if os.environ.get("ECHO2_PICTURES") else path
-        (where / f"{name}.webp").write_bytes(base64.b64decode(data))
+        (path / f"{name}.webp").write_bytes(base64.b64decode(data))

@@ -52,7 +52,28 @@ def row(step: int, rng: random.Random) -> dict[str, Any]:
         "cost/cum_usd": 0.004 * step,
         "cost/wasted_usd": 0.0003 * step,
         "entropy/mean": 1.4 - 0.6 * share,
-        **({"eval/accuracy": 0.25 + 0.6 * share} if step % 20 == 0 else {}),
+        "reward/frac_zero_std": 0.3 + 0.3 * rng.random(),
+        "completions/mean_length": 40 + 8 * rng.random(),
+        "completions/clipped_ratio": 0.05 * rng.random(),
+        "loss/mean": rng.gauss(0, 0.01),
+        "optim/grad_norm": 1.5 + rng.random(),
+        "ess": 0.9 + 0.05 * rng.random(),
+        "clip_ratio/mean": 0.0,
+        "mismatch_kl/mean": 0.002 + 0.001 * rng.random(),
+        "mismatch/abs_log_ratio": 0.03 + 0.01 * rng.random(),
+        **(held_out(0.25 + 0.6 * share) if step % 20 == 0 else {}),
+    }
+
+
+def held_out(reward: float) -> dict[str, float]:
+    """The metrics of an evaluation of two sets, four rollouts a task."""
+    sets = {"eval/accuracy/easy": reward + 0.1, "eval/accuracy/hard": reward - 0.1}
+    return {
+        "eval/accuracy": reward,
+        **sets,
+        "eval/pass@2": reward + 0.05,
+        "eval/pass@4": reward + 0.12,
+        "eval/mean_length": 42.0,
     }
 
 
@@ -164,12 +185,17 @@ def log_groups(rundir: RunDir, step: int, num_groups: int = 3, num_tokens: int =
 def make_run(path: Path, num_steps: int, num_workers: int = 6, num_logged: int = 5) -> RunDir:
     """A run that goes on and has trained so many steps."""
     rundir = create(path, Config(), resume=False)
-    rows = [{"step": 0, "eval/accuracy": 0.25}, *(row(step, random.Random(step)) for step in range(1, num_steps + 1))]
+    rows = [{"step": 0, **held_out(0.25)}, *(row(step, random.Random(step)) for step in range(1, num_steps + 1))]
     rundir.metrics.write_text("".join(json.dumps(each) + "\n" for each in rows))
     ledger = Ledger(rundir.ledger)
-    account = {"price_usd_per_hour": 0.35, "attended_seconds": 4000.0, "useful_seconds": 3000.0, "useful_groups": 900}
-    costs = {"w-1": {**account, "wasted_seconds": {"expired": 200.0, "stale": 50.0}}}
-    ledger.set_meta("costs", costs | {"learner": {**account, "price_usd_per_hour": 3.06, "wasted_seconds": {}}})
+    seconds = 0.004 * num_steps / (0.35 + 3.06) * 3600  # a bill that the rows' `cost/cum_usd` agree with
+    times = {"attended_seconds": seconds, "useful_seconds": 0.75 * seconds, "useful_groups": 900}
+    wasted = {"expired": 0.05 * seconds, "stale": 0.0125 * seconds}
+    costs = {
+        "w-1": {**times, "price_usd_per_hour": 0.35, "wasted_seconds": wasted},
+        "learner": {**times, "price_usd_per_hour": 3.06, "wasted_seconds": {}},
+    }
+    ledger.set_meta("costs", costs)
     ledger.close()
     write_status(rundir, num_steps, num_workers)
     for step in range(max(1, num_steps - num_logged + 1), num_steps + 1):

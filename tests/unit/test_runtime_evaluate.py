@@ -86,9 +86,7 @@ def test_each_set_is_reported_with_its_best_and_its_worst_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = {"easy": [("ab", "1"), ("ba", "1"), ("bb", "0")], "hard": [("aa", "0"), ("[bold]b", "0")]}
-    path = configured(
-        tmp_path, {name: [{"prompt": p, "answer": a} for p, a in rows] for name, rows in sets.items()}
-    )
+    path = configured(tmp_path, {name: [{"prompt": p, "answer": a} for p, a in rows] for name, rows in sets.items()})
     monkeypatch.setattr(evaluate, "load_engine", fake_engine)
     to = tmp_path / "all.jsonl"
     assert main(["eval", str(path), "--to", str(to)]) == 0

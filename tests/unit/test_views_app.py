@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,13 +15,17 @@ import pytest
 from starlette.testclient import TestClient
 
 import view_cases
+from echo2.config import all_fields
+from echo2.printable import printable
 from echo2.rundir import RunDir
+from echo2.transport.identity import RunIdentity
 from echo2.views import rollouts
 from echo2.views.app import FILES, GROUPS_SHOWN, Dashboard
 from echo2.views.chart_points import POINTS_MAX, ChartPoints
 from echo2.views.page_data import WORKERS_SHOWN, cost_data, run_data
 from echo2.views.run_view import RunView
 from echo2.views.watch import Watch
+from view_cases import HOSTILE
 
 TOKEN = "let-me-in"
 
@@ -42,7 +47,11 @@ def browser(rundir: RunDir) -> TestClient:
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/events", "/rollouts", "/task", "/workers", "/metrics", *(f"/{name}" for name in FILES)]
+    "path",
+    [
+        *("/", "/events", "/rollouts", "/task", "/workers", "/metrics", "/settings", "/logs"),
+        *(f"/{name}" for name in FILES),
+    ],
 )
 def test_nobody_sees_anything_without_the_token(rundir: RunDir, path: str) -> None:
     outside = client(rundir.path)
@@ -133,6 +142,40 @@ def test_only_files_of_rollouts_can_be_asked_for(browser: TestClient, query: str
     assert browser.get(f"/rollouts?{query}").status_code == 404
 
 
+def test_settings_are_told_with_those_that_somebody_chose(browser: TestClient, rundir: RunDir) -> None:
+    config = json.loads(rundir.config.read_text())
+    rundir.config.write_text(json.dumps({**config, "learner": {**config["learner"], "lr": 3e-5}}))
+    told = browser.get("/settings?run=0").json()
+    assert [one for one in told if not one["is_default"]] == [
+        {"name": "learner.lr", "value": "3e-05", "is_default": False}
+    ]
+    assert len(told) == len(list(all_fields()))
+    rundir.config.unlink()
+    assert browser.get("/settings?run=0").status_code == 404
+
+
+def test_the_ends_of_logs_are_told_without_what_a_terminal_obeys_or_a_ticket(
+    browser: TestClient, rundir: RunDir
+) -> None:
+    assert browser.get("/logs?run=0").json() == []
+    rundir.logs.mkdir(exist_ok=True)
+    ticket = RunIdentity.create_or_load(rundir.identity).make_ticket("worker", "127.0.0.1:1", 1, 1.0)
+    lines = [*(f"line {number}" for number in range(20_000)), f"rented with {ticket} by me", f"he said {HOSTILE}"]
+    (rundir.logs / "head.log").write_text("\n".join(lines) + "\n")
+    (rundir.logs / "notes.txt").write_text("mine")
+    os.utime(rundir.logs / "head.log", (1, 1))
+    (rundir.logs / "worker-0.log.1").write_bytes(b"\xff\x1b[31m red\n")
+    assert browser.get("/logs?run=0").json() == ["worker-0.log.1", "head.log"]
+    told = browser.get("/logs?run=0&name=head.log").json().splitlines()
+    assert 5_000 < len(told) < 20_000
+    assert told[0].startswith("line ")
+    assert told[-2] == "rented with echo2-(a ticket) by me"
+    assert told[-1] == f"he said {printable(HOSTILE)}"
+    assert browser.get("/logs?run=0&name=worker-0.log.1").json() == "\N{REPLACEMENT CHARACTER} red\n"
+    for name in ("notes.txt", "../config.json", "none.log", ""):
+        assert browser.get("/logs", params={"run": 0, "name": name}).status_code == 404
+
+
 def test_one_task_over_the_steps(browser: TestClient) -> None:
     first = browser.get("/rollouts?run=0&name=step_30").json()[0]
     tries = browser.get(f"/task?run=0&name=step_30&group={first['group']}").json()
@@ -152,6 +195,7 @@ def test_the_page_is_told_how_the_run_stands(rundir: RunDir) -> None:
     view = RunView.read(rundir.path)
     told = run_data(view)
     assert (told["state"], told["version"], told["max_steps"]) == ("running", 30, view_cases.MAX_STEPS)
+    assert told["goes_on"] is True
     assert [wait["who"] for wait in told["waits"]] == ["learner", view_cases.HOSTILE]
     assert (told["num_workers"], told["num_idle"], told["num_current"]) == (6, 1, 5)
     relayed = [worker for worker in told["workers"] if worker["sources"] and worker["sources"] != [""]]
@@ -164,7 +208,8 @@ def test_the_page_is_told_how_the_run_stands(rundir: RunDir) -> None:
 def test_a_run_that_has_not_begun_is_shown(tmp_path: Path) -> None:
     view = RunView.read(tmp_path / "nothing")
     assert run_data(view)["state"] == "no head was started here yet"
-    assert points(view.rows) == {"from": 0, "steps": [], "stride": 1, "columns": {}}
+    assert run_data(view)["goes_on"] is False
+    assert points(view.rows) == {"from": 0, "steps": [], "seconds": [], "stride": 1, "columns": {}}
     assert cost_data(view)["usd"] is None
 
 
@@ -185,7 +230,7 @@ def test_charts_are_thinned_out_and_lose_no_peak(num_steps: int) -> None:
 
 def test_of_a_step_the_points_that_it_changes_are_told() -> None:
     """Whatever happens to a run's rows, a page that puts what is told behind what it has shows what is there."""
-    rng, told, shown = random.Random(5), ChartPoints(), {"steps": [], "columns": {}}
+    rng, told, shown = random.Random(5), ChartPoints(), {"steps": [], "seconds": [], "columns": {}}
     rows: list[dict[str, Any]] = []
     num_short = 0
     for turn in range(3 * POINTS_MAX):
@@ -195,17 +240,37 @@ def test_of_a_step_the_points_that_it_changes_are_told() -> None:
         elif rows and rng.random() < 0.01:  # the learner falls back
             rows = rows[: rng.randrange(len(rows))]
         else:
-            rows = [*rows, {"step": len(rows), "reward/mean": rng.random(), "wait/lost": float(rng.random() < 0.01)}]
+            more = {"reward/mean": rng.random(), "wait/lost": float(rng.random() < 0.01)}
+            if rng.random() < 0.02:
+                more[f"eval/accuracy/set {rng.randrange(30)}"] = rng.random()  # more than a page is told of
+            if rng.random() < 0.9:
+                more["time/unix"] = 1e9 + 2.0 * len(rows) + rng.random()
+            rows = [*rows, {"step": len(rows), **more}]
         news = told.tail(told.take(rows))
         kept = news["from"]
         num_short += len(news["steps"]) < 5
         columns = {
             name: [*(shown["columns"][name][:kept] if kept else []), *new] for name, new in news["columns"].items()
         }
-        shown = {"steps": [*shown["steps"][:kept], *news["steps"]], "columns": columns}
+        shown = {name: [*shown[name][:kept], *news[name]] for name in ("steps", "seconds")} | {"columns": columns}
         if turn % 29 == 0:
             assert shown == {key: points(rows)[key] for key in shown}
     assert num_short > 2 * POINTS_MAX
+
+
+def test_held_out_sets_and_samples_have_lines_of_their_own_and_steps_a_time() -> None:
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "eval/accuracy": 0.25, "eval/accuracy/easy": 0.4, "eval/pass@2": 0.5},
+        {"step": 1, "time/unix": 1.8e9 + 5.5, "time/step": 2.5, "loss/mean": 0.1, "ess": 0.9},
+        {"step": 2, "time/unix": 1.8e9 + 8.0, "time/step": 2.5, "optim/grad_norm": 3.0},
+        {"step": 3, "time/unix": 1.8e9 + 7.0},  # a clock that was set back
+    ]
+    found = points(rows)
+    assert found["seconds"] == [0.0, 2.5, 5.0, 5.0]
+    assert found["columns"]["eval/accuracy/easy"] == [0.4, None, None, None]
+    assert found["columns"]["eval/pass@2"] == [0.5, None, None, None]
+    assert found["columns"]["optim/grad_norm"] == [None, None, 3.0, None]
+    assert {"loss/mean", "ess"} <= set(found["columns"])
 
 
 def points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -245,6 +310,7 @@ def test_where_nothing_is_written_nothing_is_made_anew(rundir: RunDir) -> None:
     outcome = {"kind": "finished", "reason": "all steps are trained"}
     rundir.outcome.write_text(json.dumps(outcome))
     assert same.newer().state == "finished: all steps are trained"
+    assert run_data(same.newer())["goes_on"] is False
 
 
 def test_a_page_that_closes_while_a_run_is_read_loses_no_step(rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:

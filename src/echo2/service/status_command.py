@@ -40,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
         return {**status(database, now), **fleet(options.out, now)}
 
     if options.port is not None:
-        return serve_pages(lambda token: StatusPage(lambda: tables(tell()), token), port=options.port, as_json=options.json)
+        return serve_pages(
+            lambda token: StatusPage(lambda: tables(tell()), token), port=options.port, as_json=options.json
+        )
     found = tell()
     database.close()
     if options.json:

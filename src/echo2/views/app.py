@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from echo2.errors import UserError
 from echo2.rundir import RunDir
-from echo2.views import prometheus, rollouts
+from echo2.views import prometheus, rollouts, run_files
 from echo2.views.page_data import fleet_page
 from echo2.views.watch import Watch
 
@@ -43,6 +43,7 @@ FILES = (
     "charts.js",
     "fleet.js",
     "rollouts.js",
+    "files.js",
     "page.css",
     "icon.svg",
     "uPlot.iife.min.js",
@@ -95,6 +96,7 @@ class Dashboard:
         self._scraping = asyncio.Lock()
         routes = [("/", self._page), ("/events", self._events), ("/rollouts", self._rollouts), ("/task", self._task)]
         routes += [("/workers", self._workers), ("/metrics", self._metrics)]
+        routes += [("/settings", self._settings), ("/logs", self._logs)]
         routes += [(f"/{name}", self._file) for name in FILES]
         guard = TokenGuard(token)
         self.app = Starlette(
@@ -138,6 +140,16 @@ class Dashboard:
         """Return one page of the workers that contain the words `find`, from index `first` on."""
         view, first, words = self._watch.views[self._index(request)], _number(request, "first"), request.query_params
         return _json(await asyncio.to_thread(fleet_page, view, first, words.get("find", "")))
+
+    async def _settings(self, request: Request) -> Response:
+        return _json(await asyncio.to_thread(run_files.settings, self._rundir(request)))
+
+    async def _logs(self, request: Request) -> Response:
+        """Without `name`: return the names of the logs; else the end of that log."""
+        rundir, name = self._rundir(request), request.query_params.get("name")
+        if name is None:
+            return _json(await asyncio.to_thread(run_files.log_names, rundir))
+        return _json(await asyncio.to_thread(run_files.log_end, rundir, name))
 
     def _rundir(self, request: Request) -> RunDir:
         return self._rundirs[self._index(request)]

@@ -26,10 +26,14 @@ def _last(values: Values) -> float:
     return values[-1]
 
 
+#: Prefixes of metrics whose names depend on the run: held-out sets, and pass@k. Number of them that a page gets.
+OPEN_PREFIXES = ("eval/accuracy/", "eval/pass@")
+OPEN_MAX = 16
 #: By metric: how the values of several steps become one point.
 COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "eval/accuracy": _last,
     "reward/mean": _mean,
+    "reward/frac_zero_std": _mean,
     "off_policy/mean": _mean,
     "off_policy/max": max,
     "off_policy/bound": max,
@@ -45,6 +49,15 @@ COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "cost/cum_usd": _last,
     "cost/wasted_usd": _last,
     "entropy/mean": _mean,
+    "loss/mean": _mean,
+    "optim/grad_norm": _mean,
+    "ess": _mean,
+    "clip_ratio/mean": _mean,
+    "mismatch_kl/mean": _mean,
+    "mismatch/abs_log_ratio": _mean,
+    "completions/mean_length": _mean,
+    "completions/clipped_ratio": _mean,
+    "eval/mean_length": _last,
 }
 
 
@@ -57,6 +70,8 @@ class ChartPoints:
         self.stride = 1  # steps per point
         self._rows: Sequence[Row] = ()
         self._steps: list[int] = []  # the last step of each point
+        self._seconds: list[float] = []  # since the first step began, of each point; never falling
+        self._began = 0.0
         self._columns: dict[str, Column] = {name: [] for name in COLUMNS}
         self._shown: list[str] = []
 
@@ -66,24 +81,40 @@ class ChartPoints:
         last = rows[-1]["step"] if rows else 0
         stride = 1 << max(0, math.ceil(math.log2((last + 1) / POINTS_MAX)))
         kept = self._first_changed(rows) if stride == self.stride else 0
-        self.stride, self._rows = stride, rows
-        first = bisect_left(rows, self._place(self._steps[kept - 1]) + 1, key=self._place_of) if kept else 0
-        del self._steps[kept:]
+        first = self._first_row(rows, kept)
+        began, named = _began(rows), _open_names(rows[first:]) - self._columns.keys()
+        if began != self._began or named:
+            kept = first = 0
+            self._columns |= {name: [] for name in sorted(named)}
+        self.stride, self._rows, self._began = stride, rows, began
+        del self._steps[kept:], self._seconds[kept:]
         for column in self._columns.values():
             del column[kept:]
         for _, group in groupby(rows[first:], self._place_of):
-            point = list(group)
-            self._steps.append(point[-1]["step"])
-            for name, merge in COLUMNS.items():
-                self._columns[name].append(_point(name, merge, point))
+            self._append(list(group))
         shown = [name for name, values in self._columns.items() if _is_shown(name, values)]
+        hidden = {*sorted(name for name in shown if name.startswith(OPEN_PREFIXES))[OPEN_MAX:]}
+        shown = [name for name in shown if name not in hidden]
         was_shown, self._shown = self._shown, shown
         return kept if shown == was_shown else 0
+
+    def _first_row(self, rows: Sequence[Row], kept: int) -> int:
+        """Return the index of the first row that is in none of the first `kept` points."""
+        return bisect_left(rows, self._place(self._steps[kept - 1]) + 1, key=self._place_of) if kept else 0
+
+    def _append(self, point: Sequence[Row]) -> None:
+        self._steps.append(point[-1]["step"])
+        before = self._seconds[-1] if self._seconds else 0.0
+        seconds = _numbers("time/unix", point)[-1:] or [0.0]
+        self._seconds.append(max(before, float(f"{seconds[0] - self._began:.6g}")))
+        for name, values in self._columns.items():
+            values.append(_point(name, COLUMNS.get(name, _last), point))
 
     def tail(self, first: int) -> dict[str, Any]:
         """Return the points from index `first` on, as they are sent to a page."""
         columns = {name: self._columns[name][first:] for name in self._shown}
-        return {"from": first, "steps": self._steps[first:], "stride": self.stride, "columns": columns}
+        points = {"steps": self._steps[first:], "seconds": self._seconds[first:]}
+        return {"from": first, **points, "stride": self.stride, "columns": columns}
 
     def _place(self, step: int) -> int:
         return -(-step // self.stride)
@@ -107,5 +138,19 @@ def _is_shown(name: str, values: Iterable[float | None]) -> bool:
 
 
 def _point(name: str, merge: Callable[[Values], float], rows: Iterable[Row]) -> float | None:
-    found = [value for row in rows if isinstance(value := row.get(name), int | float) and math.isfinite(value)]
+    found = _numbers(name, rows)
     return float(f"{merge(found):.6g}") if found else None
+
+
+def _numbers(name: str, rows: Iterable[Row]) -> list[float]:
+    return [value for row in rows if isinstance(value := row.get(name), int | float) and math.isfinite(value)]
+
+
+def _began(rows: Iterable[Row]) -> float:
+    """Return the Unix time at which the first step began; 0 if no row has a time."""
+    first = next((row for row in rows if _numbers("time/unix", [row])), None)
+    return 0.0 if first is None else first["time/unix"] - sum(_numbers("time/step", [first]))
+
+
+def _open_names(rows: Iterable[Row]) -> set[str]:
+    return {name for row in rows for name in row if name.startswith(OPEN_PREFIXES)}

@@ -24,6 +24,7 @@ def run_data(view: RunView) -> dict[str, Any]:
         "name": view.name,
         "directory": str(view.rundir.path),
         "state": view.state,
+        "goes_on": bool(view.status.get("goes_on")),
         "version": view.version,
         "max_steps": view.max_steps,
         "max_staleness": status.get("max_staleness"),

@@ -19,7 +19,8 @@ SILENT_SECONDS = 60.0
 
 
 def read_status(rundir: RunDir) -> dict[str, Any]:
-    """Return the head's status, plus `state` and `processes` (role, id, pid and whether each is alive).
+    """Return the head's status, plus `state`, `goes_on` (whether a head serves the run or is being started) and
+    `processes` (role, id, pid and whether each is alive).
 
     Raises:
         UserError: no run was started in this directory.
@@ -56,7 +57,8 @@ def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = Tr
         state = "starting" if room else f"paused: no room on the disk that holds {rundir.path}"
     else:
         state = "the head is not running; continue with `echo2 run ... --resume`"
-    found = {**told, "directory": str(rundir.path), "processes": processes, "state": state}
+    goes_on = is_going_on or (outcome is None and "supervisor" in lives)
+    found = {**told, "directory": str(rundir.path), "processes": processes, "state": state, "goes_on": goes_on}
     found["deaths"] = [] if outcome is not None else _deaths(rundir)
     return found if is_going_on else {**found, "waits": [], "fleet": None, "checkpoint": _newest(rundir, told)}
 

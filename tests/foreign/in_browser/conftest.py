@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import view_cases
-from browser_page import CHROMIUM, DRIVER, Page, chromium
+from browser_page import CHROMIUM, DRIVER, Page, chromium, view_of
 from echo2.rundir import RunDir
 
 
@@ -34,11 +32,8 @@ def rundirs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
 @pytest.fixture(scope="module")
 def served(rundirs: list[RunDir]) -> Iterator[str]:
     """The address that `echo2 view` prints for the runs."""
-    command = [sys.executable, "-m", "echo2", "view", *(str(rundir.path) for rundir in rundirs)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield process.stdout.readline().split()[1]
-        process.terminate()
+    with view_of(*(rundir.path for rundir in rundirs)) as address:
+        yield address
 
 
 @pytest.fixture

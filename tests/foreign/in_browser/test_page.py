@@ -10,7 +10,7 @@ import pytest
 
 import house
 import view_cases
-from browser_page import PHONE, WIDE, Page
+from browser_page import PHONE, WIDE, Page, view_of
 from echo2.rundir import RunDir
 
 AXE = Path(os.environ.get("AXE_CORE", house.REPOSITORY / ".venv-browser/package/axe.min.js"))
@@ -35,17 +35,137 @@ def test_every_view_says_what_the_run_directory_says(page: Page, rundirs: list[R
     assert page.ask("document.querySelectorAll('#map circle').length") == 7
     assert page.ask("document.querySelectorAll('#map line').length") == 7
     titles = page.ask("[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)")
-    assert titles[:3] == ["Reward", "Staleness", "Learner"]
-    assert len(titles) == 9
+    assert titles[:3] == ["Reward", "Held-out sets", "pass@k"]
+    assert len(titles) == 19
+    assert page.text("#link") == "live"
     assert page.ask("document.querySelectorAll('#bar span').length") == 4
     assert "most of it for workers that sample" in page.text("#spent")
     assert page.ask("document.querySelectorAll('article').length") == 3
     assert page.complaints() == []
 
 
+def figure(title: str) -> str:
+    """The chart with this title, as an expression in the page."""
+    titles = "[...document.querySelectorAll('#charts h3')]"
+    return f"{titles}.find((each) => each.textContent === {title!r}).parentElement"
+
+
+def legend(title: str) -> str:
+    """What the newest point of a chart is, as an expression in the page: [name, value] of each line."""
+    cells = "(each) => [...each.children].map((cell) => cell.textContent)"
+    return f"[...{figure(title)}.querySelectorAll('.u-series')].map({cells})"
+
+
+def test_sets_and_samples_of_an_evaluation_have_charts(page: Page) -> None:
+    page.open()
+    assert [name for name, _ in page.ask(legend("Held-out sets"))] == ["step", "easy", "hard"]
+    assert [name for name, _ in page.ask(legend("pass@k"))] == ["step", "pass@2", "pass@4"]
+
+
+def test_lines_can_be_smoothed_except_those_that_are_exact(page: Page) -> None:
+    page.open()
+    before = {title: page.ask(legend(title)) for title in ("Gradient norm", "Dollars")}
+    page.choose("smoothing", "20")
+    page.until(f"{figure('Gradient norm')}.textContent.includes('averaged over about 20 steps')")
+    assert page.ask(legend("Gradient norm")) != before["Gradient norm"]
+    assert page.ask(legend("Dollars")) == before["Dollars"]
+    assert "averaged" not in page.ask(f"{figure('Dollars')}.textContent")
+
+
+def test_charts_can_be_drawn_over_time(page: Page) -> None:
+    page.open()
+    page.choose("axis", "time")
+    page.until(f"{legend('Reward')}[0][0] === 'after'")
+    assert page.ask(legend("Reward"))[0][1] == "8 min"  # 120 steps of 4 s
+    page.choose("axis", "step")
+    page.until(f"{legend('Reward')}[0][0] === 'step'")
+
+
+#: Keeps the texts that are drawn on each canvas.
+NOTED_TEXTS = """window.texts = new Map();
+const draw = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {
+    if (!window.texts.has(this.canvas)) window.texts.set(this.canvas, []);
+    window.texts.get(this.canvas).push(text);
+    return draw.call(this, text, ...more);
+};"""
+
+
+def test_what_is_zero_throughout_has_an_axis_from_0_to_1(page: Page) -> None:
+    """uPlot's own choice is 0 to 100, in which a share or a few cents would not be seen."""
+    page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NOTED_TEXTS})
+    page.open()
+    written = page.ask(f"window.texts.get({figure('Clipped tokens')}.querySelector('canvas'))")
+    assert {"0.5", "1"} <= set(written)
+
+
+def test_a_run_that_is_over_is_not_called_live(page: Page, rundirs: list[RunDir]) -> None:
+    rundirs[0].outcome.write_text('{"kind": "finished", "reason": "all steps are trained"}')
+    try:
+        page.open()
+        page.until("document.querySelector('#state').textContent.includes('finished')")
+        assert page.text("#link") == "this run is not going on"
+    finally:
+        rundirs[0].outcome.unlink()
+
+
+def test_a_rate_that_is_not_known_is_said_to_be(page: Page, rundirs: list[RunDir]) -> None:
+    page.open()
+    assert "no “needed”" not in page.ask(f"{figure('Rollouts a second')}.textContent")
+    rows = rundirs[0].metrics.read_text()
+    rundirs[0].metrics.write_text(rows.replace('"fleet/needed_rate": 150.0, ', ""))
+    try:
+        page.open()
+        told = page.ask(f"{figure('Rollouts a second')}.textContent")
+        assert "no “needed” now: no step was timed yet, or no number of workers is enough" in told
+    finally:
+        rundirs[0].metrics.write_text(rows)
+
+
+def test_configuration_and_logs_are_there_for_those_who_open_them(page: Page, rundirs: list[RunDir]) -> None:
+    (rundirs[0].logs / "head.log").write_text(f"listening\n{view_cases.HOSTILE}\n")
+    page.open()
+    page.ask("document.querySelector('#configuration summary').click()")
+    page.until("document.querySelector('#settings-told').textContent === 'All settings are as by default.'")
+    page.ask("document.getElementById('defaults').click()")
+    page.until("document.querySelector('#settings').textContent.includes('learner.lr')")
+    page.ask("document.querySelector('#logs summary').click()")
+    page.until("document.querySelector('#log-text').textContent.includes('listening')")
+    assert "<script>" in page.text("#log-text")
+    assert page.ask("window.owned === undefined")
+    assert page.complaints() == []
+
+
+def test_labels_of_the_map_are_not_struck_through(page: Page) -> None:
+    page.open()
+    struck = """(() => {
+        const texts = [...document.querySelectorAll('#map text')].map((each) => [each.textContent, each.getBBox()]);
+        const lines = [...document.querySelectorAll('#map line')].map(
+            ({x1, x2, y1, y2}) => [x1, x2, y1, y2].map((each) => each.baseVal.value));
+        const isStruck = (box) => lines.some(([x1, x2, y1, y2]) => y1 === y2 && y1 > box.y && y1 < box.y + box.height
+            && x1 < box.x + box.width && x2 > box.x);
+        return texts.filter(([, box]) => isStruck(box)).map(([text]) => text);
+    })()"""
+    assert page.ask(struck) == []
+
+
+def test_rollouts_are_drawn_beyond_the_screen(page: Page) -> None:
+    page.open(PHONE)
+    unseen = "[...document.querySelectorAll('.words')]"
+    unseen += ".filter((each) => !each.checkVisibility({contentVisibilityAuto: true}))"
+    assert page.ask(f"{unseen}.length") == 0
+
+
+def test_headings_of_tables_stay_whole_on_a_phone(page: Page) -> None:
+    page.open(PHONE)
+    lines = "{ const range = document.createRange(); range.selectNodeContents(each); return range.getClientRects(); }"
+    broken = f"[...document.querySelectorAll('thead th')].filter((each) => ((each) => {lines})(each).length > 1)"
+    assert page.ask(f"{broken}.map((each) => each.textContent)") == []
+
+
 def test_a_step_shows_while_one_looks(page: Page, rundirs: list[RunDir]) -> None:
     page.open()
-    dollars = "document.querySelectorAll('#charts figure')[7].querySelector('.u-legend').textContent"
+    dollars = f"{figure('Dollars')}.querySelector('.u-legend').textContent"
     before = page.ask(dollars)
     step = int(page.text("#facts dd").split(" of ")[0]) + 1
     view_cases.log_groups(rundirs[0], step)
@@ -189,8 +309,14 @@ def test_runs_side_by_side(page: Page) -> None:
     assert page.ask(f"{buttons}.map((each) => each.textContent)") == ["sorting", "sums", "side by side"]
     page.ask(f"{buttons}[2].click()")
     page.until("document.querySelector('#charts .u-legend').textContent.includes('sums')")
+    names = [name for name, _ in page.ask(legend("Reward"))]
+    assert names == ["step", "sorting", "sorting: held-out reward", "sums", "sums: held-out reward"]
+    rows = "[...document.querySelectorAll('#compare tbody tr')].map((each) => each.textContent)"
+    assert [row[:4] for row in page.ask(rows)] == ["sort", "sums"]
+    assert all(" at step " in row for row in page.ask(rows))
     page.ask(f"{buttons}[1].click()")
     page.until("document.querySelector('#state').textContent === 'sums: running'")
+    assert page.ask("document.getElementById('compared').hidden")
 
 
 def test_everything_can_be_done_by_keyboard(page: Page) -> None:
@@ -209,7 +335,7 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
     assert "logprob" in page.text("#token")
     assert ", ratio " in page.text("#token")
     before = page.text("article .about")
-    page.press("[", "[")
+    page.press("[", "[", "[")  # one of the first two may be the step that is shown
     page.until(f"document.querySelector('article .about').textContent !== {before!r}")
 
 
@@ -226,6 +352,16 @@ def test_it_fits_and_is_accessible(page: Page, size: tuple[int, int], scheme: st
     page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", tmp_path)
     for violation in _violations(page):
         assert violation["impact"] not in ("serious", "critical"), violation
+
+
+@pytest.mark.skipif("ECHO2_PICTURES" not in os.environ, reason="ECHO2_PICTURES names no run")
+@pytest.mark.parametrize(("size", "scheme"), LOOKS)
+def test_pictures_of_a_run_are_made(driver: Any, size: tuple[int, int], scheme: str) -> None:
+    """The pictures in docs/, of the run directory that ECHO2_PICTURES names."""
+    with view_of(Path(os.environ["ECHO2_PICTURES"])) as address:
+        page = Page(driver, address)
+        page.open(size, scheme)
+        page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", house.REPOSITORY / "docs")
 
 
 def _violations(page: Page) -> list[dict[str, Any]]:

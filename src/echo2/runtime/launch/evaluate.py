@@ -225,9 +225,7 @@ def _write(file: IO[str], line: str) -> None:
         raise write_failed(error, f"Cannot write {file.name}: {error.strerror}.") from error
 
 
-async def _scored(
-    config: configuration.Config, sampler: LocalSampler, file: IO[str] | None
-) -> list[RolloutGroup]:
+async def _scored(config: configuration.Config, sampler: LocalSampler, file: IO[str] | None) -> list[RolloutGroup]:
     """Return the groups of all held-out tasks that could be sampled and scored; write them to the file, if any."""
     size, console = len(sampler.tasks), Console(stderr=True)
     if not config.eval.source:  # without held-out tasks, training tasks are evaluated

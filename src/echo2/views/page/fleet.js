@@ -2,7 +2,7 @@
 
 import { ask, at, make, megabytes, number, percent, put, say, table } from "./parts.js";
 
-const MAP_WORKERS = 60, SVG = "http://www.w3.org/2000/svg", ASK_SECONDS = 5;
+const MAP_WORKERS = 60, ROW = 34, SVG = "http://www.w3.org/2000/svg", ASK_SECONDS = 5;
 const HEADINGS = [["worker"], ["doing", "wide"], ["rollouts/s", "number"], ["weights"], ["from"], ["got", "number"], ["sent", "number"], ["an hour", "number"], ["whose"]];
 
 export class Fleet {
@@ -18,7 +18,7 @@ export class Fleet {
   show(run) {
     if (run.run !== this.run?.run) { this.first = 0; this.other = null; at("find").value = ""; }
     this.run = run;
-    const idle = run.workers.some((worker) => worker.attends) ? `${number(run.num_idle)} idle now` : "no worker attends";
+    const idle = run.workers.some((worker) => worker.attends) ? `${number(run.num_idle)} idle now` : "no worker is connected";
     say(at("fleet"), [...run.fleet, idle].join("; "));
     const took = run.t_bcast ? `; new weights reach the workers in ${number(run.t_bcast)} s` : "";
     say(at("weights"), run.published === null || !run.num_workers ? "" : `Weights: version ${run.published} at ${number(run.num_current)} of ${number(run.num_workers)} workers${took}; ${megabytes(run.origin_bytes)} sent by the head, ${megabytes(run.peer_bytes)} by workers`);
@@ -81,11 +81,11 @@ function showMap(run) {
       if (!depth.has(worker.id) && known.length) depth.set(worker.id, Math.max(...known) + 1);
     }
   }
-  const spots = new Map([["", [20, 24]]]);
+  const spots = new Map([["", [20, ROW]]]);
   for (const worker of workers) {
     const column = depth.get(worker.id) ?? 1;
     rows[column] = (rows[column] ?? 0) + 1;
-    spots.set(worker.id, [20 + column * 150, rows[column] * 24]);
+    spots.set(worker.id, [20 + column * 150, rows[column] * ROW]);
   }
   const svg = document.createElementNS(SVG, "svg");
   const add = (tag, values, text = "") => {
@@ -94,7 +94,7 @@ function showMap(run) {
     element.textContent = text;
     svg.append(element);
   };
-  const width = 170 + Math.max(...depth.values()) * 150, height = 20 + Math.max(...rows.filter(Boolean)) * 24;
+  const width = 170 + Math.max(...depth.values()) * 150, height = 20 + Math.max(...rows.filter(Boolean)) * ROW;
   svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
   svg.setAttribute("width", width);
   svg.setAttribute("role", "img");
@@ -103,12 +103,12 @@ function showMap(run) {
     const from = spots.get(source), to = spots.get(worker.id);
     if (from) add("line", { x1: from[0], y1: from[1], x2: to[0], y2: to[1] });
   }
-  add("circle", { cx: 20, cy: 24, r: 6, class: "current" });
-  add("text", { x: 8, y: 12 }, "head");
+  add("circle", { cx: 20, cy: ROW, r: 6, class: "current" });
+  add("text", { x: 8, y: ROW - 10 }, "head");
   for (const worker of workers) {
     const [x, y] = spots.get(worker.id);
     add("circle", { cx: x, cy: y, r: 6, class: worker.version === run.published ? "current" : "" });
-    add("text", { x: x + 10, y: y + 4 }, worker.id.length > 16 ? `${worker.id.slice(0, 15)}…` : worker.id);
+    add("text", { x: x - 6, y: y - 10 }, worker.id.length > 16 ? `${worker.id.slice(0, 15)}…` : worker.id);
   }
   put(at("map"), [svg]);
 }

@@ -1,6 +1,7 @@
 // The page: events of the server in, words and numbers out.
 
 import { CAUSES, Charts, coloursOf } from "./charts.js";
+import { Files } from "./files.js";
 import { Fleet } from "./fleet.js";
 import { at, duration, make, number, percent, put, say, table, usd } from "./parts.js";
 import { Rollouts } from "./rollouts.js";
@@ -10,11 +11,12 @@ const runs = []; // by index: {run, steps, cost, heard}
 let chosen = 0, compared = false;
 const charts = new Charts(at("charts"));
 const fleet = new Fleet();
-const rollouts = new Rollouts();
+const rollouts = new Rollouts(), files = new Files();
+let isConnected = false;
 
 function showRuns() {
   const known = runs.length < 2 ? [] : [...runs.entries()].filter(([, each]) => each?.run);
-  const buttons = known.map(([index, each]) => [each.run.name, !compared && index === chosen, () => { chosen = index; compared = false; rollouts.open(index, each.run.version); }]);
+  const buttons = known.map(([index, each]) => [each.run.name, !compared && index === chosen, () => { chosen = index; compared = false; rollouts.open(index, each.run.version); files.open(index); }]);
   if (buttons.length > 1) buttons.push(["side by side", compared, () => { compared = true; }]);
   const places = at("runs").children;
   while (places.length > buttons.length) places[buttons.length].remove();
@@ -31,7 +33,8 @@ function showNow({ run, steps, heard }) {
   if (document.title !== title) document.title = title;
   say(at("state"), `${run.name}: ${run.state}`);
   at("state").className = run.state === "running" ? "runs" : /^(finished|starting)/.test(run.state) ? "" : "stands";
-  const last = (name) => steps?.columns[name]?.findLast((value) => value !== null);
+  if (isConnected) say(at("link"), run.goes_on ? "live" : "this run is not going on");
+  const last = (name) => newest(steps, name);
   const facts = [
     ["step", run.max_steps === null ? number(run.version) : `${number(run.version)} of ${number(run.max_steps)}`],
     ["held-out reward", number(last("eval/accuracy"))], ["reward", number(last("reward/mean"))],
@@ -51,6 +54,21 @@ function showNow({ run, steps, heard }) {
     [["who"], ["waits for"], ["since", "number"], ["until", "number"], ["why", "wide"]],
     run.waits.map((wait) => [wait.who, wait.for, wait.since ? duration(Math.max(0, now - wait.since)) : "–",
       wait.until === null ? "–" : `in ${duration(Math.max(0, wait.until - now))}`, wait.reason]));
+}
+
+const newest = (steps, name) => steps?.columns[name]?.findLast((value) => value !== null);
+
+// The runs beside each other, in numbers.
+function showCompared() {
+  at("compared").hidden = !compared;
+  if (!compared) return;
+  table(at("compare"), "", [["run"], ["step", "number"], ["reward", "number"], ["held-out", "number"], ["best held-out", "number"], ["time", "number"], ["dollars", "number"], ["state", "wide"]],
+    runs.filter((each) => each?.run).map(({ run, steps }) => {
+      const held = steps?.columns["eval/accuracy"] ?? [], best = Math.max(...held.filter((value) => value !== null));
+      const told = Number.isFinite(best) ? `${number(best)} at step ${number(steps.steps[held.lastIndexOf(best)])}` : "–";
+      return [run.name, number(run.version), number(newest(steps, "reward/mean")), number(newest(steps, "eval/accuracy")), told,
+        steps?.seconds.at(-1) > 0 ? duration(steps.seconds.at(-1)) : "–", usd(newest(steps, "cost/cum_usd")), run.state];
+    }));
 }
 
 // Where the learner's time went: training, and by cause what it waited for.
@@ -113,6 +131,7 @@ function draw() {
   showRuns();
   if (!known?.run) return;
   showNow(known);
+  showCompared();
   if (kinds.has("run")) fleet.show(known.run);
   if (kinds.has("steps")) { showTime(known); showCharts(); }
   if (kinds.has("cost")) showMoney(known);
@@ -123,7 +142,7 @@ function join(before, told) {
   if (!told.from) return told;
   const joined = (old, news) => [...old.slice(0, told.from), ...news];
   const columns = Object.entries(told.columns).map(([name, values]) => [name, joined(before.columns[name], values)]);
-  return { ...told, steps: joined(before.steps, told.steps), columns: Object.fromEntries(columns) };
+  return { ...told, steps: joined(before.steps, told.steps), seconds: joined(before.seconds, told.seconds), columns: Object.fromEntries(columns) };
 }
 
 const events = new EventSource("events");
@@ -137,7 +156,9 @@ for (const kind of ["run", "steps", "cost"]) {
     if (told.run === chosen && kind === "run") rollouts.stepped(chosen, told.version);
   });
 }
-events.onopen = () => { say(at("link"), "live"); };
-events.onerror = () => { say(at("link"), "not connected; trying again"); };
+events.onopen = () => { isConnected = true; say(at("link"), "connected"); };
+events.onerror = () => { isConnected = false; say(at("link"), "not connected; trying again"); };
+at("axis").addEventListener("change", () => { charts.axis = at("axis").value; soon("steps"); });
+at("smoothing").addEventListener("change", () => { charts.smoothing = Number(at("smoothing").value); soon("steps"); });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => soon("steps"));
 setInterval(() => { if (runs[chosen]?.run) showNow(runs[chosen]); }, 1000);

@@ -17,6 +17,7 @@ function choose(select, values, keep) {
 }
 
 const GROUPS_SHOWN = 200; // of a file, by the server
+const WHOLE_GROUPS = 20; // that are drawn at once, in view or not
 const LEGENDS = {
   logprob: "The redder a token, the less likely it was: logprobs of 0, -0.5, -1.5, -3 and -5 begin the shades. Grey italics: written by the environment, not trained on.",
   advantage: "Green: better than its group, red: worse. Each token of a rollout has its rollout's advantage.",
@@ -32,6 +33,7 @@ export class Rollouts {
     this.history = null; // {name, number}: the task whose tries are shown
     this.marked = null;
     this.names = null; // files there are; null: to be asked for
+    this.wanted = ""; // run and file that were asked for last
     this.askedAt = 0;
     this.version = -1;
     at("file").addEventListener("change", () => { this.history = null; this.load(); });
@@ -91,8 +93,10 @@ export class Rollouts {
   async load() {
     const name = at("file").value || this.newest();
     if (!name) { at("groups").replaceChildren(make("p", "No rollouts are written yet.")); return; }
+    const wanted = this.wanted = `${this.run} ${name}`;
     if (name === this.name && !this.history && this.shown === this.run) return;
     const groups = await this.tell(() => ask("rollouts", { run: this.run, name }));
+    if (wanted !== this.wanted) return; // another file was chosen meanwhile
     if (!groups || (!groups.length && this.groups.length && !at("file").value)) return;
     this.name = name;
     this.shown = this.run;
@@ -131,6 +135,7 @@ export class Rollouts {
       if (rollouts.length) found.push(this.group(name, group, rollouts));
     }
     if (this.groups.length >= GROUPS_SHOWN && !this.history) found.push(make("p", `These are of the file's first ${GROUPS_SHOWN} groups; the run directory has all.`, "about"));
+    at("groups").className = found.length > WHOLE_GROUPS ? "long" : "";
     at("groups").replaceChildren(...(found.length ? found : [make("p", "No rollout is like that.")]));
   }
 
