@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import subprocess
 import sys
@@ -12,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from echo2.config import Config
 from echo2.learner.datum import Datum
 from echo2.learner.losses import LossTokens
+from echo2.learner.mesh import Mesh
+from echo2.learner.microbatch import microbatch_tokens
 from echo2.learner.model import Policy
 from echo2.learner.trainer import Trainer
 from learner_cases import data_of, random_group, tiny_module, tiny_policy
@@ -143,3 +147,14 @@ def test_out_of_memory_halves_the_micro_batch_and_counts_every_gradient_once() -
     assert bound["sums"] == pytest.approx(free["sums"], rel=1e-9)
     assert bound["norms"] == pytest.approx(free["norms"], rel=1e-9)
     assert "no memory for one rollout of 20000 tokens" in refusal
+
+
+def test_a_model_without_a_forecast_is_named_with_what_its_micro_batches_have(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    policy = tiny_policy()
+    policy.module.config.num_experts = 8
+    caplog.set_level(logging.WARNING)
+    assert microbatch_tokens(policy, Config(), Mesh()) == 2048
+    kind = policy.module.config.model_type
+    assert caplog.messages == [f"no memory forecast for {kind}: micro-batches have at most 2048 tokens"]

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import shlex
 import socket
 import subprocess
 import sys
@@ -350,18 +349,6 @@ def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> No
     assert "Nothing was trained: no reward\nLogs: /runs/a/logs" in "\n".join(
         next_steps({"directory": "/runs/a", "checkpoint": 0, "steps": 0}, "no\x1b[31m reward")
     )
-
-
-def test_the_end_of_a_run_names_an_adapter_as_one_and_commands_can_be_pasted(tmp_path: Path) -> None:
-    step = tmp_path / "my runs" / "checkpoints" / "step_40"
-    step.mkdir(parents=True)
-    told = {"directory": str(tmp_path / "my runs"), "checkpoint": 40, "steps": 40}
-    assert f"is in {step}, a Hugging Face directory." in next_steps(told)[0]
-    (step / "adapter_config.json").write_text("{}")
-    lines = next_steps(told)
-    assert f"is in {step}, a PEFT adapter." in lines[0]
-    commands = [command for line in lines[1:] for command in re.findall(r"echo2 [^:]*?(?=   |$)", line)]
-    assert [shlex.split(command)[2] for command in commands] == [told["directory"]] * 4
 
 
 @pytest.mark.parametrize("width", [40, 80])

@@ -36,6 +36,8 @@ def _settled(policy: Policy, config: Config) -> Microbatch:
         machine = replace(machine, gpus=())
     shape = read_shape(policy.module.config.to_dict())
     if shape is None:
-        log.warning("what memory such a model needs is not known")
-        return Microbatch(MICROBATCH_TOKENS_MAX["cpu"] if given == "auto" else given, checkpointing=False)
+        tokens = MICROBATCH_TOKENS_MAX["cpu"] if given == "auto" else given
+        kind = policy.module.config.model_type
+        log.warning("no memory forecast for %s: micro-batches have at most %d tokens", kind, tokens)
+        return Microbatch(tokens, checkpointing=False)
     return settle(config, shape, machine)
