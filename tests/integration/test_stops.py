@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from real_runs import Run, read
+from rollout_cases import tiny_directory
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -37,6 +38,20 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, sort_model:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_the_outcome_says_which_signal_stopped_a_run(tmp_path: Path, signum: signal.Signals) -> None:
+    """Whoever looks later sees whether a person pressed Ctrl-C or a machine manager ended it."""
+    run = Run(tmp_path / "run", tiny_directory(tmp_path / "model"), "--workers.count", "0").start("--no-learner")
+    run.wait((run.out / "identity" / "learner-ticket").is_file, "learner's ticket")
+    assert run.process is not None
+    run.process.send_signal(signum)
+    _, errors = run.process.communicate(timeout=100)
+    assert run.process.returncode == 130, errors
+    outcome = read(run.out / "outcome.json")
+    assert (outcome["kind"], signum.name in outcome["reason"]) == ("stopped", True)
+    assert ("Ctrl-C" in outcome["reason"]) == (signum == signal.SIGINT)
+
+
 def test_a_learner_that_somebody_else_started_is_waited_for(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
     run.start("--no-learner")
