@@ -18,6 +18,7 @@ import fcntl
 import os
 import shlex
 import shutil
+import signal
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,8 +37,8 @@ FRESH_SURPRISE = "mismatch/surprise/lag_0/worker/"
 FRESH_MISMATCH, FRESH_TOKENS = "mismatch/abs_log_ratio/lag_0/worker/", "mismatch/tokens/lag_0/worker/"
 #: File below checkpoints/ with the groups on which the learner died (`learner/grpo/crash_record.py`).
 CRASH_RECORD = "training.json"
-#: Reason in outcome.json of a run that a person or its supervisor stopped.
-TOLD_TO_STOP = "the head was told to stop"
+#: Reason in outcome.json of a run that a person or its supervisor stopped, by the signal.
+STOP_WORDS = {signal.SIGINT: "interrupted with Ctrl-C (SIGINT)", signal.SIGTERM: "told to end (SIGTERM)"}
 #: How long `claimed` waits for the previous holder to die (children outlive a killed supervisor by a moment).
 CLAIM_SECONDS = 3.0
 

@@ -6,6 +6,7 @@ import functools
 import json
 import linecache
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from echo2.config import Config
 from echo2.errors import Echo2Error, UserError
 from echo2.reward.functions import exact_match
 from echo2.reward.score import Scorer
-from echo2.rundir import TOLD_TO_STOP, create
+from echo2.rundir import STOP_WORDS, create
 from echo2.sandbox.plugins import load_named
 from echo2.tasks.environments import load_environment
 
@@ -301,7 +302,8 @@ def test_a_run_is_read(tmp_path: Path) -> None:
     ("kind", "reason", "status", "error"),
     [
         ("finished", "all steps are trained", 0, None),
-        ("stopped", TOLD_TO_STOP, 130, None),
+        ("stopped", STOP_WORDS[signal.SIGINT], 130, None),
+        ("stopped", STOP_WORDS[signal.SIGTERM], 130, None),
         ("stopped", "8 groups failed in a row; the last: reward raised", 2, UserError),
         ("stopped", "the budget of $5 is spent", 2, UserError),
         ("user_error", "no such file", 2, UserError),

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from echo2.api.inputs import write_resumed
 from echo2.errors import Echo2Error, UserError
-from echo2.rundir import TOLD_TO_STOP, RunDir, read_json
+from echo2.rundir import STOP_WORDS, RunDir, read_json
 from echo2.runtime.launch.deaths import last_error
 from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.views import rollouts
@@ -245,7 +245,7 @@ class Run:
         self._let_go()
         outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}
         if self._process is None:
-            is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] == TOLD_TO_STOP
+            is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] in STOP_WORDS.values()
             is_mistake, said = outcome["kind"] in MISTAKES, None
         else:
             status, said = self._process.returncode, last_error(self.rundir.logs / LOG_NAME)

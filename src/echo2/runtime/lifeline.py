@@ -12,8 +12,6 @@ import threading
 
 #: Environment variable that carries the reading end's file descriptor.
 LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
-#: By signal that ends a run in good order: why the run stopped, for people.
-STOP_WORDS = {signal.SIGINT: "interrupted with Ctrl-C (SIGINT)", signal.SIGTERM: "told to end (SIGTERM)"}
 
 
 def end_with_supervisor(may_save: bool = False) -> None:

@@ -13,14 +13,13 @@ from echo2.addresses import join
 from echo2.control.head import events as ev
 from echo2.disk import DiskWatch, checkpoint_bytes
 from echo2.errors import InvariantError, NoRoomError, UserError
-from echo2.rundir import TOLD_TO_STOP, RunDir, claimed, write_atomically
+from echo2.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.head import report as head_report
 from echo2.runtime.head.farewell import told_to_stop
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
 from echo2.runtime.head.tickets import OwnTickets, own_files
-from echo2.runtime.lifeline import STOP_WORDS
 from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity

@@ -24,11 +24,11 @@ from typing import Any
 
 from echo2 import disk
 from echo2.errors import Echo2Error, NoRoomError, UserError
-from echo2.rundir import CRASH_RECORD, RunDir, newest_checkpoint, read_json, write_atomically
+from echo2.rundir import CRASH_RECORD, STOP_WORDS, RunDir, newest_checkpoint, read_json, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.launch import deaths
 from echo2.runtime.launch.deaths import Deaths, last_error
-from echo2.runtime.lifeline import LIFELINE_VARIABLE, STOP_WORDS
+from echo2.runtime.lifeline import LIFELINE_VARIABLE
 from echo2.sandbox.pipes import ending
 from echo2.transport.identity import PeerIdentity, RunIdentity
 
