@@ -22,6 +22,7 @@ from fuzz_target import Target, folder, text
 from google.protobuf.message import Message as WireMessage
 from weights_cases import apply_delta, encode, encode_delta, new_content
 
+from echo2.addresses import PORT_MAX, split
 from echo2.broadcast import addresses, payloads
 from echo2.config.sections import SamplingConfig
 from echo2.errors import PeerError
@@ -202,8 +203,8 @@ def _read_chunk(data: bytes) -> None:
 
 def _read_address(data: bytes) -> None:
     said = text(data)
-    host, port = addresses.split(said)
-    assert 0 <= port <= addresses.PORT_MAX, (host, port)
+    host, port = split(said)
+    assert 0 <= port <= PORT_MAX, (host, port)
     addresses.reach(said)
 
 

@@ -155,7 +155,7 @@ class RewardProcesses:
 
     async def _try(self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> tuple[dict[str, Any], float]:
         """Score the rollouts once; return the answer for their group, and the seconds that it took."""
-        answer = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[tuple[dict[str, Any], float]] = asyncio.get_running_loop().create_future()
         message = frames.group_message(task, rollouts, texts)
         self._waiting.append(_Group(message, f"scoring task {task.cursor}", answer))
         self._request_soon()
