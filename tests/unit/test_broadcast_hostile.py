@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from weights_cases import spoil
 
 from broadcast_fleet import SECONDS, Fleet, content, opened, until
+from echo2.addresses import split
 from echo2.broadcast import addresses
 from echo2.broadcast.payloads import REQUEST_CHUNKS_MAX, encode_payload
 from echo2.broadcast.serving import REQUESTS_PER_PEER_MAX
@@ -328,7 +329,7 @@ def test_address_of_a_worker(port: int, advertise: str, host: str, address: str)
 @given(st.integers(1, 65535), st.text(max_size=40), st.text(max_size=20))
 def test_any_words_as_address(port: int, advertise: str, host: str) -> None:
     address = addresses.of_worker(wire.WorkerHello(listen_port=port, advertise=advertise), host)
-    assert address == "" or 0 < addresses.split(address)[1] <= 65535
+    assert address == "" or 0 < split(address)[1] <= 65535
 
 
 @pytest.mark.parametrize(
