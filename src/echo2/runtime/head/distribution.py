@@ -33,7 +33,7 @@ class Signer(Protocol):
     def sign_manifest(self, manifest: bytes) -> bytes: ...
 
 
-class Receiver(Protocol):
+class AttendingWorker(Protocol):
     """The part of the planner's `Worker` that `Distribution` uses."""
 
     @property
@@ -49,7 +49,7 @@ class Distribution:
         origin: OriginNode,
         signer: Signer,
         order: Order,
-        attending: Callable[[str], Receiver | None],
+        attending: Callable[[str], AttendingWorker | None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.archive, self.origin = archive, origin
