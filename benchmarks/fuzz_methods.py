@@ -27,6 +27,7 @@ from weights_cases import encode
 
 from echo2 import config, rundir
 from echo2.errors import InvariantError, PeerError, UserError
+from echo2.runtime.head.effects import HeadEffects
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
 from echo2.transport import chunks, messages
@@ -128,7 +129,7 @@ class World:
             schedule=config.sections.ScheduleConfig(groups_per_step=16),
         )
         made = rundir.create(self.path, settings, resume=False)
-        self.head = Head(made, settings, _run_identity())
+        self.head = Head(made, settings, _run_identity(), HeadEffects)
         await self.head.start()
         self.handlers: Handlers = {**Service(self.head).handlers()}
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=0, vocab_size=VOCABULARY)

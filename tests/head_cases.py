@@ -15,6 +15,7 @@ from weights_cases import encode
 
 from echo2 import config as configuration
 from echo2.rundir import RunDir
+from echo2.runtime.head.effects import HeadEffects
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
 from echo2.transport import wire_pb2 as wire
@@ -67,7 +68,7 @@ class OpenHead:
         for folder in (rundir.path, rundir.rollouts, rundir.logs):
             folder.mkdir(parents=True, exist_ok=True)
         config = configuration.build(self._raw, "test")
-        self.head = Head(rundir, config, RunIdentity.create_or_load(rundir.identity))
+        self.head = Head(rundir, config, RunIdentity.create_or_load(rundir.identity), HeadEffects)
         self.service = Service(self.head)
         await self.head.reward.start()
         await self.head.start()

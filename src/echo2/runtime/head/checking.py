@@ -4,8 +4,6 @@ chooses the groups and acts on the verdicts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from echo2.config.engines import STREAM_ENGINES
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
@@ -13,13 +11,11 @@ from echo2.control.seeds import group_seed
 from echo2.errors import InvariantError, PeerError, UserError
 from echo2.printable import printable
 from echo2.rollout.generate import assignment_of
+from echo2.runtime.head.head import Head
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.types import GroupRef, Lease
-
-if TYPE_CHECKING:
-    from echo2.runtime.head.head import Head
 
 #: Maximum characters of a verdict, which the ticket's history stores.
 FAULT_CHARS_MAX = 300

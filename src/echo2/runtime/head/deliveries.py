@@ -36,7 +36,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     """
     task, config = await head.tasks.task(lease.group, lease.cursor), head.config
     params = config.sampling_params if lease.group.kind == "train" else config.eval_params
-    seconds = head.effects.seconds_of(lease.lease_id, head.clock.now())
+    seconds = head.seconds_of(lease.lease_id)
     if by_harness := is_harness(config.tasks.environment):
         check_own(head, worker_id)
         group = messages.decode_played(delivery, lease, worker_id, seconds)

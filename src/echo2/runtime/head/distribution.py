@@ -12,7 +12,6 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
 from echo2.broadcast.origin import OriginNode
-from echo2.control.head.fleet import Worker
 from echo2.errors import PeerError
 from echo2.runtime.head.archive import JOINED_MAX, Archive
 from echo2.transport import messages
@@ -34,6 +33,13 @@ class Signer(Protocol):
     def sign_manifest(self, manifest: bytes) -> bytes: ...
 
 
+class AttendingWorker(Protocol):
+    """The part of the planner's `Worker` that `Distribution` uses."""
+
+    @property
+    def installed(self) -> SnapshotRef | None: ...
+
+
 class Distribution:
     """Announces payloads to workers. `attending` returns a worker that is connected, or None."""
 
@@ -43,7 +49,7 @@ class Distribution:
         origin: OriginNode,
         signer: Signer,
         order: Order,
-        attending: Callable[[str], Worker | None],
+        attending: Callable[[str], AttendingWorker | None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.archive, self.origin = archive, origin

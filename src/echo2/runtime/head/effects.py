@@ -5,20 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.errors import InvariantError, UserError
 from echo2.runtime.head import farewell
 from echo2.runtime.head.checking import send_check
+from echo2.runtime.head.head import Head
 from echo2.runtime.head.scoring import score
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.types import RolloutGroup
-
-if TYPE_CHECKING:
-    from echo2.runtime.head.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +28,6 @@ class HeadEffects:
 
     def __init__(self, head: Head) -> None:
         self._head = head
-        self._granted: dict[int, tuple[str, float]] = {}  # open leases granted by this head: worker, time of grant
         self._wake: asyncio.TimerHandle | None = None
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
@@ -108,18 +104,13 @@ class HeadEffects:
             case _:
                 raise InvariantError(f"the head does not know {command}")
 
-    def seconds_of(self, lease_id: int, now: float) -> float:
-        """Return the seconds since an open lease was granted; `lease_seconds` if an earlier head granted it."""
-        granted = self._granted.get(lease_id)
-        return self._head.options.lease_seconds if granted is None else now - granted[1]
-
     def _grant(self, command: do.GrantLeases, now: float) -> None:
         for lease in command.leases:
-            self._granted[lease.lease_id] = (command.worker_id, now)
+            self._head.granted[lease.lease_id] = (command.worker_id, now)
         self._head.grant(command.worker_id, command.leases)
 
     def _close_lease(self, command: do.CloseLease, now: float) -> None:
-        worker_id, granted_at = self._granted.pop(command.lease_id, ("", now))
+        worker_id, granted_at = self._head.granted.pop(command.lease_id, ("", now))
         if worker_id and command.outcome in _WASTED:
             self._head.costs.wasted_lease(worker_id, _WASTED[command.outcome], now - granted_at)
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
 
 from echo2.rundir import newest_checkpoint
+from echo2.runtime.head.head import Head
 from echo2.transport import wire_pb2 as wire
-
-if TYPE_CHECKING:
-    from echo2.runtime.head.head import Head
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +39,13 @@ def stop(head: Head, reason: str) -> None:
         if head.learner.feed is not None:
             head.learner.feed.put_nowait(wire.StepDone(stop=True, reason=reason))
     head.spawn(_end_when_saved(head))
+
+
+def check_budget(head: Head) -> None:
+    """Stop the run once its budget is spent."""
+    budget = head.config.fleet.budget_usd
+    if budget and head.costs.cum_usd(head.clock.now()) >= budget:
+        stop(head, f"the budget of ${budget:g} is spent; raise fleet.budget_usd and continue with --resume")
 
 
 async def _end_when_saved(head: Head) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from echo2.background import Background
 from echo2.broadcast.origin import OriginNode
 from echo2.buffer import Ledger
-from echo2.buffer.driver import Driver, Stored
+from echo2.buffer.driver import Driver, Effects, Stored
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.control.broadcast.origin import BroadcastOptions
@@ -29,13 +29,11 @@ from echo2.errors import NoRoomError, UserError
 from echo2.reward.process import RewardProcesses
 from echo2.rundir import RunDir
 from echo2.runtime.clock import Clock
-from echo2.runtime.head import farewell
 from echo2.runtime.head.accounts import CostBook
 from echo2.runtime.head.archive import Archive
 from echo2.runtime.head.broadcast_times import BroadcastTimes
 from echo2.runtime.head.copied_rollouts import CopiedRollouts
 from echo2.runtime.head.distribution import Distribution
-from echo2.runtime.head.effects import HeadEffects
 from echo2.runtime.head.evals import Evals
 from echo2.runtime.head.eventlog import EventLog
 from echo2.runtime.head.failures import Failures
@@ -63,9 +61,13 @@ OUTBOX_ORDERS_MAX = 1024
 
 
 class Head:
-    """The parts of a head, and `dispatch(event)`, which all state changes go through."""
+    """The parts of a head, and `dispatch(event)`, which all state changes go through. `effects` makes what carries out
+    the planner's commands on these parts (`HeadEffects`).
+    """
 
-    def __init__(self, rundir: RunDir, config: Config, identity: RunIdentity) -> None:
+    def __init__(
+        self, rundir: RunDir, config: Config, identity: RunIdentity, effects: Callable[[Head], Effects]
+    ) -> None:
         self.rundir, self.config, self.identity = rundir, config, identity
         self.clock = Clock()
         self.train_tasks = training_tasks(config.tasks, config.run.seed)
@@ -78,8 +80,8 @@ class Head:
         planned = planner_options(config, len(held_out) if held_out is not None else 0, offers)
         # A new seed at each start: earlier checks must not reveal which groups will be checked.
         self.options = replace(planned, check_seed=secrets.randbits(63))
-        self.effects = HeadEffects(self)
-        self.driver = Driver(self.options, self.ledger, self.effects)
+        self.granted: dict[int, tuple[str, float]] = {}  # open leases granted by this head: worker, time of grant
+        self.driver = Driver(self.options, self.ledger, effects(self))
         self.planner = self.driver.planner
         self.log = EventLog(rundir.events, self.options)
         self.metrics = Metrics(rundir.metrics, self._sinks())
@@ -270,14 +272,6 @@ class Head:
             self.outcome = (kind, reason)
             self.over.set()
 
-    def check_budget(self) -> None:
-        """End the run once its budget is spent."""
-        budget = self.config.fleet.budget_usd
-        if budget and self.costs.cum_usd(self.clock.now()) >= budget:
-            farewell.stop(
-                self, f"the budget of ${budget:g} is spent; raise fleet.budget_usd and continue with --resume"
-            )
-
     def save_books(self) -> None:
         self.ledger.set_meta("costs", self.costs.to_plain(self.clock.now()))
         self.ledger.set_meta("counters", {**self.counters, **self.traffic()})
@@ -334,6 +328,11 @@ class Head:
         else:
             presence.unsent = list(leases)
             self._put(presence, presence.unsent)
+
+    def seconds_of(self, lease_id: int) -> float:
+        """Return the seconds since an open lease was granted; `lease_seconds` if an earlier head granted it."""
+        granted = self.granted.get(lease_id)
+        return self.options.lease_seconds if granted is None else self.clock.now() - granted[1]
 
     @staticmethod
     def _put(presence: Presence, order: wire.Order | list[Lease]) -> None:

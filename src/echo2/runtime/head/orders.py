@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
 
 from echo2.control.head import events as ev
 from echo2.errors import UserError
 from echo2.rollout.generate import assignment_of
+from echo2.runtime.head.head import Head
+from echo2.runtime.head.presence import Presence
 from echo2.sandbox.plugins import traceback_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.types import Lease
-
-if TYPE_CHECKING:
-    from echo2.runtime.head.head import Head
-    from echo2.runtime.head.presence import Presence
 
 
 async def orders(head: Head, presence: Presence) -> AsyncIterator[wire.Order]:

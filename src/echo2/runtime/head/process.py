@@ -16,7 +16,8 @@ from echo2.errors import InvariantError, NoRoomError, UserError
 from echo2.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.runtime import rotation
 from echo2.runtime.head import report as head_report
-from echo2.runtime.head.farewell import told_to_stop
+from echo2.runtime.head.effects import HeadEffects
+from echo2.runtime.head.farewell import check_budget, told_to_stop
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.service import Service
 from echo2.runtime.head.tickets import OwnTickets, own_files
@@ -56,7 +57,7 @@ async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
     rundir.outcome.unlink(missing_ok=True)  # the outcome of an earlier head
     identity = RunIdentity.create_or_load(rundir.identity)
-    head = Head(rundir, config, identity)
+    head = Head(rundir, config, identity, HeadEffects)
     host, port = config.head.address
     port = port or head.ledger.get_meta("port", 0)
     service = Service(head)
@@ -106,7 +107,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
                 head.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
             service.expel(identity.revoked())
             tickets.keep()
-            head.check_budget()
+            check_budget(head)
             head_report.write_status(head)
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 rotation.cut_log(head.rundir.logs / name)

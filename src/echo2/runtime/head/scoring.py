@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from echo2.control.head import commands as do
 from echo2.control.head import events as ev
 from echo2.errors import PeerError, UserError
 from echo2.reward.score import RewardFailure
+from echo2.runtime.head.head import Head
 from echo2.transport.limits import TEXT_CHARS_MAX
 from echo2.transport.messages import encode_scores, parse_group, with_scores
 from echo2.types import Attachment, RolloutGroup
-
-if TYPE_CHECKING:
-    from echo2.runtime.head.head import Head
 
 
 async def score(head: Head, command: do.ScoreGroup) -> None:

@@ -25,6 +25,7 @@ from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS, best_vers
 from echo2.runtime.head import strangers
 from echo2.runtime.head.checking import draws_from_stream, report_check
 from echo2.runtime.head.deliveries import FEED_BYTES, read_delivery
+from echo2.runtime.head.farewell import check_budget
 from echo2.runtime.head.head import Head
 from echo2.runtime.head.orders import orders
 from echo2.runtime.head.presence import LearnerPresence, Presence, check_hello
@@ -376,7 +377,7 @@ class Service:
             head.metrics.write(step_row(head, version, metrics))
             head.rollout_log.trained(version, logprobs)
         head.save_books()
-        head.check_budget()
+        check_budget(head)
         return wire.Empty()
 
     async def offer_chunks(self, peer: Peer, offer: wire.ChunkOffer) -> wire.MissingChunks:

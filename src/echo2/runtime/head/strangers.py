@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from echo2.config import Config
 from echo2.config.offers import Offer
@@ -16,10 +15,8 @@ from echo2.control.head import events as ev
 from echo2.control.head.workers import possible_claims
 from echo2.errors import PeerError
 from echo2.printable import printable
+from echo2.runtime.head.head import Head
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
-
-if TYPE_CHECKING:
-    from echo2.runtime.head.head import Head
 
 #: Largest process id on Linux; other systems stay below it.
 PID_MAX = 2**22
