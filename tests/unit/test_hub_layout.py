@@ -18,7 +18,7 @@ from echo2.config.sections import LoraConfig
 from echo2.errors import UserError
 from echo2.learner.adapters import check_trained, load_base
 from echo2.learner.model import load_policy
-from echo2.rollout.hub_layout import Place
+from echo2.rollout.hub_layout import TensorPart
 from echo2.runtime.launch.checks import check_lora
 from hub_models import hub_model
 
@@ -40,7 +40,7 @@ def test_parts_of_ranks_make_up_the_stored_tensor(seed: int) -> None:
         low = rng.randrange(length)
         region.append((low, rng.randint(low + 1, length) if dim in dims else low + 1))
     dims.insert(rng.randint(0, len(dims)), None)
-    place = Place("a", tuple(region), tuple(dims))
+    place = TensorPart("a", tuple(region), tuple(dims))
     expected = place.of(whole)
     assert expected.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
     assert tuple(expected.shape) == place.shape
@@ -73,7 +73,7 @@ def test_experts_of_the_hub_and_fused_ones_are_one_model(tmp_path: Path) -> None
     ("stored", "said"),
     [
         ("mlp.gate.weight", r"fill 1 tensors.*model\.layers\.1\.mlp\.gate\.weight.*save_original_format=False"),
-        ("mlp.experts.3.up_proj.weight", r"do not make up the qwen3_moe .* Download the model again"),
+        ("mlp.experts.3.up_proj.weight", r"do not make up the qwen3_moe .* download the model again"),
     ],
 )
 def test_a_tensor_that_is_missing_is_said_and_not_drawn_at_random(tmp_path: Path, stored: str, said: str) -> None:

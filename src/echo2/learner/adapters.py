@@ -30,7 +30,7 @@ from echo2.learner.shard_files import open_tensors
 from echo2.learner.state import load_weights
 from echo2.peft_config import lora_factors
 from echo2.rollout.adapter import PREFIX
-from echo2.rollout.hub_layout import Place, whole_place
+from echo2.rollout.hub_layout import TensorPart, whole_place
 from echo2.types import Snapshot, SnapshotRef
 from echo2.weights.adapter_files import (
     ADAPTER_CONFIG,
@@ -214,7 +214,7 @@ class Adapter(Policy):
     def held(self) -> dict[str, Tensor]:
         return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TensorPart]:
         return {name: whole_place(name, parameter) for name, parameter in self._parameters.items()}
 
     @contextmanager

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from echo2.errors import UserError
 from echo2.learner.mesh import Mesh
-from echo2.rollout.hub_layout import HALVES, META, HubLayout, Place, distinct, hub_layout, text_module
+from echo2.rollout.hub_layout import HALVES, META, HubLayout, TensorPart, distinct, hub_layout, text_module
 from echo2.types import StoredTensor
 from echo2.weights.model_files import stored_weights
 
@@ -148,7 +148,7 @@ class _Reader:
     ) -> None:
         self._names = {tensor: name for name, tensor in distinct(module).items()}  # tensors are equal if identical
         self._tensors, self._device = tensors, device
-        self._pieces = defaultdict[str, list[tuple[str, Place]]](list)
+        self._pieces = defaultdict[str, list[tuple[str, TensorPart]]](list)
         for key, place in layout.places.items():
             self._pieces[place.name].append((key, place))
         kept = {layout.places[key].name for key in layout.kept} if dtype in HALVES else set()

@@ -32,7 +32,7 @@ from echo2.learner.logprobs import token_logprobs
 from echo2.learner.mesh import Mesh
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
 from echo2.model_context import context_length
-from echo2.rollout.hub_layout import HALVES, META, HubLayout, Place, identity_layout
+from echo2.rollout.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
 from echo2.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.weights.model_files import find_model, model_files, stored_weights
 from echo2.weights.segments import passing_bytes
@@ -198,7 +198,7 @@ class Policy:
         tied = dict(self.module.named_parameters(remove_duplicate=False)).keys() - dict(self.module.named_parameters())
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in tied}
 
-    def places(self) -> dict[str, Place]:
+    def places(self) -> dict[str, TensorPart]:
         """Return where stored tensors lie in `held`, by stored name."""
         return dict(self.layout.places)
 

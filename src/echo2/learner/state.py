@@ -22,7 +22,7 @@ from echo2.learner import checkpoint
 from echo2.learner.mesh import Mesh
 from echo2.learner.model import stored
 from echo2.learner.shard_files import ShardedTensors, file_name
-from echo2.rollout.hub_layout import Place
+from echo2.rollout.hub_layout import TensorPart
 from echo2.types import StoredTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -72,7 +72,7 @@ def begin_saving(
     directory: Path,
     client: Mapping[str, Any],
     files: Mapping[str, bytes],
-    contents: Mapping[str, Mapping[str, tuple[Tensor, Place]]],
+    contents: Mapping[str, Mapping[str, tuple[Tensor, TensorPart]]],
     others: Mapping[str, Mapping[str, StoredTensor]],
 ) -> tuple[Future[Any], Saving]:
     """Begin to write a checkpoint in `writer`'s thread. Return the future of this rank's part, and the whole saving.
@@ -113,7 +113,7 @@ def begin_saving(
 
 
 def load_weights(
-    mesh: Mesh, directory: Path, state: Mapping[str, Tensor], places: Mapping[str, Place], tensors: ShardedTensors
+    mesh: Mesh, directory: Path, state: Mapping[str, Tensor], places: Mapping[str, TensorPart], tensors: ShardedTensors
 ) -> None:
     """Read the weights of `state` in place; `tensors` has what lies at `places` in them, by stored name.
 

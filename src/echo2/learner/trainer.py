@@ -51,7 +51,7 @@ from echo2.learner.model import DTYPES, Policy, stored
 from echo2.learner.publication import LentWeights, NamelessFile, share_of
 from echo2.learner.shard_files import ShardedTensors, open_tensors
 from echo2.learner.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
-from echo2.rollout.hub_layout import Place, whole_place
+from echo2.rollout.hub_layout import TensorPart, whole_place
 from echo2.rollout.snapshot_files import read_config
 from echo2.types import StoredTensor
 from echo2.weights.segments import cut_stream, pieces, tensor_index
@@ -273,7 +273,7 @@ class Trainer:
 
     def _one_by_one(self, policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, StoredTensor]]:
         """Yield the stored tensors of a policy. Of tensors of the module that are cut, one at a time is whole."""
-        pieces_of = defaultdict[str, list[tuple[str, Place]]](list)
+        pieces_of = defaultdict[str, list[tuple[str, TensorPart]]](list)
         for key, place in policy.places().items():
             pieces_of[place.name].append((key, place))
         for name, tensor in policy.held().items():

@@ -38,7 +38,7 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPart:
     """The part of a module's tensor that one stored tensor is.
 
     name    of the module's tensor
@@ -91,7 +91,7 @@ class HubLayout:
     outer    the beginning of names in the module, and the same in the class that config.json names
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, TensorPart]
     copies: Mapping[str, str]
     others: frozenset[str]
     unknown: frozenset[str]
@@ -110,9 +110,9 @@ def identity_layout(module: nn.Module) -> HubLayout:
     return HubLayout(places, {}, frozenset(), frozenset(), (), frozenset())
 
 
-def whole_place(name: str, tensor: Tensor) -> Place:
+def whole_place(name: str, tensor: Tensor) -> TensorPart:
     """Return the place of a stored tensor that is all of a module's."""
-    return Place(name, tuple((0, length) for length in tensor.shape), tuple(range(tensor.dim())))
+    return TensorPart(name, tuple((0, length) for length in tensor.shape), tuple(range(tensor.dim())))
 
 
 def distinct(module: nn.Module) -> dict[str, Tensor]:
@@ -155,11 +155,11 @@ def hub_layout(config: Any, stored: Shapes, half: torch.dtype = torch.bfloat16) 
     inner_name = {_renamed(name, *outer): own for name, own in _first_names(text).items()}
     back = _places(whole, stored)
     first: dict[tuple[str, Region], str] = {}
-    places, copies = dict[str, Place](), dict[str, str]()
+    places, copies = dict[str, TensorPart](), dict[str, str]()
     for key, place in back.items():
         name = inner_name.get(place.name)
         if name is not None and (other := first.setdefault((name, place.region), key)) == key:
-            places[key] = Place(name, place.region, place.dims)
+            places[key] = TensorPart(name, place.region, place.dims)
         elif name is not None:
             copies[key] = other
     filled = Counter[str]()
@@ -244,7 +244,7 @@ class _Views(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _places(whole: Any, stored: Shapes) -> dict[str, Place]:
+def _places(whole: Any, stored: Shapes) -> dict[str, TensorPart]:
     """Return the places of stored tensors in a loaded model, in the order of the model's tensors."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -258,9 +258,9 @@ def _places(whole: Any, stored: Shapes) -> dict[str, Place]:
     }
     with _Views():
         converted: dict[str, Tensor] = revert_weight_conversion(whole, dict(own))
-    best: dict[str, Place] = {}
+    best: dict[str, TensorPart] = {}
     for candidate in (converted, own):
-        found: dict[str, Place] = {}
+        found: dict[str, TensorPart] = {}
         for name, view in sorted(candidate.items(), key=lambda item: item[1].storage_offset()):
             key, offset = _stored_name(name, whole.base_model_prefix, stored), int(view.storage_offset())
             if key is None or view.untyped_storage().nbytes() != space.untyped_storage().nbytes():
@@ -280,7 +280,7 @@ def _stored_name(name: str, prefix: str, stored: Shapes) -> str | None:
     return next((each for each in names if each in stored), None)
 
 
-def _place(name: str, shape: tuple[int, ...], view: Tensor, offset: int) -> Place | None:
+def _place(name: str, shape: tuple[int, ...], view: Tensor, offset: int) -> TensorPart | None:
     """Return the place of a view of a tensor of this shape, from its offset and strides; None: it is no rectangle."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = [offset // stride % length for stride, length in zip(strides, shape, strict=True)]
@@ -297,4 +297,4 @@ def _place(name: str, shape: tuple[int, ...], view: Tensor, offset: int) -> Plac
         dims.append(dim)
         if dim is not None:
             region[dim] = start[dim], start[dim] + length
-    return Place(name, tuple(region), tuple(dims))
+    return TensorPart(name, tuple(region), tuple(dims))
