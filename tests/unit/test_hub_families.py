@@ -18,7 +18,7 @@ from torch import Tensor
 from echo2.config import Config, to_json
 from echo2.config.sections import LoraConfig
 from echo2.errors import UserError
-from echo2.learner.adapters import check_trained, load_trained
+from echo2.learner.adapters import Adapter, check_trained, load_trained
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.model import Policy
 from echo2.rollout.architecture import read_architecture
@@ -164,6 +164,11 @@ def test_adapters(family: str, tmp_path: Path) -> None:
     adapted = PeftModel.from_pretrained(plain(hub), str(tmp_path / "adapter")).eval()
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=TEXT).logits, logits(policy), rtol=0, atol=2e-5)
+
+    half = load_trained(replace(config, model=replace(config.model, snapshot_dtype="bfloat16")), "cpu")
+    assert isinstance(half, Adapter)
+    wide = {name for name, tensor in half.base.snapshot.tensors.items() if tensor.dtype == "F32"}
+    assert wide == policy.base.policy.layout.kept
 
     base = policy.base.snapshot
     base = replace(base, files={**base.files, **tokenizer_files()})

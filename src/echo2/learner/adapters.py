@@ -282,16 +282,17 @@ def load_base(
     """
     directory = find_model(path)
     snapshot = read_base_model(directory)
+    largest = max((tensor.num_bytes, tensor.dtype) for tensor in snapshot.tensors.values())[1]
     is_rounded = dtype == "bfloat16" and "F32" in {tensor.dtype for tensor in snapshot.tensors.values()}
-    if is_rounded:
-        snapshot = rounded(snapshot)
-    is_half = {tensor.dtype for tensor in snapshot.tensors.values()} <= {"BF16", "F16"}
-    on_cpu = pick_device(device).type == "cpu"
+    is_half, on_cpu = is_rounded or largest in ("BF16", "F16"), pick_device(device).type == "cpu"
     held = "float32" if is_half and on_cpu else "bfloat16" if is_half and is_rounded else "stored"
     policy = load_policy(str(directory), held, device, mesh)
+    if is_rounded:
+        snapshot = rounded(snapshot, policy.layout.kept)
     if is_rounded and held != "bfloat16":
-        for tensor in policy.state().values():
-            if tensor.dtype == torch.float32:
+        kept = {policy.layout.places[name].name for name in policy.layout.kept}
+        for name, tensor in policy.held().items():
+            if name not in kept and tensor.dtype == torch.float32:
                 tensor.copy_(tensor.to(torch.bfloat16))
     return BaseModel(policy, snapshot)
 
