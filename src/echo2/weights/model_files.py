@@ -155,10 +155,11 @@ def linear_layers(directory: Path) -> dict[str, tuple[int, ...]]:
         UserError: a file is not readable safetensors.
     """
     shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    ends = ("embed_tokens.weight", "lm_head.weight")
     return {
         name.removesuffix(".weight"): shape
         for name, shape in shapes.items()
-        if len(shape) == 2 and ".experts." not in name and not name.removesuffix(".weight").endswith(("embed_tokens", "lm_head"))
+        if len(shape) == 2 and ".experts." not in name and not name.endswith(ends)
     }
 
 
