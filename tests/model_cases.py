@@ -1,10 +1,14 @@
-"""A directory that looks like a model to all that does not load it."""
+"""A directory with a small model, written without torch."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
+from echo2.documents import safetensors_pieces
+from echo2.rollout.architecture import read_architecture
+from echo2.types import TensorBytes
 from rollout_cases import tokenizer_files
 
 LLAMA = {
@@ -23,10 +27,15 @@ LLAMA = {
 
 
 def model_directory(path: Path) -> Path:
-    """A model with empty weights and a tokenizer of 31 characters."""
+    """A model whose weights are 0, and a tokenizer of 31 characters."""
     path.mkdir()
     (path / "config.json").write_text(json.dumps(LLAMA))
-    (path / "model.safetensors").touch()
+    weights = {
+        name: TensorBytes("F32", shape, bytes(4 * math.prod(shape)))
+        for name, shape in read_architecture(LLAMA).tensor_shapes().items()
+    }
+    with (path / "model.safetensors").open("wb") as file:
+        file.writelines(safetensors_pieces(weights))
     for name, data in tokenizer_files().items():
         (path / name).write_bytes(data)
     return path

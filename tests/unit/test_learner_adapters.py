@@ -104,7 +104,7 @@ def test_rounding_is_torch_s() -> None:
 
 def test_training_one_adapter_leaves_the_others_and_the_base_bit_for_bit(model: Path) -> None:
     base = load_base(str(model), "cpu")
-    before = {name: tensor.clone() for name, tensor in base.policy.state().items() if "lora" not in name}
+    before = {name: tensor.clone() for name, tensor in base.policy.held().items() if "lora" not in name}
     trainer = Trainer(64)
     for seed, name in enumerate(("one", "other")):
         trainer.add(name, base.adapter(LORA, seed))
@@ -117,7 +117,7 @@ def test_training_one_adapter_leaves_the_others_and_the_base_bit_for_bit(model: 
     assert trainer.forward("one", data) != others
     assert trainer.forward("other", data) == others
     assert trainer.forward("base", data) == bases != others
-    now = base.policy.state()
+    now = base.policy.held()
     assert {name.replace(".base_layer", "") for name in now if "lora" not in name} == set(before)
     assert all(torch.equal(now[name.replace("proj.", "proj.base_layer.")], old) for name, old in before.items())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 from echo2.errors import UserError
 from echo2.learner import loading
@@ -38,24 +38,26 @@ def test_weights_are_those_that_transformers_loads(tmp_path: Path, tied: bool, s
 
 def test_every_weight_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_module(tied=True).save_pretrained(tmp_path)
-    names, read = list[str](), loading._read
+    shapes, read = list[tuple[int, ...]](), loading._read
 
-    def noted(into: torch.Tensor, stored: StoredTensor, name: str) -> None:
-        names.append(name)
-        read(into, stored, name)
+    def noted(into: torch.Tensor, stored: StoredTensor) -> None:
+        shapes.append(stored.shape)
+        read(into, stored)
 
     monkeypatch.setattr(loading, "_read", noted)
     module = load_policy(str(tmp_path), "float32", "cpu").module
-    assert sorted(names) == sorted(name for name, _ in module.named_parameters())
+    assert sorted(shapes) == sorted(tuple(parameter.shape) for parameter in module.parameters())
 
 
-def test_names_that_transformers_changes_are_its_own_to_load(tmp_path: Path) -> None:
+def test_names_without_the_prefix_of_the_head_are_read(tmp_path: Path) -> None:
     module: Any = tiny_module()
     module.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     old = {name.removeprefix("model."): tensor for name, tensor in weights.items() if not name.startswith("lm_head")}
     save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
-    found = load_policy(str(tmp_path), "float32", "cpu").module
+    policy = load_policy(str(tmp_path), "float32", "cpu")
+    assert policy.weights().keys() == old.keys() - {"lm_head.weight"}
+    found = policy.module
     assert torch.equal(found.model.norm.weight, module.model.norm.weight)
     assert torch.equal(found.model.layers[1].mlp.up_proj.weight, module.model.layers[1].mlp.up_proj.weight)
 
@@ -84,15 +86,14 @@ def test_a_quantised_model_is_refused_by_its_name(tmp_path: Path) -> None:
         load_policy(str(tmp_path), "float32", "cpu")
 
 
-def test_only_floating_point_numbers_are_read_as_weights(tmp_path: Path) -> None:
-    module = tiny_module().eval()
-    module.save_pretrained(tmp_path)
-    tensors = loading.stored_weights(tmp_path)
-    assert loading._can_be_read(module, torch.float32, tensors)
+@pytest.mark.parametrize("dtype", ["I8", "U8", "I32", "BOOL", "F8_E4M3"])
+def test_only_floating_point_numbers_are_read_as_weights(tmp_path: Path, dtype: str) -> None:
+    tiny_module().save_pretrained(tmp_path)
+    tensors, config = loading.stored_weights(tmp_path), AutoConfig.from_pretrained(tmp_path)
     name = "model.norm.weight"
-    for dtype in ("I8", "U8", "I32", "BOOL", "F8_E4M3"):
-        other = StoredTensor(dtype, tensors[name].shape, tensors[name].num_bytes, tensors[name].read)
-        assert not loading._can_be_read(module, torch.float32, tensors | {name: other})
+    other = StoredTensor(dtype, tensors[name].shape, tensors[name].num_bytes, tensors[name].read)
+    with pytest.raises(UserError, match=rf"model\.norm\.weight is stored as {dtype}.*without quantisation"):
+        loading._fitting_layout(config, tensors | {name: other}, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_what_transformers_keeps_in_float32_is_kept(
 ) -> None:
     tiny_module().save_pretrained(tmp_path)
     monkeypatch.setattr(Qwen3ForCausalLM, kept, {"norm"})
-    ours = loading.load_module(tmp_path, dtype, torch.device("cpu"), Mesh())
+    ours, _ = loading.load_module(tmp_path, dtype, torch.device("cpu"), Mesh())
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
     found, expected = ({name: part.dtype for name, part in each.named_parameters()} for each in (ours, theirs))
     assert found == expected

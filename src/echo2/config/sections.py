@@ -68,7 +68,10 @@ class LoraConfig:
     alpha: Annotated[int, _doc("The adapter is scaled by alpha / rank. 0: alpha is twice the rank.", ge=0)] = 0
     targets: Annotated[
         list[str],
-        _doc('Linear layers with an adapter, by the ends of their names. ["all-linear"]: all but the output.'),
+        _doc(
+            'Linear layers with an adapter, by the ends of their names. ["all-linear"]: all but the output and those '
+            "that PEFT does not adapt; experts have none."
+        ),
     ] = field(default_factory=lambda: ["all-linear"])
     path: Annotated[
         str,

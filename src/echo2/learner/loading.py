@@ -1,24 +1,26 @@
 """Loads a model directory: transformers builds the module from config.json, and weights are read to their final place.
 
-Weights are read piece by piece, in the precision in which they are held, so that memory holds no second copy. A part of
-the model is read before it is cut over ranks, so that a rank has at most one part whole. If the files name a tensor
-differently from transformers, transformers reads the whole model on every rank.
+Weights are read piece by piece, in the precision in which they are held, so that memory holds no second copy: a tensor
+of the files goes straight to its part of the module's (`rollout/hub_layout.py`). A part of the model is read before it
+is cut over ranks, so that a rank has at most one part whole.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from echo2.errors import UserError
 from echo2.learner.mesh import Mesh
+from echo2.rollout.hub_layout import HALVES, META, HubLayout, TensorPart, distinct, hub_layout, text_module
 from echo2.types import StoredTensor
 from echo2.weights.model_files import stored_weights
 
@@ -42,73 +44,135 @@ SAFETENSORS_NAMES = {
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items() if dtype.is_floating_point}
 
 
-def load_module(directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh) -> nn.Module:
+def load_module(
+    directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh
+) -> tuple[nn.Module, HubLayout]:
     """Load the model, on `device` and cut over `mesh`. `dtype`: of its weights; None: as they are stored.
 
     Raises:
-        UserError: the model is quantised, there are more ranks than it can be cut into, or a tensor has another shape
-            than config.json says.
+        UserError: the model is quantised, its files lack tensors, there are more ranks than it can be cut into, or a
+            tensor has another shape than config.json says.
         OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError: there is no such model.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM  # takes three seconds: only to load a model
 
-    options: dict[str, Any] = {"trust_remote_code": False}
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, **options)
-    _require_unquantised(config)
-    tensors, dtype = stored_weights(directory), dtype or config.dtype
+    config, tensors = _read_config(directory), stored_weights(directory)
+    dtype = dtype or config.dtype or _DTYPES.get(next(iter(tensors.values())).dtype, torch.float32)
+    layout = _fitting_layout(config, tensors, dtype if dtype in HALVES else torch.bfloat16)
+    _warn_of_leftovers(layout)
     with init_empty_weights():
-        empty: Any = AutoModelForCausalLM.from_config(config, dtype=dtype or torch.float32, **options)
-    empty.tie_weights()
-    if dtype is not None and _can_be_read(empty, dtype, tensors):
-        module: nn.Module = empty.eval()
-        _warn_of_untied(empty, tensors)
-        mesh.shard(module, _Reader(module, tensors, device).fill)
-        return module
-    whole: Any = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=dtype or "auto", local_files_only=True, **options
-    )
-    module = whole.to(device)
-    mesh.shard(module)
-    return module
+        module: Any = text_module(config, dtype).eval()
+    module.tie_weights()
+    _warn_of_untied(layout, tensors)
+    mesh.shard(module, _Reader(module, layout, tensors, device, dtype).fill)
+    return module, layout
+
+
+def outline_module(directory: Path) -> tuple[nn.Module, HubLayout]:
+    """Return the model without memory: what `load_module` refuses, this refuses, but for values and memory.
+
+    Raises: as `load_module`.
+    """
+    config = _read_config(directory)
+    layout = _fitting_layout(config, stored_weights(directory), torch.bfloat16)
+    with META:
+        module: Any = text_module(config, torch.float32).eval()
+    module.tie_weights()
+    return module, layout
+
+
+def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of tensors by name."""
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def kept_in_float32(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> frozenset[str]:
+    """Return those stored tensors that transformers keeps in float32 in a model of `dtype`, where directory has its
+    config.json."""
+    half = next((each for each in HALVES if str(each) == f"torch.{dtype}"), None)
+    return frozenset() if half is None else hub_layout(_read_config(directory), shapes, half).kept
+
+
+def _read_config(directory: Path) -> Any:
+    from transformers import AutoConfig  # takes three seconds: only to load a model
+
+    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    _require_unquantised(config)
+    return config
+
+
+def _fitting_layout(config: Any, tensors: Mapping[str, StoredTensor], half: torch.dtype) -> HubLayout:
+    """Return the map of files that have all tensors of the model, in shapes and dtypes that fit."""
+    layout = hub_layout(config, shapes_of(tensors), half)
+    if layout.missing:
+        raise UserError(
+            f"model.path: the files do not fill {len(layout.missing)} tensors of the model that config.json describes, "
+            f"for example {layout.missing[0]}. Download the model again; if transformers loads it whole, save it with "
+            "save_pretrained(DIR, save_original_format=False) and name DIR."
+        )
+    for name, place in layout.places.items():
+        stored = tensors[name]
+        if place.shape != tuple(stored.shape):
+            raise UserError(
+                f"model.path: config.json gives {name} the shape {list(place.shape)}, and the weights have "
+                f"{list(stored.shape)}. They are of different models: download the model again."
+            )
+        if stored.dtype not in _DTYPES:
+            raise UserError(
+                f"model.path: {name} is stored as {stored.dtype}, which is quantised, and weights that are quantised "
+                "cannot be trained. Give the model without quantisation."
+            )
+    return layout
+
+
+def _warn_of_leftovers(layout: HubLayout) -> None:
+    if layout.unknown:
+        log.warning(
+            "model.path: %d tensors of the files are of no part of the model that transformers has, for example %s: "
+            "checkpoints and snapshots do not have them",
+            len(layout.unknown),
+            min(layout.unknown),
+        )
 
 
 class _Reader:
-    """Reads the weights of an empty module to their final place."""
+    """Reads the tensors of an empty module to their final place."""
 
-    def __init__(self, module: nn.Module, tensors: Mapping[str, StoredTensor], device: torch.device) -> None:
-        self._names = {parameter: name for name, parameter in module.named_parameters()}
+    def __init__(
+        self,
+        module: nn.Module,
+        layout: HubLayout,
+        tensors: Mapping[str, StoredTensor],
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self._names = {tensor: name for name, tensor in distinct(module).items()}  # tensors are equal if identical
         self._tensors, self._device = tensors, device
+        self._pieces = defaultdict[str, list[tuple[str, TensorPart]]](list)
+        for key, place in layout.places.items():
+            self._pieces[place.name].append((key, place))
+        kept = {layout.places[key].name for key in layout.kept} if dtype in HALVES else set()
+        self._dtypes = defaultdict[str, torch.dtype](lambda: dtype, dict.fromkeys(kept, torch.float32))
         self._read = WeakValueDictionary[nn.Parameter, nn.Parameter]()  # entries of cut parts vanish
 
     def fill(self, part: nn.Module) -> None:
-        """Read the weights of a part; tied weights are read once."""
+        """Read the tensors of a part; tied weights are read once."""
         for owner in part.modules():
             for key, empty in owner.named_parameters(recurse=False):
                 if empty in self._names:
                     read = self._read.get(empty)
                     if read is None:
-                        name = self._names[empty]
-                        values = torch.empty(empty.shape, dtype=empty.dtype, device=self._device)
-                        _read(values, self._tensors[name], name)
-                        read = self._read[empty] = nn.Parameter(values)
+                        read = self._read[empty] = nn.Parameter(self._values(empty))
                     owner.register_parameter(key, read)
             for key, buffer in owner.named_buffers(recurse=False):
-                owner.register_buffer(key, buffer.to(self._device), persistent=False)
+                setattr(owner, key, self._values(buffer) if buffer in self._names else buffer.to(self._device))
 
-
-def _can_be_read(module: Any, dtype: torch.dtype, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether the files have every tensor of the module by its name, and the module holds all in `dtype`."""
-    names = {name for name, _ in module.named_parameters()}
-    has_buffers = any(name in module.state_dict() for name, _ in module.named_buffers())
-    in_float32 = {  # modules that transformers' _get_dtype_plan keeps in float32
-        torch.float16: ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"),
-        torch.bfloat16: ("_keep_in_fp32_modules_strict",),
-    }
-    is_mixed = any(getattr(module, kept, None) for kept in in_float32.get(dtype, ()))
-    return (
-        not has_buffers and not is_mixed and all(name in tensors and tensors[name].dtype in _DTYPES for name in names)
-    )
+    def _values(self, empty: Tensor) -> Tensor:
+        name = self._names[empty]
+        values = torch.empty(empty.shape, dtype=self._dtypes[name], device=self._device)
+        for key, place in self._pieces[name]:
+            _read(place.of(values), self._tensors[key])
+        return values
 
 
 def _require_unquantised(config: Any) -> None:
@@ -122,12 +186,12 @@ def _require_unquantised(config: Any) -> None:
             )
 
 
-def _warn_of_untied(module: Any, tensors: Mapping[str, StoredTensor]) -> None:
+def _warn_of_untied(layout: HubLayout, tensors: Mapping[str, StoredTensor]) -> None:
     """Warn of weights that config.json ties and the files store with different values. transformers would not tie them;
     here config.json decides, as in engines.
     """
-    for name, source in module.all_tied_weights_keys.items():
-        if name in tensors and source in tensors and not _are_equal(tensors[name], tensors[source]):
+    for name, source in layout.copies.items():
+        if not _are_equal(tensors[name], tensors[source]):
             log.warning(
                 "model.path: config.json ties %s to %s, and the weights have both, with different values: the second "
                 'is taken for both. If that is wrong, write "tie_word_embeddings": false into config.json.',
@@ -143,15 +207,14 @@ def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
     return all(one.read(*piece) == other.read(*piece) for piece in pieces)
 
 
-def _read(into: torch.Tensor, stored: StoredTensor, name: str) -> None:
-    if tuple(into.shape) != stored.shape:
-        raise UserError(
-            f"model.path: config.json gives {name} the shape {list(into.shape)}, and the weights have "
-            f"{list(stored.shape)}. They are of different models: download the model again."
-        )
-    items, dtype = into.view(-1), _DTYPES[stored.dtype]
+def _read(into: torch.Tensor, stored: StoredTensor) -> None:
+    dtype = _DTYPES[stored.dtype]
+    whole = into if into.is_contiguous() else torch.empty(into.shape, dtype=into.dtype, device=into.device)
+    items = whole.view(-1)
     step = PIECE_BYTES // dtype.itemsize
     for first in range(0, math.prod(stored.shape), step):
         piece = items[first : first + step]
         data = stored.read(first * dtype.itemsize, (first + len(piece)) * dtype.itemsize)
         piece.copy_(torch.frombuffer(data, dtype=dtype))
+    if whole is not into:
+        into.copy_(whole)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,7 @@ from torch import Tensor, nn
 from echo2.addresses import LOOPBACK
 from echo2.errors import InvariantError, UserError
 from echo2.learner.datum import Datum
-
-#: First and last + 1 in each dimension of a tensor.
-Region: TypeAlias = "tuple[tuple[int, int], ...]"
+from echo2.rollout.hub_layout import Region
 
 R = TypeVar("R")
 Fill = Callable[[nn.Module], None]

@@ -13,10 +13,11 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,13 +27,14 @@ from torch.utils.checkpoint import checkpoint
 from echo2.devices import pick_device
 from echo2.errors import UserError
 from echo2.learner.batch import PackedBatch
-from echo2.learner.loading import SAFETENSORS_NAMES, load_module
+from echo2.learner.loading import SAFETENSORS_NAMES, load_module, outline_module
 from echo2.learner.logprobs import token_logprobs
 from echo2.learner.mesh import Mesh
 from echo2.learner.output_layer import OutputLayer, plain_scores, tiled_scores
 from echo2.model_context import context_length
+from echo2.rollout.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
 from echo2.types import SnapshotRef, StoredTensor, TensorBytes
-from echo2.weights.model_files import find_model, model_files
+from echo2.weights.model_files import find_model, model_files, stored_weights
 from echo2.weights.segments import passing_bytes
 
 log = logging.getLogger(__name__)
@@ -58,17 +60,27 @@ class Policy:
     logprobs differ from the sampler's.
 
     `weights_file`: name of the weights in a checkpoint. `base_model`: the frozen base model, if these weights are an
-    adapter's.
+    adapter's. `layout`: where stored tensors lie in the module; without it, they have the module's names. `others`:
+    stored tensors of the model that the module does not have.
     """
 
     weights_file = "model.safetensors"
     base_model: SnapshotRef | None = None
 
-    def __init__(self, module: nn.Module, files: Mapping[str, bytes], device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        files: Mapping[str, bytes],
+        device: torch.device,
+        layout: HubLayout | None = None,
+        others: Mapping[str, StoredTensor] = MappingProxyType({}),
+    ) -> None:
         tensors = itertools.chain(module.parameters(), module.buffers())
         is_there = all(tensor.device == device for tensor in tensors)  # a sharded module must not move
         self.module: Any = (module if is_there else module.to(device)).eval()
         self.device = device
+        self.layout = layout or identity_layout(module)
+        self.others = others
         self.files = dict(files)
         config: Any = module.config
         layer_types = getattr(config, "layer_types", None) or ["full_attention"]
@@ -181,16 +193,33 @@ class Policy:
             )
         return is_all
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the weights themselves by Hugging Face name; tied weights once, under their first name."""
+    def held(self) -> dict[str, Tensor]:
+        """Return the weights themselves by the module's names; tied weights once, under their first name."""
         tied = dict(self.module.named_parameters(remove_duplicate=False)).keys() - dict(self.module.named_parameters())
         return {name: tensor for name, tensor in self.module.state_dict().items() if name not in tied}
 
+    def places(self) -> dict[str, TensorPart]:
+        """Return where stored tensors lie in `held`, by stored name."""
+        return dict(self.layout.places)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return all tensors of the model by stored name: views of the weights, and the others as they are stored."""
+        held = self.held()
+        others = {name: tensor_of(one) for name, one in self.others.items()}
+        return {name: place.of(held[place.name]) for name, place in self.places().items()} | others
+
+    def stored_dtype(self, name: str, dtype: torch.dtype | None) -> torch.dtype | None:
+        """Return the dtype that a stored tensor has in a model of `dtype`; None: that of the weights. What transformers
+        keeps in float32 in a model of 16 bits stays so."""
+        return None if dtype in HALVES and name in self.layout.kept else dtype
+
     def weights(self, dtype: torch.dtype | None = None) -> dict[str, StoredTensor]:
-        """Return the weights as bytes that are read on demand, floating-point ones cast to `dtype` when read."""
-        return {
-            name: stored(tensor, dtype if tensor.is_floating_point() else None) for name, tensor in self.state().items()
-        }
+        """Return all tensors of the model by stored name, as bytes that are read on demand. Floating-point weights are
+        cast to `dtype` when read; the others are as they are stored."""
+        held, found = self.held(), dict[str, StoredTensor]()
+        for name, place in self.places().items():
+            found[name] = stored(place.of(held[place.name]), self.stored_dtype(name, dtype))
+        return found | dict(self.others)
 
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that an optimizer changes, by name."""
@@ -242,10 +271,10 @@ def _tree_mask(ends_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
-    """Return the tensor for writing to a file or sending. It is read on demand, and copied only if it is on a device or
-    cast to `dtype`.
+    """Return the tensor for writing to a file or sending. It is read on demand, and copied only if it is on a device,
+    not contiguous, or cast to `dtype` as a floating-point tensor.
     """
-    dtype = dtype or tensor.dtype
+    dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     width = dtype.itemsize
 
     def read(start: int, stop: int) -> memoryview:
@@ -259,6 +288,12 @@ def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
     return StoredTensor(SAFETENSORS_NAMES[dtype], tuple(tensor.shape), tensor.numel() * width, read)
 
 
+def tensor_of(stored: StoredTensor) -> Tensor:
+    """Return a stored tensor, read."""
+    dtype = next(dtype for dtype, name in SAFETENSORS_NAMES.items() if name == stored.dtype)
+    return torch.frombuffer(bytearray(stored.read(0, stored.num_bytes)), dtype=dtype).view(stored.shape)
+
+
 def _raw_bytes(tensor: Tensor) -> memoryview:
     """Return the bytes of a tensor on the CPU, row-major; a view if the tensor is contiguous."""
     raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
@@ -269,7 +304,7 @@ def _pair_cost(module: Any) -> float:
     """Return the cost of attending one pair of tokens, in units of one token's pass through the weights (see
     `batch.collate`).
     """
-    config = module.config
+    config = module.config.get_text_config()
     heads = getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     pair_flops = 4 * config.num_hidden_layers * heads * head_dim
@@ -284,14 +319,39 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) ->
     Raises:
         UserError: the model or the device is not usable, or there are more ranks than the model can be cut into.
     """
+    place = pick_device(device)
+    directory = find_model(path)
+    with _readable(path, directory):
+        module, layout = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh())
+    files = model_files(directory)
+    if dtype in DTYPES:
+        files["config.json"] = with_dtype(files["config.json"], dtype)
+    tensors = stored_weights(directory)
+    return Policy(module, files, place, layout, {name: tensors[name] for name in sorted(layout.others)})
+
+
+def outline_policy(path: str) -> Policy:
+    """Return the policy of a model directory without memory for weights: what `load_policy` refuses, this refuses, but
+    for values and memory.
+
+    Raises:
+        UserError: the model is not usable.
+    """
+    directory = find_model(path)
+    with _readable(path, directory):
+        module, layout = outline_module(directory)
+    return Policy(module, model_files(directory), META, layout)
+
+
+@contextmanager
+def _readable(path: str, directory: Path) -> Iterator[None]:
+    """Inside, what libraries raise about a model becomes a UserError."""
     from safetensors import SafetensorError
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # the learner's stderr is a log file
-    place = pick_device(device)
-    directory = find_model(path)
     try:
-        module = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh())
+        yield
     except UserError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
@@ -300,10 +360,6 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) ->
             f"{str(error).splitlines()[0] if str(error) else type(error).__name__}. It needs config.json and "
             "model.safetensors; models with code of their own are not supported."
         ) from error
-    files = model_files(directory)
-    if dtype in DTYPES:
-        files["config.json"] = with_dtype(files["config.json"], dtype)
-    return Policy(module, files, place)
 
 
 def with_dtype(config: bytes, dtype: str) -> bytes:

@@ -21,10 +21,11 @@ from torch import Tensor
 from echo2.documents import parse_json, safetensors_pieces
 from echo2.errors import UserError
 from echo2.learner.checkpoint import STARTS
-from echo2.learner.loading import SAFETENSORS_NAMES
-from echo2.learner.mesh import Region
+from echo2.learner.loading import SAFETENSORS_NAMES, kept_in_float32
 from echo2.learner.model import DTYPES, stored
+from echo2.rollout.hub_layout import Region
 from echo2.types import StoredTensor
+from echo2.weights.model_files import WEIGHTS
 
 SUFFIX = ".safetensors"
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
@@ -117,14 +118,17 @@ def open_tensors(directory: Path, name: str) -> Iterator[ShardedTensors]:
 
 def write_whole(directory: Path, name: str, to: Path, dtype: str = "") -> None:
     """Write the file `name`, or the ranks' parts of it, as one file, with one piece at a time in memory. `dtype`: of
-    the floating-point tensors written, one of `DTYPES`; empty: unchanged.
+    the floating-point tensors written, one of `DTYPES`; empty: unchanged. Tensors of a model that transformers keeps in
+    float32 stay so.
 
     Raises:
         UserError: see `open_tensors` and `cast`.
         OSError: the file can't be written.
     """
     with open_tensors(directory, name) as tensors, to.open("wb") as file:
-        for piece in safetensors_pieces({key: _stored(tensors, key, dtype) for key in tensors.shapes}):
+        kept = kept_in_float32(directory, tensors.shapes, dtype) if dtype and name == WEIGHTS else ()
+        stored_as = {key: "" if key in kept else dtype for key in tensors.shapes}
+        for piece in safetensors_pieces({key: _stored(tensors, key, stored_as[key]) for key in tensors.shapes}):
             file.write(piece)
 
 

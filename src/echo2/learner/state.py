@@ -22,6 +22,7 @@ from echo2.learner import checkpoint
 from echo2.learner.mesh import Mesh
 from echo2.learner.model import stored
 from echo2.learner.shard_files import ShardedTensors, file_name
+from echo2.rollout.hub_layout import TensorPart
 from echo2.types import StoredTensor
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -71,27 +72,31 @@ def begin_saving(
     directory: Path,
     client: Mapping[str, Any],
     files: Mapping[str, bytes],
-    contents: Mapping[str, Mapping[str, Tensor]],
+    contents: Mapping[str, Mapping[str, tuple[Tensor, TensorPart]]],
+    others: Mapping[str, Mapping[str, StoredTensor]],
 ) -> tuple[Future[Any], Saving]:
     """Begin to write a checkpoint in `writer`'s thread. Return the future of this rank's part, and the whole saving.
 
-    `contents`: the tensors of model and optimizer by name, for each file as a single rank names it. They must not
-    change until the future is done. Both results raise:
+    `contents`: the tensors of model and optimizer by stored name, and what of them is stored, for each file as a single
+    rank names it. They must not change until the future is done. `others`: tensors that go into these files as they
+    are. Both results raise:
         NoRoomError: no room; an earlier checkpoint in the directory is untouched.
         UserError: the directory cannot be written.
     """
     parts: dict[str, Mapping[str, StoredTensor]] = {}
     starts: dict[str, list[int]] = {}
     for file, tensors in contents.items():
-        is_cut = any(map(mesh.is_cut, tensors.values()))
-        if is_cut or mesh.rank == 0:
-            mine = {key: tensor for key, tensor in tensors.items() if not mesh.rank or mesh.is_cut(tensor)}
-            parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = {
-                key: stored(mesh.own(tensor)) for key, tensor in mine.items()
-            }
-            starts |= {
-                key: [start for start, _ in mesh.region(tensor)] for key, tensor in mine.items() if mesh.is_cut(tensor)
-            }
+        is_cut = any(mesh.is_cut(tensor) for tensor, _ in tensors.values())
+        if not is_cut and mesh.rank:
+            continue
+        mine = dict(others.get(file, {})) if mesh.rank == 0 else {}
+        for key, (tensor, place) in tensors.items():
+            found = None if mesh.rank and not mesh.is_cut(tensor) else place.within(mesh.region(tensor))
+            if found is not None:
+                mine[key] = stored(place.of(mesh.own(tensor), found[0]))
+                if mesh.is_cut(tensor):
+                    starts[key] = [start for start, _ in found[1]]
+        parts[file_name(file, mesh.rank, mesh.size if is_cut else 1)] = mine
     if mesh.size == 1:
         whole = writer.submit(checkpoint.write_checkpoint, directory, client, files, parts)
         return whole, whole
@@ -107,21 +112,26 @@ def begin_saving(
     return part, RankSaving(mesh, directory, client, part)
 
 
-def load_weights(mesh: Mesh, directory: Path, state: Mapping[str, Tensor], tensors: ShardedTensors) -> None:
-    """Read the weights of `state` in place; `tensors` has all of them.
+def load_weights(
+    mesh: Mesh, directory: Path, state: Mapping[str, Tensor], places: Mapping[str, TensorPart], tensors: ShardedTensors
+) -> None:
+    """Read the weights of `state` in place; `tensors` has what lies at `places` in them, by stored name.
 
     Raises:
         UserError: a tensor has another shape. No tensor is changed then.
     """
-    for key, tensor in state.items():
-        if tensors.shapes[key] != tuple(tensor.shape):
+    for key, place in places.items():
+        if tensors.shapes[key] != place.shape:
             raise UserError(
                 f"{directory} is a checkpoint of another model: its {key} has the shape {list(tensors.shapes[key])}, "
-                f"that of model.path {list(tensor.shape)}. Set model.path back, or start another --out."
+                f"that of model.path {list(place.shape)}. Set model.path back, or start another --out."
             )
     with torch.no_grad():
-        for key, tensor in state.items():
-            mesh.own(tensor).copy_(tensors.read(key, mesh.region(tensor)))
+        for key, place in places.items():
+            tensor = state[place.name]
+            found = place.within(mesh.region(tensor))
+            if found is not None:
+                place.of(mesh.own(tensor), found[0]).copy_(tensors.read(key, found[1]))
 
 
 def load_moments(

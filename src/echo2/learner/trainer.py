@@ -28,6 +28,7 @@ import json
 import logging
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ from echo2.learner.model import DTYPES, Policy, stored
 from echo2.learner.publication import LentWeights, NamelessFile, share_of
 from echo2.learner.shard_files import ShardedTensors, open_tensors
 from echo2.learner.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
+from echo2.rollout.hub_layout import TensorPart, whole_place
 from echo2.rollout.snapshot_files import read_config
 from echo2.types import StoredTensor
 from echo2.weights.segments import cut_stream, pieces, tensor_index
@@ -261,14 +263,26 @@ class Trainer:
             for key, start, stop in parts:
                 wanted[key].append((start, stop))
         file = NamelessFile(self._mesh.scratch, _no_room)
-        for key, tensor in policy.state().items():
-            whole = stored(self._mesh.whole(tensor.to(dtype) if tensor.is_floating_point() else tensor))
+        for key, whole in self._one_by_one(policy, dtype):
             for start, stop in wanted[key]:
                 file.write(starts[key] + start, whole.read(start, stop))
         return {
             entry.name: StoredTensor(entry.dtype, entry.shape, entry.num_bytes, partial(file.read, starts[entry.name]))
             for entry in entries
         }
+
+    def _one_by_one(self, policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, StoredTensor]]:
+        """Yield the stored tensors of a policy. Of tensors of the module that are cut, one at a time is whole."""
+        pieces_of = defaultdict[str, list[tuple[str, TensorPart]]](list)
+        for key, place in policy.places().items():
+            pieces_of[place.name].append((key, place))
+        for name, tensor in policy.held().items():
+            kinds = {key: policy.stored_dtype(key, dtype) or tensor.dtype for key, _ in pieces_of[name]}
+            widest = max(kinds.values(), key=lambda kind: kind.itemsize, default=tensor.dtype)
+            whole = self._mesh.whole(tensor.to(widest) if tensor.is_floating_point() else tensor)
+            for key, place in pieces_of[name]:
+                yield key, stored(place.of(whole), kinds[key])
+        yield from policy.others.items()
 
     def finish_reading(self, name: str) -> None:
         """Wait until no background reader uses the weights. Errors are raised to the holder of a reader's future."""
@@ -286,18 +300,21 @@ class Trainer:
         """
         trained = self._policy(name)
         moments = {} if trained.optimizer is None else trained.optimizer.state
-        contents: dict[str, Mapping[str, Tensor]] = {
-            trained.policy.weights_file: trained.policy.state(),
-            OPTIMIZER_FILE: {
-                f"{kind}.{key}": moments[parameter][kind]
-                for key, parameter in trained.parameters.items()
-                if parameter in moments
-                for kind in MOMENTS
-            },
+        held, places = trained.policy.held(), trained.policy.places()
+        found = {
+            f"{kind}.{key}": moments[parameter][kind]
+            for key, parameter in trained.parameters.items()
+            if parameter in moments
+            for kind in MOMENTS
+        }
+        contents = {
+            trained.policy.weights_file: {key: (held[place.name], place) for key, place in places.items()},
+            OPTIMIZER_FILE: {key: (tensor, whole_place(key, tensor)) for key, tensor in found.items()},
         }
         files, base = trained.policy.files, trained.policy.base_model
         kept = client if base is None else {**client, BASE_MODEL: base.policy}
-        reader, saving = begin_saving(self._writer, self._mesh, directory, kept, files, contents)
+        others = {trained.policy.weights_file: trained.policy.others}
+        reader, saving = begin_saving(self._writer, self._mesh, directory, kept, files, contents, others)
         trained.readers.append(reader)
         return saving
 
@@ -325,8 +342,8 @@ class Trainer:
         return client
 
     def _load_weights(self, trained: _Trained, directory: Path, tensors: ShardedTensors) -> None:
-        state = trained.policy.state()
-        missing = set(state) ^ set(tensors.shapes)
+        places = trained.policy.places()
+        missing = {*places, *trained.policy.others} ^ set(tensors.shapes)
         if missing:
             theirs = _model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
             raise UserError(
@@ -334,7 +351,7 @@ class Trainer:
                 f"{_model_type(trained.policy.files)}, and {len(missing)} tensors are in one of them only, for example "
                 f"{sorted(missing)[0]}. Set model.path back, or start another --out."
             )
-        load_weights(self._mesh, directory, state, tensors)
+        load_weights(self._mesh, directory, trained.policy.held(), places, tensors)
 
     def _policy(self, name: str) -> _Trained:
         found = self._policies.get(name)

@@ -13,7 +13,8 @@ import inspect
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import partial
+from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,11 +26,12 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
-from echo2.errors import UserError
+from echo2.errors import PeerError, UserError
 from echo2.model_context import context_length
 from echo2.rollout.adapter import Adapter, LowRank
 from echo2.rollout.decode_loop import DecodeLoop
 from echo2.rollout.engine import Engine
+from echo2.rollout.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
 from echo2.rollout.rows import Limits
 from echo2.rollout.snapshot_files import end_tokens, read_config
 from echo2.rollout.snapshot_tensors import computing_dtype
@@ -105,10 +107,10 @@ def _side_by_side(own: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor, 
 class HfModel:
     """One policy. Implements `torch_engine.Model`."""
 
-    def __init__(self, module: Any, end: tuple[int, ...]) -> None:
+    def __init__(self, module: Any, end: tuple[int, ...], layout: HubLayout) -> None:
         self._module = module
         config = module.config
-        self.places = {name: (weight,) for name, weight in module.state_dict(keep_vars=True).items()}
+        self.places = _places(module, layout)
         self._device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
         values = config.to_dict() | {"_name_or_path": ""}  # a temporary directory, different for each model
@@ -116,7 +118,10 @@ class HfModel:
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
         self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
-        self.linears = {name: shape for name, part in module.named_modules() if (shape := _linear_shape(part))}
+        inner = {layout.outer_name(name): name for name, _ in module.named_modules()}
+        parts = {name: _linear_shape(module.get_submodule(inner[name])) for name in inner}
+        self.linears = {name: shape for name, shape in parts.items() if shape}
+        self._inner = inner  # by the name of a module in adapters
         self._adapter: Adapter = {}
         self._applied: dict[str, LowRank] = {}  # the running policy's adapter; shared by all policies over the module
         self._hooked: set[str] = set()
@@ -128,7 +133,7 @@ class HfModel:
         model = copy.copy(self)
         model._adapter = adapter
         for name in adapter.keys() - self._hooked:
-            self._module.get_submodule(name).register_forward_hook(partial(self._add, name))
+            self._module.get_submodule(self._inner[name]).register_forward_hook(partial(self._add, name))
             self._hooked.add(name)
         return model
 
@@ -204,11 +209,35 @@ class HfModel:
         return logits_BTV
 
 
+def _places(module: Any, layout: HubLayout) -> dict[str, tuple[Tensor, ...]]:
+    """Return where a snapshot's tensors go; tensors that the module lacks are passed over."""
+    tensors = distinct(module)
+    places: dict[str, tuple[Tensor, ...]] = {
+        name: (place.of(tensors[place.name]),) for name, place in layout.places.items()
+    }
+    places |= {name: places[other] for name, other in layout.copies.items()}
+    places |= dict.fromkeys(layout.others, ())
+    return places | {name: (tensors[name],) for name in layout.missing}
+
+
 def _linear_shape(part: Any) -> tuple[int, int] | None:
     """Return (outputs, inputs) of a linear map; None for any other module."""
     if isinstance(part, torch.nn.Linear):
         return part.out_features, part.in_features
     return (part.nf, part.nx) if isinstance(part, Conv1D) else None
+
+
+@lru_cache(maxsize=2)
+def _read_layout(
+    config_json: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: torch.dtype
+) -> tuple[Any, HubLayout]:
+    """Return transformers' configuration, and where tensors of these shapes go. Kept, for each version asks for it."""
+    from transformers import AutoConfig
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(config_json)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return config, hub_layout(config, dict(shapes), dtype if dtype in HALVES else torch.bfloat16)
 
 
 def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
@@ -219,22 +248,25 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
         PeerError: the snapshot's files are wrong.
         UserError: transformers does not know the architecture, or its forward method has no cache argument.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.initialization import no_init_weights
 
     read_config(snapshot.files)
     dtype = computing_dtype(snapshot)
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(snapshot.files["config.json"])
-        try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            with torch.device(device), no_init_weights():
-                module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-        except (OSError, KeyError, ValueError, TypeError, ImportError) as error:
-            first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise UserError(
-                f"transformers cannot build this model: {first_line}. Models with code of their own are not run."
-            ) from error
+    shapes = tuple((name, tuple(tensor.shape)) for name, tensor in snapshot.tensors.items())
+    try:
+        config, layout = _read_layout(snapshot.files["config.json"], shapes, dtype)
+        with torch.device(device), no_init_weights():
+            module = text_module(config, dtype)
+    except UserError as error:
+        raise PeerError("bad_snapshot", str(error)) from error
+    except (OSError, KeyError, ValueError, TypeError, ImportError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"transformers cannot build this model: {first_line}. Models with code of their own are not run."
+        ) from error
+    state = module.state_dict(keep_vars=True)
+    for name in layout.kept if dtype in HALVES else ():
+        state[layout.places[name].name].data = state[layout.places[name].name].data.float()
     if not set(CACHE_NAMES) & inspect.signature(module.forward).parameters.keys():
         # Most forward methods accept and ignore unknown arguments: each step would read one token without context.
         raise UserError(
@@ -242,7 +274,9 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
             f"(none of {', '.join(CACHE_NAMES)}). Take another model."
         )
     module.tie_weights()  # a part of weight initialisation, which is skipped above
-    model = HfModel(module.eval(), end_tokens(snapshot.files))
+    if snapshot.ref.is_base_model:  # a model directory byte for byte, and what transformers passes over may be in it
+        layout = replace(layout, others=layout.others | layout.unknown)
+    model = HfModel(module.eval(), end_tokens(snapshot.files), layout)
     if device.type != "meta":
         _refuse_rows_in_modules(module, model)
     return model

@@ -20,6 +20,17 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
     return read_object(files, "config.json")
 
 
+def read_text_config(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """Return config.json of a snapshot, with what it says of its text model alone (`text_config`) at the top level.
+
+    Raises:
+        PeerError: it is missing or is not a JSON object.
+    """
+    config = read_config(files)
+    text = config.get("text_config")
+    return {**text, **config} if isinstance(text, dict) else config
+
+
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """Return the JSON object in one file of a snapshot.
 
@@ -56,7 +67,8 @@ def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if name not in files:
             continue
-        ids = read_object(files, name).get("eos_token_id")
+        values = read_text_config(files) if name == "config.json" else read_object(files, name)
+        ids = values.get("eos_token_id")
         if ids is not None:
             listed = ids if isinstance(ids, list) else [ids]
             if not all(isinstance(token, int) for token in listed):

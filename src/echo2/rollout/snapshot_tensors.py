@@ -30,8 +30,8 @@ DTYPES = FLOAT_DTYPES | {
 PIECE_BYTES = 4 << 20
 
 Places = Mapping[str, Sequence[Tensor]]
-"""The destination of each tensor of a snapshot, by name: one or several contiguous tensors of its shape. Names with the
-same place are tied: a snapshot has at least one of them."""
+"""The destination of each tensor of a snapshot, by name: one or several tensors of its shape, or none for a tensor that
+is passed over. Names with the same place are tied: a snapshot has at least one of them."""
 
 
 def computing_dtype(snapshot: Snapshot) -> torch.dtype:
@@ -86,10 +86,14 @@ def copy_tensors(snapshot: Snapshot, places: Places) -> None:
     """
     buffer = _buffer()
     for name in _taken(snapshot, places):
+        into = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places[name]]
         for start, piece in _pieces(snapshot.tensors[name], buffer):
             _check_finite(name, piece)
-            for place in places[name]:
+            for place in into:
                 place.view(-1)[start : start + piece.numel()].copy_(piece)
+        for place, whole in zip(places[name], into, strict=True):
+            if whole is not place:
+                place.copy_(whole)
 
 
 def _check_finite(name: str, piece: Tensor) -> None:
@@ -102,7 +106,8 @@ def _taken(snapshot: Snapshot, places: Places) -> list[str]:
     """Return the names of the tensors to read: of tied names, the first that the snapshot has."""
     tied: dict[int, list[str]] = {}
     for name, place in places.items():
-        tied.setdefault(id(place[0]), []).append(name)
+        if place:
+            tied.setdefault(id(place[0]), []).append(name)
     taken = [next((name for name in names if name in snapshot.tensors), names[0]) for names in tied.values()]
     for complaint, names in (
         ("are missing", set(taken) - snapshot.tensors.keys()),

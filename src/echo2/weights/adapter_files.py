@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from echo2.documents import parse_json
 from echo2.errors import UserError
@@ -20,9 +21,10 @@ ALL_LINEAR = "all-linear"
 BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
 
-def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef) -> bytes:
-    """Return the adapter's adapter_config.json. It names the base model by content, not by its path on this machine."""
-    values = {
+def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef, within: str = "") -> bytes:
+    """Return the adapter's adapter_config.json. It names the base model by content, not by its path on this machine.
+    `within`: how the names of the layers that may have an adapter begin, in a model that has a vision tower, too."""
+    values: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base_model.policy,
@@ -33,6 +35,8 @@ def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: Snapsho
         "target_modules": list(targets),
         "inference_mode": True,
     }
+    if within:
+        values["exclude_modules"] = rf"(?!{re.escape(within)}).*"
     return json.dumps(values, indent=2, sort_keys=True).encode()
 
 

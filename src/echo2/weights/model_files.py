@@ -7,6 +7,7 @@ same name wherever they got it. No torch here.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -90,9 +91,10 @@ def read_base_model(directory: Path) -> Snapshot:
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
 
 
-def rounded(base: Snapshot) -> Snapshot:
-    """Return a base model with its weights of 32 bits rounded to bfloat16, which gives it another name."""
-    tensors = {name: _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
+def rounded(base: Snapshot, kept: Collection[str] = ()) -> Snapshot:
+    """Return a base model with its weights of 32 bits, except those `kept`, rounded to bfloat16, which gives it another
+    name."""
+    tensors = {name: tensor if name in kept else _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
     return Snapshot(base_model_of(tensors, base.files["config.json"]), tensors, base.files)
 
 
@@ -146,16 +148,18 @@ def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def linear_layers(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the linear layers in a local model's files by name, without its head.
+    """Return the shapes of the linear layers in a local model's files by name, without its head and without experts,
+    which are one tensor for all in the module.
 
     Raises:
         UserError: a file is not readable safetensors.
     """
     shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    ends = ("embed_tokens.weight", "lm_head.weight")
     return {
         name.removesuffix(".weight"): shape
         for name, shape in shapes.items()
-        if len(shape) == 2 and not name.removesuffix(".weight").endswith(("embed_tokens", "lm_head"))
+        if len(shape) == 2 and ".experts." not in name and not name.endswith(ends)
     }
 
 

@@ -55,7 +55,7 @@ def frozen_copy(policy: Policy) -> Policy:
     try:
         module = copy.deepcopy(policy.module)
     except torch.OutOfMemoryError as error:
-        size_gb = sum(tensor.numel() * tensor.element_size() for tensor in policy.state().values()) / 1e9
+        size_gb = sum(tensor.numel() * tensor.element_size() for tensor in policy.held().values()) / 1e9
         raise UserError(
             f"learner.reference_kl > 0 keeps a second copy of the weights, {size_gb:.1f} GB, and {policy.device} has "
             "no room for it. Set learner.reference_kl = 0 or take a larger device."

@@ -20,7 +20,7 @@ from echo2.documents import safetensors_pieces
 from echo2.errors import PeerError, UserError, write_failed
 from echo2.model_context import context_length, has_two_ropes
 from echo2.peft_config import CONFIG_FILE
-from echo2.rollout.snapshot_files import end_tokens, read_config, read_factors
+from echo2.rollout.snapshot_files import end_tokens, read_config, read_factors, read_text_config
 from echo2.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -90,7 +90,7 @@ class ModelDirectories:
             written = _untied(whole) if self._unties and whole is snapshot else whole
             model = self._write(written, "model.safetensors", "config.json"), whole.files["config.json"], _dtype(whole)
         directory, config_json, dtype = model
-        config = read_config({"config.json": config_json})
+        config = read_text_config({"config.json": config_json})
         is_like_before = before is not None and before.base_model == snapshot.base_model
         if before is not None and is_like_before and (before.shapes, before.config) != (shapes, config_json):
             raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
@@ -179,9 +179,8 @@ def _dtype(snapshot: Snapshot) -> str:
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
-    """Return a size in config.json, from `text_config` if it is not at the top level."""
-    text = config.get("text_config")
-    value = config.get(key, text.get(key) if isinstance(text, dict) else None)
+    """Return a size in config.json."""
+    value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PeerError("bad_snapshot", f"{key} in config.json is {value!r}")
     return value

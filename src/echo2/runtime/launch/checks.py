@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import math
 import os
 import shutil
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from echo2.addresses import family
@@ -37,7 +38,7 @@ from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
 from echo2.types import SnapshotRef
 from echo2.weights.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
-from echo2.weights.model_files import linear_layers
+from echo2.weights.model_files import linear_layers, tensor_shapes
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
@@ -351,15 +352,43 @@ def check_engine(config: Config) -> None:
 
 
 def check_lora(config: Config) -> None:
-    """Raises UserError if lora.targets match no layer, as far as the files of a local model tell, or if lora.path is an
-    adapter with other settings."""
+    """Say which weights get no adapter. Raises UserError if lora.targets match no layer, as far as the files of a local
+    model tell, or if lora.path is an adapter with other settings; of a mixture of experts, `check_trained` finds that.
+    """
     where = Path(config.model.path)
     if not config.lora.rank or not where.is_dir():
+        return
+    shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    if share := expert_share(shapes):
+        print(
+            f"warning: lora.targets = {config.lora.targets}: experts get no adapter, and {share:.0%} of this model's "
+            "weights are experts. They stay as they are; lora.rank = 0 trains them",
+            file=sys.stderr,
+        )
         return
     targets = lora_targets(linear_layers(where), config.lora.targets)
     if config.lora.path:
         ours = adapter_config(config.lora, targets, SnapshotRef("", 0, 0))
         check_same_settings(ours, Path(config.lora.path), BEGINNING_REMEDY)
+
+
+def expert_share(shapes: Mapping[str, Sequence[int]]) -> float:
+    """Return which share of a model's weights are experts of mixtures, by the names of its stored tensors."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    return sum(size for name, size in sizes.items() if ".experts." in name) / max(1, sum(sizes.values()))
+
+
+def check_trained(config: Config) -> None:
+    """Check that the learner can build the policy of a run, and its adapter, as far as a local model directory tells.
+    Loads torch and transformers, which takes seconds; no weights are read.
+
+    Raises:
+        UserError: what the learner would say.
+    """
+    if Path(config.model.path).is_dir():
+        from echo2.learner.adapters import check_trained as check_policy
+
+        check_policy(config)
 
 
 def check_model_directory(where: Path, engine: str) -> None:

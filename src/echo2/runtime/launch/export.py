@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from echo2.disk import num_bytes
-from echo2.documents import parse_json
+from echo2.documents import parse_json, safetensors_pieces
 from echo2.errors import UserError
 from echo2.rundir import RunDir
-from echo2.runtime.launch.evaluate import Step, checkpoint_directory, copy_model
+from echo2.runtime.launch.evaluate import MODEL_FILE, Step, checkpoint_directory, copy_model
 from echo2.runtime.launch.hub import check_push, push, write_card
 from echo2.weights.adapter_files import ADAPTER_CONFIG
 
@@ -90,13 +90,15 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
 
 def _write_merged(base: str, adapter: Path, to: Path, dtype: str) -> None:
     from echo2.learner.adapters import load_merged  # imports torch, which a plain copy does not need
-    from echo2.learner.model import with_dtype
+    from echo2.learner.model import DTYPES, with_dtype
     from echo2.learner.shard_files import cast
 
     policy = load_merged(base, adapter, "cpu")
-    for name, parameter in policy.module.named_parameters():
-        parameter.data = cast(name, parameter.data, dtype)
-    policy.module.save_pretrained(to)
+    for name, tensor in policy.held().items():
+        cast(name, tensor, dtype)  # refuses what is too large
+    to.mkdir(parents=True)
+    with (to / MODEL_FILE).open("wb") as file:
+        file.writelines(safetensors_pieces(policy.weights(DTYPES[dtype or STORED_DTYPE])))
     files = {**policy.files, "config.json": with_dtype(policy.files["config.json"], dtype or STORED_DTYPE)}
     for name, data in files.items():
         (to / name).write_bytes(data)

@@ -20,7 +20,7 @@ from echo2 import config as configuration
 from echo2.config import Config
 from echo2.devices import require_torch
 from echo2.rundir import RunDir, claimed, create, read_json
-from echo2.runtime.launch.checks import check, check_place, check_port, check_prompts
+from echo2.runtime.launch.checks import check, check_place, check_port, check_prompts, check_trained
 from echo2.runtime.launch.publish_every import settle
 from echo2.runtime.launch.resume import changes
 from echo2.runtime.launch.supervisor import Supervisor
@@ -133,6 +133,8 @@ def run(
     if dry_run:
         check_place(config, where, resume)
         check_prompts(config)
+        if has_learner:
+            check_trained(config)
         print(configuration.to_json(config))
         return 0
     with claimed(where, "run"):
