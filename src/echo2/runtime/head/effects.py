@@ -50,7 +50,7 @@ class HeadEffects:
                     revoked = wire.LeaseRevoked(lease_id=lease_id, reason=command.reason)
                     head.order(command.worker_id, wire.Order(revoked=revoked))
             case do.AcceptDelivery():
-                head.costs.useful(command.worker_id, min(command.seconds, self.seconds_of(command.lease_id, now)), now)
+                head.costs.useful(command.worker_id, min(command.seconds, head.seconds_of(command.lease_id)), now)
             case do.RefuseDelivery():
                 head.costs.wasted(command.worker_id, command.refusal, command.seconds, now)
             case do.ScoreGroup():
