@@ -120,6 +120,7 @@ async def _learner_link(folder: Path, told: list[BaseException]) -> None:
         writer.close()
         ranks.close()
         await client.close()
+        await asyncio.gather(writer.wait_closed(), return_exceptions=True)
 
 
 STORIES: dict[str, tuple[Story, int]] = {

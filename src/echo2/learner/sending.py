@@ -210,7 +210,12 @@ class OtherRanks:
             writer.close()
 
     def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._greetings.spawn(self._let_in(reader, writer))
+        greeting = self._greetings.spawn(self._let_in(reader, writer))
+        greeting.add_done_callback(lambda _: self._close_unless_rank(writer))
+
+    def _close_unless_rank(self, writer: asyncio.StreamWriter) -> None:
+        if all(writer is not known for _, known in self._streams.values()):
+            writer.close()
 
     def _greeting_failed(self, error: Exception) -> None:
         self._fault = error
@@ -224,9 +229,6 @@ class OtherRanks:
             is_rank = secrets.compare_digest(hello.token, self._token)
         except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError):
             pass
-        finally:
-            if not is_rank:
-                writer.close()
         if not is_rank:
             log.warning("refused a connection that is of no rank of this learner")
             return

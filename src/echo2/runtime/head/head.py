@@ -295,11 +295,16 @@ class Head:
                 self._put(presence, wire.Order(stop=wire.Stop(reason=reason)))
         if self.learner is not None and kind != "no_room":
             self.learner.orders.put_nowait(wire.LearnerWelcome(stop=reason))
-        await self._background.close()  # scoring tasks end their reward process first
-        await self.reward.close()
-        self.tasks.close()
-        if self.referee is not None:
-            await self.referee.close()
+        try:
+            await self._background.close()  # scoring tasks end their reward process first
+            await self.reward.close()
+            self.tasks.close()
+            if self.referee is not None:
+                await self.referee.close()
+        finally:
+            self._close_books()
+
+    def _close_books(self) -> None:
         try:
             self.save_books()
         except UserError:
