@@ -81,7 +81,7 @@ def test_the_base_is_what_was_asked_for_at_the_learner_and_on_its_way(model: Pat
     )
     assert (sent.ref, {one.dtype for one in sent.tensors.values()}) == (rounded(stored).ref, {"BF16"})
     assert sent.ref != stored.ref
-    state = policy.base.policy.state()
+    state = policy.base.policy.held()
     for name, tensor in sent.tensors.items():
         half = torch.frombuffer(bytearray(tensor.read(0, tensor.num_bytes)), dtype=torch.bfloat16)
         held = state.get(name, state.get(name.replace("proj.", "proj.base_layer.")))
