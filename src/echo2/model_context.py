@@ -12,6 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+#: Of the length in config.json: the usual one, GPT-2's, and DBRX's.
+NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
+
 
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Return the number of positions that one sequence may have; None if config.json names none. What it says of its
@@ -19,7 +22,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     """
     text = config.get("text_config")
     values = {**text, **config} if isinstance(text, Mapping) else config
-    found = [values.get("max_position_embeddings"), *_ends_of_short_ropes(values)]
+    found = [*map(values.get, NAMES), *_ends_of_short_ropes(values)]
     lengths = [length for length in found if isinstance(length, int) and not isinstance(length, bool)]
     return min(lengths, default=None)
 

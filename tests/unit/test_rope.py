@@ -14,6 +14,7 @@ from echo2.learner.datum import Datum
 from echo2.learner.model import MASKED_DECODERS, Policy
 from echo2.model_context import context_length
 from echo2.rollout.hf_engine import HfModel
+from echo2.rollout.hub_layout import identity_layout
 from learner_cases import VOCAB
 
 LONGEST, ORIGINAL = 48, 12
@@ -93,7 +94,7 @@ def learned(policy: Policy, texts: list[list[int]], layout: Layout) -> list[list
 
 def decoded(policy: Policy, text: list[int], other: list[int]) -> list[float]:
     """The engine's logprobs of `text`, read token by token, beside the prompt `other`."""
-    model = HfModel(policy.module, (2,))
+    model = HfModel(policy.module, (2,), identity_layout(policy.module))
     cache = model.prefill([array("i", other), array("i", text[:1])])
     found = []
     for before, token in pairwise(text[1:]):
@@ -107,7 +108,7 @@ def decoded(policy: Policy, text: list[int], other: list[int]) -> list[float]:
 def test_a_row_has_the_same_logprobs_alone_and_beside_others(family: str, kind: str) -> None:
     policy = policy_of(family, ROPES[kind])
     context = policy.max_positions
-    assert context == HfModel(policy.module, (2,)).limits.max_positions
+    assert context == HfModel(policy.module, (2,), identity_layout(policy.module)).limits.max_positions
     assert context == (ORIGINAL if kind == "longrope" else LONGEST)
     texts = rows(context)
     alone = [learned(policy, [text], "plain")[0] for text in texts]
