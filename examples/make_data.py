@@ -2,9 +2,9 @@
 
     python examples/make_data.py            # into outputs/data and outputs/models
 
-Rows are those of the demo's task, in each of the formats, and a log of poker hands. Models are made from the demo's:
-digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker plays poker.
-Those of sokoban, calculator and reverse_text are made anew.
+Rows are those of the demo's task, in each of the formats, a log of poker hands, and facts for smollm/. Models are made
+from the demo's: digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker
+plays poker. Those of sokoban, calculator and reverse_text are made anew.
 """
 
 import argparse
@@ -41,6 +41,7 @@ def make_data(out: Path) -> None:
     shutil.rmtree(out / "dataset", ignore_errors=True)
     datasets.DatasetDict(splits).save_to_disk(out / "dataset")
     run_script("poker/make_logs.py", "--out", str(out / "hands.jsonl"))
+    run_script("smollm/facts.py", "--out", str(out / "facts"))
 
 
 def verl_row(index: int, row: dict[str, str]) -> dict[str, Any]:

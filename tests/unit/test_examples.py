@@ -25,6 +25,7 @@ OTHERS = ("offers", "serve", "openenv", "reverse_text")
 PATHS = [
     REPOSITORY / "src" / "echo2" / "demo" / "sort.toml",
     *sorted(path for path in EXAMPLES.glob("*.toml") if path.stem not in OTHERS),
+    *sorted((EXAMPLES / "smollm").glob("*.toml")),
 ]
 
 
@@ -89,9 +90,10 @@ def test_example_can_be_played(name: str, checkout: Path, monkeypatch: pytest.Mo
 
 # A log's rollouts are right or wrong already (test_examples_poker.py looks at them); others are played, as above.
 ANSWERED = [path for path in PATHS if path.stem not in ("poker", "sokoban", "own_environment", "calculator")]
+NAMES = [str(path.relative_to(path.parents[1]).with_suffix("")) for path in ANSWERED]
 
 
-@pytest.mark.parametrize("path", ANSWERED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", ANSWERED, ids=NAMES)
 def test_example_is_whole(path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
     settings = config.load(path)
