@@ -9,7 +9,7 @@ machine that slows down slows all of them.
 
 **The clock.** TRL: from the begin of the first training step, with saving weights taken out. echo2: from the first
 lease granted to a worker (its first sampling), with saving checkpoints left in. Start-up (imports, loading, joining)
-is reported apart. Neither side evaluates inside the clock: weights are saved every few steps and judged afterwards by
+is reported apart. Neither side evaluates inside the clock: weights are saved every few steps and judged after it by
 `held_out.py`, the same for both. The time to the threshold is where the line between two saved points crosses it.
 
 **The baseline** is TRL with the number of threads (1 or 2) that gets there sooner, with the micro-batching that was
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -36,10 +37,11 @@ from recording import save
 
 from echo2.config import Config, load
 from echo2.errors import UserError
+from echo2.types import Message
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent
-RUN_LIMIT_SECONDS = 900.0  # of one run of one side; longer means hung
+RUN_LIMIT_SECONDS = 7200.0  # of one run of one side; longer means hung
 TRL_REQUIREMENTS = ("trl==1.16.0", "datasets")
 TRL_MICROBATCHES = (
     4  # measured on two cores, 64 x 8: 1 -> 0.50, 2 -> 0.42, 4 -> 0.42, 8 -> 0.46 s a step with two threads
@@ -124,9 +126,12 @@ def write_problems(config: Config, seed: int, steps: int, train: Path, held_out:
     """The prompts of a run in the order in which echo2 takes them, and the held-out problems, as JSONL."""
     from echo2.tasks.streams import Tasks, held_out_tasks, training_tasks
 
+    def as_json(prompt: str | tuple[Message, ...]) -> Any:
+        return prompt if isinstance(prompt, str) else [asdict(message) for message in prompt]
+
     def dump(path: Path, stream: Tasks, count: int) -> None:
         tasks = [stream.task(cursor) for cursor in range(count)]
-        rows = [{"prompt": task.prompt, "answer": task.columns["answer"]} for task in tasks]
+        rows = [{"prompt": as_json(task.prompt), "answer": task.columns["answer"]} for task in tasks]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
     dump(train, training_tasks(config.tasks, seed), steps * config.schedule.groups_per_step)
@@ -185,6 +190,8 @@ def run_trl(options: argparse.Namespace, config: Config, seed: int, out: Path, t
     command += ["--prompts", config.schedule.groups_per_step, "--group", config.sampling.group_size]
     command += ["--max-tokens", config.sampling.max_tokens]
     command += ["--lr", config.learner.lr, "--warmup-steps", config.learner.warmup_steps]
+    command += ["--reward", reward_of(config)]
+    command += ["--scale-rewards", "group" if config.learner.advantage == "grpo" else "none"]
     cpu_seconds = watch([str(part) for part in command], out.with_suffix(".log"), threads)
     start = json.loads((out / "start.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (out / "clock.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -218,14 +225,33 @@ def watch(command: list[str], log: Path, threads: int) -> float:
     return after.children_user + after.children_system - before.children_user - before.children_system
 
 
-def judge(runs: list[Run], model: str, held_out: Path, max_tokens: int) -> tuple[float, list[Run]]:
-    """Start accuracy, and the runs with the accuracy of every point."""
-    directories = [model, *(point.weights for run in runs for point in run.points)]
-    command = [sys.executable, str(HERE / "held_out.py"), "--problems", str(held_out), "--max-tokens", str(max_tokens)]
-    done = subprocess.run([*command, *directories], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True)
+def reward_of(config: Config) -> str:
+    """The run's reward function, which both sides and the judge can call.
+
+    Raises:
+        UserError: it is neither `exact_match` nor a function in a file.
+    """
+    (name,) = config.reward.functions
+    if name != "exact_match" and ".py:" not in name:
+        raise UserError(f"reward.functions = {[name]}: TRL's side knows exact_match, and file.py:function.")
+    return name
+
+
+def judge(options: argparse.Namespace, config: Config, directories: Sequence[str], held_out: Path) -> dict[str, float]:
+    """Held-out reward of the weights in these directories."""
+    command = [sys.executable, str(HERE / "held_out.py"), "--problems", str(held_out), "--reward", reward_of(config)]
+    command += ["--max-tokens", str(config.sampling.max_tokens), "--samples", str(options.samples), *directories]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, cwd=REPOSITORY)
     accuracy: dict[str, float] = json.loads(done.stdout)
-    judged = [replace(r, points=tuple(replace(p, accuracy=accuracy[p.weights]) for p in r.points)) for r in runs]
-    return accuracy[model], judged
+    return accuracy
+
+
+def judged(options: argparse.Namespace, config: Config, run: Run, held_out: Path) -> Run:
+    """The run with the held-out reward of every point. The weights are removed: those of a larger model fill a disk."""
+    accuracy = judge(options, config, [point.weights for point in run.points], held_out)
+    for point in run.points:
+        shutil.rmtree(point.weights)
+    return replace(run, points=tuple(replace(point, accuracy=accuracy[point.weights]) for point in run.points))
 
 
 # ---- the sitting ---------------------------------------------------------------------------------------------------
@@ -246,7 +272,7 @@ def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[Ru
             else:
                 run = run_trl(options, config, seed, out, int(side.removeprefix("trl-")))
             print(f"{run.points[-1].seconds:.1f} s ({run.seconds_per_step:.3f} s a step, {run.cpu_seconds:.0f} cpu-s)")
-            runs.append(run)
+            runs.append(judged(options, config, run, work / "held_out.jsonl"))
     return runs
 
 
@@ -320,6 +346,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--threshold", type=float, default=0.70)
+    parser.add_argument("--samples", type=int, default=4, help="of each held-out problem, for the judge")
     parser.add_argument("--trl-python", help="Python of an environment with TRL; default: .venv-trl, made when missing")
     parser.add_argument("--trl-threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--work", type=Path, help="where the runs are written (default: outputs/benchmark-<time>)")
@@ -328,21 +355,21 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], name: str = "time_to_accuracy") -> None:
+    """Run, judge, print, and write the figures under this name."""
     options = parse(arguments)
     pairs = dict(zip(options.echo2_flags[::2], options.echo2_flags[1::2], strict=True))
-    config = load(Path(options.config), {name.removeprefix("--"): value for name, value in pairs.items()})
+    config = load(Path(options.config), {flag.removeprefix("--"): value for flag, value in pairs.items()})
     stamp = time.strftime("%Y%m%d-%H%M%S")
     work = (options.work or REPOSITORY / "outputs" / f"benchmark-{stamp}").resolve()
     work.mkdir(parents=True)
     options.model = str(Path(options.model or config.model.path).resolve())
     options.trl_python = trl_python(options.trl_python)
-    start, runs = judge(
-        all_runs(options, config, work), options.model, work / "held_out.jsonl", config.sampling.max_tokens
-    )
+    runs = all_runs(options, config, work)
+    start = judge(options, config, [options.model], work / "held_out.jsonl")[options.model]
     result = report(options, config, start, runs)
     show(result, runs)
-    print(f"Written to {save('time_to_accuracy', result, options.out).name}.")
+    print(f"Written to {save(name, result, options.out).name}.")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ PROCESS_STARTED = time.monotonic()  # before the heavy imports: they are what st
 
 import argparse  # noqa: E402
 import json  # noqa: E402
+import runpy  # noqa: E402
 import zlib  # noqa: E402
 from importlib.metadata import version  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -65,6 +66,14 @@ def exact_match(completions: list[str], answer: list[str], **columns: Any) -> li
     return [float(text.strip() == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
+def reward_function(named: str) -> Any:
+    """`exact_match`, or file.py:function in TRL's signature, which imports nothing that is not here."""
+    if named == "exact_match":
+        return exact_match
+    path, _, name = named.rpartition(":")
+    return runpy.run_path(path)[name]
+
+
 def settings(options: argparse.Namespace) -> GRPOConfig:
     """One optimizer step = `prompts` x `group` rollouts, generated at once, trained on once."""
     rollouts = options.prompts * options.group
@@ -81,6 +90,7 @@ def settings(options: argparse.Namespace) -> GRPOConfig:
         epsilon=0.2,
         epsilon_high=0.28,
         loss_type="dapo",
+        scale_rewards=options.scale_rewards,
         learning_rate=options.lr,
         lr_scheduler_type="constant_with_warmup",
         warmup_steps=options.warmup_steps,
@@ -112,6 +122,8 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--warmup-steps", type=int, default=5)
+    parser.add_argument("--reward", default="exact_match", help="or file.py:function")
+    parser.add_argument("--scale-rewards", choices=("group", "none"), default="group")
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
@@ -122,7 +134,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=model,
         processing_class=tokenizer,
-        reward_funcs=exact_match,
+        reward_funcs=reward_function(options.reward),
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]),
         args=settings(options),
     )
