@@ -27,7 +27,7 @@ def accuracy(
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    asked = [row["prompt"] for row in rows]
+    asked: Any = [row["prompt"] for row in rows]
     is_chat = not isinstance(asked[0], str)
     if is_chat:
         asked = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)

@@ -29,7 +29,7 @@ from typing import Any
 
 from recording import save
 from staleness_nodes import Pace, run_job
-from time_to_accuracy import REPOSITORY, Run, judge, read_run, run_echo2, run_flags, time_to, write_problems
+from time_to_accuracy import REPOSITORY, Run, judge, judged, read_run, run_echo2, run_flags, time_to, write_problems
 
 from echo2.config import Config, load
 from echo2.errors import UserError
@@ -160,8 +160,9 @@ def main(arguments: Sequence[str]) -> None:
     held_out = work / "held_out.jsonl"
     write_problems(config, options.seeds[0], options.steps, work / "train.jsonl", held_out)
     found = all_runs(options, config, work)
-    start, judged = judge([run for _, run, _ in found], options.model, held_out, config.sampling.max_tokens)
-    runs = [(variant, run, means) for (variant, _, means), run in zip(found, judged, strict=True)]
+    accuracy = judge(config, [options.model, *(point.weights for _, run, _ in found for point in run.points)], held_out)
+    start = accuracy[options.model]
+    runs = [(variant, judged(run, accuracy), means) for variant, run, means in found]
     rows = table(runs, start, options.threshold)
     show(rows, options.threshold)
     figures = {

@@ -237,20 +237,17 @@ def reward_of(config: Config) -> str:
     return name
 
 
-def judge(options: argparse.Namespace, config: Config, directories: Sequence[str], held_out: Path) -> dict[str, float]:
+def judge(config: Config, directories: Sequence[str], held_out: Path, samples: int = 4) -> dict[str, float]:
     """Held-out reward of the weights in these directories."""
     command = [sys.executable, str(HERE / "held_out.py"), "--problems", str(held_out), "--reward", reward_of(config)]
-    command += ["--max-tokens", str(config.sampling.max_tokens), "--samples", str(options.samples), *directories]
+    command += ["--max-tokens", str(config.sampling.max_tokens), "--samples", str(samples), *directories]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, cwd=REPOSITORY)
     accuracy: dict[str, float] = json.loads(done.stdout)
     return accuracy
 
 
-def judged(options: argparse.Namespace, config: Config, run: Run, held_out: Path) -> Run:
-    """The run with the held-out reward of every point. The weights are removed: those of a larger model fill a disk."""
-    accuracy = judge(options, config, [point.weights for point in run.points], held_out)
-    for point in run.points:
-        shutil.rmtree(point.weights)
+def judged(run: Run, accuracy: dict[str, float]) -> Run:
+    """The run with the held-out reward of every point."""
     return replace(run, points=tuple(replace(point, accuracy=accuracy[point.weights]) for point in run.points))
 
 
@@ -272,7 +269,10 @@ def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[Ru
             else:
                 run = run_trl(options, config, seed, out, int(side.removeprefix("trl-")))
             print(f"{run.points[-1].seconds:.1f} s ({run.seconds_per_step:.3f} s a step, {run.cpu_seconds:.0f} cpu-s)")
-            runs.append(judged(options, config, run, work / "held_out.jsonl"))
+            weights = [point.weights for point in run.points]
+            runs.append(judged(run, judge(config, weights, work / "held_out.jsonl", options.samples)))
+            for directory in weights:  # those of a larger model fill a disk
+                shutil.rmtree(directory)
     return runs
 
 
@@ -366,7 +366,7 @@ def main(arguments: Sequence[str], name: str = "time_to_accuracy") -> None:
     options.model = str(Path(options.model or config.model.path).resolve())
     options.trl_python = trl_python(options.trl_python)
     runs = all_runs(options, config, work)
-    start = judge(options, config, [options.model], work / "held_out.jsonl")[options.model]
+    start = judge(config, [options.model], work / "held_out.jsonl", options.samples)[options.model]
     result = report(options, config, start, runs)
     show(result, runs)
     print(f"Written to {save(name, result, options.out).name}.")
