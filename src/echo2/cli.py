@@ -137,7 +137,7 @@ def _add_run(add: Add) -> None:
 
 
 def _add_demo(add: Add) -> None:
-    text = "Train a model of 0.3 M parameters to sort digits, on this machine: two minutes, no download."
+    text = "Train a model of 7 M parameters to sort digits, on this machine: two minutes, no download."
     parser = add("demo", text, _module("demo.command"), has_json=True)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
@@ -248,6 +248,7 @@ def _add_model_commands(add: Add) -> None:
     parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help="run directory, or configuration file")
     parser.add_argument("--step", type=_step, help="checkpoint to evaluate: a step, or `best` (default: the newest)")
     parser.add_argument("--model", default="", help="evaluate this model directory or hub id instead of a checkpoint")
+    parser.add_argument("--greedy", action="store_true", help="take the likeliest token each time; a run samples")
     text = "also write all rollouts to this new file, one task a line (JSON)"
     parser.add_argument("--to", type=Path, metavar="FILE", help=text)
     text = "Write a checkpoint as a Hugging Face model directory."

@@ -82,6 +82,25 @@ def configured(folder: Path, sets: dict[str, list[dict[str, str]]]) -> Path:
     return path
 
 
+def test_greedy_rollouts_of_a_task_are_equal_and_sampled_ones_are_not(tmp_path: Path) -> None:
+    path = configured(tmp_path, {"only": [{"prompt": "ab", "answer": "1"}, {"prompt": "ba", "answer": "1"}]})
+    different = {}
+    for flags in ([], ["--greedy"]):
+        to = tmp_path / f"{len(flags)}.jsonl"
+        assert main(["eval", str(path), "--to", str(to), "--eval.samples", "8", *flags]) == 0
+        written = [json.loads(line) for line in to.read_text().splitlines()]
+        different[len(flags)] = [len({rollout["text"] for rollout in record["rollouts"]}) for record in written]
+    assert different[1] == [1, 1]
+    assert min(different[0]) > 1
+
+
+@pytest.mark.parametrize("setting", sorted(evaluate.NOT_OF_EVALUATIONS))
+def test_a_setting_without_effect_is_refused(setting: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = configured(tmp_path, {"only": [{"prompt": "ab", "answer": "1"}]})
+    assert main(["eval", str(path), f"--{setting}", "1"]) == 2
+    assert f"--{setting} 1 has no effect" in capsys.readouterr().err
+
+
 def test_each_set_is_reported_with_its_best_and_its_worst_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -69,7 +70,8 @@ async def reward_processes(config: configuration.Config) -> AsyncIterator[Reward
 
 class LocalSampler:
     """Samples groups as a worker does: of training tasks in their shuffled order (`kind` "train"), or `eval.samples`
-    rollouts of each held-out task ("eval"). `failures`: why groups are missing, in order of failure.
+    rollouts of each held-out task ("eval"). `greedy`: the likeliest token each time. `failures`: why groups are
+    missing, in order of failure.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class LocalSampler:
         engine: Engine,
         tokenizer: Tokenizer,
         clock: Callable[[], float] = time.perf_counter,
+        greedy: bool = False,
     ) -> None:
         is_eval = kind == "eval"
         judged = held_out_tasks(config.eval, config.run.seed) if is_eval else None
@@ -86,7 +89,8 @@ class LocalSampler:
         self.failures: list[str] = []
         self._config, self._kind, self._engine, self._tokenizer, self._clock = config, kind, engine, tokenizer, clock
         self._num_samples = config.eval.samples if is_eval else config.sampling.group_size
-        self._params = config.eval_params if is_eval else config.sampling_params
+        params = config.eval_params if is_eval else config.sampling_params
+        self._params = replace(params, top_k=1) if greedy else params
         name = config.tasks.environment
         self._environments = {name: _environment(name)} if name else {}
 

@@ -35,6 +35,8 @@ from echo2.weights.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 #: Number of tasks sampled, and then scored, together.
 BATCH_TASKS = 64
+#: Settings of training rollouts alone.
+NOT_OF_EVALUATIONS = frozenset({"sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"})
 #: Files of a checkpoint that are the learner's own, not the model's.
 LEARNER_FILES = ("optimizer.safetensors", "state.json")
 MODEL_FILE = "model.safetensors"
@@ -69,7 +71,7 @@ def checkpoint_directory(rundir: RunDir, step: Step) -> Path:
 
 def run(options: argparse.Namespace) -> int:
     """Print the result of `evaluate`. Raises as `evaluate`."""
-    values = evaluate(options.target, options.step, options.model, options.overrides, options.to)
+    values = evaluate(options.target, options.step, options.model, options.overrides, options.to, options.greedy)
     if options.json:
         print(json.dumps(values))
     else:
@@ -95,17 +97,24 @@ def report(values: Mapping[str, Any], width: int) -> list[str]:
 
 
 def evaluate(
-    target: Path, step: Step, model: str, overrides: Mapping[str, str], to: Path | None = None
+    target: Path, step: Step, model: str, overrides: Mapping[str, str], to: Path | None = None, greedy: bool = False
 ) -> dict[str, Any]:
     """Sample the held-out tasks, `eval.samples` rollouts each, and score them as a run does. Return the metrics, and
     under `sets` of each set the mean reward, the number of tasks, and the best and the worst rollout. `to`: a new file
-    for all rollouts, one task a line, in the form of a run's `rollouts/eval_N.jsonl`.
+    for all rollouts, one task a line, in the form of a run's `rollouts/eval_N.jsonl`. `greedy`: take the likeliest
+    token each time, in place of sampling as a run does.
 
     Raises:
-        UserError: no such run, model or tasks; no task could be evaluated; the file exists or cannot be written.
+        UserError: no such run, model or tasks; no task could be evaluated; the file exists or cannot be written; a
+            setting has no effect here.
     """
+    if unheard := sorted(NOT_OF_EVALUATIONS & overrides.keys()):
+        raise UserError(
+            f"--{unheard[0]} {overrides[unheard[0]]} has no effect on an evaluation, which samples from the whole "
+            "distribution at temperature 1. Leave it out; --greedy takes the likeliest token each time."
+        )
     with _new_file(to) as file:
-        return _evaluate(target, step, model, overrides, file)
+        return _evaluate(target, step, model, overrides, file, greedy)
 
 
 @contextmanager
@@ -129,13 +138,13 @@ def _new_file(path: Path | None) -> Iterator[IO[str] | None]:
 
 
 def _evaluate(
-    target: Path, step: Step, model: str, overrides: Mapping[str, str], file: IO[str] | None
+    target: Path, step: Step, model: str, overrides: Mapping[str, str], file: IO[str] | None, greedy: bool
 ) -> dict[str, Any]:
     rundir = RunDir(target) if target.is_dir() else None
     config = configuration.load(rundir.config if rundir is not None else target, overrides)
     where = model or (str(checkpoint_directory(rundir, step)) if rundir is not None else config.model.path)
     with _whole(where) as directory:
-        sampler = LocalSampler(config, "eval", *load_engine(config, directory, BATCH_TASKS))
+        sampler = LocalSampler(config, "eval", *load_engine(config, directory, BATCH_TASKS), greedy=greedy)
     groups = asyncio.run(_scored(config, sampler, file))
     failures = sampler.failures
     if not groups:
