@@ -25,9 +25,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 @pytest.fixture(scope="session")
 def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, as `echo2 demo` builds it."""
+    """The demo's model, as `echo2 demo` builds it, with a fraction of the parameters."""
     out = tmp_path_factory.mktemp("models") / "digit_sorting"
-    command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out)]
+    command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out), "--heads", "3"]
     subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
     return out
 

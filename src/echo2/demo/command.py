@@ -24,7 +24,7 @@ def run(options: argparse.Namespace) -> int:
     """
     require_torch()
     if not (MODEL / "config.json").is_file():
-        print("Building the demo's model and warming it up (once; about 15 seconds) ...", file=sys.stderr)
+        print("Building the demo's model and warming it up (once; about a minute) ...", file=sys.stderr)
         subprocess.run(
             [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", MODEL], check=True, stdout=sys.stderr
         )

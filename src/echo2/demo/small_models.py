@@ -27,14 +27,14 @@ def character_tokenizer(characters: Sequence[str], unknown: str = PAD) -> PreTra
     )
 
 
-def small_qwen3(tokenizer: PreTrainedTokenizerFast, context: int) -> Qwen3ForCausalLM:
-    """Make a Qwen3 with 0.3 M random weights, sized as in a measured recipe; head_dim 32 is vLLM's minimum."""
+def small_qwen3(tokenizer: PreTrainedTokenizerFast, context: int, num_heads: int = 3) -> Qwen3ForCausalLM:
+    """Make a Qwen3 with random weights, 0.3 M of them with 3 heads; head_dim 32 is vLLM's minimum."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
-        hidden_size=96,
-        intermediate_size=256,
+        hidden_size=32 * num_heads,
+        intermediate_size=256 * num_heads // 3,
         num_hidden_layers=3,
-        num_attention_heads=3,
+        num_attention_heads=num_heads,
         num_key_value_heads=1,
         head_dim=32,
         max_position_embeddings=context,
