@@ -25,12 +25,13 @@ OF_EACH_MACHINE = {"head.costs.machines", "head.identity._members", "head.identi
 
 def kept(root: object) -> Counter[str]:
     """The items of all containers that `root` leads to through objects of echo2, by the place of the container."""
-    seen, waiting, found = set[int](), deque([("head", root)]), Counter[str]()
+    # By their addresses, and kept: what another thread lets go meanwhile would give its address to something new.
+    seen, waiting, found = dict[int, object](), deque([("head", root)]), Counter[str]()
     while waiting:
         place, one = waiting.popleft()
         if id(one) in seen or isinstance(one, type):
             continue
-        seen.add(id(one))
+        seen[id(one)] = one
         if isinstance(one, dict | list | tuple | set | frozenset | deque):
             found[place] += len(one)
             items = [*one, *one.values()] if isinstance(one, dict) else one
