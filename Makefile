@@ -31,14 +31,14 @@ export TOKENIZERS_PARALLELISM := false
 .DELETE_ON_ERROR:
 
 # The stamp comes last, so that an interrupted installation is taken up again; a venv without a working pip is made anew.
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml service/pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"echo2 needs Python 3.11 or newer; $(PYTHON) is {v[0]}.{v[1]}. Set PYTHON=/path/to/python3.")'
 	@$(PY) -m pip --version >/dev/null 2>&1 || { echo "Making $(VENV) ..."; $(PYTHON) -m venv --clear $(VENV); }
 	@echo "Installing PyTorch into $(VENV) (once; a minute or two) ..."
 	@# Alone and by plain pip: resolved together with other packages, or by other installers, CPU machines get the CUDA build.
 	@$(PIP) $(TORCH)
 	@echo "Installing echo2 and what it needs (once; about a minute) ..."
-	@$(PIP) -e '.[train,data,tasks,environments,dev]'
+	@$(PIP) -e '.[train,data,tasks,environments,dev]' -e service
 	@touch $@
 	@echo "Installed."
 
@@ -78,7 +78,7 @@ quick: $(INSTALLED)
 # Other projects' packages against ours; `make test-foreign FOREIGN='vllm docs'` takes some of them. A package that can't
 # be installed here is named, and its tests are skipped.
 FOREIGN := vllm verifiers openenv tinker-038 logits trl wheel docs browser
-IN_BROWSER := tests/foreign/in_browser tests/unit/test_runtime_rollout_log.py
+IN_BROWSER := tests/foreign/in_browser tests/unit/test_head_rollout_log.py
 SELDOM := tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstack skypilot
 
 test-foreign: $(INSTALLED)
@@ -144,13 +144,14 @@ COOKBOOK := chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
 .venv-trl/.installed: PACKAGES = requests aiohttp
 .venv-trl/.installed: BORROWS = ours
 
-# A wheel of this checkout; for a run it borrows torch. Made anew each time: it is the checkout that is tested.
+# The wheels of this checkout, the service's apart; for a run it borrows torch. Made anew each time: it is the checkout that is tested.
 .PHONY: .venv-wheel/.installed
 .venv-wheel/.installed: | $(INSTALLED)
 	rm -rf .venv-wheel build
 	$(PYTHON) -m venv .venv-wheel
-	$(FOREIGN_PIP:install=wheel) --no-deps --wheel-dir .venv-wheel/wheel .
+	$(FOREIGN_PIP:install=wheel) --no-deps --wheel-dir .venv-wheel/wheel . ./service
 	$(FOREIGN_PIP) .venv-wheel/wheel/echo2-*.whl
+	$(FOREIGN_PIP) --no-deps --target .venv-wheel/service .venv-wheel/wheel/echo2_service-*.whl
 	@touch $@
 
 # The dashboard in Chromium (apt install chromium chromium-driver), a notebook that trains, metrics in W&B and Trackio.
@@ -179,7 +180,7 @@ types: $(INSTALLED)
 	$(PY) -m mypy
 
 proto: $(INSTALLED)
-	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto src/echo2/service/tinker.proto
+	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto src/echo2_service/tinker.proto
 
 bench: $(INSTALLED) $(MODEL)/config.json
 	$(PY) benchmarks/time_to_accuracy.py

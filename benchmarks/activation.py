@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from echo2.control.capacity.activation import Candidate, Selection, by_unit_cost, choose, reaches
+from echo2.head.fleet.decide.activation import Candidate, Selection, by_unit_cost, choose, reaches
 
 UNIT = 0.01  # rollouts per second
 RANDOM_ORDERS = 20

@@ -18,20 +18,20 @@ from broadcast_schemes import SCHEMES
 from wan.lines import content, described, digest, hear, say, seed_of
 from weights_cases import new_content
 
-from echo2.broadcast.origin import OriginNode
-from echo2.broadcast.peer import PeerNode
-from echo2.control.broadcast.origin import BroadcastOptions
-from echo2.errors import LinkError
+from echo2.core.errors import LinkError
+from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Peer
 from echo2.transport.grpc_link import GrpcNetwork, Membership, join
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity, verify_manifest
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.encoder import Encoder
-from echo2.weights.manifest import Manifest
-from echo2.weights.store import ChunkStore
+from echo2.weights.broadcast.decide.origin import BroadcastOptions
+from echo2.weights.broadcast.origin import OriginNode
+from echo2.weights.broadcast.peer import PeerNode
+from echo2.weights.format.encoder import Encoder
+from echo2.weights.format.manifest import Manifest
+from echo2.weights.store.store import ChunkStore
 
 NUM_TENSORS = 16
 PORT = 4700

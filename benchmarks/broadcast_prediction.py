@@ -8,7 +8,7 @@ from broadcast_trial import ORIGIN, Scenario
 from dissemination import DisseminationSpec, NodeSpec, disseminate
 from wan.net import AccessLink
 
-from echo2.weights.segments import chunk_bytes_for
+from echo2.weights.format.segments import chunk_bytes_for
 
 BYTES_PER_MBIT = 125_000.0
 

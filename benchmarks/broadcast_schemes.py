@@ -2,7 +2,7 @@
 
 star    everybody takes everything from the origin
 chain   N = B_0 / B_w chains; each member has one child, and one parent for everything
-trees   what a run does: `control/broadcast/routes.py`
+trees   what a run does: `weights/broadcast/decide/routes.py`
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 
-from echo2.control.broadcast.origin_commands import ORIGIN
-from echo2.control.broadcast.routes import (
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
+from echo2.weights.broadcast.decide.routes import (
     Pace,
     Receiver,
     Routes,

@@ -23,9 +23,9 @@ from rich.table import Table
 
 from echo2.config.offers import Offer
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
-from echo2.planning.rehearsal import rehearse
-from echo2.sim.run import run_scenario
-from echo2.sim.study import load_study
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.study import load_study
+from echo2.planning.simulate import rehearse
 
 SIMULATIONS = Path(__file__).resolve().parents[1] / "simulations"
 A100_USD, CARD_USD = 3.06, 0.35

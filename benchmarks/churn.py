@@ -17,8 +17,10 @@ from typing import Any
 
 from recording import save
 
-from echo2.control.head import commands as do
-from echo2.sim import Report, load_study, run_scenario
+from echo2.head.decide import commands as do
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.study import load_study
 
 HERE = Path(__file__).resolve().parent
 COLD_STEPS = 5

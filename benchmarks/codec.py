@@ -39,9 +39,9 @@ from recording import HERE, save
 from transformers import LlamaConfig, LlamaForCausalLM
 from weights_cases import apply_delta, encode_delta
 
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.manifest import Manifest, widths_of
-from echo2.weights.segments import apply_segment, gather
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.format.manifest import Manifest, widths_of
+from echo2.weights.format.segments import apply_segment, gather
 
 SEQUENCE = 128
 SEQUENCES = 2

@@ -27,11 +27,11 @@ from typing import Any
 
 from recording import save
 
-from echo2.control.head import commands as do
-from echo2.control.head import events as ev
-from echo2.control.head.planner import Planner
-from echo2.control.head.state import PlannerOptions
-from echo2.types import RUN_POLICY, Lease, SnapshotRef
+from echo2.core.types import RUN_POLICY, Lease, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
+from echo2.head.decide.state import PlannerOptions
 
 GROUPS_PER_BATCH = 4
 GROUP_SIZE = 8
@@ -196,7 +196,7 @@ def deep_bytes(root: object) -> int:
 
 def head_bytes() -> int:
     """Resident memory of a process that has imported all that a head does, with no run."""
-    code = "import echo2.runtime.head.process; print(open('/proc/self/status').read())"
+    code = "import echo2.head.serve.process; print(open('/proc/self/status').read())"
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     return next(int(line.split()[1]) * 1024 for line in answer.stdout.splitlines() if line.startswith("VmRSS"))
 

@@ -18,16 +18,16 @@ from typing import Any
 
 from broadcast_schemes import SCHEMES
 
-from echo2.control.broadcast import fetcher_commands as do
-from echo2.control.broadcast import fetcher_events as fev
-from echo2.control.broadcast import origin_commands as told
-from echo2.control.broadcast import origin_events as bev
-from echo2.control.broadcast.fetcher import Fetcher
-from echo2.control.broadcast.origin import Broadcast, BroadcastOptions
-from echo2.control.broadcast.origin_commands import ORIGIN
-from echo2.errors import InvariantError
-from echo2.sim.world import Actor, SimWorld
-from echo2.types import RUN_POLICY, PayloadId, SnapshotRef
+from echo2.core.errors import InvariantError
+from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
+from echo2.planning.sim.world import Actor, SimWorld
+from echo2.weights.broadcast.decide import fetcher_messages as do
+from echo2.weights.broadcast.decide import fetcher_messages as fev
+from echo2.weights.broadcast.decide import origin_messages as bev
+from echo2.weights.broadcast.decide import origin_messages as told
+from echo2.weights.broadcast.decide.fetcher import Fetcher
+from echo2.weights.broadcast.decide.origin import Broadcast, BroadcastOptions
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
 
 #: Seconds until the other end of a connection notices that a process is dead, or that its machine vanished.
 KILL_NOTICED_SECONDS = 0.3

@@ -12,33 +12,34 @@ from typing import Any
 from fuzz_target import Target, folder, from_file, text
 from fuzz_wire import JSON_WORDS
 
-from echo2 import config, documents
-from echo2.buffer import Ledger
-from echo2.buffer.audit import audit
-from echo2.buffer.schema import open_for_reading
+from echo2 import config
 from echo2.config.offers import load_offers
-from echo2.control.head import events as ev
-from echo2.control.head.planner import Planner
-from echo2.learner import checkpoint
-from echo2.planning import cost_report
+from echo2.config.rundir import read_json
+from echo2.core import documents
+from echo2.core.types import Message, StoredTensor, Task
+from echo2.engines.architecture import read_architecture
+from echo2.engines.tokenizer import encode_prompt, load_tokenizer
+from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
+from echo2.head.fleet.accounts import CostBook
+from echo2.head.ledger import costs as cost_report
+from echo2.head.ledger import eventlog, metrics
+from echo2.head.ledger.audit import audit
+from echo2.head.ledger.ledger import Ledger
+from echo2.head.ledger.schema import open_for_reading
+from echo2.head.serve.planner_options import planner_options
+from echo2.learner.core import checkpoint
+from echo2.learner.core.model_size import snapshot_bytes
 from echo2.planning.past_run import read_past_run
-from echo2.planning.snapshot_size import snapshot_bytes
+from echo2.planning.sim.study import load_study
 from echo2.reward import functions
 from echo2.reward.text_scorers import final_answer, tagged_answer
-from echo2.rollout.architecture import read_architecture
-from echo2.rollout.snapshot_files import end_tokens, read_config
-from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
-from echo2.rundir import read_json
-from echo2.runtime.head import eventlog, metrics
-from echo2.runtime.head.accounts import CostBook
-from echo2.runtime.head.planner_options import planner_options
 from echo2.sandbox import pipes
-from echo2.sim.study import load_study
 from echo2.tasks.base import TaskStream
-from echo2.tasks.files import JsonlRows, ParquetRows
+from echo2.tasks.load import TemplateRows
 from echo2.tasks.logs import LoggedRollouts
-from echo2.tasks.templates import TemplateRows
-from echo2.types import Message, StoredTensor, Task
+from echo2.tasks.sources import JsonlRows, ParquetRows
+from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TOML_WORDS = (
@@ -276,9 +277,9 @@ def _read_adapter_config(data: bytes) -> None:
     """Of an adapter of rank 2: with any other it is refused."""
     import torch
 
-    from echo2.peft_config import CONFIG_FILE
-    from echo2.rollout.adapter import DOWN, PREFIX, UP, read_adapter
-    from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+    from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+    from echo2.engines.adapter import DOWN, PREFIX, UP, read_adapter
+    from echo2.weights.format.adapter_files import CONFIG_FILE
 
     shapes = {DOWN: (2, 4), UP: (4, 2)}
     tensors = {f"{PREFIX}q_proj{part}": TensorBytes("F32", shape, bytes(32)) for part, shape in shapes.items()}

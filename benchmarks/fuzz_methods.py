@@ -25,19 +25,20 @@ from fuzz_target import Target, folder
 from fuzz_wire import ROLLOUT
 from weights_cases import encode
 
-from echo2 import config, rundir
-from echo2.errors import InvariantError, PeerError, UserError
-from echo2.runtime.head.effects import HeadEffects
-from echo2.runtime.head.head import Head
-from echo2.runtime.head.service import Service
-from echo2.transport import chunks, messages
+from echo2 import config
+from echo2.config import rundir
+from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.core.types import RUN_POLICY, GroupRef, RolloutGroup, SnapshotRef, TensorBytes
+from echo2.head.serve.effects import HeadEffects
+from echo2.head.serve.head import Head
+from echo2.head.serve.service import Service
+from echo2.transport import codecs, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, Peer, parse
 from echo2.transport.certificates import make_key, make_request
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.types import RUN_POLICY, GroupRef, RolloutGroup, SnapshotRef, TensorBytes
 
 CALLS_PER_HEAD = 3000
 #: Workers that one head sees come, each when the one before was expelled for what it sent; and who says hello again and
@@ -320,7 +321,7 @@ def _delivery(lease_id: int, number: int, is_played: bool) -> wire.Delivery:
 
 def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
     if method.raw:
-        return (b"", chunks.pack(bytes(32), b"filler"))
+        return (b"", codecs.pack(bytes(32), b"filler"))
     payload = wire.PayloadId(ref=wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     request, content = snapshot(1)
     tally = wire.Tally(source="", num_bytes=202, seconds=0.5)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from google.protobuf.message import Message
 
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 
 #: Files are written where that costs no disk.
 IN_MEMORY = Path("/dev/shm")

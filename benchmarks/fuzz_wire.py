@@ -22,16 +22,10 @@ from fuzz_target import Target, folder, text
 from google.protobuf.message import Message as WireMessage
 from weights_cases import apply_delta, encode, encode_delta, new_content
 
-from echo2.addresses import PORT_MAX, split
-from echo2.broadcast import addresses, payloads
 from echo2.config.sections import SamplingConfig
-from echo2.errors import PeerError
-from echo2.runtime.head import service
-from echo2.transport import chunks, identity, limits, messages, tickets
-from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Peer, packed, parse
-from echo2.transport.top_logprobs import check_top
-from echo2.types import (
+from echo2.core.addresses import PORT_MAX, split
+from echo2.core.errors import PeerError
+from echo2.core.types import (
     RUN_POLICY,
     Assignment,
     GroupRef,
@@ -43,11 +37,18 @@ from echo2.types import (
     SnapshotRef,
     TensorBytes,
 )
-from echo2.weights.chain import compose
-from echo2.weights.items import apply_items, encode_items
-from echo2.weights.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
-from echo2.weights.planes import Reader, Writer
-from echo2.weights.store import ChunkStore
+from echo2.head.serve import service
+from echo2.transport import codecs, identity, limits, messages, tickets
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import METHODS, Peer, packed, parse
+from echo2.transport.codecs import check_top
+from echo2.weights.broadcast import payloads
+from echo2.weights.broadcast import payloads as addresses
+from echo2.weights.format.chain import compose
+from echo2.weights.format.items import apply_items, encode_items
+from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
+from echo2.weights.format.planes import Reader, Writer
+from echo2.weights.store.store import ChunkStore
 
 VOCABULARY = 1000
 SAMPLING = SamplingConfig(groups_per_batch=2, group_size=2)
@@ -195,8 +196,8 @@ def _encoded(kind: type[WireMessage]) -> list[bytes]:
 
 
 def _read_chunk(data: bytes) -> None:
-    hash_, piece = chunks.unpack(data)
-    chunks.hash_of(data)
+    hash_, piece = codecs.unpack(data)
+    codecs.hash_of(data)
     if piece:
         assert wire.Chunk.FromString(data) == wire.Chunk(hash=hash_, data=bytes(piece))
 
@@ -210,9 +211,9 @@ def _read_address(data: bytes) -> None:
 
 def _pieces() -> list[Target]:
     packed_chunks = (
-        chunks.pack(bytes(32), b"d" * 5),
-        chunks.pack(b"h" * 32, bytes(300)),
-        chunks.pack_missing(bytes(32)),
+        codecs.pack(bytes(32), b"d" * 5),
+        codecs.pack(b"h" * 32, bytes(300)),
+        codecs.pack_missing(bytes(32)),
     )
     hosts = (b"192.0.2.1:80", b"[2001:db8::1]:4000", b"[::1]", b"localhost", b"worker.example.org:65535")
     words = (b"[", b"]", b":", b"%eth0", b"::", "²".encode(), "١".encode())

@@ -27,16 +27,16 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from echo2.errors import LinkError, PeerError
-from echo2.learner.head_client import LearnerInfo, join_head
-from echo2.learner.publication import LentWeights, Publisher
-from echo2.rundir import RunDir
+from echo2.config.rundir import RunDir
+from echo2.core.errors import LinkError, PeerError
+from echo2.core.types import RUN_POLICY, RolloutGroup, TensorBytes
+from echo2.learner.core.publication import LentWeights, Publisher
+from echo2.learner.link.head_client import LearnerInfo, join_head
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcLink, connect
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.types import RUN_POLICY, RolloutGroup, TensorBytes
 
 END, VOCAB = 1, 31
 HEARTBEAT_SECONDS = 2.0

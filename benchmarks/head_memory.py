@@ -21,12 +21,12 @@ from pathlib import Path
 import numpy as np
 from recording import save
 
-from echo2.runtime.head.archive import Archive
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor
-from echo2.weights.encoder import Encoder
-from echo2.weights.manifest import Manifest
-from echo2.weights.segments import SEGMENT_BYTES
-from echo2.weights.store import ChunkStore
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor
+from echo2.weights.format.encoder import Encoder
+from echo2.weights.format.manifest import Manifest
+from echo2.weights.format.segments import SEGMENT_BYTES
+from echo2.weights.store.archive import Archive
+from echo2.weights.store.store import ChunkStore
 
 VERSIONS = 4
 

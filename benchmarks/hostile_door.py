@@ -29,7 +29,7 @@ import grpc
 import grpc.aio
 from recording import save
 
-from echo2.errors import LinkError, PeerError
+from echo2.core.errors import LinkError, PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcLink

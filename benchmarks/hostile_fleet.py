@@ -20,9 +20,10 @@ from typing import Any
 from hostile_workers import HostileSpec, make_worker
 from recording import save
 
-from echo2.control.head import commands as do
-from echo2.sim import Report, Scenario, run_scenario
-from echo2.sim.scenario import LearnerSpec, WorkersSpec
+from echo2.head.decide import commands as do
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 
 LEASE_SECONDS = 120.0
 #: Honest workers, hostile ones, and the tickets of the latter.

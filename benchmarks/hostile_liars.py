@@ -19,16 +19,17 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from echo2.control.head import commands as do
-from echo2.control.head import events as ev
-from echo2.errors import PeerError
-from echo2.rollout.random_streams import stream_keys, uniforms
-from echo2.rollout.verification import Prefill, PrefillRequest, check_group
-from echo2.sim.fleet import SimWorker
-from echo2.sim.scenario import WorkersSpec
+from echo2.core.errors import PeerError
+from echo2.core.types import Assignment, Lease, Rollout, RolloutGroup, SamplingParams, SnapshotRef
+from echo2.engines.engine import Prefill, PrefillRequest
+from echo2.engines.random_streams import stream_keys, uniforms
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.planning.sim.fleet import SimWorker
+from echo2.planning.sim.scenario import WorkersSpec
+from echo2.rollouts.verification import check_group
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.types import Assignment, Lease, Rollout, RolloutGroup, SamplingParams, SnapshotRef
 
 VOCAB, TOKENS, BEST_OF = 16, 12, 8
 PROMPT = array("i", [1])

@@ -27,17 +27,8 @@ from typing import Any
 
 from echo2.config import Config
 from echo2.config.sections import LearnerConfig, RunConfig, SamplingConfig
-from echo2.control.seeds import group_seed
-from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.model import DTYPES, load_policy
-from echo2.reward.score import Scorer
-from echo2.rollout import generate
-from echo2.rollout.engines import make_engine
-from echo2.rollout.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
-from echo2.tasks.base import TaskStream
-from echo2.tasks.load import load_tasks
-from echo2.transport.limits import LOGPROB_MIN
-from echo2.types import (
+from echo2.core.decide.seeds import group_seed
+from echo2.core.types import (
     RUN_POLICY,
     Assignment,
     GroupKind,
@@ -49,6 +40,15 @@ from echo2.types import (
     Snapshot,
     SnapshotRef,
 )
+from echo2.engines.registry import make_engine
+from echo2.engines.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
+from echo2.learner.core.model import DTYPES, load_policy
+from echo2.learner.grpo.client import GrpoClient
+from echo2.reward.score import Scorer
+from echo2.rollouts import generate
+from echo2.tasks.base import TaskStream
+from echo2.tasks.load import load_tasks
+from echo2.transport.limits import LOGPROB_MIN
 
 GROUP_SIZE = 8
 MAX_TOKENS = 12

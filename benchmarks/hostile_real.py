@@ -28,11 +28,11 @@ from hostile_sampling import HIDDEN, checker_of, moved_numbers, sampled, spread,
 from recording import save
 from transformers import AutoTokenizer
 
-from echo2.control.head.trust import SURPRISE_MAX
-from echo2.control.seeds import mix
-from echo2.rollout.verification import Verdict, check_group
-from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, SamplingParams, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.model_files import read_base_model
+from echo2.core.decide.seeds import mix
+from echo2.core.types import RUN_POLICY, Assignment, GroupRef, Lease, SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.head.strangers.decide.trust import SURPRISE_MAX
+from echo2.rollouts.verification import Verdict, check_group
+from echo2.weights.format.model_files import read_base_model
 
 GROUPS_AT_ONCE, ROLLOUTS, MAX_TOKENS = 8, 8, 32
 KINDS = {"F32": torch.float32, "BF16": torch.bfloat16}

@@ -32,18 +32,8 @@ import torch
 from recording import quantile, save
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from echo2.control.seeds import mix
-from echo2.rollout import sampler
-from echo2.rollout.compact import build_compact
-from echo2.rollout.decode_loop import DecodeLoop
-from echo2.rollout.engine import Completion, Engine, SampleRequest
-from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import sample_group
-from echo2.rollout.hf_engine import build_transformers
-from echo2.rollout.torch_engine import BuildModel, Model, TorchDecoder
-from echo2.rollout.verification import Prefill, PrefillRequest, Verdict, check_group, readings_of
-from echo2.runtime.head.copied_rollouts import CopiedRollouts
-from echo2.types import (
+from echo2.core.decide.seeds import mix
+from echo2.core.types import (
     RUN_POLICY,
     Assignment,
     GroupRef,
@@ -55,6 +45,16 @@ from echo2.types import (
     SnapshotRef,
     TensorBytes,
 )
+from echo2.engines import sampler
+from echo2.engines.compact import build_compact
+from echo2.engines.decode_loop import DecodeLoop
+from echo2.engines.engine import Completion, Engine, Prefill, PrefillRequest, SampleRequest
+from echo2.engines.hf_engine import build_transformers
+from echo2.engines.registry import make_engine
+from echo2.engines.torch_engine import BuildModel, Model, TorchDecoder
+from echo2.head.strangers.copied_rollouts import CopiedRollouts
+from echo2.rollouts.generate import sample_group
+from echo2.rollouts.verification import Verdict, check_group, readings_of
 
 VOCAB, ROLLOUTS, TOKENS, SEEDS, THREADS = 4096, 8, 32, 10, (1, 2)
 SHARES, DTYPES = (0.01, 0.02, 0.05), ("F32", "BF16")

@@ -20,9 +20,9 @@ import recording
 from hostile_liars import LiarSpec, Lie, mutated, random_lie
 from hostile_workers import make_worker
 
-from echo2.control.head import commands as do
-from echo2.sim import Scenario, run_scenario
-from echo2.sim.scenario import LearnerSpec, WorkersSpec
+from echo2.head.decide import commands as do
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 
 
 def world(lie: Lie) -> Scenario:

@@ -35,10 +35,10 @@ import zstandard
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY / "tests"))
 
-from echo2.disk import allocated_bytes  # noqa: E402
-from echo2.service import tinker_pb2 as pb  # noqa: E402
-from echo2.service.access import Doorkeeper  # noqa: E402
-from echo2.service.serve import open_database  # noqa: E402
+from echo2.core.disk import allocated_bytes  # noqa: E402
+from echo2_service import tinker_pb2 as pb  # noqa: E402
+from echo2_service.commands.serve import open_database  # noqa: E402
+from echo2_service.front.access import Doorkeeper  # noqa: E402
 from served import Served  # noqa: E402 (a service and a machine, as the tests start them)
 
 NUM_STEPS = 40

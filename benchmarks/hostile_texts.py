@@ -17,11 +17,10 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, Rollout, RolloutGroup, Task
+from echo2.head.serve.reading import RunTokenizer
+from echo2.head.strangers.replay import Referee, TurnRules
 from echo2.reward.sandbox import Sandbox
-from echo2.rollout.retrace import TurnRules
-from echo2.runtime.head.reading import RunTokenizer
-from echo2.runtime.head.referee import Referee
-from echo2.types import RUN_POLICY, GroupRef, Lease, Rollout, RolloutGroup, Task
 
 TOKEN_BYTES = 9  # of a token, its logprob and its mask
 SIZE, LENGTH = 8, 4096  # rollouts of a group, tokens of each

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from echo2.runtime.worker import process as worker
 from echo2.transport import wire_pb2 as wire
+from echo2.worker import process as worker
 
 #: Candidates of one token's support: 4 million.
 WIDE_SUPPORT = 4 << 20

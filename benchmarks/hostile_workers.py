@@ -7,16 +7,16 @@ from typing import Literal
 
 from hostile_liars import Liar, LiarSpec
 
-from echo2.control.head import events as ev
-from echo2.control.machine import Event
-from echo2.control.worker import commands as do
-from echo2.control.worker import events as rel
-from echo2.sim.fleet import SimWorker
-from echo2.sim.history import History
-from echo2.sim.network import SimNetwork
-from echo2.sim.scenario import Scenario, WorkersSpec
-from echo2.sim.world import SimWorld
-from echo2.types import RUN_POLICY, SnapshotRef
+from echo2.core.decide.machine import Event
+from echo2.core.types import RUN_POLICY, SnapshotRef
+from echo2.head.decide import events as ev
+from echo2.planning.sim.fleet import SimWorker
+from echo2.planning.sim.history import History
+from echo2.planning.sim.network import SimNetwork
+from echo2.planning.sim.scenario import Scenario, WorkersSpec
+from echo2.planning.sim.world import SimWorld
+from echo2.worker.decide import messages as do
+from echo2.worker.decide import messages as rel
 
 #: Of leases that one claims to hold, and of groups that it claims to sample together.
 CLAIMS = 10_000

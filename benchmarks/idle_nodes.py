@@ -118,9 +118,9 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
-    from echo2.rollout.fake_engine import FakeDecoder
-    from echo2.runtime.worker.process import WorkerOptions
-    from echo2.types import Snapshot
+    from echo2.core.types import Snapshot
+    from echo2.engines.fake_engine import FakeDecoder
+    from echo2.worker.process import WorkerOptions
 
     class SlowDecoder(FakeDecoder):
         def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
@@ -135,11 +135,11 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose steps take a set time."""
+    from echo2.config.rundir import RunDir
+    from echo2.core.types import RolloutGroup
+    from echo2.learner import process as learner_process
     from echo2.learner.grpo.client import GrpoClient
     from echo2.learner.grpo.loss_stats import LossStats
-    from echo2.rundir import RunDir
-    from echo2.runtime.learner import process as learner_process
-    from echo2.types import RolloutGroup
 
     @paced_run.in_place_of(learner_process, GrpoClient)
     class SteadyTrainer(GrpoClient):

@@ -4,7 +4,7 @@ For each staleness bound, with kappa as `publish_every = "auto"` has it: the fle
 largest fleet below the minimum (`capacity.mu_needed` of the mode), and smaller ones. Two things are to be seen: at the
 planner's choice the learner waits at most 2 % of the time; below the minimum it visibly waits.
 
-Predicted batch by batch (`control/capacity/forecast.py`) and as a fluid (`control/capacity/formulas.py`); simulated
+Predicted batch by batch (`head/fleet/decide/forecast.py`) and as a fluid (`head/fleet/decide/formulas.py`); simulated
 with the real planner and worker scheduler, with workers that generate during a broadcast and with workers that stand
 still, as the paper's do. With `--real` the fleets are small, and are measured as well: head, learner and workers are
 processes (`idle_nodes.py`).
@@ -33,11 +33,11 @@ from plots import COLOURS, INK, require_matplotlib
 from recording import HERE, save
 
 from echo2.config.offers import Offer
-from echo2.control.capacity import formulas as capacity
-from echo2.control.capacity.forecast import WorkerPace, forecast
+from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide.forecast import WorkerPace, forecast
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
-from echo2.sim import Scenario, run_scenario
-from echo2.sim.scenario import BroadcastSpec, LearnerSpec, WorkersSpec
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 
 BOUNDS = (1, 2, 3, 4, 6, 11)
 TARGET_IDLE = 0.02

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 from recording import save
 
-from echo2.weights.items import encode_items
-from echo2.weights.manifest import DELTA, Segment
-from echo2.weights.planes import Items
-from echo2.weights.segments import SEGMENT_BYTES, cut_record, merge_deltas
+from echo2.weights.format.items import encode_items
+from echo2.weights.format.manifest import DELTA, Segment
+from echo2.weights.format.planes import Items
+from echo2.weights.format.segments import SEGMENT_BYTES, cut_record, merge_deltas
 
 STEP = 1.7e-7
 STEPS = (2, 4, 8)

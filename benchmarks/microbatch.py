@@ -50,10 +50,10 @@ def measured(sizes: dict[str, Any], tokens: int, checkpointing: bool, device: st
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from echo2.control.capacity.memory import LearnerSetup, read_shape
-    from echo2.learner.datum import Datum
-    from echo2.learner.model import Policy
-    from echo2.learner.trainer import AdamParams, Trainer
+    from echo2.learner.core.datum import Datum
+    from echo2.learner.core.model import Policy
+    from echo2.learner.core.trainer import AdamParams, Trainer
+    from echo2.learner.decide.memory import LearnerSetup, read_shape
 
     place = torch.device(device)
     with place:

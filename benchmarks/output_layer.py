@@ -62,7 +62,7 @@ def way(side: str) -> Callable[[Any, Any, Any], Any]:
     if side == "tiled":
         import torch
 
-        from echo2.learner.output_layer import Choice, OutputLayer, tiled_scores
+        from echo2.learner.core.output_layer import Choice, OutputLayer, tiled_scores
 
         def tiled(hidden: Any, weight: Any, target: Any) -> Any:
             choice = Choice(torch.arange(len(target)), target[:, None])

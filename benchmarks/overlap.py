@@ -47,7 +47,7 @@ from recording import save
 from rich.console import Console
 from rich.table import Table
 
-from echo2.control.head.frontier import Frontier
+from echo2.head.decide.pacing import Frontier
 
 #: Rollout over training time.
 PROPORTION = 0.9

@@ -29,9 +29,9 @@ from typing import Any
 
 import paced_run
 
-from echo2.control.head.frontier import Frontier
-from echo2.control.seeds import group_seed
-from echo2.types import RUN_POLICY, GroupRef
+from echo2.core.decide.seeds import group_seed
+from echo2.core.types import RUN_POLICY, GroupRef
+from echo2.head.decide.pacing import Frontier
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 8
@@ -235,9 +235,9 @@ def spread_out(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[
 
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
-    from echo2.rollout.engine import Completion, SampleRequest
-    from echo2.rollout.fake_engine import FakeDecoder
-    from echo2.runtime.worker.process import WorkerOptions
+    from echo2.engines.engine import Completion, SampleRequest
+    from echo2.engines.fake_engine import FakeDecoder
+    from echo2.worker.process import WorkerOptions
 
     seed, groups, fleet = settings["seed"], settings["groups"], Fleet(**settings["fleet"])
     numbers = range(2 * groups * settings["rounds"])
@@ -275,11 +275,11 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose tokens take a set time."""
+    from echo2.config.rundir import RunDir
+    from echo2.core.types import RolloutGroup
+    from echo2.learner import process as learner_process
     from echo2.learner.grpo.client import GrpoClient, StepStats
     from echo2.learner.grpo.loss_stats import LossStats
-    from echo2.rundir import RunDir
-    from echo2.runtime.learner import process as learner_process
-    from echo2.types import RolloutGroup
 
     token_seconds = settings["train_seconds"] / round_tokens(settings["seed"], settings["groups"])
 

@@ -19,10 +19,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
-    from echo2.config.engines import ServerPlace
-    from echo2.rollout.decode_loop import Decoder
-    from echo2.rollout.engine import Engine
-    from echo2.runtime.worker.process import WorkerOptions
+    from echo2.config.values import ServerPlace
+    from echo2.engines.decode_loop import Decoder
+    from echo2.engines.engine import Engine
+    from echo2.worker.process import WorkerOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,9 +72,9 @@ def run_paced(
 
 def run_worker(settings: Mapping[str, Any], make_decoder: Callable[[], Decoder], options: WorkerOptions) -> None:
     """A worker whose engine has this decoder, whatever engine is asked for."""
-    from echo2.rollout.decode_loop import DEFAULT_SLOTS, DecodeLoop
-    from echo2.rollout.engines import NO_PLACE, make_engine
-    from echo2.runtime.worker import process as worker
+    from echo2.engines.decode_loop import DEFAULT_SLOTS, DecodeLoop
+    from echo2.engines.registry import NO_PLACE, make_engine
+    from echo2.worker import process as worker
 
     @in_place_of(worker, make_engine)
     def make_paced_engine(

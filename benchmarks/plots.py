@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 #: Of the Okabe-Ito palette, which people with any kind of colour vision can tell apart, the mid-tones.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

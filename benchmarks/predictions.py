@@ -29,14 +29,14 @@ from rich.progress import track
 from rich.table import Table
 
 from echo2.config.offers import Offer
-from echo2.control.capacity import formulas as capacity
-from echo2.control.capacity.forecast import WorkerPace, forecast
-from echo2.control.capacity.formulas import Demand
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide.forecast import WorkerPace, forecast
+from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
-from echo2.planning.rehearsal import rehearse
-from echo2.sim.run import run_scenario
-from echo2.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.simulate import rehearse
 
 STEPS = 40
 TRAIN_SPREAD = 0.05

@@ -3,9 +3,10 @@
     python benchmarks/service.py        # two sizes of random Qwen3; a learner and a sampler process, one thread each
     python benchmarks/service.py --quick
 
-Everything goes through the contract that the HTTP front calls (`service/backend.py`), so these are its figures without
-HTTP. Warm: what is measured was done once before. A step is forward_backward on 8 x 128 tokens and an AdamW step, a
-rank 8 adapter on all linear layers. Fairness is the slowest tenant's steps over the fastest's in the same seconds.
+Everything goes through the contract that the HTTP front calls (`src/echo2_service/backend.py`), so these are its
+figures without HTTP. Warm: what is measured was done once before. A step is forward_backward on 8 x 128 tokens and an
+AdamW step, a rank 8 adapter on all linear layers. Fairness is the slowest tenant's steps over the fastest's in the same
+seconds.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 import recording
 
-from echo2.service.backend import AdamSettings, ClientDatum, ModelSpec, SampleSpec
-from echo2.service.processes import LocalBackend
+from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec, SampleSpec
+from echo2_service.fleet.processes import LocalBackend
 
 #: Hidden size, layers, vocabulary.
 SIZES = {"0.2M": (64, 2, 1024), "4M": (256, 4, 4096)}

@@ -32,7 +32,7 @@ from typing import Any
 import recording
 import service as shapes
 
-from echo2.service import tiny_model
+from echo2_service import tiny_model
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BASE = "echo2/tiny"

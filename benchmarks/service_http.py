@@ -31,7 +31,7 @@ from cpu_time import cpu_seconds
 from service_beside_skyrl import BASE, Server, make_base, start_ours
 from two_commits import REPOSITORY, checked_out
 
-from echo2.service import tinker_pb2 as pb
+from echo2_service import tinker_pb2 as pb
 
 SIZE = "0.2M"
 WARM_UP_ROUNDS = 3

@@ -69,7 +69,7 @@ def children(process_id: int) -> dict[str, int]:
     for child in map(int, listed):
         words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
         for name in ("learner", "sampler"):
-            if f"echo2.service.{name}.process".encode() in words:
+            if f"echo2_service.{name}.process".encode() in words:
                 found[name] = child
     return found
 

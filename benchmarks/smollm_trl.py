@@ -16,7 +16,7 @@ import sys
 
 import time_to_accuracy
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 DEFAULTS = ["--config", str(time_to_accuracy.REPOSITORY / "examples" / "smollm" / "json.toml")]
 DEFAULTS += ["--steps", "12", "--save-every", "2", "--threshold", "0.7", "--samples", "2"]

@@ -35,8 +35,8 @@ from typing import Any
 import hostile_worker
 import recording
 
-from echo2.runtime.worker import process as worker
 from echo2.transport.tickets import TICKET_PREFIX, Ticket
+from echo2.worker import process as worker
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parent / "outputs" / "models" / "digit_sorting"

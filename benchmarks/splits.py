@@ -1,4 +1,4 @@
-"""What it costs and saves to code items near zero by themselves (`weights/items.py`, the form `split`).
+"""What it costs and saves to code items near zero by themselves (`weights/format/items.py`, the form `split`).
 
     python benchmarks/splits.py
 
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 from recording import save
 
-from echo2.weights import items
-from echo2.weights.planes import Reader
+from echo2.weights.format import items
+from echo2.weights.format.planes import Reader
 
 NUM_ITEMS = 8 << 20
 STEP_SIZES = (3e-8, 1.6e-7, 5e-7, 1e-6, 2e-6, 3e-6, 6e-6, 1.2e-5)

@@ -17,17 +17,17 @@ from typing import Any
 import torch
 
 from echo2.config import Config
-from echo2.control.seeds import group_seed
-from echo2.errors import InvariantError, UserError
-from echo2.learner.adapters import Adapter, load_trained
+from echo2.core.decide.seeds import group_seed
+from echo2.core.errors import InvariantError, UserError
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef, Task
+from echo2.engines.registry import make_engine
+from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
+from echo2.learner.core.adapters import Adapter, load_trained
+from echo2.learner.core.model import DTYPES
 from echo2.learner.grpo.client import GrpoClient, StepStats
-from echo2.learner.model import DTYPES
 from echo2.reward.score import Scorer
-from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import assignment_of, sample_groups
-from echo2.rollout.tokenizer import encode_prompt, load_tokenizer, with_texts
+from echo2.rollouts.generate import assignment_of, sample_groups
 from echo2.tasks.streams import held_out_tasks, training_tasks
-from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef, Task
 
 EVAL_ATTEMPTS = 4  # of each held-out problem
 

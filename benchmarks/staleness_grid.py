@@ -30,7 +30,7 @@ from rich.progress import track
 
 from echo2.config import Config, load
 from echo2.config.sections import LearnerConfig
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 WIDE = (0, 1, 2, 4, 8, 16, 32)

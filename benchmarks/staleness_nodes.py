@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     import torch
 
+    from echo2.core.types import RolloutGroup, Snapshot, SnapshotRef
+    from echo2.engines.adapter import Adapter
+    from echo2.engines.rows import Limits
+    from echo2.engines.snapshot_tensors import Places
+    from echo2.engines.torch_engine import Cache, Model
     from echo2.learner.grpo.loss_stats import LossStats
-    from echo2.rollout.adapter import Adapter
-    from echo2.rollout.rows import Limits
-    from echo2.rollout.snapshot_tensors import Places
-    from echo2.rollout.torch_engine import Cache, Model
-    from echo2.types import RolloutGroup, Snapshot, SnapshotRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +111,9 @@ class PacedModel:
 
 
 def run_worker(settings: Mapping[str, Any]) -> None:
-    from echo2.rollout.compact import build_compact
-    from echo2.rollout.torch_engine import TorchDecoder
-    from echo2.runtime.worker.process import WorkerOptions
+    from echo2.engines.compact import build_compact
+    from echo2.engines.torch_engine import TorchDecoder
+    from echo2.worker.process import WorkerOptions
 
     def build(snapshot: Snapshot, device: torch.device) -> Model:
         return PacedModel(build_compact(snapshot, device), settings["token_seconds"])
@@ -122,10 +122,10 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
+    from echo2.config.rundir import RunDir
+    from echo2.learner import process as learner_process
+    from echo2.learner.core.publication import LentWeights, Payload, Publisher
     from echo2.learner.grpo.client import GrpoClient
-    from echo2.learner.publication import LentWeights, Payload, Publisher
-    from echo2.rundir import RunDir
-    from echo2.runtime.learner import process as learner_process
 
     group_seconds = settings["train_seconds"] / settings["groups_per_step"]
 

@@ -18,7 +18,7 @@ from typing import Any
 from plots import COLOURS, INK, require_matplotlib
 from staleness_grid import LEAST_STEPS, OTHER_LOSSES, WIDE, Cell, accuracy_at, read_cells
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 CURVE_LAGS = (0, 8, 32)
 AFTER_STEPS = LEAST_STEPS  # those that every cell has

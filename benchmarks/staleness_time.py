@@ -32,7 +32,7 @@ from staleness_nodes import Pace, run_job
 from time_to_accuracy import REPOSITORY, Run, judge, judged, read_run, run_echo2, run_flags, time_to, write_problems
 
 from echo2.config import Config, load
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 BOUNDS = (0, 1, 2, 4, 8)
 METRICS = {

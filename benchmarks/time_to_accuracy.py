@@ -36,8 +36,8 @@ from typing import Any
 from recording import save
 
 from echo2.config import Config, load
-from echo2.errors import UserError
-from echo2.types import Message
+from echo2.core.errors import UserError
+from echo2.core.types import Message
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent

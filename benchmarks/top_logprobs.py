@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from recording import save
 
-from echo2.learner.output_layer import Choice, OutputLayer, tiled_scores
-from echo2.rollout.random_streams import stream_keys
-from echo2.rollout.sampler import Draw, Sampler
+from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SamplingParams
+from echo2.engines.random_streams import stream_keys
+from echo2.engines.sampler import Draw, Sampler
+from echo2.learner.core.output_layer import Choice, OutputLayer, tiled_scores
 from echo2.transport import messages
-from echo2.transport.top_logprobs import check_top
-from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SamplingParams
+from echo2.transport.codecs import check_top
 
 WIDTHS = (0, 8, 32, 128, 1024)
 ROWS, ROLLOUTS, TOKENS = 32, 8, 128

@@ -10,12 +10,12 @@ from functools import cache
 from itertools import count
 from pathlib import Path
 
-from echo2.types import Snapshot, SnapshotRef, TensorBytes, TensorSource
-from echo2.weights.content import Content
-from echo2.weights.encoder import Encoder
-from echo2.weights.manifest import Manifest
-from echo2.weights.packs import Packs
-from echo2.weights.segments import ReadChunk, base_model_of
+from echo2.core.types import Snapshot, SnapshotRef, TensorBytes, TensorSource
+from echo2.weights.format.encoder import Encoder
+from echo2.weights.format.manifest import Manifest
+from echo2.weights.format.segments import ReadChunk, base_model_of
+from echo2.weights.store.content import Content
+from echo2.weights.store.packs import Packs
 
 Encoded = tuple[Manifest, dict[bytes, memoryview]]
 

@@ -13,18 +13,18 @@ from typing import Any
 from broadcast_schemes import SCHEMES
 from weights_cases import encode
 
-from echo2.broadcast.origin import OriginNode
-from echo2.broadcast.peer import PeerNode
-from echo2.control.broadcast.origin import BroadcastOptions
+from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.tickets import Credentials, Ticket
-from echo2.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
-from echo2.weights.manifest import Manifest
-from echo2.weights.store import ChunkStore
+from echo2.weights.broadcast.decide.origin import BroadcastOptions
+from echo2.weights.broadcast.origin import OriginNode
+from echo2.weights.broadcast.peer import PeerNode
+from echo2.weights.format.manifest import Manifest
+from echo2.weights.store.store import ChunkStore
 from memory_links import LOOPBACK, MemoryNetwork
 
 #: For what must happen, however slow the machine. Several sources in a row may have to be given up for it.

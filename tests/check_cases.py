@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from echo2.control.head import commands as do
-from echo2.control.head import events as ev
-from echo2.types import RUN_POLICY, SnapshotRef
+from echo2.core.types import RUN_POLICY, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
 from planner_cases import OPTIONS, Desk, of
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)

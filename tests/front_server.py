@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from echo2.service.access import Doorkeeper
-from echo2.service.app import NO_QUOTAS, Front
-from echo2.service.database import Database
-from echo2.service.http_server import HttpServer, listening
-from echo2.service.settings import Quotas
+from echo2_service.front.access import Doorkeeper
+from echo2_service.front.app import NO_QUOTAS, Front
+from echo2_service.front.database import Database
+from echo2_service.front.http_server import HttpServer, listening
+from echo2_service.settings import Quotas
 from front_service import START
 from one_row_backend import OneRowBackend
 

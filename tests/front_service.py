@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from starlette.testclient import TestClient
 
-from echo2.service import tinker_pb2 as pb
-from echo2.service.access import Doorkeeper
-from echo2.service.app import NO_QUOTAS, Front
-from echo2.service.database import Database
-from echo2.service.settings import Quotas
+from echo2_service import tinker_pb2 as pb
+from echo2_service.front.access import Doorkeeper
+from echo2_service.front.app import NO_QUOTAS, Front
+from echo2_service.front.database import Database
+from echo2_service.settings import Quotas
 from one_row_backend import OneRowBackend
 
 PROTO = {"content-type": "application/x-protobuf"}

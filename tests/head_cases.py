@@ -14,17 +14,17 @@ from typing import Any
 from weights_cases import encode
 
 from echo2 import config as configuration
-from echo2.rundir import RunDir
-from echo2.runtime.head.effects import HeadEffects
-from echo2.runtime.head.head import Head
-from echo2.runtime.head.service import Service
+from echo2.config.rundir import RunDir
+from echo2.core.types import RUN_POLICY, RolloutGroup, SnapshotRef, TensorBytes
+from echo2.head.serve.effects import HeadEffects
+from echo2.head.serve.head import Head
+from echo2.head.serve.service import Service
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import parse_group
 from echo2.transport.tickets import Ticket
-from echo2.types import RUN_POLICY, RolloutGroup, SnapshotRef, TensorBytes
 from rollout_cases import VOCAB, tokenizer_files
 
 LEARNER = Peer("learner", "learner")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from floors import FLOOR_OF_ROOM, FOLDERS, ROOM_OF_FILE, SEAMS, SERVICE
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 SOURCE = REPOSITORY / "src"
 PACKAGE = "echo2"
@@ -23,43 +25,26 @@ MAX_FUNCTION_LINES = 70  # "under 70": 69 pass
 MAX_FILE_LINES = 500
 FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "misc", "common"})
 
-FLOOR_OF_ROOM = {
-    **dict.fromkeys(("types", "errors", "documents", "printable", "sandbox", "devices", "disk"), 1),
-    **dict.fromkeys(("addresses", "background", "loop_thread", "peft_config", "model_context"), 1),
-    "": 1,  # the package itself: its version, and the door to `api`, which it imports when somebody asks
-    "config": 2,
-    **dict.fromkeys(("control", "tasks", "rollout", "reward", "weights", "transport", "rundir"), 3),
-    **dict.fromkeys(("buffer", "learner", "broadcast"), 4),
-    "sim": 5,
-    "planning": 6,
-    "views": 7,
-    "runtime": 8,
-    **dict.fromkeys(("cli", "__main__", "service", "api", "trl", "demo"), 9),
-}
-#: Floors within a room. What lies on the room's own floor (`control/machine.py`) is on the ground.
-SUBFLOORS = {
-    "control": {"capacity": 1, **dict.fromkeys(("head", "worker", "broadcast", "service"), 2)},
-    "runtime": {**dict.fromkeys(("head", "learner", "worker"), 1), "launch": 2},
-    "learner": {"grpo": 1},
-}
-TORCH_ROOMS = frozenset({"learner", "rollout", "devices", "demo"})
+TORCH_ROOMS = frozenset({"learner", "engines", "demo"})
+TORCH_FILES = frozenset({"echo2.core.devices"})
 TORCH_PACKAGES = frozenset({"torch", "transformers", "accelerate", "peft", "vllm"})
-# What control/ may import of the standard library: data types and arithmetic, nothing that waits, draws or writes.
-CONTROL_STDLIB = frozenset(
+#: What deciders may import of the standard library: data types and arithmetic, nothing that waits, draws or writes.
+DECIDE_STDLIB = frozenset(
     {"__future__", "abc", "array", "bisect", "collections", "copy", "dataclasses", "enum", "fractions", "functools"}
     | {"hashlib", "heapq", "itertools", "json", "math", "operator", "re", "statistics", "string", "struct", "types"}
     | {"typing", "zlib"}
 )
+DECIDE_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"})  # I/O, or differs between processes
+#: What deciders may import of ours beside other deciders.
+DECIDE_CORE = ("echo2.core.types", "echo2.core.errors")
 PORT_LIKE = re.compile(r"port|bound|sockname")
-CONTROL_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"})  # I/O, or differs between processes
-#: Names that two rooms may use: the same message seen from two sides, or the same notion in two rooms.
 BARE_TASKS = frozenset({"create_task", "ensure_future"})
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One Python file: `module` is its dotted name (`echo2.control.head.planner`), `path` what complaints call it."""
+    """One Python file: `module` is its dotted name (`echo2.head.decide.planner`), `path` what complaints call it."""
 
     module: str
     path: str
@@ -67,7 +52,11 @@ class Source:
 
     @property
     def room(self) -> str:
-        return self.module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
+        return room_of(self.module) or ""
+
+    @property
+    def decides(self) -> bool:
+        return "decide" in self.module.split(".")[1:-1]
 
     def parse(self) -> ast.Module:
         return _parsed(self.text, self.path)
@@ -80,8 +69,9 @@ def _parsed(text: str, path: str) -> ast.Module:
 
 @cache
 def package_sources() -> list[Source]:
-    """Every hand-written module of the package, in a stable order."""
-    paths = [path for path in sorted((SOURCE / PACKAGE).rglob("*.py")) if path.name not in GENERATED]
+    """Every hand-written module of the two packages, in a stable order."""
+    packages = (SOURCE / PACKAGE, SOURCE / SERVICE)
+    paths = [path for package in packages for path in sorted(package.rglob("*.py")) if path.name not in GENERATED]
     return [read_source(path) for path in paths]
 
 
@@ -101,7 +91,7 @@ def read_source(path: Path) -> Source:
 def imports(source: Source) -> Iterator[tuple[int, str]]:
     """(line, dotted name) of everything imported anywhere in the file, inside functions and TYPE_CHECKING too.
 
-    `from echo2.control import events` yields `echo2.control.events`: the most that the import could reach.
+    `from echo2.head.decide import events` yields `echo2.head.decide.events`: the most that the import could reach.
     """
     package = source.module if source.path.endswith("__init__.py") else source.module.rpartition(".")[0]
     for node in ast.walk(source.parse()):
@@ -121,70 +111,142 @@ def _is_dynamic_import(node: ast.Call) -> bool:
     return ast.unparse(node.func) in {"__import__", "import_module", "importlib.import_module"}
 
 
-def own_room(name: str) -> str | None:
-    """The room of a dotted import of ours (`echo2.control.head.events` -> `control`); None for other packages."""
-    parts = name.split(".")
-    if parts[0] != PACKAGE:
+def room_of(name: str) -> str | None:
+    """The room of a dotted name of ours (`echo2.head.decide.events` -> `head`); the service is one room; None for other
+    packages, and "" for the package itself.
+    """
+    first, *rest = name.split(".")
+    if first == SERVICE:
+        return SERVICE
+    if first != PACKAGE:
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in FLOOR_OF_ROOM else ""
+    room = rest[0] if rest else ""
+    return ROOM_OF_FILE.get(room, room)
+
+
+def folder_of(name: str, room: str) -> str:
+    """The folder within its room of a dotted name: `echo2.head.fleet.decide.gauge` -> `fleet.decide`."""
+    parts = name.split(".")[1 if room == SERVICE else 2 :]
+    known = {folder for floor in FOLDERS.get(room, ()) for folder in floor}
+    return next((".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in known and len(parts) >= n), "")
 
 
 def floor_complaints(source: Source) -> list[str]:
     """Imports go down only; rooms on one floor do not know each other; a new room must be given its floor."""
-    if source.room not in FLOOR_OF_ROOM:
-        return [f"{source.path}:1: room {source.room!r} has no floor; give it one in FLOOR_OF_ROOM and in the docs"]
-    floor, found = FLOOR_OF_ROOM[source.room], []
-    for line, name in imports(source):
-        room = own_room(name)
-        if room is None or room == source.room or FLOOR_OF_ROOM[room] < floor or (source.room, room) == ("", "api"):
-            continue
-        if floor == FLOOR_OF_ROOM[room] in (1, 9):  # floor 1, and the top: one household each
-            continue
-        who = source.room or PACKAGE
-        found.append(f"{source.path}:{line}: {who} (floor {floor}) imports {name} (floor {FLOOR_OF_ROOM[room]})")
-    return found
-
-
-def subfloor_complaints(source: Source) -> list[str]:
-    """Within a room imports go down too: folders of `control/` and `runtime/` on one floor do not know each other."""
-    floors = SUBFLOORS.get(source.room)
-    if floors is None:
+    room = source.room
+    if room in ("", SERVICE):  # the package itself imports `api` when somebody asks; the service has a rule of its own
         return []
-    own, found = _folder(source.module), []
-    if own not in floors and own:
-        return [f"{source.path}:1: folder {own!r} of {source.room} has no floor; give it one in SUBFLOORS"]
+    if room not in FLOOR_OF_ROOM:
+        return [f"{source.path}:1: room {room!r} has no floor; give it one in floors.py and in CONTRIBUTING.md"]
+    found = []
     for line, name in imports(source):
-        folder = _folder(name)
-        if own_room(name) != source.room or folder in ("", own) or floors.get(folder, 0) < floors.get(own, 0):
-            continue
-        found.append(f"{source.path}:{line}: {source.room}/{own} imports {name}")
+        other = room_of(name)
+        if other == SERVICE:
+            found.append(f"{source.path}:{line}: imports {name}: nothing in {PACKAGE} knows the service")
+        elif other in FLOOR_OF_ROOM and other != room and FLOOR_OF_ROOM[other] >= FLOOR_OF_ROOM[room]:
+            floors = f"{room} (floor {FLOOR_OF_ROOM[room]}) imports {name} (floor {FLOOR_OF_ROOM[other]})"
+            found.append(f"{source.path}:{line}: {floors}")
     return found
 
 
-def _folder(name: str) -> str:
-    """`echo2.control.head.events` -> `head`; empty for a module that lies on its room's own floor."""
-    parts = name.split(".")
-    return parts[2] if len(parts) > 2 and parts[2] in SUBFLOORS.get(parts[1], {}) else ""
+def folder_complaints(source: Source) -> list[str]:
+    """Within a room imports go down too: folders on one floor do not know each other, the planner's three aside."""
+    room = source.room
+    floors = {folder: floor for floor, folders in enumerate(FOLDERS.get(room, ())) for folder in folders}
+    if not floors:
+        return []
+    parent = source.module if source.path.endswith("__init__.py") else source.module.rpartition(".")[0]
+    own, found = folder_of(source.module, room), []
+    if parent.count(".") >= (1 if room == SERVICE else 2) and not own:
+        return [f"{source.path}:1: this folder of {room} has no floor; give it one in floors.py"]
+    for line, name in imports(source):
+        folder = folder_of(name, room) if room_of(name) == room else own
+        if (
+            folder != own
+            and floors[folder] >= floors[own]
+            and not (folder.endswith("decide") and own.endswith("decide"))
+        ):
+            found.append(f"{source.path}:{line}: {room}/{own} imports {name}")
+    return found
 
 
-def control_complaints(source: Source) -> list[str]:
-    """control/ decides and does nothing else: no clock, no chance, no I/O, no other people's packages."""
-    if source.room != "control":
+def seam_complaints(source: Source) -> list[str]:
+    """The service uses the core only through the modules named in SEAMS."""
+    if source.room != SERVICE:
         return []
     return [
-        f"{source.path}:{line}: control/ imports {name}, which is not plain data and arithmetic"
+        f"{source.path}:{line}: imports {name}, which is no seam"
         for line, name in imports(source)
-        if own_room(name) is None and name.split(".")[0] not in CONTROL_STDLIB
-    ] + [
-        f"{source.path}:{node.lineno}: control/ calls {ast.unparse(node.func)}()"
-        for node in ast.walk(source.parse())
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in CONTROL_CALLS
+        if room_of(name) not in (None, SERVICE) and name not in SEAMS and name.rpartition(".")[0] not in SEAMS
     ]
 
 
+def circles(sources: Iterable[Source]) -> list[list[str]]:
+    """Modules that import each other in a circle, also inside functions and under TYPE_CHECKING. That a package is
+    imported with its modules is not counted.
+    """
+    sources = list(sources)
+    known = {source.module for source in sources}
+    knows = {source.module: sorted(_modules(source, known)) for source in sources}
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for other in knows[module]:
+            if other not in index:
+                visit(other)
+            if other in stack:
+                low[module] = min(low[module], low[other])
+        if low[module] == index[module]:
+            place = stack.index(module)
+            if len(stack) - place > 1:
+                found.append(sorted(stack[place:]))
+            del stack[place:]
+
+    for module in knows:
+        if module not in index:
+            visit(module)
+    return found
+
+
+def _modules(source: Source, known: set[str]) -> set[str]:
+    found = set()
+    for _, name in imports(source):
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        if name not in ("", PACKAGE, source.module):
+            found.add(name)
+    return found
+
+
+def decide_complaints(source: Source) -> list[str]:
+    """What lies in decide/ decides and does nothing else: no clock, no chance, no I/O, no other people's packages."""
+    if not source.decides:
+        return []
+    return [
+        f"{source.path}:{line}: decide/ imports {name}, which is no decider, and no plain data and arithmetic"
+        for line, name in imports(source)
+        if not _may_be_known_by_deciders(name)
+    ] + [
+        f"{source.path}:{node.lineno}: decide/ calls {ast.unparse(node.func)}()"
+        for node in ast.walk(source.parse())
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in DECIDE_CALLS
+    ]
+
+
+def _may_be_known_by_deciders(name: str) -> bool:
+    if room_of(name) is None:
+        return name.split(".")[0] in DECIDE_STDLIB
+    return "decide" in name.split(".")[1:] or name.startswith(tuple(f"{module}." for module in DECIDE_CORE))
+
+
 def set_iteration_complaints(source: Source) -> list[str]:
-    """In control/ and sim/ nothing iterates over a set display: its order would not be the same in every process."""
-    if source.room not in ("control", "sim"):
+    """In decide/ and sim/ nothing iterates over a set display: its order would not be the same in every process."""
+    if not source.decides and not source.module.startswith("echo2.planning.sim."):
         return []
     loops = (node for node in ast.walk(source.parse()) if isinstance(node, ast.For | ast.comprehension))
     return [
@@ -200,7 +262,7 @@ def package_complaints(source: Source) -> list[str]:
     found = []
     for line, name in imports(source):
         top = name.split(".")[0]
-        if top in TORCH_PACKAGES and source.room not in TORCH_ROOMS:
+        if top in TORCH_PACKAGES and source.room not in TORCH_ROOMS and source.module not in TORCH_FILES:
             found.append(f"{source.path}:{line}: imports {top}; only {', '.join(sorted(TORCH_ROOMS))} may")
         if top in UNSAFE_PACKAGES:
             found.append(f"{source.path}:{line}: imports {top}: it runs what it reads")
@@ -271,7 +333,7 @@ def background_complaints(source: Source) -> list[str]:
     """Background work is begun by `background.py` alone, or in a TaskGroup: a bare task fails in silence. What
     `awaited` returns is awaited by somebody, so it is not thrown away, and an `on_error` does something.
     """
-    if source.module == f"{PACKAGE}.background":
+    if source.module == "echo2.core.background":
         return []
     tree, found = source.parse(), []
     groups = {
@@ -312,7 +374,7 @@ def annotation_complaints(source: Source) -> list[str]:
 
 def address_complaints(source: Source) -> list[str]:
     """Host and port are joined by `addresses.join`, which writes the brackets of IPv6."""
-    if source.room == "addresses":
+    if source.module == "echo2.core.addresses":
         return []
     found = []
     for node in ast.walk(source.parse()):
@@ -346,8 +408,9 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 RULES = (
     background_complaints,
     floor_complaints,
-    subfloor_complaints,
-    control_complaints,
+    folder_complaints,
+    seam_complaints,
+    decide_complaints,
     set_iteration_complaints,
     package_complaints,
     size_complaints,

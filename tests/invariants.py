@@ -1,4 +1,4 @@
-"""What must hold of the machines of `control/` after every event. `check(machine)` says what does not."""
+"""What must hold of the machines of `decide/` after every event. `check(machine)` says what does not."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from pathlib import Path
 
 from hostile_workers import make_worker
 
-from echo2.control.broadcast.fetcher import Fetcher
-from echo2.control.broadcast.origin import MAX_PLANS, Broadcast
-from echo2.control.broadcast.origin_commands import ORIGIN
-from echo2.control.broadcast.plan import MembersView, RoutePlan
-from echo2.control.broadcast.routes import can_link
-from echo2.control.head import staleness
-from echo2.control.head.fleet import Fleet
-from echo2.control.head.groups import UNINFORMATIVE, GroupBook, PlannedGroup
-from echo2.control.head.leases import LeaseTable
-from echo2.control.head.planner import Planner
-from echo2.control.worker.scheduler import WorkerScheduler
-from echo2.errors import InvariantError
-from echo2.sim import Report, Scenario
-from echo2.sim import run_scenario as run_unchecked
+from echo2.core.errors import InvariantError
+from echo2.head.decide import pacing
+from echo2.head.decide.groups import UNINFORMATIVE, GroupBook, LeaseTable, PlannedGroup
+from echo2.head.decide.planner import Planner
+from echo2.head.fleet.decide.fleet import Fleet
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.run import run_scenario as run_unchecked
+from echo2.planning.sim.scenario import Scenario
+from echo2.weights.broadcast.decide.fetcher import Fetcher
+from echo2.weights.broadcast.decide.origin import MAX_PLANS, Broadcast
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
+from echo2.weights.broadcast.decide.plan import MembersView, RoutePlan
+from echo2.weights.broadcast.decide.routes import can_link
+from echo2.worker.decide.scheduler import WorkerScheduler
 
 #: Groups, leases and workers up to which the planners of a simulation are checked after every event.
 CHECKED_EACH_EVENT = 200
@@ -100,7 +100,7 @@ def check_planner(planner: Planner) -> None:
         if count > planner.options.groups_per_step:
             raise InvariantError(f"step {step} has {count} live groups of {planner.options.groups_per_step}")
     for worker_id, lease in planner.leases.open_leases():
-        if staleness.staleness(lease.step, lease.min_version) > planner.options.max_staleness:
+        if pacing.staleness(lease.step, lease.min_version) > planner.options.max_staleness:
             raise InvariantError(f"{worker_id} may sample {lease} with tokens older than max_staleness")
         held = planner.groups.get(lease.group.number) if lease.group.kind == "train" else None
         if lease.group.kind == "train" and (held is None or held.step != lease.step):
@@ -124,7 +124,7 @@ def _check_group(planner: Planner, record: PlannedGroup) -> None:
     if record.step < planner.version and record.state not in ("trained", "retired"):
         raise InvariantError(f"group {record.number} of step {record.step} was left behind {record.state}")
     if record.state in ("fed", "trained"):
-        age = staleness.staleness(record.step, record.oldest_version or 0)
+        age = pacing.staleness(record.step, record.oldest_version or 0)
         if age > planner.options.max_staleness:
             raise InvariantError(f"group {record.number} trains step {record.step} at staleness {age}")
 

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from echo2.config import Config
-from echo2.learner.batch import Layout
-from echo2.learner.datum import Datum
+from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup
+from echo2.learner.core.batch import Layout
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.losses import LossTokens
+from echo2.learner.core.model import Policy
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.losses import LossTokens
-from echo2.learner.model import Policy
-from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup
 
 VOCAB = 13
 #: Where settings are that are not the learner's.

@@ -11,11 +11,10 @@ from dataclasses import fields, replace
 
 from hostile_liars import LiarSpec, Lie, random_lie
 
-from echo2.control.head import commands as do
-from echo2.control.head.trust import Trust
-from echo2.errors import InvariantError
-from echo2.sim import Scenario
-from echo2.sim.scenario import WorkersSpec
+from echo2.core.errors import InvariantError
+from echo2.head.decide import commands as do
+from echo2.head.strangers.decide.trust import Trust
+from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from invariants import run_scenario
 from worlds import CALM_SECONDS, calm, judge, judge_replay, random_scenario
 

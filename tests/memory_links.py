@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
-from echo2.errors import LinkError, PeerError
+from echo2.core.errors import LinkError, PeerError
 from echo2.transport import limits
 from echo2.transport.base import METHODS, Handler, Handlers, Peer, check_role, packed, parse
 

@@ -6,9 +6,9 @@ import json
 import math
 from pathlib import Path
 
-from echo2.documents import safetensors_pieces
-from echo2.rollout.architecture import read_architecture
-from echo2.types import TensorBytes
+from echo2.core.documents import safetensors_pieces
+from echo2.core.types import TensorBytes
+from echo2.engines.architecture import read_architecture
 from rollout_cases import tokenizer_files
 
 LLAMA = {

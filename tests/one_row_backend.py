@@ -1,6 +1,6 @@
 """A back end small enough to check by hand: each model is one row of logits, whatever came before a token.
 
-It keeps the contract of `echo2.service.backend`: operations once and by number, sums of losses, frozen snapshots.
+It keeps the contract of `echo2_service.backend`: operations once and by number, sums of losses, frozen snapshots.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from echo2.disk import allocated_bytes
-from echo2.errors import UserError
-from echo2.service.backend import (
+from echo2.core.disk import allocated_bytes
+from echo2.core.errors import UserError
+from echo2_service.backend import (
     AdamSettings,
     BaseInfo,
     ClientDatum,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from echo2.control.head import commands as do
-from echo2.control.head import events as ev
-from echo2.control.head.planner import Planner
-from echo2.control.head.state import PlannerOptions
-from echo2.types import RUN_POLICY, Lease, SnapshotRef
+from echo2.core.types import RUN_POLICY, Lease, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
+from echo2.head.decide.state import PlannerOptions
 from invariants import check
 
 Kind = TypeVar("Kind", bound=do.Command)

@@ -14,11 +14,21 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from echo2.rollout.decode_loop import DecodeLoop
-from echo2.rollout.engine import Completion, Engine, Outcome, SampleRequest
-from echo2.rollout.generate import assignment_of
-from echo2.rollout.tokenizer import encode_prompt, load_tokenizer
-from echo2.types import RUN_POLICY, Assignment, Lease, Reply, SamplingParams, Snapshot, SnapshotRef, Task, TensorBytes
+from echo2.core.types import (
+    RUN_POLICY,
+    Assignment,
+    Lease,
+    Reply,
+    SamplingParams,
+    Snapshot,
+    SnapshotRef,
+    Task,
+    TensorBytes,
+)
+from echo2.engines.decode_loop import DecodeLoop
+from echo2.engines.engine import Completion, Engine, Outcome, SampleRequest
+from echo2.engines.tokenizer import encode_prompt, load_tokenizer
+from echo2.rollouts.generate import assignment_of
 
 VOCAB = 31
 END = 1
@@ -192,10 +202,10 @@ class Hooked:
 
 def hooked(name: str, before: Callable[[int], object], snapshot: Snapshot, slots: int = 64) -> tuple[DecodeLoop, Any]:
     """An engine with this snapshot and a hook, and its decoder, whose `load` may be called from the hook."""
-    from echo2.rollout.compact import build_compact
-    from echo2.rollout.fake_engine import FakeDecoder
-    from echo2.rollout.hf_engine import build_transformers
-    from echo2.rollout.torch_engine import TorchDecoder
+    from echo2.engines.compact import build_compact
+    from echo2.engines.fake_engine import FakeDecoder
+    from echo2.engines.hf_engine import build_transformers
+    from echo2.engines.torch_engine import TorchDecoder
 
     decoder: Any = FakeDecoder()
     if name != "fake":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 
-from echo2.service.backend import ClientDatum
+from echo2_service.backend import ClientDatum
 from learner_cases import VOCAB
 
 

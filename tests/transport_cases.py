@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import LinkError, PeerError
+from echo2.core.errors import LinkError, PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link, Peer

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from echo2.buffer import Ledger
 from echo2.config import Config
-from echo2.rundir import RunDir, create
-from echo2.runtime.head.rollout_log import RolloutLog
-from echo2.types import RUN_POLICY, GroupRef, RolloutGroup, Task
+from echo2.config.rundir import RunDir, create
+from echo2.core.types import RUN_POLICY, GroupRef, RolloutGroup, Task
+from echo2.head.ledger.ledger import Ledger
+from echo2.head.ledger.rollout_log import RolloutLog
 from learner_cases import rollout
 
 HOSTILE = '<img src=x onerror="window.owned=1"><script>window.owned=1</script>\'"&amp;\u202e\x1b[31m'

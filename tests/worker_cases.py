@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from echo2.control.worker import commands as do
-from echo2.control.worker import events as ev
-from echo2.control.worker.scheduler import WorkerScheduler
-from echo2.types import RUN_POLICY, GroupRef, Lease, PayloadId, SnapshotRef
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, PayloadId, SnapshotRef
+from echo2.worker.decide import messages as do
+from echo2.worker.decide import messages as ev
+from echo2.worker.decide.scheduler import WorkerScheduler
 from invariants import check
 
 V1, V2, V3 = SnapshotRef(RUN_POLICY, 1, 1), SnapshotRef(RUN_POLICY, 1, 2), SnapshotRef(RUN_POLICY, 1, 3)

@@ -1,4 +1,4 @@
-"""Random worlds for the properties of `control/`, and what must be true of every run in them.
+"""Random worlds for the properties of the deciders, and what must be true of every run in them.
 
 `random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report,
 as a list of sentences. The planner's and the relays' invariants are checked by `invariants` after every event.
@@ -17,17 +17,17 @@ from typing import Any
 
 from hostile_workers import HostileSpec
 
-from echo2.control.head import commands as do
-from echo2.control.head import events as ev
-from echo2.control.head import staleness
-from echo2.control.head.checks import UNTRUSTED
-from echo2.control.head.fleet import LOOK_AHEAD
-from echo2.control.head.planner import Planner
-from echo2.control.head.results import RESAMPLED_MAX
-from echo2.errors import InvariantError
-from echo2.sim import Report, Scenario
-from echo2.sim.scenario import HeadSpec, LearnerSpec, WorkersSpec
-from echo2.types import SnapshotRef
+from echo2.core.errors import InvariantError
+from echo2.core.types import SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide import pacing
+from echo2.head.decide.planner import Planner
+from echo2.head.decide.results import RESAMPLED_MAX
+from echo2.head.fleet.decide.fleet import LOOK_AHEAD
+from echo2.head.strangers.decide.checks import UNTRUSTED
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.scenario import HeadSpec, LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 
 #: Virtual seconds that a run may take after the last fault, before it counts as deadlocked.
@@ -346,7 +346,7 @@ def judge(report: Report, scenario: Scenario) -> list[str]:
         wrong += [f"group {number} was trained at steps {seen[number]} and {done.step}" for number in doubled]
     for done in report.history.trained:  # abandoned lineages too
         for number, version in zip(done.numbers, done.versions, strict=True):
-            if not staleness.may_train(done.step, version, scenario.max_staleness):
+            if not pacing.may_train(done.step, version, scenario.max_staleness):
                 wrong.append(f"group {number} of version {version} was trained at step {done.step}")
     if report.retired.get("stale"):
         wrong.append(f"{report.retired['stale']} groups were dropped as stale")
@@ -391,7 +391,7 @@ def judge_deterministic(report: Report, scenario: Scenario) -> list[str]:
     steps = {n: done.step for done in report.history.surviving().values() for n in done.numbers}
     for number, versions in report.history.sampled.items():
         step = steps.get(number, number // scenario.groups_per_step)
-        fixed = staleness.fixed_version(step, scenario.max_staleness, scenario.publish_every)
+        fixed = pacing.fixed_version(step, scenario.max_staleness, scenario.publish_every)
         if versions != {fixed}:
             wrong.append(f"group {number} of step {step} was sampled with versions {versions}, not {fixed}")
     if not report.retired:

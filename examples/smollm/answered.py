@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.sandbox.plugins import load_named
-from echo2.tasks.gym import ReasoningGymRows
+from echo2.tasks.sources import ReasoningGymRows
 
 GAME = Path(__file__).parents[1] / "sokoban" / "sokoban.py"
 DIRECTIONS, MOVES, Level, Sokoban = (

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 from zlib import crc32
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 SYMBOLS = "#-.$*@+"
 MOVES = "udlr"

@@ -1,6 +1,6 @@
 """echo2: one learner you own, kept busy by rollouts from cheap machines anywhere.
 
-    run = echo2.train(model, tasks, reward)     train, with a progress bar (api/train.py)
+    run = echo2.train(model, tasks, reward)     train, with a progress bar (api/run.py)
     run = echo2.start(model, tasks, reward)     the same in the background
     run = echo2.load(directory)                 open an existing run
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from echo2.api.run import Run as Run
-    from echo2.api.train import load as load
-    from echo2.api.train import start as start
-    from echo2.api.train import train as train
+    from echo2.api.run import load as load
+    from echo2.api.run import start as start
+    from echo2.api.run import train as train
 
 __version__ = "0.2.0"
-_API = {"Run": "echo2.api.run", "load": "echo2.api.train", "start": "echo2.api.train", "train": "echo2.api.train"}
+_API = {"Run": "echo2.api.run", "load": "echo2.api.run", "start": "echo2.api.run", "train": "echo2.api.run"}
 
 
 def __getattr__(name: str) -> Any:

@@ -29,17 +29,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from echo2.api.inputs import Rewards, Tasks, sections, write_run
-from echo2.api.run import POLL_SECONDS, Run, begin
-from echo2.api.train import new_directory
-from echo2.errors import Echo2Error, LinkError, UserError
-from echo2.rundir import RunDir
+from echo2.api.run import POLL_SECONDS, Run, begin, new_directory
+from echo2.config.rundir import RunDir
+from echo2.core.errors import Echo2Error, LinkError, UserError
+from echo2.core.types import RolloutGroup
 from echo2.transport import wire_pb2 as wire
-from echo2.types import RolloutGroup
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-    from echo2.learner.session import HeadSession
+    from echo2.learner.link.session import HeadSession
     from echo2.transport.base import Link
 
 #: Number of steps of a run whose end only TRL knows.
@@ -130,10 +129,10 @@ class RolloutFleet:
         Raises:
             UserError, Echo2Error: the run did not start; the message says why.
         """
-        from echo2.learner.head_client import LearnerInfo
-        from echo2.learner.publication import Publisher
-        from echo2.learner.session import HeadSession
-        from echo2.weights.model_files import find_model, model_files
+        from echo2.learner.core.publication import Publisher
+        from echo2.learner.link.head_client import LearnerInfo
+        from echo2.learner.link.session import HeadSession
+        from echo2.weights.format.model_files import find_model, model_files
 
         assert self.run is not None
         self.run = run = begin(self.run.path, self._config, "--no-learner")
@@ -158,8 +157,8 @@ class RolloutFleet:
         Raises:
             Echo2Error: the run has failed.
         """
-        from echo2.learner.model import DTYPES, stored, with_dtype
-        from echo2.learner.publication import LentWeights
+        from echo2.learner.core.model import DTYPES, stored, with_dtype
+        from echo2.learner.core.publication import LentWeights
 
         session, version = self._joined(), self._published + 1
         session.doing = f"publishing version {version}"
@@ -298,7 +297,7 @@ class RolloutFleet:
         """Yield a group's rollouts as TRL's trainer reads them, without texts: those are in the run directory."""
         from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 
-        from echo2.learner.grpo.advantages import group_advantages
+        from echo2.learner.grpo.data import group_advantages
 
         rewards = [rollout.reward for rollout in group.rollouts]
         advantages = group_advantages(rewards, self._rules.learner.advantage)
@@ -368,7 +367,7 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
 
 def _vocab_size(directory: Path) -> int:
     """Return the number of rows of the model's embedding."""
-    from echo2.planning.memory_needs import model_shape
+    from echo2.learner.core.model_size import model_shape
 
     shape = model_shape(str(directory))
     if shape is None:

@@ -18,16 +18,16 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import UserError
-from echo2.rollout.engine import RequestFailure
-from echo2.rollout.engines import make_engine
-from echo2.rollout.generate import assignment_of, sample_group
-from echo2.rollout.harness import HarnessEnvironment
-from echo2.rollout.tokenizer import load_tokenizer
+from echo2.core.errors import UserError
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
+from echo2.engines.engine import RequestFailure
+from echo2.engines.registry import make_engine
+from echo2.engines.tokenizer import load_tokenizer
+from echo2.rollouts.generate import assignment_of, sample_group
+from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.harness_process import HarnessProcess
 from echo2.tasks.load import load_tasks
 from echo2.tasks.own_python import own_python
-from echo2.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, SnapshotRef, Task
 from real_runs import REPOSITORY
 
 pytestmark = pytest.mark.timeout(240)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import house
-from echo2.service.access import Doorkeeper
-from echo2.service.serve import open_database
+from echo2_service.commands.serve import open_database
+from echo2_service.front.access import Doorkeeper
 from served import SDKS, Served
 
 NUM_STEPS = 24

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import house
-from echo2.rundir import RunDir, read_json
+from echo2.config.rundir import RunDir, read_json
 from real_runs import pause
 
 PYTHON = house.REPOSITORY / ".venv-trl" / "bin" / "python"
@@ -80,5 +80,5 @@ def test_what_ends_the_run_ends_the_training(tmp_path: Path, sort_model: Path) -
     with trainer(sort_model, tmp_path / "run", "failing") as running:
         _, said = running.communicate()
     assert running.returncode == 1
-    assert "echo2.errors.Echo2Error: The run has ended: 8 groups failed in a row (reward_failed)" in said, said
+    assert "echo2.core.errors.Echo2Error: The run has ended: 8 groups failed in a row (reward_failed)" in said, said
     assert "no answer is known" in said

@@ -18,15 +18,15 @@ import numpy as np
 import pytest
 import torch
 
-from echo2.config.engines import ServerPlace
-from echo2.errors import PeerError
-from echo2.rollout.engine import Completion, SampleRequest
-from echo2.rollout.engines import make_engine
-from echo2.rollout.servers import engine as server_engine
-from echo2.rollout.servers import vllm
-from echo2.rollout.servers.engine import ServerEngine
-from echo2.rollout.stop_strings import stop_rule
-from echo2.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.config.values import ServerPlace
+from echo2.core.errors import PeerError
+from echo2.core.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.engines.engine import Completion, SampleRequest
+from echo2.engines.registry import make_engine
+from echo2.engines.servers import engine as server_engine
+from echo2.engines.servers import vllm
+from echo2.engines.servers.engine import ServerEngine
+from echo2.engines.tokenizer import stop_rule
 from real_runs import REPOSITORY, Run
 from rollout_cases import END, VOCAB, hf_logits, load, plain_tokenizer, requests, run, snapshot_of, tiny_module
 

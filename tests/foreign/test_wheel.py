@@ -36,6 +36,19 @@ def test_everything_that_is_no_module_is_in_the_wheel() -> None:
     assert {name for name in here - there if "__pycache__" not in name and not name.endswith(".pyi")} == set()
 
 
+def test_the_service_is_a_wheel_of_its_own(tmp_path: Path) -> None:
+    assert list(VENV.glob("lib/python*/site-packages/echo2_service*")) == []
+    for words in (["serve", "serve.toml", "--port", "1"], ["keys", str(tmp_path)]):
+        done = echo2(tmp_path, *words)
+        assert done.returncode == 2
+        assert "pip install 'echo2[serve]'" in done.stderr
+    beside = f"{VENV / 'service'}{os.pathsep}{sysconfig.get_path('purelib')}"  # sqlalchemy is borrowed
+    assert "is not a directory of `echo2 serve`" in echo2(tmp_path, "keys", str(tmp_path), borrowed=beside).stderr
+    source = REPOSITORY / "src" / "echo2_service"
+    here, there = ({path.name for path in root.rglob("*.*")} for root in (source, VENV / "service" / "echo2_service"))
+    assert {name for name in here - there if "__pycache__" not in name and not name.endswith((".pyi", ".pyc"))} == set()
+
+
 def test_without_torch_it_plans_and_says_what_training_needs(tmp_path: Path) -> None:
     assert echo2(tmp_path, "--version").stdout == f"echo2 {__version__}\n"
     done = echo2(tmp_path, "demo")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import echo2
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from real_runs import REPOSITORY, is_running, pause
 
 SCRIPT = """

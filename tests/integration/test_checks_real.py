@@ -20,7 +20,7 @@ LIAR = """
 import sys
 from dataclasses import replace
 from echo2.cli import main
-from echo2.rollout import generate
+from echo2.rollouts import generate
 
 def lying(prompt, seed, *others, made=generate.SampleRequest, **named):
     return made(prompt, seed + 1, *others, **named)
@@ -32,7 +32,7 @@ sys.exit(main(sys.argv[1:]))
 MISNAMES = """
 import sys
 from echo2.cli import main
-from echo2.runtime.worker import process
+from echo2.worker import process
 
 class Misnaming(process.WorkerProcess):
     async def _send(self, batch):

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.mark.skipif(not HUB_MODEL, reason="ECHO2_HUB_MODEL names no hub id")
 def test_a_hub_id_is_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    from echo2.learner.model import load_policy
+    from echo2.learner.core.model import load_policy
 
     policy = load_policy(HUB_MODEL, "bfloat16", "cpu")
     assert policy.vocab_size > 0

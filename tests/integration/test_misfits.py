@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from echo2 import config as configuration
-from echo2.weights.model_files import model_files
+from echo2.weights.format.model_files import model_files
 from real_runs import REPOSITORY, Run
 
 pytestmark = pytest.mark.timeout(300)

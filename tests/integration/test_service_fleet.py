@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from echo2.errors import UserError
-from echo2.service.backend import AdamSettings, ModelSpec, SampleSpec
-from echo2.service.fleet.door import FleetDoor
-from echo2.service.processes import LocalBackend
-from echo2.service.settings import FleetSettings
+from echo2.core.errors import UserError
+from echo2_service.backend import AdamSettings, ModelSpec, SampleSpec
+from echo2_service.fleet.door import FleetDoor
+from echo2_service.fleet.processes import LocalBackend
+from echo2_service.settings import FleetSettings
 from learner_cases import model_directory
 from service_cases import some_data
 

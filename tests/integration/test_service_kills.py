@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from echo2.errors import InvariantError
-from echo2.service.backend import AdamSettings, ModelSpec, SampleSpec
-from echo2.service.processes import LocalBackend
+from echo2.core.errors import InvariantError
+from echo2_service.backend import AdamSettings, ModelSpec, SampleSpec
+from echo2_service.fleet.processes import LocalBackend
 from learner_cases import model_directory
 from service_cases import some_data
 

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from weights_cases import apply_delta, encode, encode_delta, new_content
 
-from echo2.errors import PeerError
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.chain import compose
-from echo2.weights.items import apply_items, encode_items
-from echo2.weights.manifest import DELTA, ITEM_BYTES, Record, Segment
-from echo2.weights.planes import UNSIGNED, Reader
-from echo2.weights.segments import apply_segment, cut_record, merge_deltas
+from echo2.core.errors import PeerError
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.format.chain import compose
+from echo2.weights.format.items import apply_items, encode_items
+from echo2.weights.format.manifest import DELTA, ITEM_BYTES, Record, Segment
+from echo2.weights.format.planes import UNSIGNED, Reader
+from echo2.weights.format.segments import apply_segment, cut_record, merge_deltas
 
 Array = NDArray[Any]
 # Infinities, NaNs with payloads, zeros of both signs, the smallest and the largest numbers, as bf16 and as fp32.

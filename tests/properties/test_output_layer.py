@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echo2.learner import output_layer
-from echo2.learner.output_layer import Choice, OutputLayer, plain_scores, tiled_scores
+from echo2.learner.core import output_layer
+from echo2.learner.core.output_layer import Choice, OutputLayer, plain_scores, tiled_scores
 
 Cut = tuple[int, int]
 

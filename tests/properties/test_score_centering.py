@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echo2.config.rules import LOSS_PARAMS
-from echo2.learner.losses import LOSSES, RATIO_LIMIT, make_loss
+from echo2.config.values import LOSS_PARAMS
+from echo2.learner.core.losses import LOSSES, RATIO_LIMIT, make_loss
 from echo2.transport import limits
 from learner_cases import loss_tokens
 

@@ -17,15 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from weights_cases import bytes_of, decode, new_content, spoil
 
-from echo2.errors import PeerError
-from echo2.learner.publication import LentWeights, Payload, Publisher
-from echo2.runtime.head.archive import Archive
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.encoder import Encoder
-from echo2.weights.kept import KeptContent
-from echo2.weights.manifest import FORMAT, Manifest, widths_of
-from echo2.weights.segments import encode_segment, tensor_index
-from echo2.weights.store import ChunkStore
+from echo2.core.errors import PeerError
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
+from echo2.learner.core.publication import LentWeights, Payload, Publisher
+from echo2.weights.format.encoder import Encoder
+from echo2.weights.format.manifest import FORMAT, Manifest, widths_of
+from echo2.weights.format.segments import encode_segment, tensor_index
+from echo2.weights.store.archive import Archive
+from echo2.weights.store.content import KeptContent
+from echo2.weights.store.store import ChunkStore
 
 #: Steps of one story; stories.
 STEPS, STORIES = 70, 25

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from echo2.sim.fleet import SimWorker
-from echo2.sim.head import SimHead
-from echo2.sim.history import History
-from echo2.sim.ledger import MortalLedger
-from echo2.sim.network import HEAD
-from echo2.sim.run import build_world
-from echo2.sim.world import SimWorld
+from echo2.planning.sim.fleet import SimWorker
+from echo2.planning.sim.head import SimHead
+from echo2.planning.sim.history import History
+from echo2.planning.sim.ledger import MortalLedger
+from echo2.planning.sim.network import HEAD
+from echo2.planning.sim.run import build_world
+from echo2.planning.sim.world import SimWorld
 from invariants import Checker
 from worlds import random_scenario
 

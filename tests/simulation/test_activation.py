@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from echo2.control.head import commands as do
-from echo2.sim import Report, Scenario, load_study
-from echo2.sim.scenario import OutageSpec, WorkersSpec
+from echo2.head.decide import commands as do
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.scenario import OutageSpec, Scenario, WorkersSpec
+from echo2.planning.sim.study import load_study
 from invariants import run_scenario
 from seeds import seeds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from echo2.buffer.audit import audit
-from echo2.sim.scenario import HeadSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.head.ledger.audit import audit
+from echo2.planning.sim.scenario import HeadSpec, LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 from worlds import judge, judge_replay
 

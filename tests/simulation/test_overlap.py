@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo2.control.head import commands as do
-from echo2.sim import Report, Scenario
-from echo2.sim.scenario import LearnerSpec, WorkersSpec
+from echo2.head.decide import commands as do
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 
 ON_POLICY = Scenario(

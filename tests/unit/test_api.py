@@ -21,10 +21,10 @@ from echo2 import config
 from echo2.api.inputs import sections, write_resumed, write_run
 from echo2.api.own_code import named_code
 from echo2.config import Config
-from echo2.errors import Echo2Error, UserError
+from echo2.config.rundir import STOP_WORDS, create
+from echo2.core.errors import Echo2Error, UserError
 from echo2.reward.functions import exact_match
 from echo2.reward.score import Scorer
-from echo2.rundir import STOP_WORDS, create
 from echo2.sandbox.plugins import load_named
 from echo2.tasks.environments import load_environment
 

@@ -27,26 +27,26 @@ import code_handler
 import test_learner_sending as sending
 from broadcast_fleet import Fleet, content
 from echo2.config import Config
-from echo2.errors import Echo2Error, LinkError, UserError
-from echo2.learner.head_client import LearnerInfo
-from echo2.learner.publication import LentWeights, Publisher
-from echo2.learner.session import HeadSession
-from echo2.loop_thread import LoopThread
-from echo2.rollout.decode_loop import DecodeLoop
-from echo2.rollout.engine import Completion, Engine, SampleRequest
-from echo2.rollout.fake_engine import FakeDecoder
-from echo2.rollout.servers.answers import Served
-from echo2.rollout.servers.engine import ServerEngine
-from echo2.rollout.servers.models import ServedModel
-from echo2.runtime.head.metric_copies import Copy, Sink
-from echo2.runtime.head.task_reader import TaskReader
+from echo2.core.errors import Echo2Error, LinkError, UserError
+from echo2.core.loop_thread import LoopThread
+from echo2.core.types import RUN_POLICY, GroupRef, StoredTensor, TensorBytes
+from echo2.engines.decode_loop import DecodeLoop
+from echo2.engines.engine import Completion, Engine, SampleRequest
+from echo2.engines.fake_engine import FakeDecoder
+from echo2.engines.servers.answers import Served
+from echo2.engines.servers.engine import ServerEngine
+from echo2.engines.servers.models import ServedModel
+from echo2.head.ledger.metrics import Copy, Sink
+from echo2.head.serve.reading import TaskReader
+from echo2.learner.core.publication import LentWeights, Publisher
+from echo2.learner.link.head_client import LearnerInfo
+from echo2.learner.link.session import HeadSession
 from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.tasks.base import TaskStream
 from echo2.transport import wire_pb2 as wire
 from echo2.trl import RolloutFleet
-from echo2.types import RUN_POLICY, GroupRef, StoredTensor, TensorBytes
-from echo2.weights import segments
-from test_rollout_servers import request, snapshot
+from echo2.weights.format import segments
+from test_engines_servers import request, snapshot
 from test_trl import ROWS, trainer_arguments
 from thread_orders import at_once, in_loop, search
 

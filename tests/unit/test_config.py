@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from echo2 import config as configuration
 from echo2.config import Config, all_fields, build, load, to_json
-from echo2.config.rules import LOSS_PARAMS
-from echo2.errors import UserError
+from echo2.config.values import LOSS_PARAMS
+from echo2.core.errors import UserError
 
 NAMES = {f"{section}.{name}" for section, name, *_ in all_fields()}
 

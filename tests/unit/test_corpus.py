@@ -11,9 +11,9 @@ import fuzz
 import fuzz_target
 import pytest
 
-from echo2.errors import PeerError
+from echo2.core.errors import PeerError
 
-#: Without those that need a whole head: what it answers, test_runtime_reading.py and test_hostile_worker.py test.
+#: Without those that need a whole head: what it answers, test_head_reading.py and test_hostile_worker.py test.
 TARGETS = {name: target for name, target in fuzz.all_targets().items() if not name.startswith("method.")}
 CORPUS = sorted(path for path in fuzz.CORPUS.glob("*/*"))
 #: They import transformers.

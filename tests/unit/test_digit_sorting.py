@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.tasks.digit_sorting import DigitSorting
 
 

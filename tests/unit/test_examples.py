@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from echo2 import config
-from echo2.config.rules import weighted
+from echo2.config.values import weighted
+from echo2.core.types import Rollout
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskStream
 from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.load import load_tasks
-from echo2.types import Rollout
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"

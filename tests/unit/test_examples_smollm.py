@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.sandbox.plugins import load_named
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.sandbox.plugins import load_named
 from echo2.tasks.load import load_tasks
 

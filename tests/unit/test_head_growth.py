@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from echo2.broadcast import origin, serving
-from echo2.control.head import events as ev
-from echo2.runtime.head import metrics, reading, task_reader
+from echo2.head.decide import events as ev
+from echo2.head.ledger import metrics
+from echo2.head.serve import reading
+from echo2.head.serve import reading as task_reader
 from echo2.transport import wire_pb2 as wire
+from echo2.weights.broadcast import origin, serving
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from echo2.config import Config, to_json
+from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig, ModelConfig
-from echo2.errors import UserError
-from echo2.learner import checkpoint
-from echo2.learner.adapters import Adapter, BaseModel, load_base, load_merged, load_trained
-from echo2.learner.datum import Datum
+from echo2.core.errors import UserError
+from echo2.core.types import Snapshot, SnapshotRef, StoredTensor
+from echo2.learner.core import checkpoint
+from echo2.learner.core.adapters import Adapter, BaseModel, load_base, load_merged, load_trained
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.model import Policy, load_policy
+from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.model import Policy, load_policy
-from echo2.learner.trainer import AdamParams, Trainer
-from echo2.rundir import RunDir
-from echo2.runtime.launch.export import export
-from echo2.types import Snapshot, SnapshotRef, StoredTensor
-from echo2.weights.model_files import read_base_model, rounded
+from echo2.models.export import export
+from echo2.weights.format.model_files import read_base_model, rounded
 from learner_cases import config_of, data_of, model_directory, random_group
 
 LORA = LoraConfig(rank=2)

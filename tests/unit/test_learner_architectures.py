@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from echo2.learner.batch import Layout, collate
-from echo2.learner.datum import Datum
-from echo2.learner.model import MASKED_DECODERS, Policy
+from echo2.learner.core.batch import Layout, collate
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.model import MASKED_DECODERS, Policy
 from learner_cases import VOCAB, data_of, random_group
 
 #: What would be sizes of real models, or a sliding window, if it were not given.

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
-from echo2.errors import UserError
-from echo2.learner import loading
-from echo2.learner.mesh import Mesh
-from echo2.learner.model import load_policy
-from echo2.types import StoredTensor
+from echo2.core.errors import UserError
+from echo2.core.types import StoredTensor
+from echo2.learner.core import loading
+from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.model import load_policy
 from learner_cases import tiny_module
 
 

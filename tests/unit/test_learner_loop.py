@@ -18,19 +18,19 @@ import pytest
 import torch
 from weights_cases import apply_delta, decode
 
-from echo2.errors import InvariantError, LinkError, PeerError, UserError
-from echo2.learner import checkpoint
+from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.core.types import RUN_POLICY, PayloadId, RolloutGroup, Snapshot, SnapshotRef
+from echo2.learner.core import checkpoint
+from echo2.learner.core.model import DTYPES, load_policy
+from echo2.learner.core.publication import Publisher
 from echo2.learner.grpo.client import GrpoClient, RunPosition
 from echo2.learner.grpo.loop import resume, train
 from echo2.learner.grpo.step_meter import StepMeter
-from echo2.learner.head_client import LearnerInfo
-from echo2.learner.model import DTYPES, load_policy
-from echo2.learner.publication import Publisher
-from echo2.learner.session import HeadSession
+from echo2.learner.link.head_client import LearnerInfo
+from echo2.learner.link.session import HeadSession
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.types import RUN_POLICY, PayloadId, RolloutGroup, Snapshot, SnapshotRef
-from echo2.weights.manifest import Manifest
+from echo2.weights.format.manifest import Manifest
 from learner_cases import config_of, model_directory, random_group, tiny_policy
 
 GROUPS_PER_STEP = 3
@@ -237,7 +237,7 @@ def bf16_trainer() -> GrpoClient:
 
 def test_what_changed_is_published_and_now_and_then_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, trainer = ScriptedHead(), bf16_trainer()
-    monkeypatch.setattr("echo2.weights.chain.MAX_DELTAS", 3)
+    monkeypatch.setattr("echo2.weights.format.chain.MAX_DELTAS", 3)
     run(head, trainer, tmp_path)
     deltas = [f"policy@1.{version} over policy@1.{version - 1}" for version in range(1, 6)]
     assert head.payloads == ["policy@1.0", *deltas[:3], "policy@1.3", *deltas[3:]]

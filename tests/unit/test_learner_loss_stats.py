@@ -9,9 +9,9 @@ import random
 import pytest
 import torch
 
+from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
+from echo2.learner.core.losses import make_loss
 from echo2.learner.grpo.loss_stats import MAX_WORKERS_NAMED, LossStats, Mismatch, breakdown, measure
-from echo2.learner.losses import make_loss
-from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 from learner_cases import loss_tokens
 
 

@@ -16,12 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2 import config
-from echo2.config.rules import LOSS_PARAMS
-from echo2.errors import InvariantError, UserError
-from echo2.learner.grpo.advantages import group_advantages
-from echo2.learner.grpo.loss_stats import LossStats, measure
-from echo2.learner.grpo.reference import token_kl
-from echo2.learner.losses import (
+from echo2.config.values import LOSS_PARAMS
+from echo2.core.errors import InvariantError, UserError
+from echo2.learner.core.losses import (
     LOG_RATIO_LIMIT,
     LOSSES,
     RATIO_LIMIT,
@@ -30,6 +27,9 @@ from echo2.learner.losses import (
     mean_binary_kl,
     second_moment_cut,
 )
+from echo2.learner.grpo.data import group_advantages
+from echo2.learner.grpo.loss_stats import LossStats, measure
+from echo2.learner.grpo.reference import token_kl
 from echo2.transport import limits
 from learner_cases import loss_tokens
 

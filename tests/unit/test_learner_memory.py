@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
-from echo2.learner.datum import Datum
-from echo2.learner.losses import LossTokens
-from echo2.learner.mesh import Mesh
-from echo2.learner.microbatch import microbatch_tokens
-from echo2.learner.model import Policy
-from echo2.learner.trainer import Trainer
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.losses import LossTokens
+from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.model import Policy
+from echo2.learner.core.settings import microbatch_tokens
+from echo2.learner.core.trainer import Trainer
 from learner_cases import data_of, random_group, tiny_module, tiny_policy
 
 TESTS = str(Path(__file__).parents[1])
@@ -100,12 +100,12 @@ LIMITED = """
 import json, random, resource, sys
 sys.path.append(sys.argv[1])
 import torch
-from echo2.errors import UserError
-from echo2.learner.model import Policy
-from echo2.learner.trainer import Trainer
+from echo2.core.errors import UserError
+from echo2.learner.core.model import Policy
+from echo2.learner.core.trainer import Trainer
 from learner_cases import tiny_module
 from array import array
-from echo2.learner.datum import Datum
+from echo2.learner.core.datum import Datum
 
 torch.set_num_threads(1)
 policy = Policy(tiny_module(hidden=64, layers=6, vocab=8000).double(), {}, torch.device("cpu"))

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from weights_cases import bytes_of, new_content
 
-from echo2.errors import LinkError, UserError
-from echo2.learner.publication import BasePayload, LentWeights, Payload, Publisher
-from echo2.learner.trainer import AdamParams, Trainer
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor, TensorBytes
-from echo2.weights.content import Content
-from echo2.weights.segments import SEGMENT_BYTES, base_model_of
+from echo2.core.errors import LinkError, UserError
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor, TensorBytes
+from echo2.learner.core.publication import BasePayload, LentWeights, Payload, Publisher
+from echo2.learner.core.trainer import AdamParams, Trainer
+from echo2.weights.format.segments import SEGMENT_BYTES, base_model_of
+from echo2.weights.store.content import Content
 from learner_cases import tiny_policy
 
 ITEMS = SEGMENT_BYTES  # of two bytes: two segments
@@ -116,7 +116,7 @@ def test_an_update_waits_until_the_weights_are_given_back(tmp_path: Path) -> Non
 def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopped: bool) -> None:
     """The disk has room again at the third try. A learner that is to stop waits no more."""
     publisher, content = Publisher(tmp_path), new_content()
-    monkeypatch.setattr("echo2.learner.publication.NO_ROOM_SECONDS", 0.0)
+    monkeypatch.setattr("echo2.learner.core.publication.NO_ROOM_SECONDS", 0.0)
     write, troubles = os.pwrite, list[str]()
 
     def full(file: int, data: memoryview, at: int) -> int:

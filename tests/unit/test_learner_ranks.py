@@ -22,17 +22,17 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from echo2.config.sections import LoraConfig
-from echo2.errors import UserError
-from echo2.learner import checkpoint
-from echo2.learner.adapters import load_base
+from echo2.core.errors import UserError
+from echo2.core.types import RolloutGroup
+from echo2.learner.core import checkpoint
+from echo2.learner.core.adapters import load_base
+from echo2.learner.core.mesh import Mesh, Place, join, place, shares
+from echo2.learner.core.model import load_policy, stored
+from echo2.learner.core.publication import share_of
+from echo2.learner.core.shard_files import file_name, open_tensors
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.mesh import Mesh, Place, join, place, shares
-from echo2.learner.model import load_policy, stored
-from echo2.learner.publication import share_of
-from echo2.learner.shard_files import file_name, open_tensors
-from echo2.runtime.launch.evaluate import copy_model
-from echo2.types import RolloutGroup
-from echo2.weights import segments
+from echo2.models.evaluate import copy_model
+from echo2.weights.format import segments
 from learner_cases import config_of, data_of, model_directory, random_group
 
 STEPS = 20

@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 from weights_cases import bytes_of, decode, new_content
 
-from echo2.errors import PeerError, UserError
-from echo2.learner.head_client import LearnerInfo
-from echo2.learner.publication import LentWeights, Publisher, share_of
-from echo2.learner.sending import OtherRanks, RankSender
-from echo2.learner.session import HeadSession
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import RUN_POLICY, SnapshotRef, StoredTensor, TensorBytes
+from echo2.learner.core.publication import LentWeights, Publisher, share_of
+from echo2.learner.link.head_client import LearnerInfo
+from echo2.learner.link.sending import OtherRanks, RankSender
+from echo2.learner.link.session import HeadSession
 from echo2.transport import wire_pb2 as wire
-from echo2.types import RUN_POLICY, SnapshotRef, StoredTensor, TensorBytes
-from echo2.weights import segments
-from echo2.weights.manifest import Manifest
+from echo2.weights.format import segments
+from echo2.weights.format.manifest import Manifest
 
 RANKS = 3
 FILES = {"config.json": b"{}", "tokenizer.json": b"words"}

@@ -9,10 +9,10 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from echo2.core.types import RolloutGroup
 from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.grpo.loss_stats import LossStats
 from echo2.transport import wire_pb2 as wire
-from echo2.types import RolloutGroup
 from learner_cases import config_of, random_group, tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, weights, with_step
 

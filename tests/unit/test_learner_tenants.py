@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from echo2.config.sections import LoraConfig
-from echo2.errors import UserError
-from echo2.learner.adapters import load_base
-from echo2.learner.client_losses import CLIENT_LOSSES
-from echo2.learner.datum import Datum
-from echo2.learner.tenants import Tenants
-from echo2.learner.trainer import AdamParams
+from echo2.core.errors import UserError
+from echo2.learner.core.adapters import load_base
+from echo2.learner.core.client_losses import CLIENT_LOSSES
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.tenants import Tenants
+from echo2.learner.core.trainer import AdamParams
 from learner_cases import VOCAB, model_directory
 
 ADAM = AdamParams(1e-2, (0.9, 0.95), 1e-12)

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from door_cases import peak_bytes
 from echo2.config import Config
-from echo2.errors import InvariantError, UserError
-from echo2.learner import checkpoint
-from echo2.learner.batch import collate
+from echo2.core.errors import InvariantError, UserError
+from echo2.learner.core import checkpoint
+from echo2.learner.core.batch import collate
+from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.model import Policy, load_policy
 from learner_cases import (
     VOCAB,
     config_of,

@@ -9,16 +9,16 @@ from array import array
 import pytest
 import torch
 
+from echo2.core.types import Rollout, RolloutGroup
+from echo2.learner.core.losses import LOSSES
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.losses import LOSSES
-from echo2.types import Rollout, RolloutGroup
 from learner_cases import config_of, gradients, group, tiny_policy
 
 TURNS = 3
 
 
 def played(rng: random.Random, reward: float) -> Rollout:
-    """A rollout as `rollout/turns.py` makes it: turns of the policy's, and between them words of the environment."""
+    """A rollout as `rollouts/turns.py` makes it: turns of the policy's, and between them words of the environment."""
     tokens, mask, spans = [], b"", []
     for turn in range(TURNS):
         spans.append((len(tokens), turn))

@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.config import Config
-from echo2.learner.batch import Layout
+from echo2.core.types import Rollout, RolloutGroup
+from echo2.learner.core.batch import Layout
+from echo2.learner.core.losses import LOSSES
+from echo2.learner.core.model import load_policy
 from echo2.learner.grpo.client import GrpoClient, StepStats
-from echo2.learner.losses import LOSSES
-from echo2.learner.model import load_policy
-from echo2.types import Rollout, RolloutGroup
 from learner_cases import (
     config_of,
     gradient_of,
@@ -89,9 +89,7 @@ def test_streamed_updates_equal_batch_updates(
 
 def test_a_step_tells_the_logprobs_of_its_first_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the policy before the update; a group without reward variance has none, and is none of the first."""
-    monkeypatch.setattr(
-        "echo2.transport.learner_logprobs.LOGGED_TOKENS", 4 * 2 * 3
-    )  # three first tokens of each rollout
+    monkeypatch.setattr("echo2.transport.codecs.LOGGED_TOKENS", 4 * 2 * 3)  # three first tokens of each rollout
     rng = random.Random(0)
     made = [
         group(

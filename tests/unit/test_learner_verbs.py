@@ -16,13 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from echo2.errors import InvariantError, UserError
-from echo2.learner import batch
-from echo2.learner.batch import collate, microbatches, num_tokens_run
-from echo2.learner.datum import Datum
-from echo2.learner.losses import LossTokens
-from echo2.learner.model import load_policy
-from echo2.learner.trainer import AdamParams, Trainer
+from echo2.core.errors import InvariantError, UserError
+from echo2.learner.core import batch
+from echo2.learner.core.batch import collate, microbatches, num_tokens_run
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.losses import LossTokens
+from echo2.learner.core.model import load_policy
+from echo2.learner.core.trainer import AdamParams, Trainer
 from learner_cases import data_of, random_group, tiny_policy
 
 ADAM = AdamParams(lr=1e-2)

@@ -17,12 +17,12 @@ import pytest
 
 from echo2 import __version__
 from echo2.cli import main
+from echo2.core.types import Hardware
 from echo2.planning import doctor
 from echo2.transport import certificates
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.types import Hardware
 
 
 @contextmanager

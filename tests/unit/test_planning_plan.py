@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from echo2.cli import main
 from echo2.config.offers import Offer
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.learner.core.model_size import snapshot_bytes
 from echo2.planning import plan_command
 from echo2.planning.past_run import read_past_run
 from echo2.planning.plan import BroadcastInputs, NoPlanError, PlanInputs, by_staleness, least_idle, make_plan
-from echo2.planning.rehearsal import rehearse
 from echo2.planning.remedies import Remedy, remedies
-from echo2.planning.snapshot_size import snapshot_bytes
+from echo2.planning.simulate import rehearse
 
 #: The paper's: 128 x 16 rollouts, 4 A100, RTX 5090 at $0.35; the rate of one is fitted (docs/capacity.md).
 CARD = Offer("rtx5090", 0.35, 0.3125, count=30)

@@ -10,14 +10,14 @@ import pytest
 
 from echo2 import config as configuration
 from echo2.config.offers import parse_offers
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
+from echo2.engines.decode_loop import DecodeLoop
+from echo2.engines.fake_engine import FakeDecoder
+from echo2.engines.tokenizer import load_tokenizer
 from echo2.planning import probe
 from echo2.planning.probe import Measured, RewardTime, as_offer
 from echo2.reward.process import groups_at_once
-from echo2.rollout.decode_loop import DecodeLoop
-from echo2.rollout.fake_engine import FakeDecoder
-from echo2.rollout.tokenizer import load_tokenizer
-from echo2.types import RUN_POLICY, Snapshot, SnapshotRef
 from rollout_cases import tokenizer_files
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from echo2 import config
-from echo2.sim import Report
-from echo2.sim.scenario import LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "presets"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from echo2.config import build
-from echo2.errors import UserError
-from echo2.rundir import RunDir, claimed
-from echo2.runtime.launch.start import joining
+from echo2.config.rundir import RunDir, claimed
+from echo2.core.errors import UserError
+from echo2.launch.start import joining
 from echo2.views.display import next_steps
 
 

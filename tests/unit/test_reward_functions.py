@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.core.types import Message, Rollout, Task
 from echo2.reward.functions import last_number
 from echo2.reward.score import RewardFailure, Scorer
-from echo2.tasks.gym import ReasoningGymRows
-from echo2.types import Message, Rollout, Task
+from echo2.tasks.sources import ReasoningGymRows
 
 
 def rollout(text: str) -> Rollout:

@@ -4,9 +4,9 @@ from array import array
 
 import pytest
 
+from echo2.core.types import Rollout, Task
 from echo2.reward.score import Scorer
 from echo2.reward.text_scorers import MAX_MATH_CHARS
-from echo2.types import Rollout, Task
 
 pytest.importorskip("math_verify")
 

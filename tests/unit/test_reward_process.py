@@ -16,15 +16,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import Message, Rollout, Task
 from echo2.reward import confinement, frames
 from echo2.reward import process as reward_process
 from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox import pipes
 from echo2.sandbox import process as sandbox_process
-from echo2.tasks.gym import ReasoningGymRows
-from echo2.types import Message, Rollout, Task
+from echo2.tasks.sources import ReasoningGymRows
 
 OWN = """
 import asyncio, os, sys, threading, subprocess

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from echo2.core.types import Rollout, Score, Task
+from echo2.head.ledger.books import Failures
 from echo2.reward.process import RETRY_PAUSES, RewardProcesses
 from echo2.reward.score import RewardFailure
-from echo2.runtime.head.failures import Failures
-from echo2.types import Rollout, Score, Task
 from echo2.views.display import failure_lines
 
 OWN = """

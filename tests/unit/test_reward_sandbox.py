@@ -22,14 +22,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.core.types import Rollout, Task
 from echo2.reward import confinement, functions
 from echo2.reward.expressions import evaluate
 from echo2.reward.functions import RUN_TEXT, unusable
 from echo2.reward.sandbox import Sandbox
 from echo2.reward.score import RewardFailure, Scorer
-from echo2.tasks.gym import ReasoningGymRows
-from echo2.types import Rollout, Task
+from echo2.tasks.sources import ReasoningGymRows
 
 pytest.importorskip("reasoning_gym")
 confined = pytest.mark.skipif(bool(confinement.missing()), reason=f"no sandbox here: {confinement.missing()}")
@@ -190,7 +190,7 @@ def test_what_hangs_or_bursts_costs_its_own_completion() -> None:
 #: Scores texts as a group of its own, with some limits of the test's own, and says how many processes that took.
 GROUP = """
 import json, os, sys
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.reward import sandbox_child
 assert not sandbox_child.confinement.missing()
 texts, limits, hangs_on = json.loads(sys.argv[1])

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.core.types import Message, Rollout, Task
 from echo2.reward.score import REWARD_MAX, RewardFailure, Scorer
 from echo2.transport import limits
-from echo2.types import Message, Rollout, Task
 
 OWN = """
 import numpy as np

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from echo2.service import requests_api
-from echo2.service import tinker_pb2 as pb
-from echo2.service.database import models, sessions
-from echo2.service.settings import Quotas
-from echo2.service.status_command import status
+from echo2_service import tinker_pb2 as pb
+from echo2_service.commands.status import status
+from echo2_service.front import requests_api
+from echo2_service.front.database import models, sessions
+from echo2_service.settings import Quotas
 from front_service import PROTO, Service, protobuf
 
 

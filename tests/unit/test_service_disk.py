@@ -12,10 +12,11 @@ import pytest
 import sqlalchemy
 from sqlalchemy.exc import IntegrityError
 
-from echo2.service import app, limits
-from echo2.service.cleaning import SILENCE_SECONDS
-from echo2.service.database import models, requests, sessions
-from echo2.service.settings import Quotas
+from echo2_service import limits
+from echo2_service.front import app
+from echo2_service.front.cleaning import SILENCE_SECONDS
+from echo2_service.front.database import models, requests, sessions
+from echo2_service.settings import Quotas
 from front_service import Service
 
 

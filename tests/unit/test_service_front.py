@@ -18,12 +18,13 @@ import pytest
 import zstandard
 
 import house
-from echo2.service import limits, requests_api
-from echo2.service import tinker_pb2 as pb
-from echo2.service.cleaning import SILENCE_SECONDS
-from echo2.service.database import requests, sessions
-from echo2.service.status_command import status
-from echo2.service.unserved import UNSERVED
+from echo2_service import limits
+from echo2_service import tinker_pb2 as pb
+from echo2_service.commands.status import status
+from echo2_service.front import requests_api
+from echo2_service.front.app import UNSERVED
+from echo2_service.front.cleaning import SILENCE_SECONDS
+from echo2_service.front.database import requests, sessions
 from front_service import PROTO, Service
 from one_row_backend import VOCABULARY, OneRowBackend, log_softmax
 from postgres_server import PostgresServer
@@ -370,12 +371,12 @@ def test_all_bodies_together_are_bounded_as_they_came_and_unpacked(
 
 
 def test_the_generated_module_is_fresh(tmp_path: Path) -> None:
-    folder = house.SOURCE / "echo2" / "service"
+    folder = house.SOURCE / "echo2_service"
     outputs = [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{house.SOURCE}", *outputs, str(folder / "tinker.proto")]
     subprocess.run(command, check=True)
     for name in ("tinker_pb2.py", "tinker_pb2.pyi"):
-        made = tmp_path / "echo2" / "service" / name
+        made = tmp_path / "echo2_service" / name
         assert (folder / name).read_text() == made.read_text(), "run `make proto`"
 
 

@@ -17,9 +17,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from echo2.errors import UserError
-from echo2.service import http_server, limits
-from echo2.service.http_server import HttpServer
+from echo2.core.errors import UserError
+from echo2_service import limits
+from echo2_service.front import http_server
+from echo2_service.front.http_server import HttpServer
 
 REQUEST = b"GET /held HTTP/1.1\r\nHost: x\r\n\r\n"
 

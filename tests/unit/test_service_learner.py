@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from echo2.control.service.turns import Turns
-from echo2.errors import InvariantError, UserError
-from echo2.learner.adapters import load_base
-from echo2.learner.tenants import Tenants
-from echo2.service import calling, limits
-from echo2.service.backend import AdamSettings, ClientDatum, ModelSpec
-from echo2.service.frames import (
+from echo2.core.errors import InvariantError, UserError
+from echo2.learner.core.adapters import load_base
+from echo2.learner.core.tenants import Tenants
+from echo2_service import calling, limits
+from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec
+from echo2_service.decide.order import Turns
+from echo2_service.frames import (
     Answer,
     CreateModelCall,
     ForwardBackwardCall,
@@ -27,10 +27,10 @@ from echo2.service.frames import (
     SaveStateCall,
     UnloadCall,
 )
-from echo2.service.learner import models as models_module
-from echo2.service.learner.data import learner_data
-from echo2.service.learner.journal import Journal
-from echo2.service.learner.models import Models
+from echo2_service.learner import models as models_module
+from echo2_service.learner.data import learner_data
+from echo2_service.learner.journal import Journal
+from echo2_service.learner.models import Models
 from learner_cases import model_directory
 from service_cases import some_data
 
@@ -292,7 +292,7 @@ def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(calling, "MOST_DEATHS", 2)
 
     async def call() -> None:
-        process = calling.AnsweringProcess("echo2.service.nowhere.process", "{}", tmp_path / "log")
+        process = calling.AnsweringProcess("echo2_service.nowhere.process", "{}", tmp_path / "log")
         with pytest.raises(InvariantError, match="The nowhere process does not start"):
             await process.call(UnloadCall("m"))
         await process.close()
@@ -304,8 +304,8 @@ def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pyte
 DYING = """
 import os, signal
 from echo2.sandbox import pipes
-from echo2.service.frames import Answer, frame
-from echo2.service.serving import receive
+from echo2_service.frames import Answer, frame
+from echo2_service.calling import receive
 
 inbox, outbox = pipes.take()
 
@@ -325,8 +325,8 @@ receive(inbox, take)
 BABBLING = """
 import pathlib, sys
 from echo2.sandbox import pipes
-from echo2.service.frames import Answer, frame
-from echo2.service.serving import receive
+from echo2_service.frames import Answer, frame
+from echo2_service.calling import receive
 
 inbox, outbox = pipes.take()
 flag = pathlib.Path(sys.argv[1])

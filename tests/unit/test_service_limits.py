@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from echo2.service import http_server, limits
-from echo2.service.settings import Quotas
+from echo2_service import limits
+from echo2_service.front import http_server
+from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, come, everything, raw, serving
 
 Attack = Callable[[FrontServer, Client], None]

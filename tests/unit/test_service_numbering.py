@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import zstandard
 
-from echo2.service import limits
-from echo2.service import tinker_pb2 as pb
-from echo2.service.numbering import Numbered, numbered
+from echo2_service import limits
+from echo2_service import tinker_pb2 as pb
+from echo2_service.front.numbering import Numbered, numbered
 from front_service import PROTO, Service, protobuf
 
 PACKED = {"content-encoding": "zstd"}

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from echo2.control.service.placing import LOCAL, TRIES_MAX, Placing
+from echo2_service.decide.placing import LOCAL, TRIES_MAX, Placing
 
 
 @pytest.mark.parametrize("seed", range(100))

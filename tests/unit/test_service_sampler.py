@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from echo2.config.sections import LoraConfig
-from echo2.errors import PeerError, UserError
-from echo2.learner.adapters import load_base
-from echo2.learner.datum import Datum
-from echo2.learner.tenants import Tenants
-from echo2.learner.trainer import AdamParams
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import Snapshot
+from echo2.learner.core.adapters import load_base
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.tenants import Tenants
+from echo2.learner.core.trainer import AdamParams
 from echo2.sandbox import pipes
-from echo2.service.backend import SampledSequence, SampleOutput, SampleSpec
-from echo2.service.frames import Answer, Request, SampleCall, frame
-from echo2.service.sampler import process
-from echo2.service.sampler.process import SampleDesk, base_sampler
-from echo2.service.sampler.samplers import BaseSampler
-from echo2.types import Snapshot
-from echo2.weights.model_files import read_base_model
+from echo2.weights.format.model_files import read_base_model
+from echo2_service.backend import SampledSequence, SampleOutput, SampleSpec
+from echo2_service.frames import Answer, Request, SampleCall, frame
+from echo2_service.sampler import process
+from echo2_service.sampler.process import SampleDesk, base_sampler
+from echo2_service.sampler.samplers import BaseSampler
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module
 
 PROMPT = array("i", [5, 6, 7, 8, 9])

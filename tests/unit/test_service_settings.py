@@ -10,11 +10,12 @@ import pytest
 
 import house
 from echo2.cli import main
-from echo2.errors import PeerError, UserError
-from echo2.rollout.tokenizer import load_tokenizer
-from echo2.service import serve, settings, tiny_model
-from echo2.service.access import Doorkeeper
-from echo2.service.database import sessions
+from echo2.core.errors import PeerError, UserError
+from echo2.engines.tokenizer import load_tokenizer
+from echo2_service import settings, tiny_model
+from echo2_service.commands import serve
+from echo2_service.front.access import Doorkeeper
+from echo2_service.front.database import sessions
 
 
 def test_the_example_is_read() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from echo2.errors import UserError
-from echo2.service import tinker_pb2 as pb
-from echo2.service.bodies import TensorBody
-from echo2.service.data import _json_tensor
+from echo2.core.errors import UserError
+from echo2_service import tinker_pb2 as pb
+from echo2_service.front.bodies import TensorBody
+from echo2_service.front.data import _json_tensor
 from front_service import PROTO, Service
 
 

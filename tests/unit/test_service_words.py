@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from starlette.routing import Route
 
-from echo2.errors import InvariantError, PeerError, UserError
-from echo2.service.settings import Quotas
-from echo2.service.words import CHARS_MAX, for_tenants
+from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2_service.front.traffic import CHARS_MAX, for_tenants
+from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, serving
 from one_row_backend import OneRowBackend
 

@@ -12,7 +12,7 @@ import staleness_time as timed
 from time_to_accuracy import Point, Run
 
 from echo2.config.sections import LearnerConfig
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 Cell = grid.Cell
 

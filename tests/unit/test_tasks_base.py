@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.core.types import Message
 from echo2.tasks.base import MAX_COLUMNS_BYTES, MAX_PROMPT_CHARS, TaskStream, permute, task_from_row
-from echo2.types import Message
 
 
 @given(size=st.integers(1, 300), key=st.text(max_size=8))

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.core.types import Reply
 from echo2.sandbox import pipes
 from echo2.tasks import process_pool
-from echo2.tasks.environment_process import EnvironmentProcess
-from echo2.tasks.environments import REPLY_CHARS_MAX, LocalEnvironment, load_environment
-from echo2.types import Reply
+from echo2.tasks.environments import REPLY_CHARS_MAX, EnvironmentProcess, LocalEnvironment, load_environment
 
 OWN = """
 import os, sys, time
@@ -213,7 +212,7 @@ def test_what_is_no_environment_is_refused(own: str) -> None:
 
 
 def test_the_child_ends_with_its_parent_even_while_hanging(own: str) -> None:
-    command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.tasks.environment_process:make_handler"]
+    command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.tasks.environments:make_handler"]
     variables = pipes.child_environment()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as child:
         assert child.stdin is not None

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import UserError
-from echo2.rollout.engine import RequestFailure
-from echo2.rollout.engines import make_engine
-from echo2.rollout.harness import HarnessEnvironment
+from echo2.core.errors import UserError
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, SamplingParams, Task
+from echo2.engines.engine import RequestFailure
+from echo2.engines.registry import make_engine
+from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.harness_process import HarnessProcess, is_harness, load_harness
-from echo2.types import RUN_POLICY, GroupRef, Lease, SamplingParams, Task
 from rollout_cases import assigned, plain_tokenizer, snapshot_of, tiny_module
 
 OWN = """

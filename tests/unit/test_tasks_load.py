@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.reward.sandbox import shared
-from echo2.tasks import gym
+from echo2.tasks import sources
 from echo2.tasks.base import TaskStream, digest_of, task_from_row
-from echo2.tasks.files import MAX_LINE_BYTES
 from echo2.tasks.load import load_tasks
+from echo2.tasks.sources import MAX_LINE_BYTES
 
 VERL_ROW = {
     "prompt": [{"role": "user", "content": "1+1?"}],
@@ -282,7 +282,7 @@ def test_every_reasoning_gym_entry_reaches_its_scorer_unharmed(monkeypatch: pyte
     factory = pytest.importorskip("reasoning_gym.factory")
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     for name in sorted(set(factory.DATASETS) - {"composite"}):  # it wants a list of other generators
-        rows = gym.ReasoningGymRows(name, {"size": 3}, 0)
+        rows = sources.ReasoningGymRows(name, {"size": 3}, 0)
         entry = rows._generator[1]
         column = task_from_row(rows[1], 0, name).columns["reasoning_gym"]
         if entry["answer"] is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo2 import config
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
 from echo2.tasks.logs import MAX_ANSWERS_CHARS, LoggedRollouts

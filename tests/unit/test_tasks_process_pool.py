@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.tasks import process_pool
 from echo2.tasks.process_pool import ProcessPool
 

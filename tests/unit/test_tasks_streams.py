@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.config.sections import EvalConfig, TasksConfig
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.tasks.base import TaskStream
 from echo2.tasks.streams import BLOCK, Mixture, held_out_tasks, quotas, training_tasks
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import time_to_accuracy as bench
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 
 @pytest.mark.parametrize(

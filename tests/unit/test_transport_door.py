@@ -26,7 +26,7 @@ from door_cases import (
     serving,
     until_closed,
 )
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 from echo2.transport import door as doors
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire

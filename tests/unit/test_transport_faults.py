@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.errors import LinkError, PeerError
+from echo2.core.errors import LinkError, PeerError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers

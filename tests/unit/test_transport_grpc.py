@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from echo2.errors import LinkError, PeerError, UserError
+from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.transport import door as doors
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 from echo2.transport.certificates import CSR_BYTES_MAX
 from echo2.transport.identity import PeerIdentity, RunIdentity, peer_name, verify_manifest
 from echo2.transport.tickets import Ticket

@@ -23,7 +23,7 @@ from door_cases import (
     serving,
     until_closed,
 )
-from echo2.errors import LinkError
+from echo2.core.errors import LinkError
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcLink, GrpcNetwork

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError
-from echo2.rollout.sampler import MAX_SUPPORT_TOKENS
+from echo2.core.errors import PeerError
+from echo2.core.types import RUN_POLICY, Assignment, GroupRef, Lease, Rollout, RolloutGroup, SamplingParams, SnapshotRef
+from echo2.engines.sampler import MAX_SUPPORT_TOKENS
 from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, parse
-from echo2.types import RUN_POLICY, Assignment, GroupRef, Lease, Rollout, RolloutGroup, SamplingParams, SnapshotRef
 
 NUMBERS = st.integers(0, limits.NUMBER_MAX)
 TOKEN_IDS = st.integers(0, 2**31 - 1)

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 
 from door_cases import LOOPBACK, enrolled, report, serving
-from echo2.addresses import join
-from echo2.errors import LinkError
+from echo2.core.addresses import join
+from echo2.core.errors import LinkError
 from echo2.planning import doctor
 from echo2.sandbox.pipes import child_environment
-from echo2.transport import proxies
+from echo2.transport import grpc_options
 from echo2.transport.grpc_link import GrpcLink
 from echo2.transport.identity import RunIdentity
 from echo2.transport.tickets import Ticket
 from transport_cases import Desk, run
 
 READ_BY_GRPC = ("grpc_proxy", "https_proxy", "http_proxy")
-EVERY = (*READ_BY_GRPC, *proxies.OTHERS, "no_proxy", "no_grpc_proxy", "NO_PROXY")
+EVERY = (*READ_BY_GRPC, *grpc_options.OTHERS, "no_proxy", "no_grpc_proxy", "NO_PROXY")
 FAR = "head.example.org"
 
 
@@ -147,8 +147,8 @@ def test_which_proxy_is_used_and_what_is_said(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert proxies.proxy_of(host) == used
-    note = proxies.note(host)
+    assert grpc_options.proxy_of(host) == used
+    note = grpc_options.note(host)
     assert re.search(said, note)
     assert bool(note) == bool(said)
     assert "pw" not in note

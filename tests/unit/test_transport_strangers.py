@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from door_cases import LOOPBACK, channel, enrolled, linked, report, serving
-from echo2.errors import LinkError, PeerError
+from echo2.core.errors import LinkError, PeerError
 from echo2.transport import budgets, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers

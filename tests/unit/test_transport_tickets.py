@@ -14,7 +14,7 @@ from cryptography import x509
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 from echo2.transport import certificates
 from echo2.transport.identity import Enrolment, PeerIdentity, RunIdentity
 from echo2.transport.tickets import TICKET_CHARS_MAX, Ticket

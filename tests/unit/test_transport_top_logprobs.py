@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.config.rules import TOP_LOGPROBS_MAX
-from echo2.errors import PeerError
-from echo2.rollout.random_streams import stream_keys
-from echo2.rollout.sampler import Sampler
+from echo2.config.values import TOP_LOGPROBS_MAX
+from echo2.core.errors import PeerError
+from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SamplingParams
+from echo2.engines.random_streams import stream_keys
+from echo2.engines.sampler import Sampler
+from echo2.transport.codecs import check_top
 from echo2.transport.limits import LOGPROB_MIN, TOP_WIDTH_MAX
-from echo2.transport.top_logprobs import check_top
-from echo2.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SamplingParams
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from echo2 import config as configuration
-from echo2.errors import Echo2Error, UserError
+from echo2.core.errors import Echo2Error, UserError
 from echo2.trl import RolloutFleet
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(100)]

@@ -16,15 +16,14 @@ from starlette.testclient import TestClient
 
 import view_cases
 from echo2.config import all_fields
-from echo2.printable import printable
-from echo2.rundir import RunDir
+from echo2.config.rundir import RunDir
+from echo2.core.printable import printable
+from echo2.head.ledger import rollout_log
 from echo2.transport.identity import RunIdentity
-from echo2.views import rollouts
 from echo2.views.app import FILES, GROUPS_SHOWN, Dashboard
 from echo2.views.chart_points import POINTS_MAX, ChartPoints
-from echo2.views.page_data import WORKERS_SHOWN, cost_data, run_data
 from echo2.views.run_view import RunView
-from echo2.views.watch import Watch
+from echo2.views.watch import WORKERS_SHOWN, Watch, cost_data, run_data
 from view_cases import HOSTILE
 
 TOKEN = "let-me-in"
@@ -187,8 +186,8 @@ def test_one_task_over_the_steps(browser: TestClient) -> None:
 def test_files_of_rollouts_are_named_newest_first(tmp_path: Path) -> None:
     for name in ("step_2", "step_10", "eval_10", "eval_0", "notes"):
         (tmp_path / f"{name}.jsonl").touch()
-    assert rollouts.names(tmp_path) == ["step_10", "eval_10", "step_2", "eval_0"]
-    assert rollouts.names(tmp_path / "nowhere") == []
+    assert rollout_log.names(tmp_path) == ["step_10", "eval_10", "step_2", "eval_0"]
+    assert rollout_log.names(tmp_path / "nowhere") == []
 
 
 def test_the_page_is_told_how_the_run_stands(rundir: RunDir) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from echo2.config import Config
-from echo2.errors import UserError
-from echo2.rundir import RunDir, create, read_metrics, write_atomically
-from echo2.views.metrics_file import MetricsFile
+from echo2.config.rundir import RunDir, create, read_metrics, write_atomically
+from echo2.core.errors import UserError
+from echo2.views.chart_points import MetricsFile
 from echo2.views.run_view import Forecast, RunView
 
 

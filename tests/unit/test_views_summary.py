@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echo2.views.display import show_summary
-from test_runtime_views import console, shown, summary
+from test_views_display import console, shown, summary
 
 
 def test_the_summary_tells_why_held_out_tasks_failed() -> None:

@@ -13,20 +13,13 @@ from blake3 import blake3
 from numpy.typing import NDArray
 from weights_cases import apply_delta, decode, encode, encode_delta, holding
 
-from echo2.errors import InvariantError, PeerError
-from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.encoder import Encoder
-from echo2.weights.items import (
-    DENSE_STEPS,
-    SPARSE_STEPS,
-    SPLIT,
-    STEP_PLANES,
-    apply_items,
-    encode_items,
-)
-from echo2.weights.manifest import DELTA, Manifest, Record
-from echo2.weights.planes import Items, Reader, Writer, where
-from echo2.weights.segments import SEGMENT_BYTES, chunk_bytes_for
+from echo2.core.errors import InvariantError, PeerError
+from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.format.encoder import Encoder
+from echo2.weights.format.items import DENSE_STEPS, SPARSE_STEPS, SPLIT, STEP_PLANES, apply_items, encode_items
+from echo2.weights.format.manifest import DELTA, Manifest, Record
+from echo2.weights.format.planes import Items, Reader, Writer, where
+from echo2.weights.format.segments import SEGMENT_BYTES, chunk_bytes_for
 
 Chunks = dict[bytes, memoryview]
 
@@ -302,7 +295,7 @@ def test_segments_of_large_tensors_meet() -> None:
 
 
 def test_applying_takes_memory_for_a_segment_a_thread_and_not_for_the_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.weights.content.THREADS_MAX", 1)
+    monkeypatch.setattr("echo2.weights.store.content.THREADS_MAX", 1)
     base = weights(1, 3 * SEGMENT_BYTES)
     old, new = snapshot(1, {"w": base}), snapshot(2, {"w": stepped(base, 0.001, 2)})
     manifest, chunks = delta(old, new)

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from weights_cases import encode
 
-from echo2.errors import PeerError, UserError
-from echo2.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
-from echo2.weights import manifest
-from echo2.weights.manifest import (
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef, TensorBytes
+from echo2.weights.format import manifest
+from echo2.weights.format.manifest import (
     DELTA,
     FORMAT,
     HASH_BYTES,
@@ -31,7 +31,7 @@ from echo2.weights.manifest import (
     TensorEntry,
     stream_order,
 )
-from echo2.weights.segments import chunk_bytes_for, cut_stream
+from echo2.weights.format.segments import chunk_bytes_for, cut_stream
 
 MANIFEST = encode(
     SnapshotRef(RUN_POLICY, 1, 3),

@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weights_cases import bytes_of, decode, encode, encode_delta, new_content, spoil, stored_hashes
 
-from echo2.errors import InvariantError, PeerError, UserError
-from echo2.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.chain import compose
-from echo2.weights.manifest import MAX_DELTAS, Manifest
-from echo2.weights.store import ChunkStore
+from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
+from echo2.weights.format.chain import compose
+from echo2.weights.format.manifest import MAX_DELTAS, Manifest
+from echo2.weights.store.store import ChunkStore
 
 
 def snapshot(version: int, weights: bytes) -> tuple[Manifest, dict[bytes, memoryview]]:
@@ -259,8 +259,8 @@ def test_a_listed_manifest_can_always_be_decoded(
 
 PUBLISH_FOR_EVER = """
 import itertools, pathlib, sys
-from echo2.types import RUN_POLICY, SnapshotRef, TensorBytes
-from echo2.weights.store import ChunkStore
+from echo2.core.types import RUN_POLICY, SnapshotRef, TensorBytes
+from echo2.weights.store.store import ChunkStore
 from weights_cases import encode
 store = ChunkStore(pathlib.Path(sys.argv[1]))
 for version in itertools.count():

@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeAlias
 
 from echo2 import config as configuration
 from echo2.api.own_code import named_code
-from echo2.errors import UserError, did_you_mean, write_failed
-from echo2.printable import shown
-from echo2.rundir import RunDir, write_atomically
+from echo2.config.rundir import RunDir, write_atomically
+from echo2.core.errors import UserError, did_you_mean, write_failed
+from echo2.core.printable import shown
 from echo2.tasks.base import task_from_row
 
 

@@ -27,9 +27,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from echo2.errors import UserError
-from echo2.printable import shown
-from echo2.rundir import write_atomically
+from echo2.config.rundir import write_atomically
+from echo2.core.errors import UserError
+from echo2.core.printable import shown
 
 #: Longest literal that is written for one value.
 LITERAL_CHARS_MAX = 1 << 20

@@ -1,37 +1,46 @@
-"""A run as a Python object: its run directory and, if this session started it, its `echo2 run` process."""
+"""A run as a Python object: its run directory and, if this session started it, its `echo2 run` process.
+
+`echo2.train`, `echo2.start` and `echo2.load`.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from echo2.api.inputs import write_resumed
-from echo2.errors import Echo2Error, UserError
-from echo2.rundir import STOP_WORDS, RunDir, read_json
-from echo2.runtime.launch.deaths import last_error
-from echo2.runtime.lifeline import LIFELINE_VARIABLE
-from echo2.views import rollouts
+from echo2.api.inputs import Model, Rewards, Tasks, write_resumed, write_run
+from echo2.config.rundir import STOP_WORDS, RunDir, check_directory, read_json
+from echo2.core.errors import Echo2Error, UserError
+from echo2.core.lifeline import LIFELINE_VARIABLE
+from echo2.head.ledger import rollout_log as rollouts
+from echo2.launch.deaths import last_error
 from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from echo2.runtime.launch.evaluate import Step
+    from echo2.models.evaluate import Step
 
 POLL_SECONDS = 0.2
+
 #: File in logs/ for the output of `echo2 run`.
 LOG_NAME = "run.log"
+
 #: Exit statuses of `echo2 run` that finished all its steps or was interrupted.
 FINE_STATUSES = (0, 130, -signal.SIGTERM)
+
 #: Values of `kind` in outcome.json with which `echo2 run` exits as after a mistake of the user.
 MISTAKES = ("user_error", "stopped")
 
@@ -154,7 +163,7 @@ class Run:
         Raises:
             UserError: there is no such checkpoint.
         """
-        from echo2.runtime.launch.evaluate import checkpoint_directory
+        from echo2.models.evaluate import checkpoint_directory
 
         return checkpoint_directory(self.rundir, step)
 
@@ -165,7 +174,7 @@ class Run:
         Raises:
             UserError: there is no such checkpoint.
         """
-        from echo2.runtime.launch.evaluate import load_model
+        from echo2.models.evaluate import load_model
 
         model, tokenizer, _ = load_model(self.rundir, step, device)
         return model, tokenizer
@@ -292,3 +301,104 @@ def begin(path: Path, config: Path, *arguments: str) -> Run:
     if not run.rundir.config.exists():
         run.check_end()
     return run
+
+
+def train(
+    model: Model,
+    tasks: Tasks,
+    reward: Rewards = (),
+    *,
+    heldout: Tasks | dict[str, Tasks] | None = None,
+    environment: str | type | None = None,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a model on this machine and on all machines that join, and return when training is done. Ctrl-C stops the
+    run once its learner has saved a checkpoint; `echo2.load(DIR).resume()` continues it.
+
+    Args:
+        model: a directory, a hub id, or a transformers (model, tokenizer) pair, which is saved in the run directory.
+        tasks: rows, each a mapping with `prompt` (text, or chat messages) and any columns that JSON can represent: a
+            list or a Hugging Face Dataset; or a value of the setting tasks.source (a file, `hub:owner/name`, ...).
+        reward: a function, or several whose values are added (with weights: a mapping from function to weight). It may
+            be defined in your session or in a module, with TRL's signature, `f(completions, **columns) ->
+            list[float]`, or verl's; or a value of the setting reward.functions (`"math"`, `"file.py:name"`). Not
+            needed with an environment, which returns its own reward.
+        heldout: tasks that are not trained on, or several such sets by name. The run measures its mean reward on them.
+        environment: a class with `step(action) -> (text, reward, done)`, for tasks of several turns.
+        out: the run directory (default: a new one below `outputs/`).
+        settings: any setting of `echo2 run --help`, by its name (`lr=1e-5`), or by section (`workers={"count": 2}`).
+
+    Raises:
+        UserError: an argument or setting is wrong; the message says which, and what to do.
+        Echo2Error: the run failed, or ended itself: `echo2.load(DIR)` has what it trained.
+    """
+    with start(model, tasks, reward, heldout=heldout, environment=environment, out=out, **settings) as run:
+        return run.wait()
+
+
+def start(
+    model: Model,
+    tasks: Tasks,
+    reward: Rewards = (),
+    *,
+    heldout: Tasks | dict[str, Tasks] | None = None,
+    environment: str | type | None = None,
+    out: str | Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Like `train`, but return as soon as everything given is checked and the run's processes are being started. They
+    end with this Python process; use `echo2 run` for a run that must outlive it. Used as a context manager, the run is
+    stopped when the block ends.
+
+    Raises:
+        UserError: an argument or setting is wrong, and no run directory was made. `Run.wait` raises errors that only
+            the started processes find.
+    """
+    with new_directory(out) as path:
+        return begin(path, write_run(RunDir(path).inputs, model, tasks, reward, heldout, environment, settings))
+
+
+def load(directory: str | Path) -> Run:
+    """Return the run in a directory, started by this or another session, running or ended.
+
+    Raises:
+        UserError: this is not a run directory.
+    """
+    run = Run(Path(directory).resolve())
+    run.rundir.read_config()
+    return run
+
+
+@contextmanager
+def new_directory(out: str | Path | None) -> Iterator[Path]:
+    """Yield the directory of a new run: `out`, or a new outputs/run-YYYYMMDD-HHMMSS. If the block raises before the run
+    is in it, it is removed, unless it existed before or holds the log of a crash.
+
+    Raises:
+        UserError: the directory already has a run, or cannot be written.
+    """
+    is_new = out is None or not Path(out).exists()
+    path = _run_directory(out)
+    try:
+        yield path
+    except BaseException as error:
+        if is_new and type(error) is not Echo2Error and not RunDir(path).config.exists():
+            shutil.rmtree(path, ignore_errors=True)
+        raise
+
+
+def _run_directory(out: str | Path | None) -> Path:
+    if out is not None:
+        path = Path(out).resolve()
+        check_directory(path, resume=False)
+        return path
+    while True:
+        path = Path("outputs", time.strftime("run-%Y%m%d-%H%M%S")).resolve()
+        try:
+            path.mkdir(mode=0o700, parents=True)
+            return path
+        except FileExistsError:
+            time.sleep(0.1)
+        except OSError as error:
+            raise UserError(f"Cannot write {path}: {error.strerror}. Give another directory: out=.") from error

@@ -19,9 +19,9 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from echo2.config.sections import Config as Config
-from echo2.documents import parse_toml, read_tables
-from echo2.errors import UserError, did_you_mean
+from echo2.config.rules import Config as Config
+from echo2.core.documents import parse_toml, read_tables
+from echo2.core.errors import UserError, did_you_mean
 
 
 def _section_fields(kind: type) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from echo2.documents import read_tables, refuse_unknown
-from echo2.errors import UserError
+from echo2.core.documents import read_tables, refuse_unknown
+from echo2.core.errors import UserError
 
 #: Machines of one offer: a plan looks at each.
 COUNT_MAX = 10_000

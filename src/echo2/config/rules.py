@@ -3,70 +3,79 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
-from echo2.config.engines import SERVERS
-from echo2.errors import UserError, did_you_mean
-from echo2.types import DEFAULT_LOGGED_ROLLOUTS
+from echo2.config.sections import (
+    EvalConfig,
+    FleetConfig,
+    HeadConfig,
+    LearnerConfig,
+    LoraConfig,
+    ModelConfig,
+    RewardConfig,
+    RunConfig,
+    SamplingConfig,
+    ScheduleConfig,
+    TasksConfig,
+    WorkersConfig,
+)
+from echo2.config.values import LOG_PACKAGES, SERVERS, loss_params
+from echo2.core.errors import UserError
+from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
 if TYPE_CHECKING:
-    from echo2.config.sections import Config
-
-_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-#: What each loss takes in learner.loss_params, with its defaults; the losses themselves are in learner/losses.py.
-LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
-    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "cap": 10.0, "veto": 1e-4, "square": 1e-3},
-    "ppo": _CLIP,
-    "decoupled": {**_CLIP, "cap": 5.0},
-    "tis": {"cap": 2.0},
-    "icepop": {"low": 0.5, "high": 5.0},
-    "cispo": {"floor": 0.0, "cap": 5.0},
-    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "m2po": {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5},
-    "none": {},
-}
-#: What every loss takes beside its own; 0: off. docs/losses.md.
-SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
-#: Most of `score_centering`: 6 KiB a token.
-TOP_LOGPROBS_MAX = 1024
-#: Targets of run.log_to, and the package that each needs.
-LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
-#: Hosts by which a machine calls itself.
+    pass
 
 
-def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
-    """The parameters of a loss, `given` in place of its defaults.
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A whole run."""
 
-    Raises:
-        UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
-    """
-    if loss not in LOSS_PARAMS:
-        raise UserError(f"learner.loss = {loss!r}: expected one of {', '.join(LOSS_PARAMS)}.")
-    known = {**LOSS_PARAMS[loss], **SHARED_LOSS_PARAMS}
-    for name, value in given.items():
-        if name not in known:
-            hint = did_you_mean(name, known)
-            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(known)}.{hint}")
-        if not math.isfinite(value) or value < 0.0:
-            raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
-    values = {**known, **given}
-    for low, high in (("low", "high"), ("floor", "cap")):
-        if values.get(low, 0.0) > values.get(high, math.inf):
-            raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
-    top = values["score_centering"]
-    if top % 1 or top > TOP_LOGPROBS_MAX:
-        raise UserError(
-            f"learner.loss_params.score_centering = {top}: expected how many of the sampler's most likely tokens it "
-            f"looks at, a whole number up to {TOP_LOGPROBS_MAX}; more than the vocabulary has is all of it."
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    tasks: TasksConfig = field(default_factory=TasksConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    learner: LearnerConfig = field(default_factory=LearnerConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    head: HeadConfig = field(default_factory=HeadConfig)
+
+    def __post_init__(self) -> None:
+        check_together(self)
+
+    @property
+    def sampling_params(self) -> SamplingParams:
+        """How training rollouts are drawn."""
+        sampling = self.sampling
+        top_logprobs = int(self.learner.loss_params.get("score_centering", 0))
+        return SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            max_tokens=sampling.max_tokens,
+            top_logprobs=top_logprobs,
+            min_p=sampling.min_p,
+            stop=tuple(sampling.stop),
         )
-    if top and loss == "gspo":
-        raise UserError(
-            'learner.loss_params.score_centering: loss = "gspo" has one weight a sequence, and the correction needs '
-            "one for every token that could have come. Take another loss, or leave it out."
-        )
-    return values
+
+    @property
+    def eval_params(self) -> SamplingParams:
+        """Of evaluation: from the whole distribution, as the policy is."""
+        return SamplingParams(max_tokens=self.sampling.max_tokens, stop=tuple(self.sampling.stop))
+
+    @property
+    def swap(self) -> Literal["between", "during"]:
+        """When a worker takes a new snapshot: between two generations, or also during one, between two tokens.
+
+        "during" where that may be: not on-policy, where a rollout has one version, and not in deterministic mode, where
+        its tokens may not depend on when a snapshot comes (docs/staleness.md).
+        """
+        return "between" if self.run.deterministic or self.schedule.max_staleness == 0 else "during"
 
 
 def _check_deterministic(config: Config) -> None:
@@ -190,31 +199,3 @@ def check_together(config: Config) -> None:
                 "trackio:<project>."
             )
     config.head.address  # noqa: B018  it is checked when it is read
-
-
-def host_and_port(text: str, setting: str, example: str) -> tuple[str, int]:
-    """HOST:PORT to listen on; an IPv6 address may stand in brackets.
-
-    Raises:
-        UserError: it is not.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"{setting} = {text!r}: expected HOST:PORT, for example {example}.")
-    return host.strip("[]"), int(port)
-
-
-def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]:
-    """(weight, name) of an entry of a list in which each may have a weight: "name" has 1, "0.2 * name" has 0.2.
-
-    Raises:
-        UserError: what stands before the * is no finite number.
-    """
-    number, star, name = entry.rpartition("*")
-    try:
-        weight = float(number) if star else 1.0
-    except ValueError:
-        weight = math.nan
-    if not math.isfinite(weight):
-        raise UserError(f"{setting} has {entry!r}: expected a name, or a weight and a name as in '0.2 * math'.")
-    return weight, name.strip()

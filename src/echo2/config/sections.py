@@ -8,11 +8,10 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from echo2.addresses import is_loopback
-from echo2.config.engines import ENGINES
-from echo2.config.rules import check_together, host_and_port, weighted
-from echo2.errors import InvariantError
-from echo2.types import STOP_CHARS_MAX, STOP_STRINGS_MAX, SamplingParams
+from echo2.config.values import ENGINES, host_and_port, weighted
+from echo2.core.addresses import is_loopback
+from echo2.core.errors import InvariantError
+from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
 
 def _doc(text: str, **bounds: Any) -> Meta:
@@ -302,53 +301,3 @@ class HeadConfig:
     def is_local(self) -> bool:
         """Whether nobody on another machine can call it."""
         return not self.advertise and is_loopback(self.address[0])
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """A whole run."""
-
-    run: RunConfig = field(default_factory=RunConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    tasks: TasksConfig = field(default_factory=TasksConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    learner: LearnerConfig = field(default_factory=LearnerConfig)
-    workers: WorkersConfig = field(default_factory=WorkersConfig)
-    fleet: FleetConfig = field(default_factory=FleetConfig)
-    head: HeadConfig = field(default_factory=HeadConfig)
-
-    def __post_init__(self) -> None:
-        check_together(self)
-
-    @property
-    def sampling_params(self) -> SamplingParams:
-        """How training rollouts are drawn."""
-        sampling = self.sampling
-        top_logprobs = int(self.learner.loss_params.get("score_centering", 0))
-        return SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            max_tokens=sampling.max_tokens,
-            top_logprobs=top_logprobs,
-            min_p=sampling.min_p,
-            stop=tuple(sampling.stop),
-        )
-
-    @property
-    def eval_params(self) -> SamplingParams:
-        """Of evaluation: from the whole distribution, as the policy is."""
-        return SamplingParams(max_tokens=self.sampling.max_tokens, stop=tuple(self.sampling.stop))
-
-    @property
-    def swap(self) -> Literal["between", "during"]:
-        """When a worker takes a new snapshot: between two generations, or also during one, between two tokens.
-
-        "during" where that may be: not on-policy, where a rollout has one version, and not in deterministic mode, where
-        its tokens may not depend on when a snapshot comes (docs/staleness.md).
-        """
-        return "between" if self.run.deterministic or self.schedule.max_staleness == 0 else "during"

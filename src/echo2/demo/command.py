@@ -8,9 +8,9 @@ import sys
 import time
 from pathlib import Path
 
-from echo2.devices import require_torch
-from echo2.runtime.launch import start
-from echo2.runtime.launch.resume import how_to_continue
+from echo2.core.devices import require_torch
+from echo2.launch import start
+from echo2.launch.start import how_to_continue
 
 CONFIG = Path(__file__).with_name("sort.toml")
 MODEL = Path("outputs/models/digit_sorting")  # as in the configuration

@@ -25,13 +25,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from echo2.core.errors import UserError
+from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
 from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update
-from echo2.errors import UserError
-from echo2.rollout.engine import Completion, Outcome, SampleRequest
-from echo2.rollout.engines import make_engine
-from echo2.rollout.tokenizer import load_tokenizer
+from echo2.engines.engine import Completion, Outcome, SampleRequest
+from echo2.engines.registry import make_engine
+from echo2.engines.tokenizer import load_tokenizer
 from echo2.tasks.digit_sorting import DigitSorting
-from echo2.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
 
 CHARACTERS = string.digits + string.ascii_letters + "=+-*/()., :?!\n"
 MIN_DIGITS, MAX_DIGITS = 5, 10

@@ -28,10 +28,10 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from echo2 import __version__
-from echo2.addresses import is_loopback, split
-from echo2.devices import NVIDIA_DRIVER, this_machine
-from echo2.disk import FLOOR_BYTES, free_bytes
-from echo2.transport import certificates, proxies
+from echo2.core.addresses import is_loopback, split
+from echo2.core.devices import NVIDIA_DRIVER, this_machine
+from echo2.core.disk import FLOOR_BYTES, free_bytes
+from echo2.transport import certificates, grpc_options
 from echo2.transport.identity import SERVER_NAME
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
@@ -212,13 +212,13 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
         todo = (
             "Is the run going on (`echo2 status` at the head)? Is a firewall in the way? Workers only connect outwards."
         )
-        todo = f"{todo} {proxies.note(host)}".rstrip()
+        todo = f"{todo} {grpc_options.note(host)}".rstrip()
         yield Finding("link", "wrong", f"{ticket.address} does not answer: {error.strerror or error}", todo)
 
 
 def _connected(host: str, port: int) -> socket.socket:
     """Connect as a worker would: directly, or through the proxy of `proxies`. Raises OSError."""
-    url = urlsplit(proxies.proxy_of(host))
+    url = urlsplit(grpc_options.proxy_of(host))
     if not url.hostname:
         return socket.create_connection((host, port), DIAL_SECONDS)
     tunnel = http.client.HTTPConnection(url.hostname, url.port or 80, timeout=DIAL_SECONDS)

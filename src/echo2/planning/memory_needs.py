@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from echo2.config import Config
 from echo2.config.offers import Offer
-from echo2.control.capacity.fitting import (
+from echo2.core.printable import size
+from echo2.core.types import Hardware
+from echo2.learner.core.fitting import (
     DoesNotFitError,
     LearnerMemoryNeed,
     MemoryNeed,
@@ -19,35 +20,13 @@ from echo2.control.capacity.fitting import (
     learner_need,
     worker_need,
 )
-from echo2.control.capacity.memory import GB, ModelShape, read_shape
-from echo2.planning.units import size
-from echo2.rundir import read_json
-from echo2.types import Hardware
+from echo2.learner.decide.memory import GB, ModelShape
 
 #: Settings that are changed together, at most, to make a run fit.
 CHANGES_MAX = 3
+
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
-
-
-def model_shape(path: str) -> ModelShape | None:
-    """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
-    config = Path(path) / "config.json"
-    if not config.is_file():
-        try:
-            from huggingface_hub import try_to_load_from_cache
-            from huggingface_hub.errors import HFValidationError
-        except ImportError:
-            return None
-        try:
-            cached = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            return None
-        if not isinstance(cached, str):
-            return None
-        config = Path(cached)
-    values = read_json(config)
-    return read_shape(values) if isinstance(values, dict) else None
 
 
 def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> LearnerMemoryNeed:

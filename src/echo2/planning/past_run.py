@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo2.control.capacity.formulas import INSTALLED_QUANTILE
-from echo2.errors import UserError
-from echo2.rundir import RunDir, read_metrics
+from echo2.config.rundir import RunDir, read_metrics
+from echo2.core.errors import UserError
+from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE
 
 
 @dataclass(frozen=True, slots=True)

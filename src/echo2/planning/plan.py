@@ -1,10 +1,10 @@
 """Finds the staleness bound S, publication period kappa and machines that keep the learner busy at the least cost.
 
 For each (S, kappa) that the bound on staleness allows, the planner computes the needed rate
-(`control/capacity/formulas.py`), the cheapest machines that reach gamma times this rate
-(`control/capacity/activation.py`), the time of a broadcast to these machines (`control/capacity/transfer_time.py`; a
+(`head/fleet/decide/formulas.py`), the cheapest machines that reach gamma times this rate
+(`head/fleet/decide/activation.py`), the time of a broadcast to these machines (`head/fleet/decide/formulas.py`; a
 longer broadcast may need a larger rate, so this is repeated until stable), and a forecast of the run with them
-(`control/capacity/forecast.py`). If the forecast shows waiting that the fluid formulas miss, the rate is raised. The
+(`head/fleet/decide/forecast.py`). If the forecast shows waiting that the fluid formulas miss, the rate is raised. The
 cheapest plan wins; among plans of about equal cost, the one with the freshest data.
 """
 
@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from echo2.config.offers import Offer
-from echo2.control.capacity import activation, transfer_time
-from echo2.control.capacity import formulas as capacity
-from echo2.control.capacity.forecast import Prediction, WorkerPace, forecast, longest_of
-from echo2.control.capacity.formulas import Demand
-from echo2.errors import UserError
+from echo2.core.errors import UserError
+from echo2.head.fleet.decide import activation, formulas
+from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide.forecast import Prediction, WorkerPace, forecast, longest_of
+from echo2.head.fleet.decide.formulas import Demand
 
 #: Costs within this relative difference count as equal; then the plan with fresher data wins.
 SAME_COST = 0.005
@@ -64,11 +64,11 @@ class BroadcastInputs:
         full = self.full_bytes
         return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
 
-    def seconds_to(self, links: Sequence[transfer_time.Links], publish_every: int) -> float:
+    def seconds_to(self, links: Sequence[formulas.Links], publish_every: int) -> float:
         """Return T_bcast for workers behind these links."""
         if self.seconds is not None:
             return self.seconds
-        travels = transfer_time.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
+        travels = formulas.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
         return max(self.at_least_seconds, travels + self.reload_seconds)
 
 
@@ -119,7 +119,7 @@ class PlanInputs:
     def broadcast_seconds(self, machines: Mapping[str, int], publish_every: int) -> float:
         """Return T_bcast for these machines, given as a number by offer."""
         links = [
-            transfer_time.Links(self.offer(name).up_mbps * 1e6, self.offer(name).down_mbps * 1e6, count)
+            formulas.Links(self.offer(name).up_mbps * 1e6, self.offer(name).down_mbps * 1e6, count)
             for name, count in machines.items()
         ]
         return self.broadcast.seconds_to(links, publish_every)

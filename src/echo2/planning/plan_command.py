@@ -15,15 +15,18 @@ from rich.table import Table
 
 from echo2 import config as configuration
 from echo2.config.offers import Offer, load_offers
-from echo2.control.capacity.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, worker_need
-from echo2.control.capacity.memory import GB
-from echo2.control.head.checks import CHECK_SHARE
-from echo2.devices import this_machine
-from echo2.errors import UserError
-from echo2.planning.check_costs import check_costs
+from echo2.core.devices import this_machine
+from echo2.core.errors import UserError
+from echo2.core.printable import duration, size
+from echo2.core.types import Hardware
+from echo2.head.fleet.machines import offers_for
+from echo2.head.ledger.costs import check_costs
+from echo2.head.strangers.decide.checks import CHECK_SHARE
+from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, worker_need
+from echo2.learner.core.model_size import SnapshotSize, model_shape, snapshot_size
+from echo2.learner.decide.memory import GB
 from echo2.planning.memory_needs import (
     learner_that_fits,
-    model_shape,
     needs_as_dict,
     needs_table,
     offers_that_fit,
@@ -31,13 +34,10 @@ from echo2.planning.memory_needs import (
 )
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.planning.plan import BroadcastInputs, NoPlanError, Plan, PlanInputs, by_staleness, make_plan
-from echo2.planning.rehearsal import rehearse
 from echo2.planning.remedies import Remedy, remedies
-from echo2.planning.snapshot_size import SnapshotSize, offers_for, snapshot_size
-from echo2.planning.units import duration, size
+from echo2.planning.simulate import rehearse
 from echo2.reward.process import groups_at_once
 from echo2.reward.score import Scorer
-from echo2.types import Hardware
 
 DEFAULT_UPLINK_MBPS = 1000.0
 #: Flags that take a number: those in seconds may be 0, the others must be positive.

@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from echo2 import config as configuration
-from echo2.errors import UserError
-from echo2.planning.local_sampler import LocalSampler, load_engine, reward_processes
-from echo2.planning.snapshot_size import num_parameters
-from echo2.rollout.engine import Engine
-from echo2.types import RolloutGroup
+from echo2.core.errors import UserError
+from echo2.core.types import RolloutGroup
+from echo2.engines.engine import Engine
+from echo2.learner.core.model_size import num_parameters
+from echo2.worker.alone import LocalSampler, load_engine, reward_processes
 
 if TYPE_CHECKING:
-    from echo2.rollout.tokenizer import Tokenizer
+    from echo2.engines.tokenizer import Tokenizer
 
 #: Minimum number of batches that count, however long they take.
 MIN_BATCHES = 2

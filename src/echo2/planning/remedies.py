@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from echo2.config.offers import COUNT_MAX
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.planning.plan import NoPlanError, Plan, PlanInputs, make_plan, may_have_plan
 
 #: The largest staleness bound that is tried; data older than that are of little use.

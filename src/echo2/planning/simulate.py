@@ -1,4 +1,7 @@
-"""`echo2 simulate`: runs a scenario file and prints the report."""
+"""`echo2 simulate`: runs a scenario file and prints the report.
+
+Rehearses a plan in the simulator: the same machines, prices and times, with the real control code.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,76 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from echo2.sim import Report, Study, load_study, run_scenario
+from echo2.planning.plan import Plan, PlanInputs
+from echo2.planning.sim.report import Report
+from echo2.planning.sim.run import run_scenario
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.sim.study import Study, load_study
+
+#: Maximum number of simulated steps.
+MAX_STEPS = 60
+
+#: Heartbeats in the time of one step, so that simulating steps of hours takes no longer than steps of seconds.
+HEARTBEATS_PER_STEP = 20
+
+#: Time limit, as a multiple of the predicted time; longer than any plan takes.
+TIME_LIMIT_FACTOR = 5.0
+
+
+def rehearse(plan: Plan, inputs: PlanInputs, seed: int = 0) -> Report:
+    """Simulate the plan's first steps.
+
+    Raises:
+        InvariantError: an invariant of the control code was violated, or the run did not end: a bug in echo2.
+    """
+    return run_scenario(scenario_of(plan, inputs), seed, keeps_events=False)
+
+
+def scenario_of(plan: Plan, inputs: PlanInputs) -> Scenario:
+    """Return the plan as a scenario. Broadcasts take exactly T_bcast; unreliable machines are lost and replaced."""
+    train, steps = inputs.train_seconds, min(inputs.steps, MAX_STEPS)
+    seconds = plan.prediction.step_seconds * steps + plan.broadcast_seconds + plan.prediction.run_seconds / inputs.steps
+    heartbeat = max(0.05, train / HEARTBEATS_PER_STEP)
+    reload_seconds = min(inputs.broadcast.reload_seconds, plan.broadcast_seconds)
+    return Scenario(
+        name="rehearsal",
+        max_steps=steps,
+        groups_per_step=inputs.groups_per_step,
+        group_size=inputs.group_size,
+        max_staleness=plan.max_staleness,
+        publish_every=plan.publish_every,
+        groups_per_batch=max(inputs.batch(inputs.offer(name)) for name in plan.machines),
+        lease_seconds=10 * seconds,
+        heartbeat_seconds=heartbeat,
+        generate_during_broadcast=inputs.generate_during_broadcast,
+        faults_until_seconds=seconds,
+        time_limit_seconds=TIME_LIMIT_FACTOR * seconds,
+        workers=tuple(_workers(plan, inputs, name, reload_seconds) for name in plan.machines),
+        learner=LearnerSpec(
+            train_seconds=train,
+            publish_seconds=0.0,
+            checkpoint_every=steps,
+            price_usd_per_hour=inputs.learner_usd_per_hour,
+        ),
+        broadcast=BroadcastSpec(scheme="fixed", seconds=plan.broadcast_seconds - reload_seconds),
+    )
+
+
+def _workers(plan: Plan, inputs: PlanInputs, name: str, reload_seconds: float) -> WorkersSpec:
+    offer = inputs.offer(name)
+    assert offer.rollouts_per_second is not None
+    return WorkersSpec(
+        count=plan.machines[name],
+        capacity_groups=inputs.batch(offer),
+        rollouts_per_second=offer.rollouts_per_second * offer.reliability,
+        spread=offer.spread,
+        install_seconds=reload_seconds,
+        latency_seconds=min(0.05, inputs.train_seconds / 1000),
+        bytes_per_second=max(1e9, offer.up_mbps * 1e6 / 8),
+        life_seconds=offer.mean_life_hours * 3600,
+        restart_seconds=offer.replace_seconds,
+        price_usd_per_hour=offer.price_usd_per_hour,
+    )
 
 
 def run(options: argparse.Namespace) -> int:

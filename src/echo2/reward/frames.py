@@ -19,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from echo2.config.rules import weighted
-from echo2.errors import UserError
+from echo2.config.values import weighted
+from echo2.core.errors import UserError
+from echo2.core.types import Message, Rollout, Task
 from echo2.reward import sandbox
 from echo2.reward.functions import RUN_TEXT
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox.child import Handler, failed
-from echo2.types import Message, Rollout, Task
 
 #: Time that the groups of one request should take together, before which no group is left unscored.
 REQUEST_SECONDS = 0.05

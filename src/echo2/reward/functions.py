@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.reward import confinement, sandbox
 
 Completion = str | Sequence[Mapping[str, str]]

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from echo2.errors import UserError, did_you_mean
+from echo2.core.errors import UserError, did_you_mean
+from echo2.core.types import Rollout, Task
 from echo2.reward.functions import BUILT_IN, unusable
 from echo2.sandbox.plugins import load_named
-from echo2.types import Rollout, Task
 
 VERL_PARAMETERS = ("solution_str", "ground_truth")
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)

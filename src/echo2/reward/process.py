@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.background import spawn
+from echo2.core.background import spawn
+from echo2.core.types import Rollout, Score, Task
 from echo2.reward import frames
 from echo2.reward.score import RewardFailure
 from echo2.sandbox.process import CodeFailure, CodeProcess
-from echo2.types import Rollout, Score, Task
 
 #: Maximum number of processes, however many cores there are: each imports the user's module.
 PROCESSES_MAX = 16

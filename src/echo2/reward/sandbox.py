@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 from echo2.sandbox import pipes
 
 STARTUP_SECONDS = 120.0  # imports of the scorer's library

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.reward import confinement, expressions, text_scorers
 from echo2.reward.text_scorers import Score
 from echo2.sandbox import pipes

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from echo2.config.rules import weighted
-from echo2.errors import UserError
-from echo2.printable import shown
+from echo2.config.values import weighted
+from echo2.core.errors import UserError
+from echo2.core.printable import shown
+from echo2.core.types import Rollout, Task
 from echo2.reward.load import RewardFunction, load_reward
 from echo2.sandbox.plugins import innermost_line
-from echo2.types import Rollout, Task
 
 #: Fields beside the score that are kept for one function.
 FIELDS_MAX = 16

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.reward import expressions
 
 MAX_ANSWER_CHARS = 100_000
@@ -26,7 +26,7 @@ class UnreadableColumn(Exception):
 
 
 def make_scorer(name: str, column: Any) -> Score:
-    """Make the scorer `name` for one task from the task's column (see `tasks/gym.py` for reasoning_gym's).
+    """Make the scorer `name` for one task from the task's column (see `tasks/sources.py` for reasoning_gym's).
 
     Raises:
         UserError: the column is broken, or the installed library is another version.

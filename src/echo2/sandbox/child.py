@@ -26,8 +26,8 @@ import traceback
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, BinaryIO
 
-from echo2.background import Background
-from echo2.errors import UserError
+from echo2.core.background import Background
+from echo2.core.errors import UserError
 from echo2.sandbox import pipes
 from echo2.sandbox.plugins import traceback_of
 

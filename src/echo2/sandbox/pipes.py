@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import echo2
-from echo2.documents import parse_json
-from echo2.errors import PeerError
+from echo2.core.documents import parse_json
+from echo2.core.errors import PeerError
 
 #: Entries of `no_proxy`: OpenAI clients and the like would send calls of the model to a proxy.
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")

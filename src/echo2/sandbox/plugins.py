@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from echo2.errors import UserError, did_you_mean
+from echo2.core.errors import UserError, did_you_mean
 
 MAX_LINE_CHARS = 500
 TRACEBACK_CHARS = 4000

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
-from echo2.background import spawn, unforeseen
-from echo2.errors import InvariantError, PeerError, UserError
+from echo2.core.background import spawn, unforeseen
+from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.sandbox import pipes
 
 log = logging.getLogger(__name__)

@@ -13,10 +13,10 @@ import json
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from echo2.errors import UserError
-from echo2.printable import shown
+from echo2.core.errors import UserError
+from echo2.core.printable import shown
+from echo2.core.types import Message, Task
 from echo2.sandbox.plugins import innermost_line
-from echo2.types import Message, Task
 
 MAX_PROMPT_CHARS = 1 << 20
 MAX_COLUMNS_BYTES = 1 << 20

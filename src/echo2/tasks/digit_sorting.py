@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Literal
 from zlib import crc32
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 DEFAULT_SIZE = {"train": 100_000, "heldout": 1024}
 MAX_DIGITS = 1000

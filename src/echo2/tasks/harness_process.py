@@ -12,27 +12,23 @@ import asyncio
 import inspect
 import logging
 import sys
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from echo2.background import spawn, unforeseen
-from echo2.errors import UserError
+from echo2.core.background import spawn, unforeseen
+from echo2.core.errors import UserError
 from echo2.sandbox.child import Handler
 from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.sandbox.process import CodeProcess
-from echo2.tasks.loopback_model import LoopbackModel
+from echo2.tasks.loopback_model import LoopbackModel, Outcome, Play
 from echo2.tasks.own_python import own_python
 
 log = logging.getLogger(__name__)
 
 OWN, VERIFIERS, OPENENV = "harness:", "verifiers", "openenv:"
+
 #: Time that a rollout may take beyond its own limit before its process is killed.
 GRACE_SECONDS = 30.0
-
-#: A harness's result: a reward, and the tokens of the conversation that is the rollout, if the harness held several.
-Outcome = float | tuple[float, Sequence[int]]
-#: Plays one rollout, given its columns, seed and model.
-Play = Callable[[Mapping[str, Any], int, LoopbackModel], Awaitable[Outcome]]
 
 
 def is_harness(environment: str) -> bool:
@@ -41,7 +37,7 @@ def is_harness(environment: str) -> bool:
 
 
 class HarnessProcess:
-    """A `Harness` of `rollout/harness.py`, in a child process. For one event loop."""
+    """A `Harness` of `rollouts/harness.py`, in a child process. For one event loop."""
 
     def __init__(self, spec: str) -> None:
         entry = "echo2.tasks.harness_process:make_handler"

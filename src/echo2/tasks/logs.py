@@ -28,11 +28,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from echo2.errors import UserError
-from echo2.printable import shown
+from echo2.core.errors import UserError
+from echo2.core.printable import shown
+from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, LOGGED_ROLLOUTS
 from echo2.tasks.base import permute
-from echo2.tasks.files import JsonlRows
-from echo2.types import DEFAULT_LOGGED_ROLLOUTS, LOGGED_ROLLOUTS
+from echo2.tasks.sources import JsonlRows
 
 log = logging.getLogger(__name__)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from echo2.documents import parse_json
-from echo2.errors import UserError
+from echo2.core.documents import parse_json
+from echo2.core.errors import UserError
+
+#: A harness's result: a reward, and the tokens of the conversation that is the rollout, if the harness held several.
+Outcome = float | tuple[float, Sequence[int]]
 
 
 class OutOfRoomError(UserError):
@@ -73,3 +76,7 @@ class LoopbackModel:
             raise kind(f"The model's endpoint refused: {refusal['message']}")
         found: dict[str, Any] = answer
         return found
+
+
+#: Plays one rollout, given its columns, seed and model.
+Play = Callable[[Mapping[str, Any], int, LoopbackModel], Awaitable[Outcome]]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
 
 if TYPE_CHECKING:
-    from echo2.tasks.harness_process import Play
+    from echo2.tasks.loopback_model import Play
 
 
 def make_play(base_url: str) -> Play:

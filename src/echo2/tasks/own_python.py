@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 
 
 def own_python(package: str) -> str:

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from echo2.background import spawn
-from echo2.devices import available_memory_bytes, num_cores
+from echo2.core.background import spawn
+from echo2.core.devices import available_memory_bytes, num_cores
 from echo2.sandbox.process import CodeProcess
 
 log = logging.getLogger(__name__)

@@ -14,12 +14,12 @@ from dataclasses import replace
 from pathlib import PurePath
 from typing import Protocol
 
-from echo2.config.rules import weighted
 from echo2.config.sections import EvalConfig, TasksConfig
-from echo2.errors import UserError
+from echo2.config.values import weighted
+from echo2.core.errors import UserError
+from echo2.core.types import Task
 from echo2.tasks.base import TaskStream, permute
 from echo2.tasks.load import load_tasks
-from echo2.types import Task
 
 #: Number of consecutive tasks over which a mixture keeps its shares exactly.
 BLOCK = 1000

@@ -14,13 +14,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
-from echo2.background import awaited
-from echo2.errors import UserError
+from echo2.core.background import awaited
+from echo2.core.errors import UserError
 from echo2.tasks.loopback_model import LoopbackModel
 from echo2.tasks.verifiers_chat import HARNESS_ID, ROLLOUT_KEY, TOKENS, register
 
 if TYPE_CHECKING:
-    from echo2.tasks.harness_process import Play
+    from echo2.tasks.loopback_model import Play
 
 #: Column with the taskset, agent and data of a task.
 COLUMN = "verifiers"

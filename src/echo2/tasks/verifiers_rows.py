@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
-from echo2.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 from echo2.sandbox import pipes
 from echo2.tasks.own_python import own_python
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from google.protobuf.message import DecodeError, Message
 
-from echo2.errors import PeerError
+from echo2.core.errors import PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.tickets import TICKET_ROLES
 

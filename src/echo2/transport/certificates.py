@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.utils import CryptographyDeprecationWarning
 from cryptography.x509.oid import NameOID
 
-from echo2.errors import PeerError
+from echo2.core.errors import PeerError
 
 CSR_BYTES_MAX = 4096
 CERTIFICATE_DAYS = 3650

@@ -19,9 +19,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import cast
 
-from echo2.addresses import LOOPBACK
-from echo2.background import spawn
-from echo2.errors import UserError
+from echo2.core.addresses import LOOPBACK
+from echo2.core.background import spawn
+from echo2.core.errors import UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport.budgets import Buckets, Party
 

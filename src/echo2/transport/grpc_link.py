@@ -18,9 +18,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from echo2.addresses import split
-from echo2.errors import LinkError, PeerError, UserError
-from echo2.transport import grpc_options, limits, proxies
+from echo2.core.addresses import split
+from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.transport import grpc_options, limits
+from echo2.transport import grpc_options as proxies
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer

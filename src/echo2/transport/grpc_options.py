@@ -1,28 +1,83 @@
-"""The options of gRPC at both ends: limits, keepalive, and flow control for fast links with long delays."""
+"""The options of gRPC at both ends: limits, keepalive, and flow control for fast links with long delays.
+
+Which connections go through an HTTP proxy (CONNECT). gRPC would send every address there, also loopback, as soon as
+`http_proxy` is set.
+
+A proxy is used only if `grpc_proxy` names it, and never for loopback and private addresses. `http_proxy` and
+`https_proxy` are set for browsers and package indexes; such proxies often refuse other ports than 443. `no_proxy`
+excepts hosts, as gRPC reads it.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 
-from echo2.transport import limits, proxies
+from echo2.core import addresses
+from echo2.transport import limits
+
+#: The variable that names the proxy, those that list hosts without it, and others that programs commonly read.
+VARIABLE = "grpc_proxy"
+
+EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
+
+OTHERS = ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+
+
+def proxy_of(host: str) -> str:
+    """Return the URL of the proxy for this host; "" to connect directly."""
+    return "" if addresses.is_private(host) or _is_excepted(host) else os.environ.get(VARIABLE, "")
+
+
+def note(host: str) -> str:
+    """Return what the variables for proxies mean for a connection to this host, for an error message; "" if none is
+    set. Passwords are left out."""
+    if url := proxy_of(host):
+        return f"It was called through the proxy {_shown(url)}, as {VARIABLE} says: does that allow CONNECT?"
+    found = next((name for name in (VARIABLE, *OTHERS) if os.environ.get(name)), "")
+    if not found:
+        return ""
+    told = f"{found} is set, and was not used:"
+    if addresses.is_private(host):
+        return f"{told} private addresses are called directly."
+    if found == VARIABLE:
+        return f"{told} no_proxy excepts {host}."
+    return f"{told} if only that proxy leads to {host}, set {VARIABLE} to it."
+
+
+def _is_excepted(host: str) -> bool:
+    listed = next((os.environ[name] for name in EXCEPTIONS if os.environ.get(name)), "")
+    ends = [entry.strip().removeprefix("*") for entry in listed.split(",")]
+    return any(end and host.strip("[]").endswith(end) for end in ends)
+
+
+def _shown(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else "(no URL)"
+
 
 #: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
 #: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
 KEEPALIVE_SECONDS = 5.0
+
 #: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
 #: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
 CONNECT_SECONDS = 5.0
+
 #: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
 #: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
 #: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
 WINDOW_BYTES = 256 << 10
+
 #: Size of an HTTP/2 frame. The default of 16 KiB splits a chunk of 1 MiB into sixty-four frames.
 FRAME_BYTES = 1 << 20
 
 #: Limit on a caller's TLS handshake.
 HANDSHAKE_SECONDS = 10.0
+
 #: Header that carries the request of a call without a body (`Method.in_header`).
 REQUEST_HEADER = "request-bin"
 
@@ -38,6 +93,7 @@ _BOTH: list[tuple[str, Any]] = [
     ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
     ("grpc.per_message_decompression", 0),
 ]
+
 _SERVER: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
@@ -45,6 +101,7 @@ _SERVER: list[tuple[str, Any]] = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", limits.CALLS_MAX),
 ]
+
 _CLIENT: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
@@ -68,5 +125,5 @@ def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]
 
 def client(server_name: str, host: str) -> list[tuple[str, Any]]:
     """Options of a link to `host`, which must prove `server_name`."""
-    is_proxied = ("grpc.enable_http_proxy", int(bool(proxies.proxy_of(host))))
+    is_proxied = ("grpc.enable_http_proxy", int(bool(proxy_of(host))))
     return [*_CLIENT, ("grpc.ssl_target_name_override", server_name), is_proxied]

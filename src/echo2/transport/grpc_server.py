@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from echo2.addresses import LOOPBACK, join
-from echo2.errors import PeerError, UserError
+from echo2.core.addresses import LOOPBACK, join
+from echo2.core.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, num_bytes, packed, parse

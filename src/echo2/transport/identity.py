@@ -26,8 +26,8 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from echo2.documents import parse_json
-from echo2.errors import PeerError, UserError
+from echo2.core.documents import parse_json
+from echo2.core.errors import PeerError, UserError
 from echo2.transport import certificates
 from echo2.transport.certificates import Key
 from echo2.transport.tickets import Credentials, Terms, TermsFiles, ticket_text

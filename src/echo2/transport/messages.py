@@ -1,4 +1,4 @@
-"""Converts `echo2.types` to wire messages and back. Decoding trusts nothing: values out of bounds and inconsistent
+"""Converts `echo2.core.types` to wire messages and back. Decoding trusts nothing: values out of bounds and inconsistent
 messages raise PeerError.
 """
 
@@ -14,10 +14,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from echo2.errors import PeerError
-from echo2.transport import limits
-from echo2.transport import wire_pb2 as wire
-from echo2.types import (
+from echo2.core.errors import PeerError
+from echo2.core.types import (
     STOP_CHARS_MAX,
     STOP_STRINGS_MAX,
     Assignment,
@@ -32,6 +30,8 @@ from echo2.types import (
     SnapshotRef,
     is_policy_id,
 )
+from echo2.transport import limits
+from echo2.transport import wire_pb2 as wire
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from echo2.errors import UserError
+from echo2.core.errors import UserError
 from echo2.transport import certificates
 
 TICKET_PREFIX = "echo2-"

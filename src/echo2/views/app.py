@@ -1,8 +1,13 @@
-"""The dashboard's HTTP application. Anybody with the token can see the runs; nothing can be changed here."""
+"""The dashboard's HTTP application. Anybody with the token can see the runs; nothing can be changed here.
+
+The newest metrics of runs in Prometheus' text format: `echo2_reward_mean{run="sort"} 0.71`.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
@@ -17,14 +22,40 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from echo2.errors import UserError
-from echo2.rundir import RunDir
-from echo2.views import prometheus, rollouts, run_files
-from echo2.views.page_data import fleet_page
-from echo2.views.watch import Watch
+from echo2.config.rundir import RunDir
+from echo2.core.errors import UserError
+from echo2.head.ledger import rollout_log
+from echo2.views import run_files
+from echo2.views.run_view import RunView
+from echo2.views.watch import Watch, fleet_page
+
+MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: Names of exported metrics. A metric with a third part, such as the name of a data source, is left out.
+NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)?")
+
+
+def exposition(views: Sequence[RunView]) -> str:
+    """Return the version and the newest value of each metric of each run."""
+    samples: dict[str, list[str]] = {}
+    for view in views:
+        label = view.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        newest = {name: value for row in view.rows for name, value in row.items()}
+        for name, value in {**newest, "version": view.version}.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if is_number and NAME.fullmatch(name) and name != "step":
+                samples.setdefault(f"echo2_{name.replace('/', '_')}", []).append(f'{{run="{label}"}} {value!r}')
+    lines = [
+        line
+        for name, values in sorted(samples.items())
+        for line in (f"# TYPE {name} gauge", *(name + value for value in values))
+    ]
+    return "\n".join(lines) + "\n"
+
 
 #: Pages that may be open at once.
 LISTENERS_MAX = 64
+
 #: Browsers load resources from this server only and run no inline code: the text of a rollout is not trusted.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -34,9 +65,12 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+
 #: Groups shown of a file of rollouts; a held-out set may have thousands, too many to draw in time.
 GROUPS_SHOWN = 200
+
 FILES = (
     "page.js",
     "parts.js",
@@ -49,6 +83,7 @@ FILES = (
     "uPlot.iife.min.js",
     "uPlot.min.css",
 )
+
 REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -123,18 +158,18 @@ class Dashboard:
         """Return the newest metrics for Prometheus."""
         async with self._scraping:
             views = await asyncio.to_thread(self._watch.newest)
-        return Response(prometheus.exposition(views), media_type=prometheus.MEDIA_TYPE)
+        return Response(exposition(views), media_type=MEDIA_TYPE)
 
     async def _rollouts(self, request: Request) -> Response:
         """Without `name`: return the names of the files of rollouts; else the first groups of that file."""
         folder, name = self._rundir(request).rollouts, request.query_params.get("name")
         if name is None:
-            return _json(await asyncio.to_thread(rollouts.names, folder))
-        return _json(await asyncio.to_thread(rollouts.read_groups, folder, name, GROUPS_SHOWN))
+            return _json(await asyncio.to_thread(rollout_log.names, folder))
+        return _json(await asyncio.to_thread(rollout_log.read_groups, folder, name, GROUPS_SHOWN))
 
     async def _task(self, request: Request) -> Response:
         name, number = request.query_params.get("name", ""), _number(request, "group")
-        return _json(await asyncio.to_thread(rollouts.task_over_steps, self._rundir(request).rollouts, name, number))
+        return _json(await asyncio.to_thread(rollout_log.task_over_steps, self._rundir(request).rollouts, name, number))
 
     async def _workers(self, request: Request) -> Response:
         """Return one page of the workers that contain the words `find`, from index `first` on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,21 +16,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from echo2.control.head.learner_waits import CAUSES
-from echo2.printable import LINE_CHARS_MAX, printable
-from echo2.rundir import RunDir
-from echo2.views.rollouts import samples
+from echo2.config.rundir import RunDir
+from echo2.core.printable import LINE_CHARS_MAX, PLAIN_SECONDS, printable
+from echo2.head.fleet.decide.gauge import CAUSES
+from echo2.head.ledger.rollout_log import samples
 from echo2.views.run_view import RunView
-from echo2.weights.adapter_files import ADAPTER_CONFIG
+from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 
-#: Seconds between two lines without a terminal.
-PLAIN_SECONDS = 5.0
 #: Minimum seconds between two reads of the run directory.
 REFRESH_SECONDS = 0.3
+
 #: State shown for a process, by whether it is alive; None: it runs on another machine.
 PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
+
 #: Maximum length of a reason or state; echo2's own have at most half of that.
 REASON_CHARS = 1000
+
 #: By kind of failure: its description, and the log that lists every failure.
 FAILURE_WORDS = {
     "reward_failed": ("groups were lost to your reward function", "reward.log"),
@@ -43,27 +43,17 @@ FAILURE_WORDS = {
     "snapshot_refused": ("snapshots were refused by workers", "head.log"),
     "engine_failed": ("leases failed in the worker's engine", "head.log"),
 }
+
 #: Idle ratio of the learner from which the main cause of its waiting is shown.
 WORTH_WORDS = 0.05
+
 #: Seconds that a machine wasted on one cause, from which the cause is shown.
 WORTH_SECONDS = 1.0
+
 #: Indentation of a sample rollout.
 SAMPLE_INDENT = "  "
+
 _BLOCKS = "▁▂▃▄▅▆▇█"
-
-
-class PlainLines:
-    """Prints a line to stderr at once and then every `PLAIN_SECONDS`, where no terminal shows a progress bar."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        self._is_terminal, self._printed_at = is_terminal, float("-inf")
-
-    def tell(self, line: str, is_last: bool = False) -> None:
-        """Print the line if it is due, or the last one."""
-        now = time.monotonic()
-        if not self._is_terminal and (is_last or now - self._printed_at > PLAIN_SECONDS):
-            self._printed_at = now
-            print(line, file=sys.stderr, flush=True)
 
 
 class RunDisplay:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from echo2 import config as configuration
-from echo2.errors import UserError
-from echo2.printable import printable_lines
-from echo2.rundir import RunDir
+from echo2.config.rundir import RunDir
+from echo2.core.errors import UserError
+from echo2.core.printable import printable_lines
 from echo2.transport.tickets import TICKET_PREFIX
 
 #: Bytes of a log that are shown, from its end.

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo2.errors import UserError
-from echo2.planning.cost_report import report
-from echo2.rundir import RunDir, accuracies, read_json
-from echo2.types import Wait
-from echo2.views.metrics_file import MetricsFile, Row
+from echo2.config.rundir import RunDir, accuracies, read_json
+from echo2.core.errors import UserError
+from echo2.core.types import Wait
+from echo2.head.ledger.costs import report
+from echo2.views.chart_points import MetricsFile, Row
 from echo2.views.status import live_status
 
 #: Number of the newest steps from which the time and cost of the remaining ones are extrapolated.

@@ -17,9 +17,9 @@ from typing import Protocol
 import uvicorn
 from starlette.applications import Starlette
 
-from echo2.addresses import LOOPBACK, family, is_loopback, join
-from echo2.errors import UserError
-from echo2.rundir import newest_run
+from echo2.config.rundir import newest_run
+from echo2.core.addresses import LOOPBACK, family, is_loopback, join
+from echo2.core.errors import UserError
 from echo2.views.app import Dashboard
 
 #: Seconds that open connections get to finish at shutdown.

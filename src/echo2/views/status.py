@@ -8,9 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from echo2.disk import FLOOR_BYTES, free_bytes
-from echo2.errors import UserError
-from echo2.rundir import RunDir, newest_checkpoint, read_json
+from echo2.config.rundir import RunDir, newest_checkpoint, read_json
+from echo2.core.disk import FLOOR_BYTES, free_bytes
+from echo2.core.errors import UserError
 
 #: The largest process id of Linux.
 PID_MAX = 1 << 22

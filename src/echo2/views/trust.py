@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from echo2.printable import printable
-from echo2.rundir import RunDir
+from echo2.config.rundir import RunDir
+from echo2.core.printable import printable
 from echo2.views.status import read_status
 
 #: Characters of a reason in the table; `--json` has them whole.

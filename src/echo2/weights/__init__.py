@@ -1,4 +1,1 @@
-"""Weights: a policy as content-addressed bytes. `manifest` names them, `segments` encodes one segment, `encoder` makes
-a payload, `content` applies payloads, `chain` joins payloads without reading them, `store` keeps chunks, `kept` is a
-worker's content in memory and on disk.
-"""
+"""Weights on their way from the learner to the engines: their format, their files, their broadcast."""

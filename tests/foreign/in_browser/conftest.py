@@ -9,7 +9,7 @@ import pytest
 
 import view_cases
 from browser_page import CHROMIUM, DRIVER, Page, chromium, view_of
-from echo2.rundir import RunDir
+from echo2.config.rundir import RunDir
 
 
 @pytest.fixture(scope="session")

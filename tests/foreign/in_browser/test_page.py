@@ -11,7 +11,7 @@ import pytest
 import house
 import view_cases
 from browser_page import PHONE, WIDE, Page, view_of
-from echo2.rundir import RunDir
+from echo2.config.rundir import RunDir
 
 AXE = Path(os.environ.get("AXE_CORE", house.REPOSITORY / ".venv-browser/package/axe.min.js"))
 LOOKS = [(size, scheme) for size in (WIDE, PHONE) for scheme in ("light", "dark")]

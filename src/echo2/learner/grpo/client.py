@@ -23,23 +23,21 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
-from echo2.errors import InvariantError, UserError
-from echo2.learner.batch import Layout
+from echo2.core.errors import InvariantError, UserError
+from echo2.core.types import GroupRef, RolloutGroup
+from echo2.learner.core.batch import Layout
+from echo2.learner.core.losses import LossTokens, PolicyLoss, log_ratio, make_loss
+from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.model import Policy
+from echo2.learner.core.publication import LentWeights
+from echo2.learner.core.settings import computes_in_bfloat16, learning_rate, microbatch_tokens, refuse_vanishing_updates
+from echo2.learner.core.state import Saving
+from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.learner.grpo.data import GroupData, divisor_of, group_data
 from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import reference_of, token_kl
-from echo2.learner.learning_rate import learning_rate
-from echo2.learner.losses import LossTokens, PolicyLoss, log_ratio, make_loss
-from echo2.learner.mesh import Mesh
-from echo2.learner.microbatch import microbatch_tokens
-from echo2.learner.model import Policy
-from echo2.learner.precision import computes_in_bfloat16, refuse_vanishing_updates
-from echo2.learner.publication import LentWeights
-from echo2.learner.state import Saving
-from echo2.learner.trainer import AdamParams, Trainer
-from echo2.transport.learner_logprobs import LearnerLogprobs, logged_tokens
+from echo2.transport.codecs import LearnerLogprobs, logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
-from echo2.types import GroupRef, RolloutGroup
 
 POLICY, REFERENCE = "the policy", "its reference"
 #: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.

@@ -22,17 +22,16 @@ from pathlib import Path
 
 import torch
 
-from echo2.errors import LinkError, PeerError
-from echo2.learner import checkpoint
+from echo2.config.rundir import CRASH_RECORD
+from echo2.core.errors import LinkError, PeerError
+from echo2.core.types import RolloutGroup
+from echo2.learner.core import checkpoint
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.grpo.crash_record import CrashRecord
-from echo2.learner.grpo.saving import Checkpoints
+from echo2.learner.grpo.saving import Checkpoints, CrashRecord
 from echo2.learner.grpo.step_meter import StepMeter
-from echo2.learner.head_client import OVER
-from echo2.learner.session import HeadSession
-from echo2.rundir import CRASH_RECORD
+from echo2.learner.link.head_client import OVER
+from echo2.learner.link.session import HeadSession
 from echo2.transport import wire_pb2 as wire
-from echo2.types import RolloutGroup
 
 log = logging.getLogger(__name__)
 

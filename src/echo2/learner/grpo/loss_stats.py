@@ -16,8 +16,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from echo2.learner.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
-from echo2.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
+from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
+from echo2.learner.core.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
 
 LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
 LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")

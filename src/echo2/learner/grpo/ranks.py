@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import torch
 
-from echo2.errors import InvariantError
+from echo2.core.errors import InvariantError
+from echo2.core.types import RolloutGroup
+from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.publication import LentWeights
+from echo2.learner.core.state import Saving
 from echo2.learner.grpo.client import GrpoClient, RunPosition, StepStats
 from echo2.learner.grpo.loss_stats import LossStats
-from echo2.learner.mesh import Mesh
-from echo2.learner.publication import LentWeights
-from echo2.learner.state import Saving
 from echo2.transport.messages import encode_group, parse_group
-from echo2.types import RolloutGroup
 
 
 class Order(msgspec.Struct, frozen=True):

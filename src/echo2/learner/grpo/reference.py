@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
-from echo2.errors import UserError
-from echo2.learner.adapters import Adapter
-from echo2.learner.losses import LOG_RATIO_LIMIT, LossTokens
-from echo2.learner.mesh import Mesh
-from echo2.learner.model import Policy, load_policy
+from echo2.core.errors import UserError
+from echo2.learner.core.adapters import Adapter
+from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens
+from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.model import Policy, load_policy
 
 LOG_CAP = math.log(10.0)
 

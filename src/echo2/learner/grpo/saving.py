@@ -1,21 +1,139 @@
 """The run's checkpoints: written in the background, durable before the head is told. The newest few, every Nth, and the
 best evaluated one are kept.
+
+Records which groups the learner was training on when it died; the record outlives its restarts.
+
+A group that was fed is in the ledger and is fed again after a restart, so a group that kills the learner (out of
+memory, a crash of a kernel) would kill every later learner. After TOGETHER_MAX deaths in a micro-batch, its groups are
+trained on one by one. A group on which the learner has died ALONE_MAX times, alone, is left out for good and logged. A
+group that is trained on without a death is removed from the record. If the learner dies on one group after the other,
+the groups are not at fault, and the learner ends with an error that says so.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from echo2.errors import NoRoomError
-from echo2.learner import checkpoint
+import msgspec
+
+from echo2.core.errors import NoRoomError, UserError
+from echo2.core.types import RolloutGroup
+from echo2.learner.core import checkpoint
+from echo2.learner.core.publication import NO_ROOM_SECONDS
+from echo2.learner.core.state import Saving
 from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.publication import NO_ROOM_SECONDS
-from echo2.learner.session import HeadSession
-from echo2.learner.state import Saving
+from echo2.learner.link.session import HeadSession
 
 log = logging.getLogger(__name__)
+
+TOGETHER_MAX = 2
+
+#: TOGETHER_MAX + ALONE_MAX is one less than the deaths in a row that end a run.
+ALONE_MAX = 2
+
+#: Maximum number of groups left out in a row; beyond it the machine is at fault.
+LEFT_OUT_MAX = 3
+
+
+@dataclass(slots=True)
+class _Deaths:
+    """The stored record. `together`, `alone`: deaths by group; `at_work`: the groups being trained on."""
+
+    together: dict[int, int] = field(default_factory=dict)
+    alone: dict[int, int] = field(default_factory=dict)
+    left_out: list[int] = field(default_factory=list)
+    num_in_a_row: int = 0
+    at_work: list[int] = field(default_factory=list)
+
+
+class CrashRecord:
+    """Reads the record that the previous learner left in `path`, and counts its death if it died during training.
+
+    Raises:
+        UserError: the learner dies on one group after the other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._deaths = deaths = _read(path)
+        counts = deaths.alone if len(deaths.at_work) == 1 else deaths.together
+        for number in deaths.at_work:
+            counts[number] = counts.get(number, 0) + 1
+        for number in [number for number, count in deaths.alone.items() if count >= ALONE_MAX]:
+            del deaths.alone[number]
+            deaths.left_out.append(number)
+            deaths.num_in_a_row += 1
+        is_hopeless = deaths.num_in_a_row > LEFT_OUT_MAX
+        if is_hopeless:
+            deaths.num_in_a_row, deaths.left_out = 0, []  # no group was at fault: --resume tries all again
+        if deaths.at_work:
+            self._write([])
+        if is_hopeless:
+            raise UserError(
+                f"The learner died on {LEFT_OUT_MAX + 1} groups in a row, each trained on alone: this machine can't "
+                "train on what the run samples. See its log; lower sampling.max_tokens or take a larger machine, and "
+                "--resume."
+            )
+
+    def why_unfit(self, group: RolloutGroup) -> str:
+        """Return why the group is left out; empty if it is not."""
+        is_fit = group.group.number not in self._deaths.left_out
+        return "" if is_fit else f"the learner died {ALONE_MAX} times while it trained on this group alone"
+
+    @property
+    def summary(self) -> str:
+        """Suffix for the learner's activity, for people: deaths on groups not trained past yet, and groups left out."""
+        deaths = max([0, *self._deaths.together.values(), *self._deaths.alone.values()])
+        left_out = ", ".join(f"train-{number}" for number in self._deaths.left_out[-LEFT_OUT_MAX:])
+        died = f"; it died {deaths} times on groups that it trains again" if deaths else ""
+        return died + (f"; left out, for it died of them: {left_out}" if left_out else "")
+
+    def batches(self, groups: Sequence[RolloutGroup]) -> list[list[RolloutGroup]]:
+        """Return the batches to train on: all groups without suspicion together, and each of the others alone."""
+        suspects = [group for group in groups if self._deaths.together.get(group.group.number, 0) >= TOGETHER_MAX]
+        others = [group for group in groups if group not in suspects]
+        return [*([others] if others else []), *([group] for group in suspects)]
+
+    @contextmanager
+    def training(self, groups: Sequence[RolloutGroup]) -> Iterator[None]:
+        """Train on these groups inside this context. A process that does not reach the end of it has died on them."""
+        numbers = [group.group.number for group in groups]
+        self._write(numbers)
+        yield
+        for number in numbers:
+            self._deaths.together.pop(number, None)
+            self._deaths.alone.pop(number, None)
+        self._deaths.num_in_a_row = 0
+        self._write([])
+
+    def _write(self, at_work: list[int]) -> None:
+        """Write the record. A disk error costs the record, not the step."""
+        self._deaths.at_work = at_work
+        temporary = self._path.with_name(f"{self._path.name}.tmp")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(json.dumps(asdict(self._deaths)), encoding="utf-8")
+            os.replace(temporary, self._path)
+        except OSError as error:
+            log.warning("deaths are not counted: cannot write %s: %s", self._path, error.strerror)
+
+
+def _read(path: Path) -> _Deaths:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_Deaths)
+    except FileNotFoundError:
+        return _Deaths()
+    except (OSError, msgspec.MsgspecError, RecursionError) as error:
+        log.warning("deaths are counted from nothing: %s is damaged: %s", path, error)
+        return _Deaths()
+
 
 #: Total time that a stopping learner waits for disk space.
 LAST_ROOM_SECONDS = 60.0

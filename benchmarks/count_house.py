@@ -1,0 +1,185 @@
+"""Counts the house: files, lines of code, small files, files that one other imports, circles, and files on three paths.
+
+    python benchmarks/count_house.py [TREE]
+
+TREE: a checkout, also of an older layout (default: this one). Lines of code are those with a token that is no comment
+and no docstring. Imports count wherever they stand, also inside functions and under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+GENERATED = "_pb2.py"
+SMALL_LINES = 80
+
+#: Files that a rollout group goes through from its issue to its gradient.
+GROUP = """
+echo2.head.decide: granting state planner results events commands groups pacing
+echo2.head.ledger: driver ledger
+echo2.head.serve: effects head reading service results
+echo2.head.strangers: copied_rollouts
+echo2.tasks: streams base
+echo2.transport: messages grpc_server door grpc_link
+echo2.worker: attending process decide.scheduler sampling
+echo2.rollouts: generate
+echo2.engines: tokenizer decode_loop torch_engine rows sampler compact
+echo2.reward: process frames score
+echo2.sandbox: process pipes child
+echo2.learner: link.head_client link.session grpo.loop grpo.client grpo.data grpo.loss_stats
+echo2.learner.core: trainer mesh batch model output_layer losses
+"""
+#: Files that a snapshot goes through from the optimizer to an engine.
+SNAPSHOT = """
+echo2.learner: grpo.loop grpo.client core.trainer core.publication link.session link.head_client link.sending
+echo2.weights.format: encoder segments planes items manifest chain
+echo2.weights.store: archive store packs content
+echo2.weights.broadcast: distribution origin peer edges sources serving payloads
+echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages fetcher_messages
+echo2.head: serve.service decide.planner
+echo2.transport: messages codecs grpc_server door grpc_link
+echo2.worker: attending process weights decide.scheduler
+echo2.engines: decode_loop torch_engine snapshot_tensors
+"""
+#: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.
+FORWARD_BACKWARD = """
+echo2_service.front: app entrance access requests_api bodies numbering data training_data dispatch database work traffic
+echo2_service: decide.order backend frames calling tinker_pb2 fleet.processes
+echo2_service.learner: process models journal data
+echo2.learner.core: tenants trainer
+"""
+#: Words by which the files of a topic are found.
+TOPICS = {
+    "broadcast": r"\b(Fetcher|OriginNode|PeerNode|Broadcast|plan_routes|stripes?)\b",
+    "strangers": r"\b(strangers?|Trust|Standings|conducts?|quarantine)\b",
+    "engines": r"\b(Engine|TokenServer|make_engine)\b",
+    "losses": r"\b(LOSS_PARAMS|loss_params|policy_loss|TokenLoss)\b",
+}
+
+
+def modules(tree: Path) -> dict[str, Path]:
+    """Hand-written modules of the packages below src/, by their dotted names."""
+    root = tree / "src"
+    paths = sorted(path for path in root.glob("echo2*/**/*.py") if not path.name.endswith(GENERATED))
+    return {
+        path.relative_to(root).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
+        for path in paths
+    }
+
+
+def code_lines(text: str) -> int:
+    """Lines with a token that is no comment and no docstring."""
+    found: set[int] = set()
+    silent = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in silent:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(found)
+
+
+def imported(module: str, path: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of ours that a module imports; the packages that this imports on the way are not counted."""
+    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    names: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            names += [f"{base}.{alias.name}" for alias in node.names]
+    found = set()
+    for name in names:
+        while name and name not in known:
+            name = name.rpartition(".")[0]
+        if name not in ("", "echo2", module):
+            found.add(name)
+    return found
+
+
+def circles(knows: dict[str, set[str]]) -> list[list[str]]:
+    """Sets of modules from each of which every other is reached."""
+    reach = {module: _reached(module, knows) for module in knows}
+    left, found = set(knows), []
+    for module in sorted(knows):
+        ring = sorted(other for other in reach[module] & left if module in reach[other])
+        if module in left and len(ring) > 1:
+            found.append(ring)
+            left -= set(ring)
+    return found
+
+
+def _reached(module: str, knows: dict[str, set[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = knows[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def on_path(listed: str) -> Iterator[str]:
+    """The dotted names of a path's files."""
+    for line in listed.strip().splitlines():
+        package, _, names = line.partition(": ")
+        yield from (f"{package}.{name}" for name in names.split())
+
+
+def room_of(module: str) -> str:
+    """The topmost folder, or the file beside the folders; the service is one room."""
+    first, *rest = module.split(".")
+    return first if first != "echo2" or not rest else rest[0]
+
+
+def count(tree: Path) -> dict[str, Any]:
+    """All counts of a checkout."""
+    known = modules(tree)
+    texts = {module: path.read_text(encoding="utf-8") for module, path in known.items()}
+    knows = {module: imported(module, path, known) for module, path in known.items()}
+    importers = Counter(other for others in knows.values() for other in others)
+    is_service = {module: module.startswith(("echo2_service", "echo2.service")) for module in known}
+    lines = {module: code_lines(text) for module, text in texts.items()}
+    topics = {}
+    for name, words in TOPICS.items():
+        files = [module for module, text in texts.items() if re.search(words, text)]
+        topics[name] = {"files": len(files), "rooms": len({room_of(module) for module in files})}
+    paths = {"group": GROUP, "snapshot": SNAPSHOT, "forward_backward": FORWARD_BACKWARD}
+    generated = {"echo2_service.tinker_pb2"}
+    return {
+        "files": {"core": len(known) - sum(is_service.values()), "service": sum(is_service.values())},
+        "code_lines": {
+            "core": sum(count for module, count in lines.items() if not is_service[module]),
+            "service": sum(count for module, count in lines.items() if is_service[module]),
+        },
+        "lines": {
+            "core": sum(text.count("\n") for module, text in texts.items() if not is_service[module]),
+            "service": sum(text.count("\n") for module, text in texts.items() if is_service[module]),
+        },
+        f"files_below_{SMALL_LINES}_lines": sum(text.count("\n") < SMALL_LINES for text in texts.values()),
+        "files_imported_by_one": sum(count == 1 for count in importers.values()),
+        "rooms": len({room_of(module) for module in known}),
+        "circles": circles(knows),
+        "topics": topics,
+        "paths": {name: len(list(on_path(listed))) for name, listed in paths.items()},
+        "not_there": [
+            module for listed in paths.values() for module in on_path(listed) if module not in known.keys() | generated
+        ],
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(count(Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY), indent=2))

@@ -1,0 +1,54 @@
+"""What the families of commands share: how a command is added, found and begun."""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+
+from echo2 import config
+
+Command = Callable[[argparse.Namespace], int]
+
+#: `add_command` with its first argument.
+Add = Callable[..., argparse.ArgumentParser]
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    text: str,
+    command: Command,
+    directory: str = "",
+    takes_settings: bool = False,
+    has_json: bool = False,
+) -> argparse.ArgumentParser:
+    """Add one command. `directory`: help text of its first argument DIR; empty: the command has none."""
+    parser = commands.add_parser(name, help=text, description=textwrap.fill(text, 80), allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter  # keeps the lines of `config.settings_help`
+    parser.set_defaults(command=command, parser=parser, takes_settings=takes_settings)
+    if directory:
+        parser.add_argument("directory", type=Path, metavar="DIR", help=directory)
+    if has_json:
+        parser.add_argument("--json", action="store_true", help="print JSON")
+    if takes_settings:
+        for section, key, *_ in config.all_fields():
+            parser.add_argument(f"--{section}.{key}", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser
+
+
+def module_command(name: str, function: str = "run") -> Command:
+    """Return a command that imports a module when it runs, and calls the module's function."""
+    return lambda options: int(getattr(import_module(name), function)(options))
+
+
+def begin_process() -> None:
+    """Do what head, learner and worker do before anything else."""
+    from echo2.core import lifeline, logs
+    from echo2.transport.door import raise_descriptor_limit
+
+    lifeline.end_with_supervisor()
+    raise_descriptor_limit()
+    logs.start()

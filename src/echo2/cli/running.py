@@ -1,0 +1,168 @@
+"""The commands that train: run, demo, head, learner, worker."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+from echo2 import config
+from echo2.cli.adding import Add, begin_process, module_command
+from echo2.cli.service import service_module
+from echo2.config.values import ENGINES, NO_SLOT_LIMIT
+from echo2.core.printable import printable
+
+
+def add_run(add: Add) -> None:
+    """Add `run`."""
+    text = "Train: start head, learner and workers on this machine, and restart those that die."
+    parser = add("run", text, _run, takes_settings=True, has_json=True)
+    parser.epilog = config.settings_help()
+    text = "configuration file (TOML), or config.json of a run"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
+    _add_out(parser)
+    parser.add_argument("--view", action="store_true", help="also serve the dashboard, as `echo2 view` does")
+    parser.add_argument("--no-learner", action="store_true", help="let a learner from elsewhere, or TRL, join")
+    parser.add_argument("--dry-run", action="store_true", help="check the configuration and print it; start nothing")
+    _add_from(parser)
+
+
+def add_demo(add: Add) -> None:
+    """Add `demo`."""
+    text = "Train a model of 7 M parameters to sort digits, on this machine: two minutes, no download."
+    parser = add("demo", text, module_command("echo2.demo.command"), has_json=True)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
+
+
+def _add_out(parser: argparse.ArgumentParser) -> None:
+    where = "run directory (default: outputs/<name of the file>)"
+    parser.add_argument("--out", type=Path, metavar="DIR", help=where)
+    parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
+
+
+def _add_from(parser: argparse.ArgumentParser) -> None:
+    text = 'run whose measured times `publish_every = "auto"` uses (default with --resume: this run)'
+    parser.add_argument("--from", dest="like", type=Path, metavar="DIR", help=text)
+
+
+def add_processes(add: Add) -> None:
+    """Add `head`, `learner` and `worker`."""
+    text = "Start only the head of a run, which leases tasks to workers and hands rollouts to the learner."
+    parser = add("head", text, _head, takes_settings=True)
+    text = "run directory, or configuration file with --out, --resume and settings, as for `echo2 run`"
+    parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help=text)
+    _add_out(parser)
+    _add_from(parser)
+    text = "Start only the learner of a run, from its newest checkpoint."
+    parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
+    parser.add_argument("--ticket", default="", help="the learner's ticket, if the head is on another machine")
+    _add_worker(add("worker", "Join a run with a ticket, and sample rollouts for it.", _worker, has_json=True))
+
+
+def _add_worker(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(interrupted="left the run; its leases go to other workers")
+    flag = parser.add_argument
+    flag("ticket", metavar="TICKET", help="the ticket, or @FILE that contains it")
+    engines = ["auto", *ENGINES]
+    flag("--engine", default="auto", choices=engines, help="software that samples tokens (default: the run's engine)")
+    text = "Python that has vLLM installed (default: $ECHO2_ENGINE_PYTHON, or this Python)"
+    flag("--engine-python", default="", metavar="PATH", help=text)
+    text = "use a running server, which shares the worker's disk, instead of starting one"
+    flag("--engine-url", default="", metavar="URL", help=text)
+    text = 'arguments for the server that is started, for example --engine-args="--max-model-len 8192"'
+    flag("--engine-args", default="", metavar="ARGS", help=text)
+    flag("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
+    flag("--price-usd-per-hour", type=float, default=0.0, metavar="USD", help="price of this machine (default: 0)")
+    flag("--offer", default="", metavar="NAME", help="name that the rent command of an offer gave this machine")
+    flag("--slots", type=_num_slots, default=0, help="most rollouts to decode at once (0: as many as the run asks for)")
+    text = "directory or hub id of the base model of a LoRA run (default: fetch it from the run)"
+    flag("--base", default="", metavar="MODEL", help=text)
+    text = "an environment installed on this machine that the run may use; may be repeated"
+    flag("--allow-environment", dest="allow_environments", action="append", default=[], metavar="SPEC", help=text)
+    text = "where to listen for other workers that fetch weights (default: any free port)"
+    flag("--listen", default="", metavar="HOST:PORT", help=text)
+    text = "address at which other workers reach this one (default: the one that the head sees)"
+    flag("--advertise", default="", metavar="HOST[:PORT]", help=text)
+    flag("--no-relay", dest="relays", action="store_false", help="send no weights to other workers")
+    text = "directory for the worker's key and weights (default: in the user's state directory)"
+    flag("--state", type=Path, metavar="DIR", help=text)
+    text = "how long to wait for a head that is away (default: 600)"
+    flag("--patience-seconds", type=float, default=600.0, metavar="SECONDS", help=text)
+
+
+def _num_slots(text: str) -> int:
+    if not text.isdecimal() or int(text) > NO_SLOT_LIMIT:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {NO_SLOT_LIMIT}")
+    return int(text)
+
+
+# ---- commands ----------------------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    from echo2.core.lifeline import end_with_supervisor
+    from echo2.launch.start import how_to_continue, run
+
+    options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)
+    end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
+    given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
+    return run(*given, has_page=options.view, has_learner=not options.no_learner)
+
+
+def _head(options: argparse.Namespace) -> int:
+    import asyncio
+
+    from echo2.head.serve.process import forbid_torch, run_head
+    from echo2.launch import start as launch
+
+    begin_process()
+    rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
+    forbid_torch()
+    asyncio.run(run_head(rundir))
+    return 0
+
+
+def _learner(options: argparse.Namespace) -> int:
+    from echo2.config.rundir import RunDir
+    from echo2.learner.process import run_learner
+
+    begin_process()
+    return run_learner(RunDir(options.directory), options.ticket)
+
+
+def _worker(options: argparse.Namespace) -> int:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see docs/operations.md
+    from echo2.transport.tickets import Ticket
+    from echo2.worker.process import WorkerOptions, run_worker
+
+    ended: list[int] = []  # signals by which a machine manager ended this worker: no error
+
+    def end(number: int, _frame: object) -> None:
+        ended.append(number)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a script started with "&"
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run in good order
+
+    signal.signal(signal.SIGTERM, end)
+    begin_process()
+    names = [entry.name for entry in fields(WorkerOptions)]
+    worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
+    try:
+        run = run_worker
+        if Ticket.parse(options.ticket).role == "sampler":
+            run = service_module("sampler.machine").run_machine
+        reason = run(options.ticket, options.state, worker_options)
+    except KeyboardInterrupt:
+        if not ended:
+            raise
+        if options.json:
+            print(json.dumps({"ended": options.interrupted}))
+        else:
+            print(options.interrupted, file=sys.stderr)
+        return 0
+    print(json.dumps({"ended": printable(reason)}) if options.json else f"the run is over: {printable(reason)}")
+    return 0

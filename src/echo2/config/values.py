@@ -1,0 +1,134 @@
+"""The names of the engines, as in `workers.engine` and `--engine`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from echo2.core.errors import UserError, did_you_mean
+
+#: Token servers, which run beside the worker; `engines/registry.py` calls their module's `make_server(place, slots)`.
+SERVERS: Mapping[str, str] = {
+    "vllm": "echo2.engines.servers.vllm",
+}
+
+#: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`.
+ENGINES: Mapping[str, str] = {
+    "compact": "echo2.engines.compact",
+    "transformers": "echo2.engines.hf_engine",
+    "fake": "echo2.engines.fake_engine",
+    **SERVERS,
+}
+
+#: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`), and which can check who does.
+STREAM_ENGINES = frozenset({"compact", "transformers"})
+
+#: Slots that a worker says it has if its owner sets no limit: any number.
+NO_SLOT_LIMIT = 1 << 16
+
+_CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+
+#: What each loss takes in learner.loss_params, with its defaults; the losses themselves are in learner/core/losses.py.
+LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
+    "dppo": {"tv_low": 0.2, "tv_high": 0.2, "cap": 10.0, "veto": 1e-4, "square": 1e-3},
+    "ppo": _CLIP,
+    "decoupled": {**_CLIP, "cap": 5.0},
+    "tis": {"cap": 2.0},
+    "icepop": {"low": 0.5, "high": 5.0},
+    "cispo": {"floor": 0.0, "cap": 5.0},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "m2po": {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5},
+    "none": {},
+}
+
+#: What every loss takes beside its own; 0: off. docs/losses.md.
+SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
+
+#: Most of `score_centering`: 6 KiB a token.
+TOP_LOGPROBS_MAX = 1024
+
+#: Targets of run.log_to, and the package that each needs.
+LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
+
+#: Hosts by which a machine calls itself.
+
+
+def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
+    """The parameters of a loss, `given` in place of its defaults.
+
+    Raises:
+        UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
+    """
+    if loss not in LOSS_PARAMS:
+        raise UserError(f"learner.loss = {loss!r}: expected one of {', '.join(LOSS_PARAMS)}.")
+    known = {**LOSS_PARAMS[loss], **SHARED_LOSS_PARAMS}
+    for name, value in given.items():
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(known)}.{hint}")
+        if not math.isfinite(value) or value < 0.0:
+            raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
+    values = {**known, **given}
+    for low, high in (("low", "high"), ("floor", "cap")):
+        if values.get(low, 0.0) > values.get(high, math.inf):
+            raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
+    top = values["score_centering"]
+    if top % 1 or top > TOP_LOGPROBS_MAX:
+        raise UserError(
+            f"learner.loss_params.score_centering = {top}: expected how many of the sampler's most likely tokens it "
+            f"looks at, a whole number up to {TOP_LOGPROBS_MAX}; more than the vocabulary has is all of it."
+        )
+    if top and loss == "gspo":
+        raise UserError(
+            'learner.loss_params.score_centering: loss = "gspo" has one weight a sequence, and the correction needs '
+            "one for every token that could have come. Take another loss, or leave it out."
+        )
+    return values
+
+
+def host_and_port(text: str, setting: str, example: str) -> tuple[str, int]:
+    """HOST:PORT to listen on; an IPv6 address may stand in brackets.
+
+    Raises:
+        UserError: it is not.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise UserError(f"{setting} = {text!r}: expected HOST:PORT, for example {example}.")
+    return host.strip("[]"), int(port)
+
+
+def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]:
+    """(weight, name) of an entry of a list in which each may have a weight: "name" has 1, "0.2 * name" has 0.2.
+
+    Raises:
+        UserError: what stands before the * is no finite number.
+    """
+    number, star, name = entry.rpartition("*")
+    try:
+        weight = float(number) if star else 1.0
+    except ValueError:
+        weight = math.nan
+    if not math.isfinite(weight):
+        raise UserError(f"{setting} has {entry!r}: expected a name, or a weight and a name as in '0.2 * math'.")
+    return weight, name.strip()
+
+
+def refuse_unknown_engine(name: str) -> None:
+    """Raises UserError if there is no engine of this name; the message names those that there are."""
+    if name not in ENGINES:
+        raise UserError(f"There is no engine {name!r}.{did_you_mean(name, ENGINES)} Use {', '.join(ENGINES)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerPlace:
+    """Where a token server is. `python`: of the environment that has its package (empty: this one); `arguments`: more
+    of its own; `url`: of one that runs already, which then is not started. `directory` takes its model, socket and log;
+    None: a temporary one. The server sees it too: it reads weights from there."""
+
+    python: str = ""
+    url: str = ""
+    arguments: tuple[str, ...] = ()
+    directory: Path | None = None

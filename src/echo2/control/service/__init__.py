@@ -1,1 +1,0 @@
-"""Decisions of the service: the order of a model's requests, and which tenant comes next."""

@@ -1,1 +1,0 @@
-"""The worker's scheduler: decides what a worker does next."""

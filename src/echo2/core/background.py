@@ -1,0 +1,97 @@
+"""Work in the background of an event loop, whose failure always reaches somebody.
+
+A bare task that fails says so only when it is collected, if at all, and whoever waits for its work waits for ever. So
+`asyncio.create_task` and `ensure_future` are called here alone (`tests/house.py`):
+
+    spawn(work, on_error)   work that nobody awaits: its owner hears of an error that the work does not handle itself
+    Background(on_error)    all such work of one owner, which ends with it
+    awaited(work)           work whose starter awaits the outcome, so that errors are raised there
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from echo2.core.errors import Echo2Error
+
+T = TypeVar("T")
+
+#: An event loop itself refers to its tasks only weakly.
+_running: set[asyncio.Task[Any]] = set()
+
+
+def spawn(work: Coroutine[Any, Any, T], on_error: Callable[[Exception], object]) -> asyncio.Task[T]:
+    """Run a coroutine as a task of the running event loop. An exception that it does not handle itself is passed to
+    `on_error`, once; a cancellation is not.
+    """
+
+    def ended(task: asyncio.Task[T]) -> None:
+        _running.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if isinstance(error, Exception):
+            on_error(error)
+
+    task = asyncio.get_running_loop().create_task(work)
+    _running.add(task)
+    task.add_done_callback(ended)
+    return task
+
+
+def awaited(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+    """Run a coroutine as a task that its starter awaits or shields: errors are raised there, and nowhere else."""
+    task = asyncio.get_running_loop().create_task(work)
+    _running.add(task)
+    task.add_done_callback(_running.discard)
+    return task
+
+
+def unforeseen(log: logging.Logger, doing: str) -> Callable[[Exception], None]:
+    """Return an `on_error` for work that callers await as long as they are there: what nobody may hear is logged,
+    unless it is one of echo2's own errors, which callers expect.
+    """
+
+    def hear(error: Exception) -> None:
+        if not isinstance(error, Echo2Error):
+            log.error("%s failed", doing, exc_info=error)
+
+    return hear
+
+
+class Background:
+    """The background work of one owner. `on_error` hears of each exception that the work does not handle itself."""
+
+    def __init__(self, on_error: Callable[[Exception], object]) -> None:
+        self._on_error = on_error
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        """Iterate over what is under way."""
+        return iter(tuple(self._tasks))
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine, see `spawn`."""
+        task = spawn(work, self._on_error)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        """Cancel what is under way, apart from the caller's own task."""
+        try:
+            own = asyncio.current_task()
+        except RuntimeError:  # called by a timer or another callback
+            own = None
+        for task in self:
+            if task is not own:
+                task.cancel()
+
+    async def close(self) -> None:
+        """Cancel what is under way, and wait for its end."""
+        self.cancel()
+        await asyncio.gather(*(task for task in self if task is not asyncio.current_task()), return_exceptions=True)

@@ -1,0 +1,126 @@
+"""Finds devices by name and reports memory, for the learner and the engines. Imports torch only when called."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from echo2.core.errors import UserError
+from echo2.core.types import Hardware
+
+if TYPE_CHECKING:
+    import torch
+
+#: Part of the error message of torch's CPU allocator, which has no exception type of its own.
+CPU_MEMORY_IS_FULL = "can't allocate memory"
+#: M_MMAP_THRESHOLD of malloc.h.
+MALLOC_MMAP_THRESHOLD = -3
+NO_TORCH = "This command computes with torch, which is not installed here: pip install 'echo2[train]'."
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+MEMINFO = Path("/proc/meminfo")
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def require_torch() -> None:
+    """Raises UserError if torch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(NO_TORCH)
+
+
+def this_machine() -> Hardware:
+    """Return the memory of this machine, or of the container that limits it, and of each GPU. GPUs are reported only
+    where torch and an NVIDIA driver are installed.
+    """
+    total = _number(MEMINFO) * 1024
+    bound = _number(CGROUP / "memory.max")
+    memory_bytes = min(total, bound) if bound else total
+    if not NVIDIA_DRIVER.exists() or importlib.util.find_spec("torch") is None:
+        return Hardware(memory_bytes)
+    import torch
+
+    devices = range(torch.cuda.device_count())
+    return Hardware(memory_bytes, tuple(torch.cuda.get_device_properties(device).total_memory for device in devices))
+
+
+def _number(path: Path, name: str = "") -> int:
+    """Return the first whole number in a file's first line that begins with `name`; 0 if there is none."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return 0
+    words = next((line.split() for line in lines if line.startswith(name)), [])
+    return next((int(word) for word in words if word.isdecimal()), 0)
+
+
+def map_large_blocks() -> None:
+    """Make glibc's malloc map blocks of 256 KiB and more one by one from now on: each returns to the system when it is
+    freed. Otherwise the gaps between tensors of different sizes would stay with the process, and grow.
+    """
+    if sys.platform == "linux" and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(MALLOC_MMAP_THRESHOLD, 1 << 18)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that a device, or the machine, has no memory left."""
+    import torch
+
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the torch device of a name: cpu, cuda, cuda:0 ..., auto (the first GPU, if any) or auto:N (`nth_device`).
+
+    Raises:
+        UserError: the name is unknown, or there is no such device.
+    """
+    import torch
+
+    try:
+        device = torch.device(nth_device(name, torch.cuda.device_count()))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UserError(f"The device {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
+    return device
+
+
+def nth_device(name: str, num_gpus: int) -> str:
+    """Resolve auto:N to GPU N modulo the number of GPUs, so that the processes of one machine share its GPUs. `auto` is
+    auto:0; without a GPU both are cpu. Other names are returned unchanged."""
+    kind, _, number = name.partition(":")
+    if kind != "auto" or not (number or "0").isdecimal():
+        return name
+    return f"cuda:{int(number or 0) % num_gpus}" if num_gpus else "cpu"
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Return the bytes still available on a device; for a CPU, see `available_memory_bytes`."""
+    import torch
+
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    return available_memory_bytes()
+
+
+def available_memory_bytes() -> int:
+    """Return the bytes still available on this machine, or in the container that limits it. If the system does not
+    report available memory, return all memory of the machine.
+    """
+    available = _number(MEMINFO, "MemAvailable:") * 1024
+    if not available:
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS
+        available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    bound = _number(CGROUP / "memory.max")
+    if not bound:
+        return available
+    cached = sum(_number(CGROUP / "memory.stat", f"{kind}_file ") for kind in ("active", "inactive"))
+    return min(available, max(0, bound - _number(CGROUP / "memory.current") + cached))
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

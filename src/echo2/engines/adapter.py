@@ -1,0 +1,150 @@
+"""LoRA adapters in the torch engines: computed beside each linear layer of the base model, not merged into its weights.
+
+    y = W x + b + B (A x) scale
+
+Tensor names and configuration follow PEFT. Adapters that compute another formula are refused (`peft_config.py`). The
+base model's weights stay unchanged, so many adapters can share one base model, and a swap costs only the size of the
+adapter.
+
+Source: Hu et al., LoRA (arXiv 2106.09685).
+
+Shape suffixes: R = rank, I = inputs, O = outputs.
+
+Linear layers of the engine `compact`: weights, bias, and on a CPU a packed copy.
+
+A packed matrix is laid out for the processor's vector units: a product with few rows is 1.2 to 4 times as fast, one
+with a thousand rows 1.1 times. Small matrices are not packed: the packed product has 12 microseconds more overhead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from echo2.core.errors import PeerError
+from echo2.core.types import Snapshot
+from echo2.engines.snapshot_tensors import FLOAT_DTYPES, check_layout, copy_tensors
+from echo2.weights.format.snapshot_files import read_factors
+
+PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+
+
+class LowRank(NamedTuple):
+    """A and B of one linear map, in the adapter's dtype; B is multiplied by the scale."""
+
+    a_RI: Tensor
+    b_OR: Tensor
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return the base model's y [..., O] plus the adapter's part for x [..., I], rounded to y's dtype once."""
+        low = functional.linear(functional.linear(x.to(self.a_RI.dtype), self.a_RI), self.b_OR)
+        return (y + low).to(y.dtype)
+
+
+class RowAdapters(NamedTuple):
+    """Adapters of one linear map, each applied to its own rows of a batch."""
+
+    parts: tuple[tuple[Tensor, LowRank], ...]
+
+    def add(self, y: Tensor, x: Tensor) -> Tensor:
+        """See `LowRank.add`; changes y [rows, ..., O] in place."""
+        for rows, low in self.parts:
+            y.index_copy_(0, rows, low.add(y.index_select(0, rows), x.index_select(0, rows)))
+        return y
+
+
+Adapter = Mapping[str, LowRank]
+"""LoRA pairs by module name of the base model; empty: no adapter."""
+
+
+def read_adapter(
+    snapshot: Snapshot, linears: Mapping[str, tuple[int, int]], device: torch.device
+) -> dict[str, LowRank]:
+    """Read the adapter of a snapshot, by module name of the base model.
+
+    linears  (outputs, inputs) of the base model's linear maps, by module name
+
+    Raises:
+        PeerError: the snapshot is not a LoRA adapter, does not fit this base model, or is damaged.
+    """
+    factors = read_factors(snapshot)
+    modules = {name.removeprefix(PREFIX).removesuffix(DOWN).removesuffix(UP) for name in snapshot.tensors}
+    unknown = sorted(modules - linears.keys())
+    if unknown or not modules:
+        known = ", ".join(sorted(linears)[:3])
+        first = unknown[0] if unknown else "nothing"
+        raise PeerError("bad_adapter", f"{snapshot.ref} is over {first}; the base model has {known} and others")
+    wanted = {PREFIX + module + part for module in modules for part in (DOWN, UP)}
+    if wanted != set(snapshot.tensors):
+        odd = min(wanted ^ set(snapshot.tensors))
+        raise PeerError("bad_adapter", f"{snapshot.ref} has one half of a LoRA pair only, or something else: {odd}")
+    found: dict[str, LowRank] = {}
+    places: dict[str, tuple[Tensor]] = {}
+    for module in sorted(modules):
+        (outputs, inputs), dtype = linears[module], snapshot.tensors[PREFIX + module + DOWN].dtype
+        if dtype not in FLOAT_DTYPES or snapshot.tensors[PREFIX + module + UP].dtype != dtype:
+            raise PeerError("bad_adapter", f"{module} of {snapshot.ref} has A and B that are not floats of one kind")
+        empty = partial(torch.empty, dtype=FLOAT_DTYPES[dtype], device=device)
+        low = found[module] = LowRank(empty((factors.rank, inputs)), empty((outputs, factors.rank)))
+        places[PREFIX + module + DOWN], places[PREFIX + module + UP] = (low.a_RI,), (low.b_OR,)
+    check_layout(snapshot, places)
+    copy_tensors(snapshot, places)
+    for low in found.values():
+        low.b_OR.mul_(factors.scale)
+    return found
+
+
+def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
+    """Join the adapters of linear maps whose outputs are concatenated into one adapter, whose B is block-diagonal.
+
+    parts  (adapter or None, number of outputs) of each map
+    """
+    there = [part for part, _ in parts if part is not None]
+    if not there:
+        return None
+    a_RI = torch.cat([part.a_RI for part in there])
+    b_OR = a_RI.new_zeros((sum(outputs for _, outputs in parts), len(a_RI)))
+    row = column = 0
+    for part, outputs in parts:
+        if part is not None:
+            rank = part.b_OR.shape[1]
+            b_OR[row : row + outputs, column : column + rank] = part.b_OR
+            column += rank
+        row += outputs
+    return LowRank(a_RI, b_OR)
+
+
+PACK_ITEMS = 1 << 17
+"""Smaller matrices are not packed."""
+
+
+class Linear:
+    """y [..., O] = x [..., I] W^T + b."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None = None) -> None:
+        self._weight_OI, self._bias_O = weight_OI, bias_O
+        self._packed: Tensor | None = None
+
+    def pack(self) -> None:
+        """Make a packed copy of the current weights. It takes as much memory as the weights."""
+        weight_OI = self._weight_OI
+        is_for_cpu = weight_OI.device.type == "cpu" and weight_OI.dtype is torch.float32
+        if is_for_cpu and weight_OI.numel() >= PACK_ITEMS and torch.backends.mkldnn.is_available():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+
+    def unpack(self) -> None:
+        """Drop the packed copy, before the weights change."""
+        self._packed = None
+
+    def __call__(self, x: Tensor, adapter: LowRank | RowAdapters | None = None) -> Tensor:
+        """Return y [..., O] for x [..., I], including the adapter's part if there is one."""
+        if self._packed is None:
+            y = functional.linear(x, self._weight_OI, self._bias_O)
+        else:
+            y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias_O, "none", [], "")
+        return y if adapter is None else adapter.add(y, x)

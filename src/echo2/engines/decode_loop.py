@@ -1,0 +1,273 @@
+"""Continuous batching for engines in this process: one decode thread; requests join and leave between two tokens.
+
+`DecodeLoop` is the engine as the event loop sees it: futures, queue, slots. A `Decoder` runs on the thread: it knows
+the model and makes no scheduling decisions. The thread exists only while there are requests. No torch here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from echo2.core.errors import UserError
+from echo2.core.loop_thread import call_in
+from echo2.core.types import Snapshot, SnapshotRef
+from echo2.engines.engine import Completion, Outcome, Prefill, PrefillRequest, RequestFailure, SampleRequest
+
+#: Slots of an engine whose caller names no number.
+DEFAULT_SLOTS = 64
+#: Waiting requests join when this share of the slots is free, or when all of them fit. Joining copies the cache, which
+#: costs about a third of a step, and prefills the prompts, which is faster for many at once.
+JOIN_SHARE = 0.15
+#: Minimum number of tokens (per row) between two joins, for the same reason.
+JOIN_EVERY_TOKENS = 4
+#: Seconds without requests after which the thread ends.
+LINGER_SECONDS = 5.0
+
+
+class Decoder(Protocol):
+    """Decodes rows of tokens with one policy. `step` and `clear` are called by the decode thread, the other methods by
+    any thread at any time."""
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        """The snapshot of the policy."""
+
+    @property
+    def base_model(self) -> SnapshotRef | None:
+        """As `Engine.base_model`."""
+
+    @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """As `PrefillEngine.held`: the installed snapshot, and the one before it if it is kept."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether rows may be added while others run."""
+
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """As `Engine.refusal`."""
+
+    def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
+        """Check the new policy and install it in place of the old one; the next step uses it. Returns the seconds for
+        which no step could run meanwhile.
+
+        Raises:
+            PeerError, UserError, OutOfMemoryError: as `Engine.update_weights`.
+        """
+
+    def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+        """Add the rows `added`, by number, drop the rows `dropped`, and sample one token for each row. Returns the rows
+        that ended with this token."""
+
+    def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """As `PrefillEngine.prefill`, but blocking. After the first call, an update keeps the previous weights too if
+        the new ones were loaded beside them."""
+
+    def clear(self) -> None:
+        """Drop all rows."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """A request and its future. `unit`: the number of its batch (`submit_together`); 0: it runs with any others."""
+
+    request: SampleRequest
+    unit: int
+    future: asyncio.Future[Outcome]
+    loop: asyncio.AbstractEventLoop
+
+
+class DecodeLoop:
+    """An `Engine` around a `Decoder`."""
+
+    def __init__(self, decoder: Decoder, slots: int = DEFAULT_SLOTS) -> None:
+        if slots < 1:
+            raise UserError(f"slots = {slots}: give at least 1.")
+        self._decoder, self.slots = decoder, slots
+        self._changed = threading.Condition()
+        self._queue: deque[_Ticket] = deque()
+        self._running: dict[int, _Ticket] = {}
+        self._numbers, self._units = itertools.count(1), itertools.count(1)
+        self._tokens_since_join = 0
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        """See `Engine.installed`."""
+        return self._decoder.installed
+
+    @property
+    def base_model(self) -> SnapshotRef | None:
+        """See `Engine.base_model`."""
+        return self._decoder.base_model
+
+    @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """See `PrefillEngine.held`."""
+        return self._decoder.held
+
+    @property
+    def free_slots(self) -> int:
+        """See `Engine.free_slots`."""
+        with self._changed:
+            return max(0, self.slots - len(self._running) - len(self._queue))
+
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """See `Engine.refusal`."""
+        return self._decoder.refusal(request)
+
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        """See `Engine.submit`."""
+        return self._submit([request], 0)[0]
+
+    def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
+        """See `Engine.submit_together`. Prompts are prefilled in full: kept caches would change the shapes."""
+        return self._submit([replace(request, in_turns=False) for request in requests], next(self._units))
+
+    def _submit(self, requests: Sequence[SampleRequest], unit: int) -> list[asyncio.Future[Outcome]]:
+        if self._decoder.installed is None:
+            raise UserError("The engine has no weights yet: update its weights before sampling.")
+        loop = asyncio.get_running_loop()
+        tickets = [_Ticket(request, unit, loop.create_future(), loop) for request in requests]
+        for ticket in tickets:
+            if (failure := self._decoder.refusal(ticket.request)) is not None:
+                ticket.future.set_result(failure)
+        with self._changed:
+            self._check_open()
+            self._queue.extend(ticket for ticket in tickets if not ticket.future.done())
+        loop.call_soon(self._wake)  # deferred: all requests of this iteration of the event loop join together
+        return [ticket.future for ticket in tickets]
+
+    def _wake(self) -> None:
+        """Wake the decode thread, or start it if requests wait."""
+        with self._changed:
+            if self._thread is None and self._queue and not self._is_closed:
+                self._thread = threading.Thread(target=self._run, name="decode", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    async def update_weights(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
+        """See `Engine.update_weights`. The new policy is read in a thread of its own, beside the decode thread."""
+        self._check_open()
+        is_sampling, started = self.free_slots < self.slots, time.perf_counter()
+        pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot, base)
+        return pause_seconds if is_sampling else time.perf_counter() - started
+
+    async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """See `PrefillEngine.prefill`."""
+        return await asyncio.to_thread(self._decoder.prefill, ref, requests)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError("The engine is closed.")
+
+    async def close(self) -> None:
+        """See `Engine.close`. Waits for the token that is being sampled."""
+        with self._changed:
+            self._is_closed, thread = True, self._thread
+            left = [] if thread is not None else list(self._queue)  # else the thread's last act
+            if thread is None:
+                self._queue.clear()
+            self._changed.notify_all()
+        _settle([(ticket, None) for ticket in left])  # they may be of another event loop
+        if thread is not None:
+            await asyncio.to_thread(thread.join)
+
+    # ---- the decode thread -------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while self._has_work():
+            try:
+                self._token()
+            except Exception as error:  # raised by the futures of the running requests
+                with self._changed:
+                    failed = list(self._running.values())
+                    self._running.clear()
+                _settle([(ticket, error) for ticket in failed])
+                self._decoder.clear()
+
+    def _has_work(self) -> bool:
+        """Wait for requests; False ends the thread."""
+        with self._changed:
+            if not self._queue and not self._running and not self._is_closed:
+                self._changed.wait(LINGER_SECONDS)
+            if (self._queue or self._running) and not self._is_closed:
+                return True
+            left = [*self._running.values(), *self._queue]
+            self._running.clear()
+            self._queue.clear()
+            self._decoder.clear()  # before another thread can start on it
+            self._thread = None
+        _settle([(ticket, None) for ticket in left])
+        return False
+
+    def _token(self) -> None:
+        """Drop aborted requests, add waiting ones, then sample one token for each row."""
+        with self._changed:
+            dropped = [number for number, ticket in self._running.items() if ticket.future.cancelled()]
+            for number in dropped:
+                del self._running[number]
+            added = {next(self._numbers): ticket for ticket in self._joining()}
+            self._running |= added
+        if not self._running and not dropped:
+            return
+        self._tokens_since_join = 0 if added else self._tokens_since_join + 1
+        ended = self._decoder.step({number: ticket.request for number, ticket in added.items()}, dropped)
+        with self._changed:
+            settled = [(self._running.pop(number), completion) for number, completion in ended]
+        _settle(settled)
+
+    def _joining(self) -> list[_Ticket]:
+        """Take the requests that join now from the queue. A batch of `submit_together` joins as a whole, and only when
+        nothing else runs."""
+        while self._queue and self._queue[0].future.cancelled():
+            self._queue.popleft()
+        if not self._queue:
+            return []
+        unit, free = self._queue[0].unit, self.slots - len(self._running)
+        if unit or any(ticket.unit for ticket in self._running.values()):
+            return [] if self._running else self._take(unit, len(self._queue))
+        if not self._running:
+            return self._take(0, free)
+        waiting = sum(1 for _ in itertools.takewhile(lambda ticket: not ticket.unit, self._queue))
+        is_worth_it = free >= min(waiting, max(1.0, JOIN_SHARE * self.slots))
+        if free < 1 or not is_worth_it or self._tokens_since_join < JOIN_EVERY_TOKENS or not self._decoder.can_join:
+            return []
+        return self._take(0, free)
+
+    def _take(self, unit: int, most: int) -> list[_Ticket]:
+        taken: list[_Ticket] = []
+        while self._queue and self._queue[0].unit == unit and len(taken) < most:
+            ticket = self._queue.popleft()
+            if not ticket.future.cancelled():
+                taken.append(ticket)
+        return taken
+
+
+def _settle(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:
+    """Set the results of futures (None: cancel) from the decode thread, with one call for each event loop."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Ticket, Outcome | Exception | None]]] = {}
+    for ticket, outcome in settled:
+        by_loop.setdefault(ticket.loop, []).append((ticket, outcome))
+    for loop, of_loop in by_loop.items():
+        call_in(loop, _deliver, of_loop)
+
+
+def _deliver(settled: Sequence[tuple[_Ticket, Outcome | Exception | None]]) -> None:
+    for ticket, outcome in settled:
+        if ticket.future.done():
+            continue  # aborted meanwhile
+        if outcome is None:
+            ticket.future.cancel()
+        elif isinstance(outcome, Exception):
+            ticket.future.set_exception(outcome)
+        else:
+            ticket.future.set_result(outcome)

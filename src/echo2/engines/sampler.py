@@ -1,0 +1,163 @@
+"""Draws one token per row from logits, with its logprob.
+
+The order of operations is temperature, then top-k, top-p and min-p (as in transformers' `generate`). The behaviour
+logprob is that of the distribution actually drawn from; where it was narrowed, the surviving token ids (the support)
+are reported too, because a learner can only repeat the computation if it knows them. Greedy rows (temperature 0) report
+the logprob under the untempered, unnarrowed distribution.
+
+Drawing is by inversion: the first token whose cumulative probability exceeds u * total, with u from `random_streams`.
+
+Shape suffixes: B = rows, V = vocabulary, W = candidates kept for narrowing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from echo2.core.errors import PeerError
+from echo2.core.types import SamplingParams
+from echo2.engines.random_streams import Keys, uniforms
+
+MAX_SUPPORT_TOKENS = 4096
+"""Widest support. A wider top-k, or a nucleus that needs more tokens, is cut to it; the reported support is exact."""
+LEAST_LOGPROB = -100.0
+"""Lower bound of the logprobs that are reported of likely tokens: in a tiny vocabulary some of them are smaller."""
+MAX_SAMPLER_ITEMS = 1 << 26
+"""Logits worked on at once (rows x vocabulary); more rows are done in slices. Bounds the sampler's memory."""
+
+Ints = npt.NDArray[np.int64]
+Top = tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """One token for each row. `supports[row]` exists only for narrowed rows. `tops[row]`, the most likely tokens and
+    their logprobs, exists only for rows that ask for it and are neither narrowed nor greedy."""
+
+    tokens_B: Ints
+    logprobs_B: npt.NDArray[np.float32]
+    supports: dict[int, npt.NDArray[np.int32]]
+    tops: dict[int, Top]
+
+
+class Sampler:
+    """Draws for a fixed set of rows, each with parameters and a random stream of its own."""
+
+    def __init__(self, keys: Keys, params: Sequence[SamplingParams], device: torch.device) -> None:
+        self._keys = keys
+        self._params = tuple(params)
+        self._device = device
+        temperatures = [p.temperature if p.temperature > 0.0 else 1.0 for p in params]
+        self._temperature_B1 = torch.tensor(temperatures, device=device)[:, None]
+        self._is_tempered = any(temperature != 1.0 for temperature in temperatures)
+        self._top_k_B1 = torch.tensor([p.top_k or MAX_SUPPORT_TOKENS for p in params], device=device)[:, None]
+        self._top_p_B1 = torch.tensor([p.top_p for p in params], device=device)[:, None]
+        self._min_p_B1 = torch.tensor([p.min_p for p in params], device=device)[:, None]
+        kinds = np.array([_kind(p) for p in params])
+        self._rows = {kind: np.flatnonzero(kinds == kind) for kind in ("greedy", "plain", "narrow")}
+
+    def draw(self, logits_BV: Tensor, place_B: Ints) -> Draw:
+        """Draw one token per row of `logits_BV`. `place_B`: the position of each token in its completion, from 0.
+
+        Raises:
+            PeerError: the logits are not finite.
+        """
+        num_rows, vocab = logits_BV.shape
+        tokens_B = np.empty(num_rows, dtype=np.int64)
+        logprobs_B = np.empty(num_rows, dtype=np.float32)
+        supports: dict[int, npt.NDArray[np.int32]] = {}
+        tops: dict[int, Top] = {}
+        slice_rows = max(1, MAX_SAMPLER_ITEMS // vocab)
+        for kind, rows in self._rows.items():
+            for start in range(0, len(rows), slice_rows):
+                part = rows[start : start + slice_rows]
+                drawn = self._draw_kind(kind, part, logits_BV, place_B, supports, tops)
+                # One copy to the CPU for both: float64 holds every token id and every float32 exactly.
+                tokens_B[part], logprobs_B[part] = torch.stack([drawn[0].double(), drawn[1].double()]).cpu().numpy()
+        if not np.isfinite(logprobs_B).all():
+            raise PeerError("not_finite", "The policy gives logits that are not finite; its training has diverged.")
+        return Draw(tokens_B, logprobs_B, supports, tops)
+
+    def _draw_kind(
+        self,
+        kind: str,
+        rows: Ints,
+        logits_BV: Tensor,
+        place_B: Ints,
+        supports: dict[int, npt.NDArray[np.int32]],
+        tops: dict[int, Top],
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and logprobs of `rows`, which are all of one kind; adds their supports and tops."""
+        index = None if len(rows) == len(self._params) else torch.from_numpy(rows).to(self._device)
+        logits_BV = logits_BV if index is None else logits_BV[index]
+        if kind == "greedy":
+            logprobs_BV = logits_BV.log_softmax(-1)
+            token_B1 = logits_BV.argmax(-1, keepdim=True)
+            return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
+        if self._is_tempered:
+            logits_BV = logits_BV / (self._temperature_B1 if index is None else self._temperature_B1[index])
+        uniform_B = torch.from_numpy(uniforms(self._keys[rows], place_B[rows])).to(self._device)
+        if kind == "plain":
+            logprobs_BV = logits_BV.log_softmax(-1)
+            self._add_tops(rows, logprobs_BV, tops)
+            return invert(logprobs_BV, uniform_B)
+        limits = self._top_k_B1, self._top_p_B1, self._min_p_B1
+        logits_BW, ids_BW = narrow(logits_BV, *(limit if index is None else limit[index] for limit in limits))
+        kept_BW = logits_BW.isfinite()
+        ids, kept = ids_BW.int().cpu().numpy(), kept_BW.cpu().numpy()
+        supports.update((int(row), ids[i][kept[i]]) for i, row in enumerate(rows))
+        rank_B, logprob_B = invert(logits_BW.log_softmax(-1), uniform_B)
+        return ids_BW.gather(1, rank_B[:, None])[:, 0], logprob_B
+
+    def _add_tops(self, rows: Ints, logprobs_BV: Tensor, tops: dict[int, Top]) -> None:
+        widest = min(max(self._params[row].top_logprobs for row in rows), logprobs_BV.shape[1])
+        if not widest:
+            return
+        logprobs_BW, ids_BW = logprobs_BV.topk(widest, dim=-1)
+        ids, logprobs = ids_BW.int().cpu().numpy(), logprobs_BW.clamp(min=LEAST_LOGPROB).half().cpu().numpy()
+        for place, row in enumerate(rows.tolist()):
+            if width := self._params[row].top_logprobs:
+                tops[row] = ids[place, :width], logprobs[place, :width]
+
+
+def _kind(params: SamplingParams) -> str:
+    if params.temperature == 0.0:
+        return "greedy"
+    return "narrow" if params.is_narrow else "plain"
+
+
+def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Return token and logprob for each uniform number: the first token whose cumulative probability exceeds it."""
+    # float64: over 150 000 tokens, float32 sums would be off by more than rare tokens' probabilities.
+    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
+    target_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
+    token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
+    token_B1.clamp_(max=logprobs_BV.shape[1] - 1)  # only where the logits are not finite, which `draw` refuses
+    return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
+
+
+def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tokens that top-k, top-p and min-p leave: logits [B, W] in descending order, -inf where cut; ids.
+
+    The nucleus is the smallest set of most likely tokens with at least the share top-p of the mass that top-k leaves.
+    Min-p cuts tokens less likely than this share of the most likely token's probability (arXiv 2407.01082).
+    """
+    width = min(logits_BV.shape[1], MAX_SUPPORT_TOKENS, int(top_k_B1.max()))
+    logits_BW, ids_BW = logits_BV.topk(width, dim=-1)
+    rank_W = torch.arange(width, device=logits_BV.device)
+    logits_BW = logits_BW.masked_fill(rank_W >= top_k_B1, float("-inf"))
+    # Without top-k the mass is that of all tokens, not only of the first W.
+    is_cut_by_k_B1 = top_k_B1 < logits_BV.shape[1]
+    is_cut_by_k_B1 &= top_k_B1 < MAX_SUPPORT_TOKENS
+    total_B1 = torch.where(is_cut_by_k_B1, logits_BW.logsumexp(-1, True), logits_BV.logsumexp(-1, True))
+    mass_BW = (logits_BW - total_B1).exp().double()
+    mass_before_BW = mass_BW.cumsum(-1) - mass_BW
+    is_cut_BW = (mass_before_BW >= top_p_B1) & (top_p_B1 < 1.0) | (logits_BW < logits_BW[:, :1] + min_p_B1.log())
+    is_cut_BW[:, 0] = False
+    return logits_BW.masked_fill(is_cut_BW, float("-inf")), ids_BW

@@ -1,0 +1,224 @@
+"""Checks every token that a token server returns (id, logprob, version, support), and builds the completion.
+
+An HTTP client for one token server. Answers are bounded; errors tell a server that is gone from one that refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import httpx2
+import msgspec
+
+from echo2.core.errors import LinkError, PeerError
+from echo2.engines.engine import Completion, SampleRequest
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
+
+#: Size limit of an answer other than a completion.
+ANSWER_BYTES_MAX = 1 << 20
+
+#: Characters of a refusal that the error message quotes.
+REFUSAL_CHARS = 500
+
+CONNECT_SECONDS = 10.0
+
+
+class ServerLink:
+    """Connections to the server at `url`, or behind a Unix socket. For one event loop."""
+
+    def __init__(self, url: str, socket: str | None = None, key: str = "") -> None:
+        headers = {"accept-encoding": "identity"}  # no compression: the byte limit counts real sizes
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        transport = httpx2.AsyncHTTPTransport(uds=socket, limits=limits, trust_env=False)
+        self._client = httpx2.AsyncClient(base_url=url, headers=headers, transport=transport, trust_env=False)
+        self.url = url
+
+    async def call(
+        self,
+        path: str,
+        body: Any = None,
+        seconds: float | None = None,
+        bytes_max: int = ANSWER_BYTES_MAX,
+        method: str = "POST",
+    ) -> bytes:
+        """Send one request and return the answer. Cancelling closes its connection. `seconds`: the longest silence of
+        the server (None: no limit).
+
+        Raises:
+            LinkError: the server is gone, or was silent for `seconds`.
+            PeerError: it refused, or its answer is longer than `bytes_max`.
+        """
+        data = None if body is None else json.dumps(body, separators=(",", ":")).encode()
+        headers = {"content-type": "application/json"} if data else {}
+        timeout = httpx2.Timeout(seconds, connect=CONNECT_SECONDS)
+        try:
+            async with self._client.stream(method, path, content=data, headers=headers, timeout=timeout) as response:
+                parts, size = [], 0
+                async for part in response.aiter_raw():
+                    parts.append(part)
+                    size += len(part)
+                    if size > bytes_max:
+                        raise PeerError("oversized", f"{path} answered more than {bytes_max} bytes")
+        except httpx2.TimeoutException as error:
+            raise LinkError(f"no answer to {path} for {seconds or CONNECT_SECONDS:g} s") from error
+        except httpx2.HTTPError as error:
+            raise LinkError(f"{path}: {type(error).__name__} {error}".rstrip()) from error
+        answer = b"".join(parts)
+        if response.status_code != httpx2.codes.OK:
+            said = answer[:REFUSAL_CHARS].decode(errors="replace")
+            raise PeerError("server_refused", f"{path} answered {response.status_code}: {said}")
+        return answer
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.aclose()
+
+
+T = TypeVar("T")
+
+#: Widest support, as in the worker's own engines: a wider top-k, or a nucleus that needs more tokens, is cut to it.
+SUPPORT_TOKENS_MAX = 4096
+
+#: Servers write this, or less, for a probability of 0.
+NO_LOGPROB = -9999.0
+
+#: Lower bound of the logprobs that are reported of likely tokens.
+LEAST_LOGPROB = -100.0
+
+#: Rounding may put a float32 logprob this far above 0.
+LOGPROB_SLACK = 1e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The facts about the served model that requests carry and answers are checked against. `label`: the server's name
+    of the newest weights; `versions`: policy versions of these and earlier weights, by label."""
+
+    label: str
+    is_adapter: bool
+    vocab_size: int
+    max_positions: int
+    end_tokens: frozenset[int]
+    versions: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A server's answer: T tokens, their logprobs, spans (first token, label of the weights), the support of each token
+    (None: not reported), and the likely tokens of each with their logprobs, descending (None: not requested)."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    spans: Sequence[tuple[int, str]]
+    supports: Sequence[Sequence[int]] | None = None
+    tops: Sequence[Sequence[tuple[int, float]]] | None = None
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode an answer's JSON into a `msgspec.Struct`.
+
+    Raises:
+        PeerError: "bad_answer", it has another form.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise PeerError("bad_answer", f"the token server's answer: {error}") from error
+
+
+def width_of(request: SampleRequest, served: Served) -> int:
+    """Return the largest support that a narrowed token may have."""
+    return min(request.params.top_k or SUPPORT_TOKENS_MAX, SUPPORT_TOKENS_MAX, served.vocab_size)
+
+
+def room_of(request: SampleRequest, served: Served) -> int:
+    """Return the largest number of tokens that the completion may have."""
+    return min(request.params.max_tokens, served.max_positions - len(request.prompt_tokens))
+
+
+def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Completion:
+    """Check a server's answer to a request, and return it as a completion.
+
+    Raises:
+        PeerError: "bad_answer", it is not a possible answer to this request.
+    """
+    tokens, ends = drawn.tokens, served.end_tokens | request.stop_tokens
+    _require(1 <= len(tokens) <= room_of(request, served), f"{len(tokens)} tokens of {request.params.max_tokens}")
+    _check_tokens(tokens, served)
+    _require(not ends.intersection(tokens[:-1]), "it goes on after an end token")
+    has_ended = tokens[-1] in ends
+    _require(has_ended or len(tokens) == room_of(request, served), f"it breaks off after {len(tokens)} tokens")
+    _require(len(drawn.logprobs) == len(tokens), f"{len(drawn.logprobs)} logprobs for {len(tokens)} tokens")
+    wrong = next((x for x in drawn.logprobs if not NO_LOGPROB < x <= LOGPROB_SLACK), None)  # NaN is wrong, too
+    _require(wrong is None, f"a logprob is {wrong}")
+    supports, offsets = _supports(drawn, request, served) if request.params.is_narrow else (None, None)
+    top_tokens, top_logprobs = _tops(drawn, request, served)
+    return Completion(
+        tokens=array("i", tokens),
+        logprobs=array("f", drawn.logprobs),
+        version_spans=_spans(drawn, served),
+        finish="stop" if has_ended else "length",
+        support_tokens=supports,
+        support_offsets=offsets,
+        top_tokens=top_tokens,
+        top_logprobs=top_logprobs,
+    )
+
+
+def _spans(drawn: Drawn, served: Served) -> tuple[tuple[int, int], ...]:
+    starts = [start for start, _ in drawn.spans]
+    _require(bool(starts) and starts[0] == 0, "the weights of its first token have no version")
+    is_rising = all(one < other for one, other in itertools.pairwise(starts)) and starts[-1] < len(drawn.tokens)
+    _require(is_rising, f"its versions begin at {starts[:8]}")
+    unknown = next((label for _, label in drawn.spans if label not in served.versions), None)
+    _require(unknown is None, f"it was drawn with weights {unknown!r}, which this worker did not load")
+    return tuple((start, served.versions[label]) for start, label in drawn.spans)
+
+
+def _supports(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[array[int], array[int]]:
+    supports, widest = drawn.supports, width_of(request, served)
+    if supports is None or len(supports) != len(drawn.tokens):
+        raise PeerError("bad_answer", "it does not say what each token was drawn from, and top_k or top_p narrowed it")
+    for token, support in zip(drawn.tokens, supports, strict=True):
+        _require(len(support) <= widest, f"a token drawn from {len(support)}; {widest} are possible")
+        _require(token in support, f"token {token} is not among those that it was drawn from")
+        _require(len(set(support)) == len(support), "a token is twice among those that one was drawn from")
+        _check_tokens(support, served)
+    offsets = itertools.accumulate(map(len, supports), initial=0)
+    return array("i", itertools.chain.from_iterable(supports)), array("i", offsets)
+
+
+def _tops(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[array[int], bytes]:
+    width = min(request.params.top_logprobs, served.vocab_size)
+    if not width or request.params.is_narrow or request.params.temperature == 0.0:
+        return array("i"), b""
+    tops = drawn.tops or ()
+    _require(len(tops) == len(drawn.tokens), "it does not say which tokens were most likely")
+    for top in tops:
+        _require(len(top) == width, f"{len(top)} of the {width} most likely tokens")
+        _check_tokens([token for token, _ in top], served)
+    flat = [entry for top in tops for entry in top]
+    _require(all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for _, logprob in flat), "a logprob is no logprob")
+    logprobs = struct.pack(f"<{len(flat)}e", *(max(LEAST_LOGPROB, logprob) for _, logprob in flat))
+    return array("i", (token for token, _ in flat)), logprobs
+
+
+def _check_tokens(tokens: Sequence[int], served: Served) -> None:
+    outside = next((token for token in tokens if not 0 <= token < served.vocab_size), None)
+    _require(outside is None, f"token {outside} is outside 0..{served.vocab_size - 1}")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise PeerError("bad_answer", f"the token server's answer: {what}")

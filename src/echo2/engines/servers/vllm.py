@@ -1,0 +1,347 @@
+"""The engine `vllm`: sampling by `POST /inference/v1/generate`, and weights reloaded from a directory under requests.
+
+A server started by the worker listens on a socket that only its user can reach: vLLM guards `/v1` and `/inference` with
+an API key, but leaves the routes that load weights and call methods open to every client that can connect.
+
+Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out` (requests and answers), `entrypoints/rl/online` and
+`entrypoints/serve/dev` (pause, resume, versions, `collective_rpc`), `entrypoints/serve/lora`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import tempfile
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo2.config.values import ServerPlace
+from echo2.core.devices import nth_device
+from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.engines.engine import Completion, SampleRequest
+from echo2.engines.random_streams import stream_keys
+from echo2.engines.servers.answers import (
+    NO_LOGPROB,
+    SUPPORT_TOKENS_MAX,
+    Drawn,
+    Served,
+    ServerLink,
+    completion_of,
+    decode,
+    room_of,
+    width_of,
+)
+from echo2.engines.servers.models import ServedModel
+from echo2.engines.servers.process import ServerProcess
+
+#: Seconds until a started server must answer: it loads torch and weights, and on a GPU captures its graphs.
+START_SECONDS = 1800.0
+START_POLL_SECONDS = 0.25
+#: Seconds to load weights, and to answer a query that loads no weights but waits for the engine.
+LOAD_SECONDS = 600.0
+CHECK_SECONDS = 30.0
+#: Seconds to wait for the end of the process after its connection broke.
+EXIT_SECONDS = 3.0
+#: The driver's list of GPUs.
+GPUS = Path("/proc/driver/nvidia/gpus")
+#: Name of the adapter at the server.
+ADAPTER = "policy"
+#: The maximum LoRA ranks that vLLM supports.
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+#: Size limits of an answer in bytes: for each token, and for each candidate token in its place.
+TOKEN_BYTES, CANDIDATE_BYTES = 512, 128
+VARIABLES = {
+    "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+#: On a CPU: no pinned cores, since learner and workers share them; KV cache in GiB. The user's own values win.
+CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+
+
+class _Candidate(msgspec.Struct):
+    token_id: int
+    logprob: float
+    rank: int | None = None
+
+
+class _Token(_Candidate):
+    top_logprobs: list[_Candidate] = []
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token]
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_Span]
+    finish_reason: str | None = None
+    sampling_mask: list[list[int]] | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class _Weights(msgspec.Struct):
+    weight_version: str
+
+
+class _Card(msgspec.Struct):
+    max_model_len: int | None = None  # an adapter's card has none
+
+
+class _Cards(msgspec.Struct):
+    data: list[_Card]
+
+
+class VllmServer:
+    """A `TokenServer`: started by the worker, or running at `place.url`."""
+
+    def __init__(self, place: ServerPlace, device: str, slots: int) -> None:
+        self._place, self._slots = place, slots
+        self._variables, self._on_gpu = _place_on(device)
+        self._has_mask = False
+        self._link: ServerLink | None = None
+        self._process: ServerProcess | None = None
+        self._sockets: Path | None = None
+
+    @property
+    def unties(self) -> bool:
+        """See `TokenServer.unties`. On a CPU vLLM 0.32 packs a copy of the output layer when it starts, and a reload
+        packs it again only if the checkpoint has it."""
+        return not self._on_gpu and not self._place.url
+
+    async def start(self, model: ServedModel) -> int:
+        """See `TokenServer.start`."""
+        if self._place.url:
+            key = os.environ.get("VLLM_API_KEY", "")
+            self._link = ServerLink(self._place.url, key=key)
+            await self.load(model)
+        else:
+            await self._start_process(model)
+            if model.adapter is not None:
+                await self._load_adapter(model.adapter)
+            await self._call("/update_weight_version", {"new_version": model.label}, LOAD_SECONDS)
+        await self._look_at_abilities(model)
+        cards = decode(await self._call("/v1/models", None, CHECK_SECONDS, "GET"), _Cards)
+        lengths = [card.max_model_len or model.max_positions for card in cards.data]
+        if model.has_two_ropes and max(lengths) > model.max_positions:
+            raise UserError(
+                f"The vLLM server allows {max(lengths)} tokens, so it reads every text with this model's rotary "
+                f"frequencies for long ones, and the learner does not. Start it with --max-model-len "
+                f"{model.max_positions}."
+            )
+        return min(lengths)
+
+    async def load(self, model: ServedModel) -> float:
+        """See `TokenServer.load`."""
+        started = time.perf_counter()
+        await self._call("/pause?mode=keep&clear_cache=false", None, LOAD_SECONDS)
+        if model.adapter is not None:
+            await self._load_adapter(model.adapter)
+        else:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model.directory)}}
+            await self._call("/collective_rpc", reload, LOAD_SECONDS)
+        await self._call("/update_weight_version", {"new_version": model.label}, LOAD_SECONDS)
+        await self._call("/resume", None, LOAD_SECONDS)
+        return time.perf_counter() - started
+
+    async def check(self, model: ServedModel) -> None:
+        """See `TokenServer.check`. The version comes from the computing process, not from the listening one."""
+        if self._process is not None:
+            self._process.check()
+        try:
+            found = decode(await self._call("/weight_info", None, CHECK_SECONDS, "GET"), _Weights).weight_version
+        except LinkError:
+            await self._check_exit()
+            raise
+        if found != model.label:
+            raise PeerError("other_weights", f"it serves {found!r}, and should serve {model.label!r}")
+
+    async def sample(self, request: SampleRequest, served: Served) -> Completion:
+        """See `TokenServer.sample`."""
+        num_candidates = self._num_candidates(request, served)
+        body = {
+            "token_ids": request.prompt_tokens.tolist(),
+            "sampling_params": _sampling_params(request, served, num_candidates),
+            "cache_salt": served.label,  # the prefix cache of other weights is not reused
+            **({"model": ADAPTER} if served.is_adapter else {}),
+        }
+        room = room_of(request, served)
+        bytes_max = TOKEN_BYTES * (room + 8) + CANDIDATE_BYTES * room * (num_candidates + width_of(request, served))
+        try:
+            answer = decode(await self._running().call("/inference/v1/generate", body, None, bytes_max), _Answer)
+        except LinkError:
+            await self._check_exit()
+            raise
+        if len(answer.choices) != 1:
+            raise PeerError("bad_answer", f"{len(answer.choices)} completions of one request")
+        (choice,) = answer.choices
+        if choice.finish_reason == "abort":
+            raise LinkError("it has aborted the request")
+        if len(choice.logprobs.content) != len(choice.token_ids):
+            raise PeerError("bad_answer", "not as many logprobs as tokens")
+        return completion_of(_drawn(choice, request, num_candidates), request, served)
+
+    async def stop(self) -> None:
+        """See `TokenServer.stop`."""
+        if self._process is not None:
+            await self._process.kill()
+        if self._link is not None:
+            await self._link.close()
+        if self._sockets is not None:
+            shutil.rmtree(self._sockets, ignore_errors=True)
+        self._process = self._link = self._sockets = None
+
+    # ---- its process -------------------------------------------------------------------------------------------------
+
+    async def _start_process(self, model: ServedModel) -> None:
+        if not self._place.python and find_spec("vllm") is None:
+            raise UserError(
+                "There is no vLLM in this Python environment. Name the Python of one that has it with --engine-python "
+                "PATH or ECHO2_ENGINE_PYTHON (`make vllm` makes one for CPUs), or a server that runs with --engine-url."
+            )
+        self._sockets = Path(tempfile.mkdtemp(prefix="echo2-"))  # short, and private (see above)
+        socket = self._sockets / "vllm"
+        log_path = model.directory.parent.with_suffix(".log")
+        self._process = await ServerProcess.start(self._command(model, socket), self._variables, log_path)
+        self._link = ServerLink("http://vllm", str(socket))
+        deadline = time.monotonic() + START_SECONDS
+        while True:
+            self._process.check()
+            try:
+                await self._link.call("/health", None, CHECK_SECONDS, method="GET")
+                return
+            except LinkError as error:
+                if time.monotonic() > deadline:
+                    raise LinkError(f"no answer in {START_SECONDS:.0f} s: {self._process.last_words()}") from error
+            await self._process.ended(START_POLL_SECONDS)
+
+    async def _check_exit(self) -> None:
+        """Raises LinkError if the process has ended: its status says more than a broken connection."""
+        if (process := self._process) is not None:
+            await process.ended(EXIT_SECONDS)
+            process.check()
+
+    def _command(self, model: ServedModel, socket: Path) -> list[str]:
+        python = self._place.python or sys.executable
+        rank = next((rank for rank in RANKS if rank >= model.rank), RANKS[-1])
+        return [
+            *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.directory)),
+            *("--uds", str(socket), "--tokens-only", "--enable-scale-out", "--skip-tokenizer-init"),
+            *("--disable-uvicorn-access-log", "--disable-log-stats"),
+            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(SUPPORT_TOKENS_MAX)),
+            *("--generation-config", "vllm", "--dtype", model.dtype, "--max-num-seqs", str(self._slots)),
+            *(("--max-model-len", str(model.max_positions)) if model.has_two_ropes else ()),
+            *(("--return-sampling-mask",) if self._on_gpu else ("--enforce-eager",)),
+            *(("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)) if model.adapter else ()),
+            *self._place.arguments,
+        ]
+
+    async def _look_at_abilities(self, model: ServedModel) -> None:
+        """Check the server's features by sampling one token with top_k = 1, whose logprob must be 0.
+
+        Raises:
+            UserError: a feature is missing; the message names it.
+        """
+        params = {"max_tokens": 1, "temperature": 1.0, "top_k": 1, "logprobs": 0, "detokenize": False}
+        body = {"token_ids": [0], "sampling_params": params, **({"model": ADAPTER} if model.adapter else {})}
+        answer = await self._call("/inference/v1/generate", body, LOAD_SECONDS)
+        try:
+            (choice,) = decode(answer, _Answer).choices
+            (token,) = choice.logprobs.content
+        except (PeerError, ValueError) as error:
+            raise UserError(f"The vLLM server's answers are not those of vLLM 0.32 or newer: {error}.") from error
+        if abs(token.logprob) > 1e-3:
+            raise UserError(
+                "The vLLM server gives logprobs before top-k and top-p: start it with --logprobs-mode "
+                "processed_logprobs."
+            )
+        self._has_mask = choice.sampling_mask is not None
+
+    async def _load_adapter(self, directory: Path) -> None:
+        adapter = {"lora_name": ADAPTER, "lora_path": str(directory), "load_inplace": True}
+        await self._call("/v1/load_lora_adapter", adapter, LOAD_SECONDS)
+
+    def _running(self) -> ServerLink:
+        if self._link is None:
+            raise LinkError("it is not running")
+        return self._link
+
+    async def _call(self, path: str, body: Any, seconds: float, method: str = "POST") -> bytes:
+        return await self._running().call(path, body, seconds, method=method)
+
+    def _num_candidates(self, request: SampleRequest, served: Served) -> int:
+        """Return how many likely tokens the server must report in place of each token. For narrowed requests: the whole
+        support, unless the server reports a sampling mask. Else: the number that the run asks for and one more, since
+        the list begins with the drawn token."""
+        if request.params.is_narrow:
+            return 0 if self._has_mask else width_of(request, served)
+        width = request.params.top_logprobs
+        return min(width + 1, served.vocab_size) if width else 0
+
+
+def make_server(place: ServerPlace, device: str, slots: int) -> VllmServer:
+    """Make the server for `engines/registry.py`."""
+    return VllmServer(place, device, slots)
+
+
+def _place_on(device: str) -> tuple[dict[str, str], bool]:
+    """Return the environment variables for this device, and whether it is a GPU. "cuda": all GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    gpus = visible if visible != [""] else [str(number) for number, _ in enumerate(GPUS.glob("*"))]
+    kind, _, number = nth_device(device, len(gpus)).partition(":")
+    if kind == "cpu":
+        return VARIABLES | {name: os.environ.get(name, value) for name, value in CPU_VARIABLES.items()}, False
+    if number and not (number.isdecimal() and int(number) < len(gpus)):
+        raise UserError(f"--device {device}: there is no such GPU; this machine has {len(gpus)}.")
+    return VARIABLES | {"CUDA_VISIBLE_DEVICES": gpus[int(number)] if number else ",".join(gpus)}, True
+
+
+def _sampling_params(request: SampleRequest, served: Served, num_candidates: int) -> dict[str, Any]:
+    params = request.params
+    (key,) = stream_keys([request.seed], [request.sample])
+    top_k = width_of(request, served) if request.params.is_narrow else 0
+    return {
+        "max_tokens": room_of(request, served),
+        "temperature": params.temperature,
+        "top_k": top_k,
+        "top_p": params.top_p if params.temperature > 0.0 else 1.0,
+        "min_p": params.min_p if params.temperature > 0.0 else 0.0,
+        "seed": int(key) >> 1,  # 63 bits: vLLM's is signed
+        "logprobs": num_candidates,
+        "stop_token_ids": sorted(served.end_tokens | request.stop_tokens),
+        "ignore_eos": True,  # the snapshot's end tokens count, not those that vLLM reads from its files
+        "detokenize": False,
+    }
+
+
+def _drawn(choice: _Choice, request: SampleRequest, num_candidates: int) -> Drawn:
+    supports, tops = choice.sampling_mask, None
+    content = choice.logprobs.content
+    if request.params.is_narrow and supports is None:
+        supports = [[one.token_id for one in token.top_logprobs if one.logprob > NO_LOGPROB] for token in content]
+    elif num_candidates:
+        width = request.params.top_logprobs
+        ranked = (sorted(token.top_logprobs, key=lambda one: one.rank or 0) for token in content)
+        tops = [[(one.token_id, one.logprob) for one in top if 0 < (one.rank or 0) <= width] for top in ranked]
+    return Drawn(
+        choice.token_ids,
+        [token.logprob for token in content],
+        [(span.start, span.version) for span in choice.weight_versions],
+        supports,
+        tops,
+    )

@@ -1,0 +1,1 @@
+"""The head: it decides, records, and serves the learner and the workers."""

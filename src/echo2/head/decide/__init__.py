@@ -1,0 +1,1 @@
+"""The planner: a function of events, without clock, randomness, I/O or logging."""

@@ -1,0 +1,305 @@
+"""Decides which worker gets which groups next. Frontier first: groups of the earliest step are leased before any later
+ones, with backfill of later steps up to the staleness bound (RolloutPipe's frontier dispatch as a priority, not a
+gate).
+
+Grants an idle worker a second lease on a group that is late. The first valid result counts.
+
+A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or for `lease_seconds` while
+that is not known. Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with
+the group's seed, so that taking the first result does not favour shorter completions.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterator
+
+from echo2.core.decide.seeds import group_seed
+from echo2.core.types import GroupRef, Lease, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import pacing, results
+from echo2.head.decide.groups import PlannedGroup, duration
+from echo2.head.decide.state import PlannerState
+from echo2.head.fleet.decide.fleet import LOOK_AHEAD, Kind, Worker
+from echo2.head.strangers.decide import strangers
+
+#: Queued groups that are skipped at most for one worker, because they are reserved for other workers.
+UNITS_LEFT_MAX = 64
+
+
+def grant(state: PlannerState, now: float) -> None:
+    """Keep every worker's slots full, group by group and earliest step first. The worker with the fewest samples comes
+    next. Groups are leased to wait at workers only when no slot is free. In deterministic mode, units take the place of
+    groups.
+
+    Workers of one kind (same snapshot, and same ticket if strangers) may sample the same groups, and the supply only
+    shrinks while leases are granted: once there is nothing for one worker, there is nothing for its whole kind.
+    """
+    state.settle(now)
+    if not state.published:
+        return
+    grants: dict[tuple[str, str, int], list[Lease]] = {}
+    for depth in range(LOOK_AHEAD):
+        served: set[Kind] = set()
+        while (worker := next_worker(state, depth, served)) is not None:
+            leases = next_leases(state, worker, depth, now)
+            if not leases:
+                served.add((worker.installed, worker.ticket))
+            else:  # in deterministic mode leases granted together are sampled together: grant unit by unit
+                unit = leases[0].lease_id if state.options.deterministic else 0
+                grants.setdefault((worker.worker_id, leases[0].group.kind, unit), []).extend(leases)
+            state.settle(now)
+    for (worker_id, kind, _), granted in grants.items():
+        steps = sorted({lease.step for lease in granted})
+        reason = f"free slots at the worker for {kind} groups of step{'s' if len(steps) > 1 else ''} "
+        reason += ", ".join(map(str, steps))
+        state.emit(do.GrantLeases, reason, worker_id=worker_id, leases=tuple(granted))
+
+
+def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Worker | None:
+    """Return the least loaded worker with room at this depth, the first to join among equals, excluding the kinds in
+    `served`.
+    """
+    firsts = (
+        ranking.first()
+        for kind, ranking in state.fleet.rankings(depth).items()
+        if kind not in served and (state.options.deterministic or is_published(state, kind[0]))
+    )
+    best = min((rank for rank in firsts if rank is not None), default=None)
+    return None if best is None else state.fleet.get(best[-1])
+
+
+def next_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
+    """Return the next leases for this worker, evaluations first; empty if there is nothing for it now."""
+    if depth > 0 and not is_plenty(state, worker):
+        return []
+    return eval_leases(state, worker, depth, now) or train_leases(state, worker, now)
+
+
+def is_plenty(state: PlannerState, worker: Worker) -> bool:
+    """Whether groups may wait at this worker: only if there are enough to fill the slots of all workers. Otherwise they
+    are kept for the first worker to finish, because a group that waits behind others becomes the last of its step, and
+    the learner waits for it.
+    """
+    if state.fleet.num_active == 1:
+        return True
+    last = min(last_step(state, worker.installed), state.options.max_steps - 1)
+    num_unleased = sum(room(state, step) for step in range(state.version, last + 1))
+    return num_unleased + state.groups.num_queued >= state.fleet.active_groups
+
+
+def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
+    """Lease held-out tasks to a machine of the owner; results of strangers would be no evidence."""
+    if not worker.is_own or worker.installed is None or not is_published(state, worker.installed):
+        return []
+    samples = state.options.eval_samples
+    taken = state.evaluation.take(worker.installed.version, -(-state.fleet.room(worker, depth) // samples))
+    if taken is None:
+        return []
+    version = taken[0].ref.version
+    leases = [
+        new_lease(state, state.evaluation.group(version, at), version, at, samples, now, worker) for at in taken[1]
+    ]
+    for lease in leases:
+        state.open_lease(worker.worker_id, lease)
+    return leases
+
+
+def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]:
+    """Lease the earliest group that this worker may sample, from the queue or new; in deterministic mode a unit."""
+    if not strangers.has_credit(state, worker):
+        return []
+    leases: list[Lease] = []
+    for record in next_unit(state, worker):
+        lease = lease_of(state, record, now, worker)
+        state.open_lease(worker.worker_id, lease)
+        if record.state == "pending":
+            state.groups.move(record, "leased")
+            record.leased_at = now
+        leases.append(lease)
+    if state.frontier is not None and leases:
+        state.frontier.leased(leases[0].step, now)
+        if not worker.samples:
+            worker.first_groups = state.frontier.begin(leases[0].step, state.fleet.num_active)
+    return leases
+
+
+def lease_of(state: PlannerState, record: PlannedGroup, now: float, worker: Worker | None = None) -> Lease:
+    """Return a lease on this train group for this worker, not yet in the table."""
+    number = record.number
+    return new_lease(state, state.train_group(number), record.step, number, state.options.group_size, now, worker)
+
+
+def new_lease(
+    state: PlannerState,
+    group: GroupRef,
+    step: int,
+    cursor: int,
+    num_samples: int,
+    now: float,
+    worker: Worker | None = None,
+) -> Lease:
+    """Return a lease on a group, not yet in the table. An evaluation samples with exactly version `step`. `worker`:
+    who gets it; None: unknown."""
+    options = state.options
+    full_seconds = state.fleet.full_seconds(worker) if worker is not None and worker.is_own else 0.0
+    seconds = duration(options.lease_seconds, full_seconds)
+    exact = step if group.kind == "eval" else None
+    if group.kind == "train" and options.deterministic:
+        exact = pacing.fixed_version(step, options.max_staleness, options.publish_every)
+    return Lease(
+        lease_id=state.leases.take_id(),
+        group=group,
+        step=step,
+        cursor=cursor,
+        num_samples=num_samples,
+        min_version=pacing.min_version(step, options.max_staleness) if exact is None else exact,
+        exact_version=exact,
+        deadline=now + seconds,
+        seconds=seconds,
+        seed=group_seed(options.seed, group),
+    )
+
+
+def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
+    """Return the groups to lease to this worker, taken from the queue or new: the earliest it may sample."""
+    last = min(last_step(state, worker.installed), state.options.max_steps - 1)
+    with_room: Iterator[int] = (step for step in range(state.version, last + 1) if room(state, step) > 0)
+    if state.options.deterministic:  # groups are numbered step by step
+        with_room = itertools.islice(with_room, 1)
+    new_step = next((step for step in with_room if strangers.may_supply(state, worker, step)), None)
+    left: list[PlannedGroup] = []
+    found: list[PlannedGroup] = []
+    while not found and (pending := state.groups.first_pending()) is not None and len(left) < UNITS_LEFT_MAX:
+        if pending[0] > (last if new_step is None else new_step):
+            break
+        unit = state.groups.pop_unit()
+        if not strangers.may_supply(state, worker, unit[0].step) or strangers.leaves_to_others(state, worker, unit):
+            left += unit
+        else:
+            found = unit
+    if not found and new_step is not None and (pending is None or pending[0] > new_step):
+        issue_unit(state, new_step)
+        state.groups.first_pending()  # drops queued units that are no longer pending
+        found = state.groups.pop_unit()  # new groups are queued ahead of every later step
+    for record in left:
+        state.groups.push_pending(record)
+    return found
+
+
+def issue_unit(state: PlannerState, step: int) -> None:
+    """Issue new groups of `step` up to the end of a unit, or of the step."""
+    while room(state, step) > 0:
+        record = state.groups.issue(step)
+        record.issued_at = state.now
+        state.emit(do.IssueGroup, f"step {step} still needs groups", number=record.number, step=step)
+        if state.groups.next_number % state.groups.groups_per_unit == 0:
+            break
+
+
+def mend_units(state: PlannerState) -> None:
+    """Repair units after the head was killed between the commands of one event. A partly issued unit is completed. If
+    some leases of a unit had ended, the others are taken back, because the groups of a unit are sampled in one batch of
+    fixed shape.
+    """
+    if not state.options.deterministic:
+        return
+    last = state.groups.get(state.groups.next_number - 1)
+    if last is not None and last.step >= state.version and state.groups.next_number % state.groups.groups_per_unit != 0:
+        issue_unit(state, last.step)
+    for record in list(state.groups):
+        if record.state == "pending":
+            for other in state.groups.unit_records(state.groups.unit_of(record)):
+                results.release(state, state.train_group(other.number), "its batch was broken up by a kill of the head")
+
+
+def room(state: PlannerState, step: int) -> int:
+    """Return how many groups the step still needs. A retired group is replaced, except in deterministic mode, where the
+    replacement's number would depend on when the failure was noticed.
+    """
+    counted = state.groups.num_issued(step) if state.options.deterministic else state.groups.num_live(step)
+    return state.options.groups_per_step - counted
+
+
+def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
+    """Return the last step that a worker with this snapshot may sample for (rule 1, pacing at admission); -1: none."""
+    options = state.options
+    if options.deterministic:
+        last = max(state.published) + options.max_staleness
+        while last >= state.version:
+            needed = pacing.fixed_version(last, options.max_staleness, options.publish_every)
+            if needed in state.retained:
+                break
+            last -= 1
+        return last
+    if installed is None or not is_published(state, installed):
+        return -1
+    return pacing.last_step(installed.version, options.max_staleness)
+
+
+def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
+    """Whether this snapshot is valid: it belongs to the surviving history and is recent enough."""
+    return ref is not None and state.published.get(ref.version) == ref
+
+
+#: Accepted results after which the usual duration of a lease counts as known.
+LEASES_KNOWN = 8
+
+#: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
+#: group in seven twice at 1.5, and stragglers cost more time at 3.
+LATE_AFTER = 2.0
+
+
+def grant_backup_leases(state: PlannerState, now: float) -> None:
+    """Grant second leases on the late groups of the step that the learner waits for, the latest first."""
+    for late_at, late, holder in _lates(state):
+        worker = _idle_worker(state, holder) if late_at <= now else None
+        record = state.groups.get(late.group.number)
+        if worker is None or record is None:
+            return
+        lease = lease_of(state, record, now, worker)
+        state.open_lease(worker.worker_id, lease)
+        reason = f"group {late.group.number} is late at {holder}: the first result counts"
+        state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
+        state.settle(now)
+
+
+def next_at(state: PlannerState) -> float | None:
+    """Return when the next group becomes late, if an idle worker could take it."""
+    lates = _lates(state)
+    return lates[0][0] if lates and _idle_worker(state, lates[0][2]) is not None else None
+
+
+def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
+    """Return when the last lease on each missing group becomes late: (time, lease, worker), sorted by time."""
+    usual, step = state.gauge.lease_seconds, state.wanted_step
+    if step is None or state.step_ended or not state.fleet.num_free:
+        return []
+    if state.options.deterministic:
+        return []
+    after = LATE_AFTER * usual if state.gauge.num_leases >= LEASES_KNOWN else state.options.lease_seconds
+    found = []
+    for record in state.groups.of_step(step):
+        held = state.leases.of_group(state.train_group(record.number)) if record.state in ("pending", "leased") else ()
+        for worker_id, lease in filter(None, map(state.leases.get, held)):
+            if lease.lease_id == max(held):
+                found.append((lease.deadline - lease.seconds + after, lease, worker_id))
+    return sorted(found, key=lambda late: (late[0], late[1].lease_id))
+
+
+def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
+    """Return an idle worker that may sample this step, other than the late worker and those of its ticket; preferably
+    the owner's, and with a newer snapshot.
+    """
+    step, late = state.wanted_step or 0, state.fleet.get(holder)
+    ticket = "" if late is None else late.ticket
+    kinds = [kind for kind in state.fleet.rankings(0) if is_published(state, kind[0])]
+    for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
+        first = state.fleet.rankings(0)[kind].first()
+        worker = None if first is None else state.fleet.get(first[-1])
+        if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
+            continue
+        may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, step)
+        if may and last_step(state, worker.installed) >= step:
+            return worker
+    return None

@@ -1,0 +1,404 @@
+"""The state of every training group: one record per group, and one table of the legal transitions.
+
+    pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
+       ^------expiry------'                                      ^------------- fall-back -----'
+    any of the first four --> retired (with a reason)
+
+A `delivered` group waits for a reward process beside the head. A group stays bound to the step it was issued for
+through every transition. Trained groups are kept until a checkpoint covers their step, because a learner that falls
+back trains the same groups at the same step again.
+
+The leases: which worker holds which group until when. A lease is closed exactly once, with an outcome.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from echo2.core.decide.lazy_heap import LazyHeap
+from echo2.core.errors import InvariantError
+from echo2.core.types import GroupRef, Lease, SnapshotRef
+
+MOVES: dict[str, frozenset[str]] = {
+    "pending": frozenset({"leased", "delivered", "retired"}),
+    "leased": frozenset({"pending", "delivered", "retired"}),
+    "delivered": frozenset({"ready", "retired"}),
+    "ready": frozenset({"fed", "retired"}),
+    "fed": frozenset({"trained", "ready"}),
+    "trained": frozenset({"ready"}),
+    "retired": frozenset(),
+}
+
+
+#: Reason for retiring a group whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
+UNINFORMATIVE = "uninformative"
+
+#: Stands for all machines of the run's owner, where a stranger is identified by its ticket.
+OWN = ""
+
+
+@dataclass(slots=True)
+class PlannedGroup:
+    """What the planner knows about one group. `why`: reason for retiring it; `is_flat`: its rewards are all equal.
+    `tried_by`: owners whose leases on it gave no result, `OWN` or a stranger's ticket; `failed_by`: machines and
+    tickets that reported it can't be produced. `supplied_by`: samples that strangers hold or have delivered, by ticket.
+    `is_held`: it is not fed for now. `..._at`: when it last reached that state; -inf if that was under an earlier head.
+    """
+
+    number: int
+    step: int
+    state: str = "pending"
+    attempts: int = 0
+    failed_by: dict[str, None] = field(default_factory=dict)
+    tried_by: dict[str, None] = field(default_factory=dict)
+    supplied_by: dict[str, int] = field(default_factory=dict)
+    oldest_version: int | None = None
+    worker_id: str = ""
+    is_flat: bool = False
+    is_held: bool = False
+    why: str = ""
+    issued_at: float = -math.inf
+    leased_at: float = -math.inf
+    delivered_at: float = -math.inf
+    ready_at: float = -math.inf
+
+
+@dataclass(slots=True)
+class StepGroups:
+    """The groups of one step in issue order, with totals that would otherwise need a scan: groups not retired, fed, and
+    retired as uninformative; ready groups in the order in which they became ready; and the samples that strangers
+    supply, by ticket.
+    """
+
+    records: list[PlannedGroup] = field(default_factory=list)
+    num_live: int = 0
+    num_fed: int = 0
+    num_uninformative: int = 0
+    ready: OrderedDict[int, PlannedGroup] = field(default_factory=OrderedDict)
+    supplied: dict[str, int] = field(default_factory=dict)
+
+
+#: The groups of a step for which none was issued.
+NO_GROUPS = StepGroups()
+
+
+@dataclass(slots=True)
+class GroupBook:
+    """All groups that are not covered by a checkpoint yet, by number and by step.
+
+    `groups_per_unit` groups make a *unit*, which is always leased as a whole: 1 group, or in deterministic mode the
+    fixed batch.
+    """
+
+    groups_per_unit: int = 1
+    next_number: int = 0
+    _records: dict[int, PlannedGroup] = field(default_factory=dict)
+    _by_step: dict[int, StepGroups] = field(default_factory=dict)
+    _pending: list[tuple[int, int]] = field(default_factory=list)
+    _is_pending: set[tuple[int, int]] = field(default_factory=set)
+
+    def issue(self, step: int) -> PlannedGroup:
+        """Add a new pending group for `step`."""
+        record = PlannedGroup(self.next_number, step)
+        self._add(record)
+        self.push_pending(record)
+        return record
+
+    def restore(self, record: PlannedGroup) -> None:
+        """Add a group from the ledger."""
+        self._add(record)
+        if record.state == "pending":
+            self.push_pending(record)
+
+    def _add(self, record: PlannedGroup) -> None:
+        if record.number in self._records:
+            raise InvariantError(f"group {record.number} issued twice")
+        self._records[record.number] = record
+        of_step = self._by_step.setdefault(record.step, StepGroups())
+        of_step.records.append(record)
+        of_step.num_live += record.state != "retired"
+        of_step.num_fed += record.state == "fed"
+        of_step.num_uninformative += record.why == UNINFORMATIVE
+        if record.state == "ready":
+            of_step.ready[record.number] = record
+        self.next_number = max(self.next_number, record.number + 1)
+
+    def get(self, number: int) -> PlannedGroup | None:
+        """Return the group with this number, or None if it is not kept."""
+        return self._records.get(number)
+
+    def num_alike(self, number: int) -> int:
+        """Return the number of successive groups, including this one, that were retired for the same reason."""
+        why = self._records[number].why
+
+        def is_alike(other: int) -> bool:
+            return other in self._records and self._records[other].why == why
+
+        first = next(before for before in itertools.count(number, -1) if not is_alike(before - 1))
+        return next(after for after in itertools.count(number) if not is_alike(after)) - first
+
+    def of_step(self, step: int) -> list[PlannedGroup]:
+        """Return the groups bound to this step in issue order, including retired ones."""
+        return list(self._by_step.get(step, NO_GROUPS).records)
+
+    def num_issued(self, step: int) -> int:
+        """Number of groups that were issued for this step, including retired ones."""
+        return len(self._by_step.get(step, NO_GROUPS).records)
+
+    def num_live(self, step: int) -> int:
+        """Number of groups of this step that are not retired."""
+        return self._by_step.get(step, NO_GROUPS).num_live
+
+    def num_fed(self, step: int) -> int:
+        """Number of groups of this step that the learner has but has not trained on yet."""
+        return self._by_step.get(step, NO_GROUPS).num_fed
+
+    def num_uninformative(self, step: int) -> int:
+        """Number of groups of this step that were retired because their rewards were all equal."""
+        return self._by_step.get(step, NO_GROUPS).num_uninformative
+
+    def supplied(self, step: int) -> Mapping[str, int]:
+        """Samples of this step that strangers hold or have delivered, by ticket, without retired groups."""
+        return self._by_step.get(step, NO_GROUPS).supplied
+
+    def supply(self, record: PlannedGroup, ticket: str, num_samples: int) -> None:
+        """Add to the samples of this group that a stranger holds or has delivered; negative if its lease ended."""
+        if record.state != "retired":
+            _add(record.supplied_by, ticket, num_samples)
+            _add(self._by_step[record.step].supplied, ticket, num_samples)
+
+    def first_ready(self, step: int) -> PlannedGroup | None:
+        """Return the group of this step that became ready first, or None."""
+        return next(iter(self._by_step.get(step, NO_GROUPS).ready.values()), None)
+
+    def nth(self, step: int, index: int) -> PlannedGroup | None:
+        """Return the group that was issued for this step after `index` others, or None."""
+        records = self._by_step.get(step, NO_GROUPS).records
+        return records[index] if index < len(records) else None
+
+    def highest_number(self, last_step: int) -> int | None:
+        """Return the highest group number of all steps up to `last_step`, or None."""
+        highest = [max(r.number for r in of.records) for step, of in self._by_step.items() if step <= last_step]
+        return max(highest, default=None)
+
+    def move(self, record: PlannedGroup, state: str) -> None:
+        """Change a record's state by a legal transition.
+
+        Raises:
+            InvariantError: the table has no such transition.
+        """
+        if state not in MOVES[record.state]:
+            raise InvariantError(
+                f"group {record.number} of step {record.step}: {record.state} -> {state} is no legal move"
+            )
+        of_step = self._by_step[record.step]
+        if record.state == "ready":
+            of_step.ready.pop(record.number, None)
+        elif record.state == "fed":
+            of_step.num_fed -= 1
+        record.state = state
+        if state == "pending":
+            self.push_pending(record)
+        elif state == "ready" and not record.is_held:
+            of_step.ready[record.number] = record
+        elif state == "fed":
+            of_step.num_fed += 1
+        elif state == "retired":
+            of_step.num_live -= 1
+
+    def hold(self, record: PlannedGroup) -> None:
+        """Do not feed this group, even when it is ready, until `let_go`."""
+        record.is_held = True
+        self._by_step[record.step].ready.pop(record.number, None)
+
+    def let_go(self, record: PlannedGroup) -> None:
+        """Allow this group to be fed."""
+        if record.is_held and record.state == "ready":
+            self._by_step[record.step].ready[record.number] = record
+        record.is_held = False
+
+    def retire(self, record: PlannedGroup, why: str) -> None:
+        """Retire a group: it will never be trained on.
+
+        Raises:
+            InvariantError: the group is fed, trained or retired already.
+        """
+        for ticket, num_samples in list(record.supplied_by.items()):
+            self.supply(record, ticket, -num_samples)
+        self.move(record, "retired")
+        record.why = why
+        self._by_step[record.step].num_uninformative += why == UNINFORMATIVE
+
+    def unit_of(self, record: PlannedGroup) -> tuple[int, int]:
+        """Return the unit that a group is leased with: its step and its first number."""
+        return record.step, record.number - record.number % self.groups_per_unit
+
+    def push_pending(self, record: PlannedGroup) -> None:
+        """Queue the record's unit for a lease, earliest step first, then in issue order."""
+        unit = self.unit_of(record)
+        if unit not in self._is_pending:
+            self._is_pending.add(unit)
+            heapq.heappush(self._pending, unit)
+
+    @property
+    def num_queued(self) -> int:
+        """Upper bound of the groups in queued units; some may be retired."""
+        return len(self._pending) * self.groups_per_unit
+
+    def first_pending(self) -> tuple[int, int] | None:
+        """Return (step, first number) of the next unit to lease, or None. Drops units without pending groups."""
+        while self._pending:
+            unit = self._pending[0]
+            if any(record.state == "pending" for record in self.unit_records(unit)):
+                return unit
+            self._drop_first()
+        return None
+
+    def pop_unit(self) -> list[PlannedGroup]:
+        """Remove the first unit and return its groups that are not retired. In a unit of several, groups with a result
+        are sampled again to keep the batch's shape, and their second result is refused as a duplicate.
+        """
+        unit = self._drop_first()
+        return [record for record in self.unit_records(unit) if record.state != "retired"]
+
+    def _drop_first(self) -> tuple[int, int]:
+        unit = heapq.heappop(self._pending)
+        self._is_pending.discard(unit)
+        return unit
+
+    def unit_records(self, unit: tuple[int, int]) -> list[PlannedGroup]:
+        """Return the groups of a unit that are kept here."""
+        step, first = unit
+        numbers = range(first, first + self.groups_per_unit)
+        return [r for r in (self._records.get(n) for n in numbers) if r is not None and r.step == step]
+
+    def forget_below(self, step: int) -> None:
+        """Drop the groups of steps below `step`, which a checkpoint covers."""
+        for old in [key for key in self._by_step if key < step]:
+            for record in self._by_step.pop(old).records:
+                del self._records[record.number]
+
+    def __iter__(self) -> Iterator[PlannedGroup]:
+        return iter(self._records.values())
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+
+def _add(counts: dict[str, int], key: str, count: int) -> None:
+    """Add to a count, and remove it when it is zero."""
+    counts[key] = counts.get(key, 0) + count
+    if not counts[key]:
+        del counts[key]
+
+
+#: Reasons for which a worker fails a lease -> whether another try can help (a prompt stays too long, an engine may
+#: recover).
+FAILURES: dict[str, bool] = {
+    "prompt_too_long": False,
+    "environment_failed": False,
+    "log_unfit": False,
+    "engine_failed": True,
+    "snapshot_gone": True,
+    "revoked": True,
+    "busy": True,
+}
+
+#: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
+MAX_ATTEMPTS = 5
+
+#: The longest lease, as a multiple of `lease_seconds`.
+LEASE_STRETCH_MAX = 8.0
+
+#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
+FULL_TIMES = 2.0
+
+
+def duration(lease_seconds: float, full_seconds: float) -> float:
+    """Return how long a lease of a worker of the owner lasts, which needs `full_seconds` for all that it may hold."""
+    return min(LEASE_STRETCH_MAX * lease_seconds, max(lease_seconds, FULL_TIMES * full_seconds))
+
+
+@dataclass(slots=True)
+class LeaseTable:
+    """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
+    `next_id`: no lease has had this id or a later one. `installed_at`: the newest weights that its worker had said it
+    has when it got the lease; None if there are none.
+    """
+
+    next_id: int = 1
+    _open: dict[int, tuple[str, Lease]] = field(default_factory=dict)
+    _by_group: dict[GroupRef, dict[int, None]] = field(default_factory=dict)
+    _by_worker: dict[str, dict[int, None]] = field(default_factory=dict)
+    _samples: dict[str, int] = field(default_factory=dict)
+    installed_at: dict[int, SnapshotRef | None] = field(default_factory=dict)
+    deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
+
+    def take_id(self) -> int:
+        """Return an id that no lease has had."""
+        self.next_id += 1
+        return self.next_id - 1
+
+    def add(self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None) -> None:
+        """Add a lease held by this worker, which has these weights.
+
+        Raises:
+            InvariantError: the lease is granted already.
+        """
+        if lease.lease_id in self._open:
+            raise InvariantError(f"lease {lease.lease_id} granted twice")
+        self._open[lease.lease_id] = (worker_id, lease)
+        self.installed_at[lease.lease_id] = installed
+        self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
+        self._by_worker.setdefault(worker_id, {})[lease.lease_id] = None
+        self._samples[worker_id] = self._samples.get(worker_id, 0) + lease.num_samples
+        self.deadlines.set(lease.lease_id, lease.deadline)
+
+    def extend(self, lease_id: int, deadline: float) -> None:
+        """Move the deadline of an open lease."""
+        worker_id, lease = self._open[lease_id]
+        seconds = lease.seconds + deadline - lease.deadline
+        self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=seconds)
+        self.deadlines.set(lease_id, deadline)
+
+    def get(self, lease_id: int) -> tuple[str, Lease] | None:
+        """Return (worker, lease) of an open lease, or None."""
+        return self._open.get(lease_id)
+
+    def close(self, lease_id: int) -> tuple[str, Lease]:
+        """Remove an open lease and return (worker, lease)."""
+        worker_id, lease = self._open.pop(lease_id)
+        self.deadlines.drop(lease_id)
+        del self.installed_at[lease_id]
+        self._samples[worker_id] -= lease.num_samples
+        del self._by_group[lease.group][lease_id]
+        if not self._by_group[lease.group]:
+            del self._by_group[lease.group]
+        del self._by_worker[worker_id][lease_id]
+        if not self._by_worker[worker_id]:
+            del self._by_worker[worker_id], self._samples[worker_id]
+        return worker_id, lease
+
+    def of_group(self, group: GroupRef) -> tuple[int, ...]:
+        """Ids of the open leases on this group."""
+        return tuple(self._by_group.get(group, ()))
+
+    def of_worker(self, worker_id: str) -> tuple[int, ...]:
+        """Ids of the open leases of this worker."""
+        return tuple(self._by_worker.get(worker_id, ()))
+
+    def samples_of(self, worker_id: str) -> int:
+        """Samples that are leased to the worker and not delivered yet."""
+        return self._samples.get(worker_id, 0)
+
+    def open_leases(self) -> list[tuple[str, Lease]]:
+        """(worker, lease) of every open lease."""
+        return list(self._open.values())
+
+    def __len__(self) -> int:
+        return len(self._open)

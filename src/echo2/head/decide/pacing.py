@@ -1,0 +1,120 @@
+"""How old a group's tokens may be, and how many groups a worker decodes at once.
+
+The staleness rule, in one place. Source: ECHO-2 sections 3.2 and 4.1; `docs/staleness.md` derives it.
+
+Symbols: t = the step that a group is bound to when it is issued (it trains version t into t + 1), x = the policy
+version of its *oldest* token, S = max_staleness, kappa = publish_every. The rule:  t - x <= S.
+
+The rule is enforced by *pacing at admission*: a group is bound to its step before it is sampled, and leased only to a
+worker whose installed version v satisfies t - v <= S. Installed versions only grow within a lineage, so every token
+has x >= v, and the rule holds however long the group is queued afterwards. It is checked when a result arrives, when a
+group is fed, and by the learner. A limit of groups in flight alone would not bound the age of a straggler; the binding
+does, because the straggler's step waits for it.
+
+Finds how many groups a worker should decode at once (the *width*) so that a step's first groups finish soon.
+
+A large width takes less time per group but finishes the first group late, and the learner waits for it. The width that
+ends a step soonest depends on the engines (whose time may or may not grow with it), the fleet and the learner. So it is
+found by trial: from the largest width downwards until the two below the best were no better, and from then on
+occasionally a neighbour of the best.
+
+Workers that begin a step together would also finish their first groups together, and the learner would get groups in
+bursts. So workers begin with different numbers of groups, the fewest first, until one of these is delivered.
+"""
+
+from __future__ import annotations
+
+
+def staleness(step: int, oldest_version: int) -> int:
+    """Age, in policy versions, of a group's oldest token when step `step` trains on it."""
+    return step - oldest_version
+
+
+def min_version(step: int, max_staleness: int) -> int:
+    """The oldest version that may still contribute a token to this step."""
+    return max(0, step - max_staleness)
+
+
+def last_step(installed_version: int, max_staleness: int) -> int:
+    """The last step that a worker with this version may sample for."""
+    return installed_version + max_staleness
+
+
+def may_train(step: int, oldest_version: int, max_staleness: int) -> bool:
+    """Whether a group may be trained on: the check when it is fed."""
+    return staleness(step, oldest_version) <= max_staleness
+
+
+def fixed_version(step: int, max_staleness: int, publish_every: int) -> int:
+    """The version that samples this step in deterministic mode: the oldest published one that the bound allows.
+
+    max(0, kappa * ceil((t - S) / kappa)). It never exceeds t if kappa <= S + 1, so waiting for it can't deadlock.
+    """
+    return max(0, publish_every * -(-(step - max_staleness) // publish_every))
+
+
+#: Weight of a new measurement of a width in its running mean.
+NEW_SECONDS = 0.5
+
+#: Steps between two trials of other widths, once the best is found.
+TRIAL_EVERY = 12
+
+
+class Frontier:
+    """The search for the best `width`, and the start of each step."""
+
+    def __init__(self, most_groups: int) -> None:
+        self.widths = [most_groups]
+        while self.widths[-1] > 1:
+            self.widths.append((2 * self.widths[-1]) // 3)
+        self._at = 0
+        self._seconds: dict[int, float] = {}
+        self._began: dict[int, float] = {}
+        self._num_begun: dict[int, int] = {}
+        self._ended: float | None = None
+        self._num_choices = 0
+
+    @property
+    def width(self) -> int:
+        """Maximum number of groups that a worker decodes at once now."""
+        return self.widths[self._at]
+
+    def begin(self, step: int, num_workers: int) -> int | None:
+        """Return with how many groups an idle worker begins this step; None if `num_workers` have begun it already."""
+        num_begun = self._num_begun[step] = self._num_begun.get(step, 0) + 1
+        return max(1, -(-self.width * num_begun // num_workers)) if num_begun <= num_workers else None
+
+    def leased(self, step: int, now: float) -> None:
+        """Record that a group of this step was leased."""
+        self._began.setdefault(step, now)
+
+    def step_trained(self, step: int, now: float) -> None:
+        """Measure a step, from its first lease (or the end of the previous step, if later) until now. The first step
+        does not count, because its workers were still starting.
+        """
+        began, before, self._ended = self._began.pop(step, None), self._ended, now
+        self._began = {later: at for later, at in self._began.items() if later > step}
+        self._num_begun = {later: count for later, count in self._num_begun.items() if later > step}
+        if began is None or before is None:
+            return
+        seconds, known = now - max(began, before), self._seconds.get(self._at)
+        self._seconds[self._at] = seconds if known is None else known + NEW_SECONDS * (seconds - known)
+        self._choose()
+
+    def interrupted(self) -> None:
+        """Exclude the current step from the measurements."""
+        self._began.clear()
+        self._num_begun.clear()
+        self._ended = None
+
+    def _choose(self) -> None:
+        best = min(self._seconds, key=self._seconds.__getitem__)
+        neighbours = [at for at in (best + 1, best - 1) if 0 <= at < len(self.widths)]
+        self._num_choices += 1
+        trial, is_due = divmod(self._num_choices, TRIAL_EVERY)
+        below = [at for at in (best + 1, best + 2) if at < len(self.widths) and at not in self._seconds]
+        self._at = best
+        if below:
+            self._at = below[0]
+        elif is_due == 0 and neighbours:
+            self._at = neighbours[trial % len(neighbours)]

@@ -1,0 +1,407 @@
+"""The planner, the state machine of the head: which worker samples which group, with which version and until when; what
+the learner is fed; when the run is over.
+
+`handle(event, now)` is the only input, the returned commands are the only output. The planner uses the tables beside
+it: `groups` (the state of each group), `leases` (which worker holds what), `fleet` (the workers), `evaluation`, and the
+rule in `staleness`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
+(complete groups, frontier first).
+
+The commands of step t in order:  IssueGroup (bound to t) -> GrantLeases -> AcceptDelivery -> ScoreGroup ->
+KeepScores -> FeedGroup -> EndStep -> RecordStep.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from echo2.core.errors import InvariantError
+from echo2.core.types import SnapshotRef, Wait
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide import granting, pacing, results
+from echo2.head.decide import granting as second_leases
+from echo2.head.decide.groups import PlannedGroup
+from echo2.head.decide.state import PlannerOptions, PlannerState
+from echo2.head.decide.waits import list_waits
+from echo2.head.fleet.decide import standby, workers
+from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
+from echo2.head.fleet.decide.gauge import learner_wait
+from echo2.head.strangers.decide import checks, strangers
+
+#: How many lease durations an evaluation waits for a machine of the owner.
+EVAL_WAIT_LEASES = 2.0
+
+
+class Planner(PlannerState):
+    """The state, and the effect of each kind of event on it."""
+
+    def __init__(self, options: PlannerOptions) -> None:
+        super().__init__(options)
+        self._num_passed = 0
+
+    # ---- events ----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+        """Handle one event at time `now` (seconds, never decreasing) and return the commands, in order."""
+        self.begin(event)
+        self.now = now
+        any_change = self.has_unsettled or not isinstance(event, ev.WorkerReported | ev.WorkersHeard)
+        if isinstance(event, ev.WorkersHeard):
+            workers.workers_heard(self, event.worker_ids, now)
+        if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
+            any_change = True
+        # Deadlines go first: a result that arrives at its deadline is late, whether or not the timer has fired yet.
+        if workers.expire(self, now) | checks.expire(self, now) or any_change:
+            self._take(event, now)
+            self._advance(now)
+        standby.look(self, now)
+        self._ask_for_wake()
+        return self.out
+
+    def _take(self, event: ev.Event, now: float) -> None:
+        match event:
+            case ev.HeadStarted():
+                self._start(event, now)
+            case ev.LearnerJoined():
+                self._learner_joined(event.version)
+            case ev.LearnerLost():
+                self.learner_joined, self.wanted_step, self.wanted_since = False, None, now
+            case ev.GroupsWanted():
+                self._groups_wanted(event.step, now)
+            case ev.StepTrained():
+                self._step_trained(event, now)
+            case ev.SnapshotPublished():
+                self._snapshot_published(event.ref, now)
+            case ev.CheckpointSaved():
+                self._checkpoint_saved(event)
+            case ev.WorkerJoined():
+                workers.worker_joined(self, event, now)
+            case ev.WorkerDetached():
+                if (worker := self.fleet.get(event.worker_id)) is not None:
+                    self.fleet.detach(worker, now)
+            case ev.WorkerLeft():
+                workers.lose_worker(self, event.worker_id, event.reason, now)
+            case ev.GroupDelivered() | ev.DeliveryMalformed() | ev.LeaseFailed() if self._is_expelled(event):
+                pass  # ignore everything from an expelled worker
+            case ev.GroupDelivered():
+                results.delivered(self, event, now)
+            case ev.DeliveryMalformed():
+                results.delivery_malformed(self, event)
+            case ev.LeaseFailed():
+                results.lease_failed(self, event, now)
+            case ev.GroupScored():
+                results.scored(self, event)
+            case ev.GroupUnfit():
+                results.give_up(self, event.group, event.reason, event.detail, event.seconds)
+            case ev.GroupChecked():
+                checks.checked(self, event)
+            case ev.RentFailed():
+                standby.rent_failed(self, event.offer, now)
+            case ev.DiskFull():
+                self.paused = Wait("head", "disk", now, None, event.reason)
+            case ev.DiskFreed():
+                self.paused = None
+
+    def _advance(self, now: float) -> None:
+        """Emit all commands that the event may have made possible."""
+        standby.keep_last(self)
+        checks.assign(self)
+        workers.expel(self, now)
+        self._finish_evals(now)
+        self.settle(now)
+        if self.over is None and self.paused is None:
+            granting.grant(self, now)
+            second_leases.grant_backup_leases(self, now)
+            self._feed(now)
+        if self.over is None:
+            self._finish()
+
+    def _ask_for_wake(self) -> None:
+        heaps = (self.leases.deadlines, self.fleet.silence, self.fleet.rests, self.standings.rests)
+        dues = [at for heap in heaps if (at := heap.first()) is not None]
+        if (overdue_at := checks.next_at(self)) is not None:
+            dues.append(overdue_at)
+        if self.evaluation.rounds and self.skips_evals_at is not None:
+            dues.append(self.skips_evals_at)
+        if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
+            dues.append(self.activation.next_at)  # there may be no worker whose reports wake it
+        if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
+            dues.append(late_at)
+        if dues:
+            self.wake_at(min(dues), "next deadline of a lease or of a silent worker")
+
+    # ---- start, learner --------------------------------------------------------------------------------------------
+
+    def _start(self, event: ev.HeadStarted, now: float) -> None:
+        self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
+        self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
+        self.groups.next_number = event.next_number
+        self.leases.next_id = max(self.leases.next_id, event.next_lease_id)
+        self.first_lease_id = event.next_lease_id
+        if event.next_lease_id > 1:
+            self.took_over_at = now
+        self.evaluation.evaluated = set(event.evaluated)
+        for ticket, trust in event.trust:
+            self.trust.put(ticket, trust)
+        self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
+        for ref in event.published:
+            if self.published.get(ref.version) != ref:
+                self.emit(do.DropSnapshot, "of a history that was abandoned", ref=ref)
+        self.retained = dict(self.published)
+        standby.recover(self, event.machines, now)
+        for old in event.groups:
+            record = PlannedGroup(
+                old.number,
+                old.step,
+                "pending" if old.state == "open" else old.state,
+                oldest_version=old.oldest_version,
+                worker_id=old.worker_id,
+                is_flat=old.is_flat,
+                why=old.why,
+            )
+            self.groups.restore(record)
+            if record.state == "delivered":
+                reason = "delivered before the restart, not scored yet"
+                self.emit(do.ScoreGroup, reason, group=self.train_group(old.number), rollouts=None)
+        checks.recover(self, event.checks)
+        strangers.recover(self, event)
+        for lease in event.leases:
+            self._restore_lease(lease, now)
+        granting.mend_units(self)
+        for record in list(self.groups):
+            results.replace_flat(self, record)  # scored, but the head was killed before it was retired
+        for ref in self.retained.values():
+            if self.evaluation.is_due(ref.version):
+                self._start_eval(ref, now)
+
+    def _restore_lease(self, old: ev.RecoveredLease, now: float) -> None:
+        """Restore a lease after a restart of the head. Its worker may still be sampling, so lease and worker are kept,
+        the worker as detached, until it returns or is lost.
+        """
+        record = self.groups.get(old.number)
+        if record is None:
+            raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
+        lease = granting.lease_of(self, record, now)
+        self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
+        if record.state == "pending":
+            self.groups.move(record, "leased")
+        if (worker := self.fleet.get(old.worker_id)) is None:
+            worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
+            worker.ticket = UNKNOWN
+            self.fleet.join(worker, now)
+        worker.unmeasured_samples += lease.num_samples
+
+    def _learner_joined(self, version: int) -> None:
+        if version > self.version:
+            reason = (
+                f"the learner holds version {version}, the ledger knows {self.version} trained steps: "
+                "this checkpoint belongs to another run or to a newer ledger"
+            )
+            self.emit(do.RefuseLearner, reason)
+            return
+        if version < self.oldest_kept:
+            reason = (
+                f"the learner holds version {version}; the groups of steps before {self.oldest_kept} were let go when "
+                f"checkpoint {self.oldest_kept} covered them: resume from that one or a later one"
+            )
+            self.emit(do.RefuseLearner, reason)
+            return
+        self.learner_joined, self.wanted_step = True, None
+        if self.frontier is not None:
+            self.frontier.interrupted()
+        if version < self.version:
+            self._fall_back(version)
+        else:
+            reason = f"the learner stands at version {version}"
+            self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+
+    def _fall_back(self, version: int) -> None:
+        """Handle a learner that fell back: the steps from `version` on are trained again, with the same groups; the old
+        results of these steps no longer count.
+        """
+        reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
+        self.took_over_at = self.now
+        self.version, self.lineage = version, self.lineage + 1
+        for record in list(self.groups):
+            if record.step >= version and record.state == "trained":
+                self.groups.move(record, "ready")
+        for later in [v for v in self.published if v > version]:
+            del self.published[later]
+            if later in self.retained:
+                self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
+        self.evaluation.forget_after(version)
+        self.checkpoint_version = min(self.checkpoint_version, version)
+        self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+        attending = tuple(worker.worker_id for worker in self.fleet.active())
+        workers.announce_newest(self, "later ones count no more", attending)
+
+    def _groups_wanted(self, step: int, now: float) -> None:
+        if step != self.version or not self.learner_joined:
+            self.emit(
+                do.RefuseLearner, f"the learner asks for the groups of step {step}; the run stands at {self.version}"
+            )
+            return
+        self.wanted_step, self.wanted_since, self.step_ended = step, now, False
+        self._num_passed = 0
+        for record in self.groups.of_step(step):
+            if record.state == "fed":
+                self.groups.move(record, "ready")
+
+    def _step_trained(self, event: ev.StepTrained, now: float) -> None:
+        if event.step < self.version:
+            return  # a repeated report: the answer to the first one was lost
+        fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
+        if event.step != self.version or tuple(sorted(event.numbers)) != fed or not self.step_ended:
+            raise InvariantError(
+                f"the learner reports step {event.step} with groups {event.numbers}; step {self.version} was fed {fed}"
+            )
+        self.emit(
+            do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
+        )
+        for found in event.mismatches:
+            self.conducts.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise)
+        self.gauge.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
+        if self.frontier is not None:
+            self.frontier.step_trained(event.step, now)
+            self.fleet.limit(self.frontier.width)
+        for number in fed:
+            record = self.groups.get(number)
+            assert record is not None
+            self.groups.move(record, "trained")
+        self.version, self.wanted_step = event.step + 1, None
+
+    def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
+        if ref.lineage != self.lineage or ref.version > self.version:
+            self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
+            return
+        if self.published.get(ref.version, ref) != ref:
+            self.took_over_at = now  # workers may still have this version of the previous lineage
+        self.published[ref.version] = self.retained[ref.version] = ref
+        self.published_at = now
+        self.gauge.published(ref, now)
+        if self.evaluation.is_due(ref.version):
+            self._start_eval(ref, now)
+        if ref.version == max(self.retained):
+            reason = f"version {ref.version} is published"
+            workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.active()))
+        self._drop_snapshots()
+
+    def _drop_snapshots(self) -> None:
+        """Drop old snapshots, except the newest few, those that an evaluation needs, and in deterministic mode those
+        that open steps need.
+        """
+        options = self.options
+        keep = set(sorted(self.retained)[-options.keep_snapshots :]) | set(self.evaluation.rounds)
+        oldest = self.version
+        if options.deterministic:
+            oldest = pacing.fixed_version(self.version, options.max_staleness, options.publish_every)
+        for version in sorted(self.retained):
+            if version not in keep and version < oldest:
+                self.emit(do.DropSnapshot, "no open step or evaluation needs it", ref=self.retained.pop(version))
+        for version in [
+            v for v in self.published if v < self.version - options.max_staleness - 2 * options.publish_every
+        ]:
+            if version not in self.retained:
+                del self.published[version]
+
+    def _checkpoint_saved(self, event: ev.CheckpointSaved) -> None:
+        # Reports may come twice and out of order; only the newest counts.
+        self.checkpoint_version = max(self.checkpoint_version, event.version)
+        self.oldest_kept = max(self.oldest_kept, event.oldest_kept)
+        self.emit(
+            do.RecordCheckpoint,
+            f"a checkpoint of version {event.version} is durable",
+            version=self.checkpoint_version,
+            oldest_kept=self.oldest_kept,
+        )
+        self.groups.forget_below(self.oldest_kept)
+
+    # ---- feeding ---------------------------------------------------------------------------------------------------
+
+    def _feed(self, now: float) -> None:
+        """Feed the learner the ready groups of the step that it waits for: in the order in which they became ready, or
+        in deterministic mode in issue order.
+        """
+        step = self.wanted_step
+        if step is None or self.step_ended or step >= self.options.max_steps:
+            return
+        while (record := self._next_to_feed(step)) is not None:
+            if not pacing.may_train(step, record.oldest_version or 0, self.options.max_staleness):
+                self.groups.retire(record, "stale")
+                detail = f"its oldest token is of version {record.oldest_version}, {self.options.max_staleness} allowed"
+                self.emit(do.RetireGroup, detail, number=record.number, why="stale")
+                granting.grant(self, now)
+                continue
+            self.groups.move(record, "fed")
+            self.emit(do.FeedGroup, f"the learner trains step {step}", step=step, number=record.number)
+        self._end_step(step, now)
+
+    def _next_to_feed(self, step: int) -> PlannedGroup | None:
+        """Return the next group to feed: the first that became ready, or in deterministic mode the next issued one."""
+        if not self.options.deterministic:
+            return self.groups.first_ready(step)
+        while (record := self.groups.nth(step, self._num_passed)) is not None and record.state in ("fed", "retired"):
+            self._num_passed += 1
+        return record if record is not None and record.state == "ready" else None
+
+    def _end_step(self, step: int, now: float) -> None:
+        if granting.room(self, step) > 0 or self.groups.num_fed(step) < self.groups.num_live(step):
+            return
+        live = [record for record in self.groups.of_step(step) if record.state != "retired"]
+        if not live:
+            results.stop(self, f"no group of step {step} gave a result: there is nothing to train on")
+            return
+        for record in live:
+            results.release(self, self.train_group(record.number), "its step has all its groups")
+        since = now if self.wanted_since is None else self.wanted_since
+        self.step_ended, self.wanted_since = True, None
+        self.gauge.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
+        last = self.groups.highest_number(step)
+        cursor = self.groups.next_number if last is None else last + 1
+        self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
+
+    # ---- evaluation, end -------------------------------------------------------------------------------------------
+
+    def _start_eval(self, ref: SnapshotRef, now: float) -> None:
+        self.evaluation.start(ref, now)
+        if self.frontier is not None:
+            self.frontier.interrupted()
+        self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
+
+    def _finish_evals(self, now: float) -> None:
+        if self.evaluation.rounds and self._lacks_own(now):
+            seconds = EVAL_WAIT_LEASES * self.options.lease_seconds
+            reason = f"no machine of the owner has been connected for {seconds:.0f} s, and no other may evaluate"
+            for version in list(self.evaluation.rounds):
+                self.evaluation.skip(version)
+                self.emit(do.SkipEval, reason, version=version)
+        for version in [v for v, round_ in self.evaluation.rounds.items() if round_.is_finished]:
+            round_ = self.evaluation.rounds.pop(version)
+            self.evaluation.evaluated.add(version)
+            reason = "every held-out task has a result or has failed"
+            self.emit(do.FinishEval, reason, version=version, failed=round_.failed)
+
+    def _lacks_own(self, now: float) -> bool:
+        """Whether no machine of the owner has been available for evaluations for too long."""
+        if any(not (worker.detached or worker.standby) for worker in self.fleet.own()):
+            self.skips_evals_at = None
+            return False
+        if self.skips_evals_at is None:
+            self.skips_evals_at = now + EVAL_WAIT_LEASES * self.options.lease_seconds
+        return now >= self.skips_evals_at
+
+    def _finish(self) -> None:
+        last = self.options.max_steps
+        evaluated = not self.options.eval_size or last in self.evaluation.evaluated | self.evaluation.skipped
+        if self.version >= last and self.checkpoint_version >= last and evaluated and not self.evaluation.rounds:
+            self.over = "all steps are trained"
+            self.emit(do.FinishRun, self.over)
+
+    # ---- queries ---------------------------------------------------------------------------------------------------
+
+    def _is_expelled(self, event: ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed) -> bool:
+        return self.conducts.expulsion(event.worker_id, self.now) is not None
+
+    def waits(self, now: float) -> list[Wait]:
+        """Return all waits: who waits for whom, since when, until when, and why."""
+        return list_waits(self, now)

@@ -1,0 +1,370 @@
+"""Handles the end of a lease: a result that is accepted or refused, or an end without a result.
+
+Decides whether a delivered result is accepted. A refusal is one word, which is counted, and a readable reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from echo2.core.types import GroupRef, Lease
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide import pacing, waste
+from echo2.head.decide.groups import FAILURES, MAX_ATTEMPTS, OWN, UNINFORMATIVE, PlannedGroup
+from echo2.head.decide.state import PlannerState
+from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
+from echo2.head.strangers.decide import checks, strangers
+from echo2.head.strangers.decide.standings import MALFORMED_COST, REFUSED_COST
+
+
+def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
+    """Return None if the result is the first valid one of an open lease; otherwise (refusal, reason).
+
+    late: the lease is over, or its weights are no longer valid.  duplicate: the group has a result already.
+    malformed: the result does not match the lease, or names weights that never existed.  stale: a token is older than
+    the lease allowed.
+    """
+    done = has_result(state, event.group)
+    held = state.leases.get(event.lease_id)
+    if held is None:
+        if done:
+            return "duplicate", f"{event.group} has a result already"
+        return "late", f"lease {event.lease_id} is over"
+    worker_id, lease = held
+    if worker_id != event.worker_id:
+        return "malformed", f"lease {event.lease_id} is held by {worker_id}"
+    if lease.group != event.group or lease.num_samples != event.num_samples:
+        return (
+            "malformed",
+            f"leased {lease.num_samples} samples of {lease.group}, got {event.num_samples} of {event.group}",
+        )
+    if done:
+        return "duplicate", f"{event.group} has a result already"
+    if event.oldest_version < lease.min_version:
+        age = pacing.staleness(lease.step, event.oldest_version)
+        return "stale", f"its oldest token would be {age} versions old at step {lease.step}"
+    if (unknown := _unknown_weights(state, event, lease)) is not None:
+        return "late" if is_from_before(state, lease) else "malformed", unknown
+    if lease.exact_version is not None and event.newest_version != lease.exact_version:
+        return "malformed", f"sampled with version {event.newest_version}, leased for exactly {lease.exact_version}"
+    return None
+
+
+def is_from_before(state: PlannerState, lease: Lease) -> bool:
+    """Whether a lease was granted before the learner fell back or a new head took over, or up to a lease later: its
+    worker may not have heard.
+    """
+    return lease.deadline - lease.seconds < state.took_over_at + state.options.lease_seconds
+
+
+def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
+    """Return why the named weights are invalid or can't be checked, or None. They are invalid if a version is above the
+    step's own, or if a stranger names one below what it had installed: versions never fall. They can't be checked if a
+    stranger names a version that is not published in its lineage.
+
+    Honest workers send such a group after the learner fell back, or after a new head took over that does not know every
+    earlier version: if the lease was granted before that, or shortly after. Machines of the owner are trusted, and in
+    deterministic runs the weights are the same in every lineage.
+    """
+    if event.newest_version > lease.step:
+        return f"tokens of version {event.newest_version}; step {lease.step} trains version {lease.step}"
+    worker = state.fleet.get(event.worker_id)
+    if state.options.deterministic or (worker is not None and worker.is_own):
+        return None
+    had = state.leases.installed_at.get(event.lease_id)
+    if had is not None and had.lineage == event.lineage and event.oldest_version < had.version:
+        return f"tokens of version {event.oldest_version}; the worker had version {had.version} when it got the lease"
+    for version in (event.oldest_version, *event.versions_between, event.newest_version):
+        ref = state.published.get(version)
+        if ref is None or ref.lineage != event.lineage:
+            named = f"version {version} of lineage {event.lineage}"
+            return f"sampled with {named}, which is not published: nobody can check it"
+    return None
+
+
+def has_result(state: PlannerState, group: GroupRef) -> bool:
+    """Whether no further result is expected for this group: it has a valid one, or was given up."""
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        return place is None or place[1] in place[0].done
+    record = state.groups.get(group.number)
+    return record is None or record.state not in ("pending", "leased")
+
+
+#: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
+#: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
+RESAMPLED_MAX = 2.0
+
+
+def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:
+    """Close a lease that gave no result, and queue its group again, or give the group up after too many tries. Does
+    nothing if the lease was just closed, because its group was given up with another of its leases.
+    """
+    if state.leases.get(lease_id) is None:
+        return
+    worker_id, lease = state.close_lease(lease_id)
+    state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
+    if lease.group.kind == "eval":
+        if state.evaluation.put_back(lease.group) >= MAX_ATTEMPTS and outcome != "retired":
+            give_up(state, lease.group, "gave_up", f"{MAX_ATTEMPTS} leases brought no result; the last: {reason}")
+        return
+    worker = state.fleet.get(worker_id)
+    if outcome not in strangers.NO_FAULT:
+        strangers.failed(state, worker, strangers.held_seconds(state, lease))
+    record = state.groups.get(lease.group.number)
+    if record is None or record.state not in ("pending", "leased"):
+        return
+    if record.state == "leased" and not state.leases.of_group(lease.group):
+        state.groups.move(record, "pending")
+    if outcome not in ("revoked", "superseded"):  # these outcomes say nothing about the group
+        strangers.count_attempt(state, record, worker)
+    if record.attempts >= MAX_ATTEMPTS:
+        give_up(state, lease.group, "gave_up", f"{record.attempts} leases brought no result; the last: {reason}")
+
+
+def release(state: PlannerState, group: GroupRef, reason: str) -> None:
+    """Take back all leases on a group whose result is no longer needed."""
+    take_back(state, state.leases.of_group(group), reason, "revoked")
+
+
+def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcome: str) -> None:
+    """End these leases and tell their workers."""
+    for lease_id in lease_ids:
+        worker_id, _ = state.leases.get(lease_id) or ("", None)
+        end_lease(state, lease_id, outcome, reason)
+        state.emit(do.RevokeLease, reason, worker_id=worker_id, lease_ids=(lease_id,))
+
+
+def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
+    """Handle a delivered group: refuse it with a reason, or accept it and ask for its rewards."""
+    waste.replayed(state, event.worker_id, event.replay_seconds)
+    refusal = judge(state, event)
+    if refusal is not None:
+        word, reason = refusal
+        cost = MALFORMED_COST if word == "malformed" else REFUSED_COST
+        _refuse(state, event, word, reason, cost, event.group, event.num_tokens, event.seconds)
+        return
+    _, lease = state.close_lease(event.lease_id, is_in=True)
+    worker = state.fleet.get(event.worker_id)
+    if worker is not None and worker.ticket == UNKNOWN and event.is_own:
+        state.fleet.recognise(worker)
+    is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
+    if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
+        state.gauge.lease_done(strangers.held_seconds(state, lease))
+    state.conducts.of(event.worker_id).sampled_with = state.newest_had(event.worker_id, event.newest_version)
+    if worker is not None:
+        worker.failures_in_a_row = 0
+        worker.first_groups = None
+        slots = state.fleet.at_once(worker) * state.options.group_size
+        state.gauge.delivered(worker, event.num_samples, slots, not state.options.deterministic, now)
+    record = state.groups.get(event.group.number) if event.group.kind == "train" else None
+    _accept(state, event)
+    if record is not None:
+        record.oldest_version, record.worker_id, record.delivered_at = event.oldest_version, event.worker_id, now
+        state.groups.move(record, "delivered")
+        if not state.options.deterministic:  # there, other leases keep their batch's shape
+            take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
+        if not event.logged:
+            checks.delivered(state, record, worker, state.published.get(event.newest_version))
+    is_retired = record is not None and record.state == "retired"
+    strangers.brought(state, worker, is_held=record is not None and (record.is_held or is_retired))
+    if is_retired:
+        return
+    state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
+
+
+def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
+    """Accept the result for its group, and close its lease."""
+    reason = "the first valid result for this group"
+    state.emit(
+        do.AcceptDelivery,
+        reason,
+        worker_id=event.worker_id,
+        lease_id=event.lease_id,
+        group=event.group,
+        oldest_version=event.oldest_version,
+        newest_version=event.newest_version,
+        num_tokens=event.num_tokens,
+        seconds=event.seconds,
+        rollouts=event.rollouts,
+    )
+    state.emit(
+        do.CloseLease, reason, lease_id=event.lease_id, group=event.group, worker_id=event.worker_id, outcome="accepted"
+    )
+
+
+def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None:
+    """Handle a delivery that broke the protocol: refuse it, count it against its worker, and lease the group again. One
+    that came too late to be replayed before its lease ended is no breach.
+    """
+    is_late = event.reason == "late"
+    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=not is_late)
+    held = state.leases.get(event.lease_id)
+    group = held[1].group if held is not None and held[0] == event.worker_id else None
+    _refuse(state, event, event.reason, event.detail, REFUSED_COST if is_late else MALFORMED_COST, group)
+
+
+def _refuse(
+    state: PlannerState,
+    event: ev.GroupDelivered | ev.DeliveryMalformed,
+    word: str,
+    reason: str,
+    cost: float,
+    group: GroupRef | None,
+    num_tokens: int = 0,
+    seconds: float = 0.0,
+) -> None:
+    """Refuse a result and end its lease. If the worker is at fault, it rests, so that others try the group."""
+    state.emit(
+        do.RefuseDelivery,
+        reason,
+        worker_id=event.worker_id,
+        lease_id=event.lease_id,
+        group=group,
+        refusal=word,
+        num_tokens=num_tokens,
+        seconds=seconds,
+    )
+    if cost == MALFORMED_COST or event.lease_id >= state.first_lease_id:  # else an earlier head may have granted it
+        state.conducts.refused(event.worker_id, cost, reason, state.now)
+    held = state.leases.get(event.lease_id)
+    if held is not None and held[0] == event.worker_id:
+        worker = state.fleet.get(event.worker_id)
+        if worker is not None and word not in strangers.NO_FAULT:
+            state.fleet.rest(worker, state.now)
+        end_lease(state, event.lease_id, word, reason)
+
+
+def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
+    """Handle a worker's report that it cannot produce a group. One machine's report does not retire a group while
+    another could try, because that machine may be broken. The worker rests, so that others try the group.
+    """
+    held = state.leases.get(event.lease_id)
+    if held is None or held[0] != event.worker_id:
+        detail = f"lease {event.lease_id} failed, which it does not hold"
+        state.conducts.refused(event.worker_id, REFUSED_COST, detail, now)
+        return
+    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
+    group = held[1].group
+    reason = event.reason if event.reason in FAILURES else "engine_failed"
+    is_overtaken = reason == "snapshot_gone" and is_from_before(state, held[1])
+    end_lease(state, event.lease_id, "late" if is_overtaken else "failed", f"{reason}: {event.detail}")
+    worker = state.fleet.get(event.worker_id)
+    if worker is not None:
+        state.fleet.rest(worker, now)
+    if FAILURES[reason] or has_result(state, group):
+        return
+    failed_by = _failed_by(state, group)
+    failed_by[_voice(worker, event.worker_id)] = None
+    is_heard = worker is None or worker.is_own or not strangers.own_can_work(state)
+    others = (one for one in state.fleet.active() if one.is_own or group.kind == "train")
+    if (len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others):
+        give_up(state, group, reason, event.detail)
+
+
+def _voice(worker: Worker | None, worker_id: str) -> str:
+    """Return the name under which a report counts once: of each machine of the owner, or of a stranger's ticket."""
+    return worker_id if worker is None or worker.is_own else f"ticket {worker.ticket}"
+
+
+def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
+    """Return the voices that reported that this group can't be produced."""
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        return place[0].failed_by.setdefault(place[1], {}) if place is not None else {}
+    record = state.groups.get(group.number)
+    return record.failed_by if record is not None else {}
+
+
+def scored(state: PlannerState, event: ev.GroupScored) -> None:
+    """Handle the rewards of a group: it becomes ready, or is replaced if it is uninformative. Does nothing if the group
+    was given up or scored meanwhile.
+    """
+    group = event.group
+    waste.scored(state, event)
+    state.failures_in_a_row = state.failed_at_strangers = 0
+    place = state.evaluation.locate(group) if group.kind == "eval" else None
+    record = state.groups.get(group.number) if group.kind == "train" else None
+    if (place is None or place[1] in place[0].done) and (record is None or record.state != "delivered"):
+        return
+    state.emit(do.KeepScores, "its rewards are known", group=group, is_flat=event.is_flat, scores=event.scores)
+    if place is not None:
+        place[0].done.add(place[1])
+    if record is not None:
+        state.groups.move(record, "ready")
+        record.is_flat, record.ready_at = event.is_flat, state.now
+        replace_flat(state, record)
+
+
+def replace_flat(state: PlannerState, record: PlannedGroup) -> None:
+    """Dynamic sampling (DAPO, arXiv 2503.14476): a group whose rewards are all equal has no gradient. It is retired,
+    and its step gets another one. A step may replace `RESAMPLED_MAX` times its size; further flat groups are kept.
+    """
+    most = math.ceil(RESAMPLED_MAX * state.options.groups_per_step)
+    if not (state.options.dynamic_sampling and record.is_flat and record.state == "ready"):
+        return
+    if state.groups.num_uninformative(record.step) >= most:
+        return
+    reason = "its rewards are all equal: there is nothing to learn from it"
+    state.groups.retire(record, UNINFORMATIVE)
+    release(state, state.train_group(record.number), reason)
+    state.emit(do.RetireGroup, reason, number=record.number, why=UNINFORMATIVE)
+
+
+def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds: float = 0.0) -> None:
+    """Retire a group that no further try can help (an evaluation task counts as failed). Too many groups in a row that
+    machines of the owner failed stop the run; groups that only strangers failed are replaced. `seconds`: time that the
+    head spent on the group.
+    """
+    is_own_word = True
+    if group.kind == "eval":
+        place = state.evaluation.locate(group)
+        if place is not None and place[1] not in place[0].done:
+            place[0].done.add(place[1])
+            place[0].failed[why] = place[0].failed.get(why, 0) + 1
+            place[0].waiting.pop(place[1], None)
+        take_back(state, state.leases.of_group(group), detail, "retired")
+    else:
+        record = state.groups.get(group.number)
+        if record is None or record.state not in ("pending", "leased", "delivered"):
+            return
+        is_own_word = _is_own_word(record, why)
+        if record.state == "delivered":
+            if (ticket := waste.sole_supplier(state, record)) is not None:
+                strangers.blame(state, ticket, seconds, int(seconds))
+        elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
+            record.attempts = 0  # strangers alone can't retire the last group of a step without replacements
+            record.failed_by.clear()
+            return
+        state.groups.retire(record, why)
+        take_back(state, state.leases.of_group(group), detail, "retired")
+        state.emit(do.RetireGroup, detail, number=group.number, why=why)
+    if not is_own_word:
+        state.failed_at_strangers, state.last_failure = state.failed_at_strangers + 1, f"{why}: {detail}"
+        return
+    if why == "bad_task":  # found before sampling; good rows take longer and come later: count by number
+        num_in_a_row = state.groups.num_alike(group.number) if group.kind == "train" else 0
+    else:
+        num_in_a_row = state.failures_in_a_row = state.failures_in_a_row + 1
+    if num_in_a_row >= state.options.max_failures:
+        stop(state, f"{num_in_a_row} groups failed in a row ({why}). The last: {detail}")
+
+
+def _is_own_word(record: PlannedGroup, why: str) -> bool:
+    """Whether the head or machines of the owner failed this group. If its delivered results are at fault: whether only
+    machines of the owner sampled it.
+    """
+    if why == "bad_task":
+        return True
+    if record.state == "delivered":
+        return not record.supplied_by
+    return OWN in record.tried_by
+
+
+def stop(state: PlannerState, reason: str) -> None:
+    """Stop the run; the first reason counts."""
+    if state.over is None:
+        state.over = reason
+        state.emit(do.StopRun, reason)

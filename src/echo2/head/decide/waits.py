@@ -1,0 +1,153 @@
+"""Collects who waits for whom, since when, until when, and why: the table that `echo2 status` prints."""
+
+from __future__ import annotations
+
+from echo2.core.types import SnapshotRef, Wait
+from echo2.head.decide import lease_times
+from echo2.head.decide.state import PlannerState
+from echo2.head.fleet.decide.fleet import Worker
+from echo2.head.strangers.decide import checks, strangers
+
+
+def list_waits(state: PlannerState, now: float) -> list[Wait]:
+    """Return all waits: a pause of the run, the learner's waits, missing valid results of strangers, waits for detached
+    workers, waits of idle and standby workers, and those of evaluations.
+    """
+    waits = [*([state.paused] if state.paused else []), *_learner_waits(state), *_waits_for_good_work(state, now)]
+    for worker in state.fleet:
+        until = state.fleet.silence.get(worker.worker_id)
+        if worker.detached:
+            reason = "its connection is closed; its leases go to others if it does not come back"
+            waits.append(Wait("head", worker.worker_id, worker.detached_at, until, reason))
+        elif worker.standby:
+            reason = "it stands by: the active workers suffice"
+            waits.append(Wait(worker.worker_id, "head", worker.standby_since or worker.joined_at, None, reason))
+        elif worker.idle_since is not None:
+            name, reason = _why_idle(state, worker)
+            waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
+    return waits + _evaluation_waits(state) + lease_times.waits_for_slow(state, now)
+
+
+def _evaluation_waits(state: PlannerState) -> list[Wait]:
+    """Return the waits of evaluations for tasks that are not sampled yet, and for rewards of sampled ones."""
+    waits = []
+    leases = [lease for _, lease in state.leases.open_leases() if lease.group.kind == "eval"]
+    for version, round_ in state.evaluation.rounds.items():
+        held = [lease for lease in leases if lease.group.number // round_.size == version]
+        num_unsampled = len(round_.waiting) + len(held)
+        num_unscored = round_.size - len(round_.done) - num_unsampled
+        what = f"evaluation of version {version}: {{}} of {round_.size} tasks"
+        if num_unsampled:
+            until = min((lease.deadline for lease in held), default=None)
+            reason = f"{what.format(num_unsampled)} not yet sampled"
+            waits.append(Wait("head", "workers", round_.started_at, until, reason))
+        if num_unscored:
+            reason = f"{what.format(num_unscored)} sampled, {_for_rewards(state)}"
+            waits.append(Wait("head", "rewards", round_.started_at, None, reason))
+    return waits
+
+
+def _learner_waits(state: PlannerState) -> list[Wait]:
+    if not state.learner_joined and state.version >= state.options.max_steps:
+        return []  # the learner has ended; the last evaluation is running
+    if not state.learner_joined:
+        return [Wait("head", "learner", state.wanted_since or 0.0, None, "no learner is connected")]
+    step, since = state.wanted_step, state.wanted_since
+    if step is None or since is None:
+        return []
+    if step >= state.options.max_steps:
+        return [Wait("learner", "workers", since, None, "all steps are trained; the last evaluation is under way")]
+    missing: dict[str, tuple[int, float | None]] = {}
+    num_missing = num_unheld = state.options.groups_per_step - state.groups.num_live(step)
+    num_unscored = 0
+    for record in state.groups.of_step(step):
+        if record.state in ("pending", "leased", "delivered"):
+            num_missing += 1
+            num_unheld += record.state == "pending"
+            num_unscored += record.state == "delivered"
+            for lease_id in state.leases.of_group(state.train_group(record.number)):
+                worker_id, lease = state.leases.get(lease_id) or ("", None)
+                count, until = missing.get(worker_id, (0, None))
+                deadline = lease.deadline if lease is not None else None
+                missing[worker_id] = (count + 1, deadline if until is None else min(until, deadline or until))
+    waits = [
+        Wait(
+            "learner",
+            worker_id,
+            since,
+            until,
+            f"step {step}: {worker_id} holds {count} of {num_missing} missing groups",
+        )
+        for worker_id, (count, until) in missing.items()
+    ]
+    if num_unheld:
+        reason = f"step {step}: {num_unheld} groups not yet sampled by any worker"
+        reason += " (no worker is connected)" if not state.fleet.attending() else ""
+        waits.append(Wait("learner", "workers", since, None, reason))
+    for group, check in checks.held(state, step):
+        reason = f"step {step}: {group} of {check.drawn.worker_id} is being checked"
+        waits.append(Wait("learner", check.checker or "head", since, check.until, reason))
+    if num_unscored:
+        waits.insert(0, Wait("learner", "rewards", since, None, _why_unscored(state, step, num_unscored)))
+    return waits
+
+
+def _why_unscored(state: PlannerState, step: int, num_unscored: int) -> str:
+    later = range(step + 1, step + state.options.max_staleness + 1)
+    num_later = sum(record.state == "delivered" for ahead in later for record in state.groups.of_step(ahead))
+    groups = f"{num_unscored} group{'s' * (num_unscored > 1)} sampled"
+    groups += f" ({num_unscored + num_later} with those of later steps)" if num_later else ""
+    return f"step {step}: {groups}, {_for_rewards(state)}"
+
+
+def _for_rewards(state: PlannerState) -> str:
+    each = f" ({state.reward_seconds:.3g} s each)" if state.reward_seconds is not None else ""
+    return f"waiting for your reward function{each}"
+
+
+def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
+    """Return the waits for results that strangers fail to deliver, and for expelled workers."""
+    waits = []
+    if state.failed_at_strangers >= state.options.max_failures:
+        reason = f"{state.failed_at_strangers} groups failed at strangers' machines in a row; the last: "
+        waits.append(Wait("head", "workers", state.wanted_since or 0.0, None, reason + state.last_failure))
+    return waits + [
+        Wait(name, "head", one.at, one.expelled_until, f"it is expelled: {one.expelled_for}")
+        for name, one in state.conducts.expelled(now)
+    ]
+
+
+def _coming(worker: Worker, newest: SnapshotRef) -> str:
+    """Explain why a worker lacks the newest snapshot."""
+    if worker.refused:
+        return f"it did not install {worker.refused}"
+    return f"it is still receiving the weights of version {newest.version}"
+
+
+def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
+    """Return whom an idle worker waits for, and why."""
+    installed = worker.installed
+    if not state.published:
+        return "learner", "no snapshot is published yet"
+    newest = state.published[max(state.published)]
+    if installed is None or state.published.get(installed.version) != installed:
+        return "head", _coming(worker, newest)
+    last = installed.version + state.options.max_staleness
+    if not worker.is_own and (until := state.standings.rests.get(worker.ticket)) is not None:
+        return (
+            "head",
+            f"its ticket gets no leases for {max(0.0, until - state.now):.0f} s: its leases brought no results",
+        )
+    if (until := state.fleet.rests.get(worker.worker_id)) is not None:
+        seconds = max(0.0, until - state.now)
+        return "head", f"its last lease brought no result, and others come first for {seconds:.0f} s"
+    if unchecked := strangers.why_unchecked(state, worker):
+        return "head", unchecked
+    if last >= state.options.max_steps:
+        return "learner", "every group of the run is sampled or leased"
+    if installed.version < newest.version:
+        return "head", f"it has version {installed.version}; {_coming(worker, newest)}"
+    return (
+        "learner",
+        f"every group up to step {last} (version {installed.version} + max_staleness) is sampled or leased",
+    )

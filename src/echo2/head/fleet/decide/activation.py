@@ -1,0 +1,345 @@
+"""Chooses which workers to pay for: a covering knapsack (ECHO-2 equation 3), and the loop that updates the choice.
+
+    min  sum of prices of the chosen   such that   sum of their rates >= target
+
+`choose` tries every worker as the last one, drops workers that are not needed, and then runs a branch-and-bound search
+with a node limit. (The paper's rule, cheapest per rollout first, is in benchmarks/activation.py.)
+`ActivationLoop` adds what a live fleet needs: delays before a change, and a band of rates in which nothing changes.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from echo2.core.errors import UserError
+
+#: Nodes the search may visit before it returns the best set found so far.
+MAX_NODES = 5000
+#: Searches for a cheaper set per SURPLUS_SECONDS, the time for which the set must stay cheaper.
+LOOKS = 4
+#: Nothing changes between the needed rate and this share above it.
+BAND = 0.15
+#: Seconds that a deficit and a surplus must last before the loop reacts. A lost worker is replaced at once.
+DEFICIT_SECONDS, SURPLUS_SECONDS = 30.0, 120.0
+#: A machine replaces another only if it is cheaper by this share, and a set another only if the whole bill is. After an
+#: exchange there is none for EXCHANGE_SECONDS.
+LEAST_SAVING, EXCHANGE_SECONDS = 0.1, 1200.0
+_SLACK = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A machine that is active or could be. `rate`: rewarded rollouts per second."""
+
+    worker_id: str
+    rate: float
+    price_usd_per_hour: float
+    is_active: bool = False
+
+    @property
+    def usd_per_rollout(self) -> float:
+        """Cost of one rollout in dollars; infinite if the rate is 0."""
+        return self.price_usd_per_hour / self.rate / 3600 if self.rate > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Chosen machines, in order of activation. `missing_rate` > 0: even the whole pool is too slow."""
+
+    worker_ids: tuple[str, ...]
+    rate: float
+    usd_per_hour: float
+    missing_rate: float = 0.0
+
+
+def by_unit_cost(pool: Sequence[Candidate]) -> list[Candidate]:
+    """Sort machines, cheapest per rollout first; ties by the larger rate, then by name. Omit those with rate 0."""
+    able = [one for one in pool if one.rate > 0]
+    return sorted(able, key=lambda one: (one.price_usd_per_hour / one.rate, -one.rate, one.worker_id))
+
+
+def choose(pool: Sequence[Candidate], target_rate: float, max_nodes: int = MAX_NODES) -> Selection:
+    """Return the cheapest set found that reaches the target. The same pool gives the same set.
+
+    Raises:
+        UserError: the pool is empty, or a price is negative.
+    """
+    if not pool:
+        raise UserError("There are no machines to choose from: the list of offers is empty.")
+    for one in pool:
+        if one.price_usd_per_hour < 0 or not math.isfinite(one.price_usd_per_hour):
+            raise UserError(f"{one.worker_id}: price_usd_per_hour = {one.price_usd_per_hour} must not be negative.")
+    items = by_unit_cost(pool)
+    if not reaches(sum(one.rate for one in items), target_rate):
+        return _selection(items, target_rate)
+    return _search(items, _trim(_close_gap(items, target_rate), target_rate), target_rate, max_nodes)
+
+
+def reaches(rate: float, target_rate: float) -> bool:
+    """Return whether a rate reaches the target, up to rounding. Rollouts per second."""
+    return rate >= target_rate * (1 - _SLACK)
+
+
+def _selection(chosen: Sequence[Candidate], target_rate: float) -> Selection:
+    rate = math.fsum(one.rate for one in chosen)
+    missing = 0.0 if reaches(rate, target_rate) else target_rate - rate
+    usd = math.fsum(one.price_usd_per_hour for one in chosen)
+    return Selection(tuple(one.worker_id for one in chosen), rate, usd, missing)
+
+
+def _usd(chosen: Sequence[Candidate]) -> float:
+    return math.fsum(one.price_usd_per_hour for one in chosen)
+
+
+def _close_gap(items: Sequence[Candidate], target_rate: float) -> list[Candidate]:
+    """Add machines, cheapest per rollout first. A machine that would reach the target is not added, only noted as one
+    possible last machine; the cheapest such ending wins. Costs at most twice the optimum (Gens and Levner 1979); greedy
+    alone can cost any multiple of it.
+    """
+    begun: list[Candidate] = []
+    rate, usd, best_usd, best = 0.0, 0.0, math.inf, (0, -1)
+    for at, one in enumerate(items):
+        if not reaches(rate + one.rate, target_rate):
+            begun.append(one)
+            rate += one.rate
+            usd += one.price_usd_per_hour
+        elif usd + one.price_usd_per_hour < best_usd:
+            best_usd, best = usd + one.price_usd_per_hour, (len(begun), at)
+    return [*begun[: best[0]], items[best[1]]] if items else []
+
+
+def _trim(chosen: Sequence[Candidate], target_rate: float) -> list[Candidate]:
+    """Drop machines that the target does not need, most expensive first."""
+    rate, dropped = sum(one.rate for one in chosen), set()
+    for one in sorted(chosen, key=lambda one: (-one.price_usd_per_hour, one.rate, one.worker_id)):
+        if reaches(rate - one.rate, target_rate):
+            rate -= one.rate
+            dropped.add(one.worker_id)
+    return [one for one in chosen if one.worker_id not in dropped]
+
+
+def _search(items: list[Candidate], found: list[Candidate], target_rate: float, max_nodes: int) -> Selection:
+    """Branch and bound, depth first. Each level decides how many of a kind of equal machines to take, the most of the
+    cheapest kind first. A branch ends where its bound, with divisible machines, is no cheaper than the best set found.
+    For real offers that is a handful of nodes.
+    """
+    kinds = [list(group) for _, group in itertools.groupby(items, key=lambda one: (one.rate, one.price_usd_per_hour))]
+    sums = _Sums(kinds)
+    best_usd, best, nodes = _usd(found), None, 0
+    stack: list[tuple[int, float, float, _Counts]] = [(0, target_rate, 0.0, None)]
+    while stack and nodes < max_nodes:
+        at, gap, usd, counts = stack.pop()
+        nodes += 1
+        if gap <= target_rate * _SLACK:
+            if usd < best_usd - _SLACK:
+                best_usd, best = usd, counts
+            continue
+        if at == len(kinds) or usd + sums.least_usd(at, gap) >= best_usd - _SLACK:
+            continue
+        one = kinds[at][0]
+        most = min(len(kinds[at]), math.ceil(gap / one.rate - _SLACK))
+        stack.extend(
+            (at + 1, gap - count * one.rate, usd + count * one.price_usd_per_hour, (counts, count))
+            for count in range(most + 1)
+        )
+    chosen = found
+    if best is not None:
+        chosen = [one for group, count in zip(kinds, _listed(best), strict=False) for one in group[:count]]
+    return _selection(chosen, target_rate)
+
+
+#: A linked list, last kind first: (counts of the earlier kinds, count of this kind). Nodes share common prefixes.
+_Counts = tuple[Any, int] | None
+
+
+def _listed(counts: _Counts) -> list[int]:
+    found = []
+    while counts is not None:
+        counts, count = counts
+        found.append(count)
+    return found[::-1]
+
+
+class _Sums:
+    """Prefix sums of rates and prices over the kinds, cheapest per rollout first."""
+
+    def __init__(self, kinds: list[list[Candidate]]) -> None:
+        self.rates, self.prices = [0.0], [0.0]
+        for group in kinds:
+            self.rates.append(self.rates[-1] + len(group) * group[0].rate)
+            self.prices.append(self.prices[-1] + len(group) * group[0].price_usd_per_hour)
+
+    def least_usd(self, at: int, gap: float) -> float:
+        """Lower bound of the cost of closing the gap with kinds from `at` on, as if machines were divisible; infinite
+        if they can't close it."""
+        reach = self.rates[at] + gap
+        end = bisect.bisect_left(self.rates, reach * (1 - _SLACK), lo=at)
+        if end == len(self.rates):
+            return math.inf
+        if end == at:
+            return 0.0
+        share = (reach - self.rates[end - 1]) / (self.rates[end] - self.rates[end - 1])
+        last = self.prices[end] - self.prices[end - 1]
+        return self.prices[end - 1] - self.prices[at] + min(1.0, share) * last
+
+
+def num_short(active: Sequence[Candidate], needed_rate: float) -> int:
+    """Return how many more workers like these the rate needs; if negative, how many could be released."""
+    able = by_unit_cost(active)
+    rate = math.fsum(one.rate for one in able)
+    if not reaches(rate, needed_rate):
+        return math.ceil((needed_rate - rate) * len(able) / rate - 1e-9) if able else 1
+    over = 0
+    for one in reversed(able):
+        if reaches(rate - one.rate, needed_rate):
+            rate, over = rate - one.rate, over + 1
+    return -over
+
+
+# ---- activation loop -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to do now. `short_rate`: the rate still missing with all workers active; rent it if there are offers."""
+
+    activate: tuple[str, ...] = ()
+    release: tuple[str, ...] = ()
+    reason: str = ""
+    short_rate: float = 0.0
+
+
+def aim(needed_rate: float) -> float:
+    """Return the middle of the band, in rollouts per second."""
+    return needed_rate * (1 + BAND / 2)
+
+
+@dataclass(slots=True)
+class ActivationLoop:
+    """Closed loop over `choose`. Pure: time is an argument. Call `update` every few seconds, and when a worker is lost.
+    Releases and exchanges, which can wait, use each worker's mean rate over `SURPLUS_SECONDS`; a deficit uses the
+    current rates.
+    """
+
+    _deficit_since: float | None = None
+    _surplus_since: float | None = None
+    _dear_since: float | None = None
+    _look_at: float = -math.inf
+    _active: frozenset[str] = frozenset()
+    _leaving: frozenset[str] = frozenset()
+    _means: dict[str, tuple[float, float]] = field(default_factory=dict)
+    _updated_at: float | None = None
+
+    def update(self, now: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
+        """Return what to change. `workers`: all workers of the fleet with their current rates, active or not."""
+        active = [one for one in workers if one.is_active]
+        smooth = self._smooth(now, workers)
+        calm = [one for one in smooth if one.is_active]
+        lost = not self._active <= {one.worker_id for one in active}
+        rate, mean_rate = _rate(active), _rate(calm)
+        deficit = not reaches(rate, needed_rate)
+        spare = [] if deficit else self._spare(calm, mean_rate, needed_rate)
+        self._deficit_since = _since(self._deficit_since, deficit, now)
+        self._surplus_since = _since(self._surplus_since, bool(spare), now)
+        change = Change()
+        if deficit and (lost or not active or _lasts(self._deficit_since, now, DEFICIT_SECONDS)):
+            change = self._add(rate, needed_rate, smooth)
+        elif spare and _lasts(self._surplus_since, now, SURPLUS_SECONDS):
+            self._surplus_since = now
+            released = self._some_of(spare, mean_rate, needed_rate)
+            change = Change(release=released, reason=_reason(mean_rate, needed_rate))
+        elif not deficit and not spare:
+            change = self._cheaper(now, calm, needed_rate, smooth)
+        ids = {one.worker_id for one in active} | set(change.activate)
+        self._active = frozenset(ids - set(change.release))
+        self._leaving &= self._active
+        return change
+
+    def _smooth(self, now: float, workers: Sequence[Candidate]) -> list[Candidate]:
+        """Return the same workers with their mean rates, in which older values fade exponentially."""
+        seconds = 0.0 if self._updated_at is None else now - self._updated_at
+        self._updated_at = now
+        kept = math.exp(-seconds / SURPLUS_SECONDS)
+        means: dict[str, tuple[float, float]] = {}
+        for one in workers:
+            weight, mean = self._means.get(one.worker_id, (0.0, 0.0))
+            weight = weight * kept + 1.0
+            means[one.worker_id] = (weight, mean + (one.rate - mean) / weight)
+        self._means = means
+        return [replace(one, rate=means[one.worker_id][1] if one.rate > 0 else 0.0) for one in workers]
+
+    def _floor(self, one: Candidate, needed_rate: float) -> float:
+        """Return the rate that the others must reach before this worker may be released."""
+        top = needed_rate * (1 + BAND)
+        return aim(needed_rate) if one.worker_id in self._leaving else top
+
+    def _spare(self, active: Sequence[Candidate], rate: float, needed_rate: float) -> list[Candidate]:
+        """Return active workers that could be released: those replaced by an exchange, then the dearest per rollout."""
+        spare = [one for one in active if reaches(rate - one.rate, self._floor(one, needed_rate))]
+        spare.sort(key=lambda one: (one.worker_id not in self._leaving, -one.usd_per_rollout, one.rate, one.worker_id))
+        return spare
+
+    def _some_of(self, spare: Sequence[Candidate], rate: float, needed_rate: float) -> tuple[str, ...]:
+        """Return the first worker, and more up to half of the surplus, so that it shrinks fast without overshooting."""
+        released, left = [spare[0].worker_id], rate - spare[0].rate
+        half = rate - (rate - aim(needed_rate)) / 2
+        for one in spare[1:]:
+            if left - one.rate >= half and reaches(left - one.rate, self._floor(one, needed_rate)):
+                released.append(one.worker_id)
+                left -= one.rate
+        return tuple(released)
+
+    def _add(self, rate: float, needed_rate: float, workers: Sequence[Candidate]) -> Change:
+        self._deficit_since, self._leaving = None, frozenset()
+        standby = [one for one in workers if not one.is_active and one.rate > 0]
+        gap = aim(needed_rate) - rate
+        if not standby:
+            return Change(reason=_reason(rate, needed_rate), short_rate=gap)
+        found = choose(standby, gap)
+        return Change(activate=found.worker_ids, reason=_reason(rate, needed_rate), short_rate=found.missing_rate)
+
+    def _cheaper(
+        self, now: float, active: Sequence[Candidate], needed_rate: float, workers: Sequence[Candidate]
+    ) -> Change:
+        """If a clearly cheaper set exists, activate its new workers; those outside the set are released later."""
+        if now < self._look_at:
+            return Change()
+        self._look_at = now + SURPLUS_SECONDS / LOOKS
+        handicap, bill = 1 / (1 - LEAST_SAVING), _usd(active)
+        pool = [
+            one if one.is_active else replace(one, price_usd_per_hour=one.price_usd_per_hour * handicap)
+            for one in workers
+        ]
+        found = choose(pool, aim(needed_rate))
+        chosen = set(found.worker_ids)
+        usd = _usd([one for one in workers if one.worker_id in chosen])
+        pays = not found.missing_rate and usd < bill * (1 - LEAST_SAVING)
+        self._dear_since = _since(self._dear_since, pays, now)
+        if not _lasts(self._dear_since, now, SURPLUS_SECONDS):
+            return Change()
+        self._dear_since, self._look_at = None, now + EXCHANGE_SECONDS
+        there = {one.worker_id for one in active}
+        self._leaving = frozenset(there - chosen)
+        more = tuple(worker_id for worker_id in found.worker_ids if worker_id not in there)
+        return Change(activate=more, reason=f"${usd:.4g} an hour do what ${bill:.4g} do now")
+
+
+def _rate(workers: Sequence[Candidate]) -> float:
+    return math.fsum(one.rate for one in workers)
+
+
+def _since(since: float | None, holds: bool, now: float) -> float | None:
+    return (now if since is None else since) if holds else None
+
+
+def _lasts(since: float | None, now: float, seconds: float) -> bool:
+    return since is not None and now - since >= seconds
+
+
+def _reason(rate: float, needed_rate: float) -> str:
+    return f"{rate:.4g} rollouts/s active, {needed_rate:.4g} needed"

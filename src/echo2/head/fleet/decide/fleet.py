@@ -1,0 +1,273 @@
+"""The workers as the planner sees them: which are connected, which version each has installed, when each counts as
+lost, and which gets work next.
+
+A change of one worker never costs a scan of all: `file` indexes a worker for `granting` by the snapshot that it has
+installed, because workers with the same snapshot may sample the same steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, ValuesView
+from dataclasses import dataclass, field
+
+from echo2.core.decide.lazy_heap import LazyHeap
+from echo2.core.types import SnapshotRef
+
+
+@dataclass(slots=True)
+class Worker:
+    """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
+    begins a step, until one of them is delivered (`frontier`); None: no such limit. `detached`: its connection is
+    closed, and it may return. `ticket`: with which a stranger joined; empty for machines of the run's owner. `standby`:
+    it waits to be activated and gets no leases. `offer`: from which its machine was rented; `returned`: the machine is
+    being returned. `samples`: leased to it and not delivered yet. `rate`: rollouts per second while it has work, 0
+    until measured, and its variance; `gauge` computes both from the four fields that follow. `refused`: the snapshot
+    that it could not install, and why. `draws`: its engine draws from the head's random numbers.
+    """
+
+    worker_id: str
+    slots: int
+    price_usd_per_hour: float
+    installed: SnapshotRef | None
+    joined_at: float
+    ticket: str = ""
+    detached: bool = False
+    detached_at: float = 0.0
+    failures_in_a_row: int = 0
+    idle_since: float | None = None
+    standby: bool = False
+    standby_since: float | None = None
+    offer: str = ""
+    returned: bool = False
+    samples: int = 0
+    rate: float = 0.0
+    rate_variance: float = 0.0
+    done_samples: int = 0
+    busy_seconds: float = 0.0
+    busy_since: float | None = None
+    occupancy: float = 0.0
+    unmeasured_samples: int = 0
+    refused: str = ""
+    first_groups: int | None = None
+    draws: bool = False
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the worker is a machine of the run's owner."""
+        return not self.ticket
+
+
+#: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
+UNKNOWN = "unknown"
+
+#: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
+REST_SECONDS = (1.0, 60.0)
+
+#: A worker counts as lost after this many heartbeats without a report; a busy machine or a slow link may miss some.
+LOST_AFTER_HEARTBEATS = 5
+#: The same after its connection closed: a worker that only lost its link is back within a heartbeat or two.
+GRACE_HEARTBEATS = 3
+
+#: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
+Kind = tuple[SnapshotRef | None, str]
+#: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
+#: frees slots while others of the group still run; and a worker shall not idle for a round trip to the head.
+LOOK_AHEAD = 2
+#: Workers by load: samples asked for, a stranger's failures in a row, time of joining, worker id.
+Ranking = LazyHeap[str, tuple[int, int, float, str]]
+#: Where a worker is indexed: as having free slots (0), or room for groups that wait (1); and by its kind.
+Place = tuple[int, Kind]
+
+
+@dataclass(slots=True)
+class Fleet:
+    """The workers by id, in order of joining. `silence`: when each counts as lost; `rests`: end of the rest of each
+    worker that failed a lease.
+    """
+
+    heartbeat_seconds: float
+    group_size: int = 1
+    groups_per_unit: int = 1
+    num_attending: int = 0
+    num_active: int = 0
+    num_resting: int = 0
+    num_free: int = 0
+    active_groups: int = 0
+    most_groups: int | None = None
+    _workers: dict[str, Worker] = field(default_factory=dict)
+    _own: dict[str, Worker] = field(default_factory=dict)
+    silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
+    rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
+    _places: dict[str, Place] = field(default_factory=dict)
+    _rankings: tuple[dict[Kind, Ranking], ...] = field(default_factory=lambda: ({}, {}))
+    _counted: dict[str, tuple[bool, bool, bool, bool, int]] = field(default_factory=dict)
+
+    def join(self, worker: Worker, now: float) -> None:
+        """Add a worker, replacing an earlier one with its id."""
+        self._workers[worker.worker_id] = worker
+        if worker.is_own:
+            self._own[worker.worker_id] = worker
+        else:
+            self._own.pop(worker.worker_id, None)
+        self.heard(worker.worker_id, now)
+        self.file(worker)
+
+    def recognise(self, worker: Worker) -> None:
+        """Record that a worker whose ticket was unknown is a machine of the owner."""
+        worker.ticket = ""
+        self._own[worker.worker_id] = worker
+        self.file(worker)
+
+    def get(self, worker_id: str) -> Worker | None:
+        """Return the worker with this id, or None."""
+        return self._workers.get(worker_id)
+
+    def heard(self, worker_id: str, now: float) -> None:
+        """Record that the worker is alive: it counts as lost only after another period of silence."""
+        self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
+
+    def detach(self, worker: Worker, now: float) -> None:
+        """Record a closed connection: the worker counts as lost after the grace period unless it comes back."""
+        worker.detached, worker.detached_at = True, now
+        self.silence.set(worker.worker_id, now + GRACE_HEARTBEATS * self.heartbeat_seconds)
+        self.file(worker)
+
+    def rest(self, worker: Worker, now: float) -> None:
+        """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
+        once.
+        """
+        resting = self.is_resting(worker)
+        others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
+        if others > 0 and not resting:
+            seconds = min(REST_SECONDS[1], REST_SECONDS[0] * 2.0 ** min(worker.failures_in_a_row, 10))
+            worker.failures_in_a_row += 1
+            self.rests.set(worker.worker_id, now + seconds)
+            self.file(worker)
+
+    def is_resting(self, worker: Worker) -> bool:
+        """Whether the worker gets no leases for a while because it failed one."""
+        return self.rests.get(worker.worker_id) is not None
+
+    def end_rests(self, now: float) -> bool:
+        """End the rests that are over. Return whether there were any."""
+        rested = self.rests.pop_until(now)
+        for worker_id in rested:
+            if (worker := self._workers.get(worker_id)) is not None:
+                self.file(worker)
+        return bool(rested)
+
+    def remove(self, worker_id: str) -> None:
+        """Remove the worker with this id, if present."""
+        self._own.pop(worker_id, None)
+        if self._workers.pop(worker_id, None) is not None:
+            self._count(worker_id, (False, False, False, False, 0))
+            self._place(worker_id, None)
+        self.silence.drop(worker_id)
+
+    # ---- indexes ---------------------------------------------------------------------------------------------------
+
+    def file(self, worker: Worker) -> None:
+        """Update the indexes for this worker. Call this whenever one of its fields has changed."""
+        here = not worker.detached and not worker.standby
+        free = here and not worker.samples
+        resting = here and self.rests.get(worker.worker_id) is not None
+        self._count(worker.worker_id, (not worker.detached, here, resting, free, self.at_once(worker) if here else 0))
+        depth = self._depth_of(worker) if here and not resting else None
+        if depth is None:
+            self._place(worker.worker_id, None)
+            return
+        place = (depth, (worker.installed, worker.ticket))
+        self._place(worker.worker_id, place)
+        ranking = self._rankings[place[0]].setdefault(place[1], LazyHeap())
+        failures = 0 if worker.is_own else worker.failures_in_a_row
+        rank = (worker.samples, failures, worker.joined_at, worker.worker_id)
+        ranking.set(worker.worker_id, rank)
+
+    def at_once(self, worker: Worker) -> int:
+        """Return how many groups this worker decodes at once now: as many as fill its slots, but at least one unit."""
+        groups = self._fill(worker)
+        return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
+
+    def _fill(self, worker: Worker) -> int:
+        return -(-worker.slots // self.group_size)
+
+    def full_seconds(self, worker: Worker) -> float:
+        """Return the seconds that a worker needs for all groups that it may hold, by its measured rate; 0: unknown."""
+        samples = LOOK_AHEAD * self.at_once(worker) * self.group_size
+        return samples / worker.rate if worker.rate > 0 else 0.0
+
+    def room(self, worker: Worker, depth: int) -> int:
+        """Return how many more rollouts this worker may get: to fill its slots (depth 0), or also to wait at the worker
+        (depth 1). While `limit` leaves some of its slots free, no group would wait: it would be decoded at once.
+        """
+        if self.most_groups is not None and self.most_groups < self._fill(worker):
+            depth = 0
+        groups = (depth + 1) * self.at_once(worker) if worker.first_groups is None else worker.first_groups
+        return groups * self.group_size - worker.samples
+
+    def _depth_of(self, worker: Worker) -> int | None:
+        """Return the smallest depth at which the worker has room for a unit, or None."""
+        unit = self.groups_per_unit * self.group_size
+        return next((depth for depth in range(LOOK_AHEAD) if self.room(worker, depth) >= unit), None)
+
+    def limit(self, most_groups: int) -> None:
+        """Limit the groups that a worker decodes at once, from now on."""
+        if most_groups != self.most_groups:
+            self.most_groups = most_groups
+            for worker in self._workers.values():
+                self.file(worker)
+
+    def _place(self, worker_id: str, place: Place | None) -> None:
+        old = self._places.get(worker_id)
+        if old == place:
+            return
+        if old is not None:
+            ranking = self._rankings[old[0]][old[1]]
+            ranking.drop(worker_id)
+            if not ranking:
+                del self._rankings[old[0]][old[1]]
+        if place is None:
+            del self._places[worker_id]
+        else:
+            self._places[worker_id] = place
+
+    def _count(self, worker_id: str, new: tuple[bool, bool, bool, bool, int]) -> None:
+        """Update the totals. `new`: whether the worker is connected, active, resting, idle; and its groups at once."""
+        old = self._counted.get(worker_id, (False, False, False, False, 0))
+        if old == new:
+            return
+        self.num_attending += new[0] - old[0]
+        self.num_active += new[1] - old[1]
+        self.num_resting += new[2] - old[2]
+        self.num_free += new[3] - old[3]
+        self.active_groups += new[4] - old[4]
+        if new[0]:
+            self._counted[worker_id] = new
+        else:
+            self._counted.pop(worker_id, None)
+
+    def rankings(self, depth: int) -> dict[Kind, Ranking]:
+        """Return, for each kind, the workers that may get a group: with free slots (depth 0), or with room for waiting
+        groups (depth 1).
+        """
+        return self._rankings[depth]
+
+    # ---- queries ---------------------------------------------------------------------------------------------------
+
+    def attending(self) -> list[Worker]:
+        """Connected workers, in order of joining."""
+        return [worker for worker in self._workers.values() if not worker.detached]
+
+    def active(self) -> list[Worker]:
+        """Connected workers that are not on standby."""
+        return [worker for worker in self._workers.values() if not worker.detached and not worker.standby]
+
+    def own(self) -> ValuesView[Worker]:
+        """Machines of the run's owner."""
+        return self._own.values()
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers.values())
+
+    def __len__(self) -> int:
+        return len(self._workers)

@@ -1,0 +1,268 @@
+"""Forecasts a run with given workers: walks through every batch, in milliseconds and without randomness.
+
+`formulas.py` treats rollouts as a fluid. This module is discrete: whole batches, groups of different durations, steps
+that wait for their last group, each worker's own version. It follows the rules of `granting.py` (earliest step first,
+no version older than the bound) for workers that never fail; durations are log-normal, drawn by a hash.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from statistics import NormalDist
+
+from echo2.core.decide.seeds import mix
+from echo2.core.errors import UserError
+from echo2.head.fleet.decide.formulas import Demand
+
+#: Steps that are simulated at most; all later steps are assumed to take as long as the second half of these.
+MAX_STEPS = 120
+#: Standard deviation of the logarithm of the time to load a snapshot.
+RELOAD_SPREAD = 0.3
+_FACTOR_DRAWS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPace:
+    """`count` equal workers. `rate`: rollouts per second of one worker that never pauses between batches. `spread`:
+    standard deviation of the logarithm of a group's duration.
+    """
+
+    rate: float
+    count: int = 1
+    groups_per_batch: int = 8
+    spread: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """`idle_ratio`: of the whole run, including its cold start; `steady_idle_ratio`: in the steady state. `staleness`:
+    age of a group's oldest token, in versions -> share of groups.
+    """
+
+    idle_ratio: float
+    steady_idle_ratio: float
+    run_seconds: float
+    step_seconds: float
+    staleness: dict[int, float]
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean age of the oldest token of a group, in versions."""
+        return sum(age * share for age, share in self.staleness.items())
+
+    @property
+    def max_staleness(self) -> int:
+        """Largest age of the oldest token of a group, in versions."""
+        return max(self.staleness, default=0)
+
+
+def forecast(demand: Demand, paces: Sequence[WorkerPace], steps: int, seed: int = 0) -> Prediction:
+    """Predict a run of so many steps.
+
+    Raises:
+        UserError: there is no worker, or one without a rate.
+    """
+    if not paces or any(pace.rate <= 0 or pace.count < 1 or pace.groups_per_batch < 1 for pace in paces):
+        raise UserError("A forecast needs workers, each with a positive rate.")
+    num_walked = min(steps, max(MAX_STEPS, 6 * demand.publish_every))
+    walk = _Walk(demand, paces, steps, seed)
+    for step in range(num_walked):
+        walk.step(step)
+    ends, half = walk.ended, num_walked // 2
+    steady_seconds = (ends[-1] - ends[half - 1]) / (num_walked - half) if half else ends[-1]
+    run_seconds = ends[-1] + (steps - num_walked) * steady_seconds
+    total = sum(walk.ages.values())
+    return Prediction(
+        idle_ratio=max(0.0, 1 - steps * demand.train_seconds / run_seconds),
+        steady_idle_ratio=max(0.0, 1 - demand.train_seconds / steady_seconds),
+        run_seconds=run_seconds,
+        step_seconds=steady_seconds,
+        staleness={age: walk.ages[age] / total for age in sorted(walk.ages)},
+    )
+
+
+@dataclass(slots=True)
+class _Worker:
+    """`version`: the installed version; -1: none yet. `held`: a batch that waits for the running one, as step -> number
+    of groups. `parked_at`: the time since which it has had nothing to sample; `is_woken`: its wake-up is scheduled.
+    """
+
+    pace: WorkerPace
+    median_seconds: float
+    version: int = -1
+    held: dict[int, int] = field(default_factory=dict)
+    parked_at: float | None = None
+    is_woken: bool = False
+
+
+class _Walk:
+    """State of the simulation. `ended[t]`: time at which the training of step t ends. `queue`: workers by the time at
+    which their engine becomes free.
+    """
+
+    def __init__(self, demand: Demand, paces: Sequence[WorkerPace], steps: int, seed: int) -> None:
+        self.demand, self.steps, self.seed = demand, steps, seed
+        self.reload_seconds = min(demand.broadcast_seconds, demand.reload_seconds)
+        self.travel_seconds = demand.broadcast_seconds - self.reload_seconds
+        self.ended: list[float] = []
+        self.ages: Counter[int] = Counter()
+        self.unstarted: dict[int, int] = {}
+        self.last_group: dict[int, float] = {}
+        self.frontier, self.unissued = 0, demand.groups_per_step
+        self.num_draws = 0
+        self.workers: list[_Worker] = []
+        for pace in paces:
+            batch = pace.groups_per_batch
+            seconds = batch * demand.group_size / pace.rate / longest_of(batch, pace.spread)
+            self.workers.extend(_Worker(pace, seconds) for _ in range(pace.count))
+        self.active_groups = sum(worker.pace.groups_per_batch for worker in self.workers)
+        self.queue: list[tuple[float, int, int]] = []
+        for number in range(len(self.workers)):
+            self._push(0.0, number)
+
+    def step(self, step: int) -> None:
+        """Advance the workers until every group of the step has started, which fixes when its training ends."""
+        while self.unstarted.get(step, self.demand.groups_per_step) > 0:
+            at, _, number = heapq.heappop(self.queue)
+            self._free(self.workers[number], number, at)
+        begin = max(self.ended[-1] if self.ended else 0.0, self.last_group.pop(step))
+        self.ended.append(begin + self.demand.train_seconds)
+        if (step + 1) % self.demand.publish_every == 0:
+            for number, worker in enumerate(self.workers):
+                if worker.parked_at is not None and not worker.is_woken:
+                    self._wake(worker, number)
+
+    def _push(self, at: float, number: int) -> None:
+        """Queue a worker. Workers that become free at the same time are served in pseudo-random order."""
+        self.num_draws += 1
+        heapq.heappush(self.queue, (at, mix(mix(self.seed) ^ self.num_draws), number))
+
+    # ---- a worker ----------------------------------------------------------------------------------------------------
+
+    def _free(self, worker: _Worker, number: int, at: float) -> None:
+        """Handle a free engine: install an arrived version, start the held or a new batch, or wait for a version."""
+        newest = self._arrived(worker, at)
+        if newest > worker.version:
+            worker.version = newest
+            if self.reload_seconds > 0:
+                self._push(at + self.reload_seconds * self._draw(RELOAD_SPREAD), number)
+                return
+        batch = worker.held or self._issue(worker)
+        worker.held = {}
+        worker.parked_at, worker.is_woken = (None if batch else at), False
+        if not batch:
+            self._wake(worker, number)
+            return
+        self._push(self._run(worker, batch, at), number)
+        if self._is_plenty(worker):
+            worker.held = self._issue(worker)
+
+    def _wake(self, worker: _Worker, number: int) -> None:
+        """Schedule the worker for the arrival of the version that the next step needs, if that time is known."""
+        assert worker.parked_at is not None
+        needed = max(self._needed(self.frontier), worker.version + 1)
+        needed += -needed % self.demand.publish_every
+        if self.frontier < self.steps and needed <= len(self.ended):
+            worker.is_woken = True
+            arrives = self._published(needed) + self.travel_seconds
+            self._push(max(worker.parked_at, arrives), number)
+
+    def _issue(self, worker: _Worker) -> dict[int, int]:
+        """Return a batch of the earliest groups that the worker's version may sample, as step -> number of groups."""
+        batch: dict[int, int] = {}
+        room = worker.pace.groups_per_batch
+        while room > 0 and self.frontier < self.steps and self._needed(self.frontier) <= worker.version:
+            count = min(room, self.unissued)
+            batch[self.frontier] = count
+            room -= count
+            self.unissued -= count
+            if self.unissued == 0:
+                self.frontier, self.unissued = self.frontier + 1, self.demand.groups_per_step
+        return batch
+
+    def _is_plenty(self, worker: _Worker) -> bool:
+        """As `granting.is_plenty`: a worker may hold a second batch only while there is a batch for every worker."""
+        last = min(worker.version + self.demand.max_staleness, self.steps - 1)
+        num_unissued = (last - self.frontier) * self.demand.groups_per_step + self.unissued
+        return len(self.workers) == 1 or num_unissued >= self.active_groups
+
+    def _run(self, worker: _Worker, batch: dict[int, int], start: float) -> float:
+        """Run a batch and return the time at which its last group is done."""
+        longest = start
+        for step, count in batch.items():
+            for _ in range(count):
+                done = self._thawed(start, worker.median_seconds * self._draw(worker.pace.spread))
+                longest = max(longest, done)
+                self.last_group[step] = max(self.last_group.get(step, 0.0), done)
+            self.unstarted[step] = self.unstarted.get(step, self.demand.groups_per_step) - count
+            self.ages[step - worker.version] += count
+        return longest
+
+    def _thawed(self, start: float, seconds: float) -> float:
+        """Return when work of `seconds` is done, given that engines pause during a broadcast unless it overlaps."""
+        end, frozen = start + seconds, self.travel_seconds
+        if self.demand.overlaps or frozen <= 0:
+            return end
+        kappa, newest = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
+        first = newest
+        while first > 0 and self._published(first) + frozen > start:
+            first -= kappa
+        stood_until = start
+        for version in range(first + kappa, newest + 1, kappa):
+            begins, ends = max(self._published(version), stood_until), self._published(version) + frozen
+            if begins >= end:
+                break
+            end += max(0.0, ends - begins)
+            stood_until = max(stood_until, ends)
+        return end
+
+    # ---- versions ----------------------------------------------------------------------------------------------------
+
+    def _needed(self, step: int) -> int:
+        """Return the oldest published version that may sample this step."""
+        kappa = self.demand.publish_every
+        return max(0, kappa * -(-(step - self.demand.max_staleness) // kappa))
+
+    def _arrived(self, worker: _Worker, at: float) -> int:
+        """Return the newest known version that has fully arrived at the worker by time `at`."""
+        kappa, version = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
+        while version > worker.version and version > 0 and self._published(version) + self.travel_seconds > at + 1e-9:
+            version -= kappa
+        return max(version, worker.version) if version > 0 or at + 1e-9 >= self.travel_seconds else worker.version
+
+    def _published(self, version: int) -> float:
+        return self.ended[version - 1] if version > 0 else 0.0
+
+    def _draw(self, spread: float) -> float:
+        """Draw a log-normal factor with median 1."""
+        if spread <= 0:
+            return 1.0
+        self.num_draws += 1
+        return math.exp(spread * normal(self.seed, self.num_draws))
+
+
+_NORMAL = NormalDist()
+
+
+def normal(seed: int, number: int) -> float:
+    """Return the `number`-th value of a stream of standard normal values."""
+    return _NORMAL.inv_cdf(((mix(mix(seed) ^ number) >> 11) + 0.5) / 2**53)
+
+
+@lru_cache(maxsize=256)
+def longest_of(count: int, spread: float) -> float:
+    """Mean of the longest of `count` log-normal durations with median 1: a batch ends with its slowest group."""
+    if spread <= 0:
+        return 1.0
+    num_draws = max(1, _FACTOR_DRAWS // count)
+    total = 0.0
+    for draw in range(num_draws):
+        # The largest of n uniform values is distributed as the n-th root of one.
+        share = ((draw + 0.5) / num_draws) ** (1 / count)
+        total += math.exp(spread * _NORMAL.inv_cdf(share))
+    return total / num_draws

@@ -1,0 +1,246 @@
+"""The head's small books: times of broadcasts, failures, evaluations.
+
+Measures how long snapshots take from publication to installation, as the head sees it.
+
+A publication starts when the learner has its copy of the weights. `t_bcast` is ECHO-2's: the time until 1/1.1 of the
+workers that attended at publication have installed the snapshot, reload included. A worker that skips a version counts
+when it has installed a newer one. Workers that joined after the publication, or left, do not count.
+
+Collects failures of the user's code and data for display: a count per kind, and the first failure in full.
+
+Collects the results of an evaluation until it is complete, and computes its metrics.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from echo2.core.printable import printable, printable_lines
+from echo2.core.types import RolloutGroup, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.groups import FAILURES
+
+#: Number of versions whose times are remembered.
+VERSIONS_MAX = 16
+
+#: ECHO-2's gamma: the fleet is provisioned with this many times the workers it needs.
+GAMMA = 1.1
+
+
+@dataclass(slots=True)
+class Publication:
+    """The broadcast of one version. `waits_for`: workers that attended at publication and have not installed it yet.
+    `seconds`: times of those that have; `late_seconds`: times of workers that joined later."""
+
+    started_at: float
+    waits_for: set[str]
+    seconds: dict[str, float] = field(default_factory=dict)
+    late_seconds: dict[str, float] = field(default_factory=dict)
+
+    def t_bcast(self) -> float | None:
+        """Return the seconds until enough workers had installed the version; None while too few have."""
+        needed = math.ceil((len(self.seconds) + len(self.waits_for)) / GAMMA)
+        if needed == 0 or len(self.seconds) < needed:
+            return None
+        return sorted(self.seconds.values())[needed - 1]
+
+
+class BroadcastTimes:
+    """Seconds from publication until each worker reported the snapshot installed."""
+
+    def __init__(self) -> None:
+        self._publications: dict[SnapshotRef, Publication] = {}
+        self._delta_ratio = 1.0
+        self.snapshot_bytes = 0  # size of the newest snapshot's whole content
+
+    def published(self, ref: SnapshotRef, started_at: float, attending: Collection[str]) -> None:
+        """Start timing a version. One that is published again (whole, after its delta proved wrong) keeps its start."""
+        self._publications.setdefault(ref, Publication(started_at, set(attending)))
+        while len(self._publications) > VERSIONS_MAX:
+            del self._publications[next(iter(self._publications))]
+
+    def sized(self, sent_bytes: int, whole_bytes: int) -> None:
+        """Record the bytes of the newest publication's payload, and of its whole content."""
+        self._delta_ratio = sent_bytes / max(1, whole_bytes)
+        self.snapshot_bytes = whole_bytes
+
+    def installed(self, worker_id: str, ref: SnapshotRef, now: float) -> None:
+        for other, publication in self._publications.items():
+            if other.history != ref.history or other.version > ref.version:
+                continue
+            if worker_id in publication.waits_for:
+                publication.waits_for.discard(worker_id)
+                publication.seconds[worker_id] = now - publication.started_at
+            elif other == ref and worker_id not in publication.seconds:
+                publication.late_seconds.setdefault(worker_id, now - publication.started_at)
+
+    def gone(self, worker_id: str) -> None:
+        for publication in self._publications.values():
+            publication.waits_for.discard(worker_id)
+
+    def metrics(self) -> dict[str, Any]:
+        """Return quantiles of the latency over workers, for the newest version that any worker has installed, and
+        T_bcast of the newest version that enough workers have installed."""
+        row: dict[str, Any] = {"broadcast/t_bcast": None, "broadcast/delta_ratio": self._delta_ratio}
+        for publication in self._publications.values():
+            seconds = sorted([*publication.seconds.values(), *publication.late_seconds.values()])
+            if seconds:
+                row["broadcast/latency_p50"] = seconds[len(seconds) // 2]
+                row["broadcast/latency_p95"] = seconds[min(len(seconds) - 1, int(len(seconds) * 0.95))]
+            t_bcast = publication.t_bcast()
+            row["broadcast/t_bcast"] = row["broadcast/t_bcast"] if t_bcast is None else t_bcast
+        return row
+
+
+log = logging.getLogger(__name__)
+
+#: Reasons of a failed lease that are not errors.
+HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
+
+#: Maximum characters of a message, and of a traceback.
+MESSAGE_CHARS = 1000
+
+TRACEBACK_CHARS = 4000
+
+#: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
+REFUSALS_PER_WORKER = 10
+
+
+@dataclass(slots=True)
+class Failure:
+    """Number of failures of one kind, with message and traceback of the first."""
+
+    kind: str
+    count: int
+    message: str
+    traceback: str = ""
+
+
+class Failures:
+    """The failures of one run. `plain`: the result of an earlier head's `to_plain`."""
+
+    def __init__(self, plain: list[dict[str, Any]] | None = None) -> None:
+        self._by_kind = {entry["kind"]: Failure(**entry) for entry in plain or []}
+        self._refusals: dict[str, int] = {}
+
+    def see(self, event: ev.Event, commands: Iterable[do.Command]) -> None:
+        """Count the failure that an event reports, if any. `commands`: the planner's answer. A worker's report on a
+        lease that it does not hold closes no lease, and is not counted.
+        """
+        if isinstance(event, ev.GroupUnfit):
+            self.add(event.reason, event.detail, event.traceback)
+        elif isinstance(event, ev.LeaseFailed) and event.reason not in HARMLESS and _has_closed(event, commands):
+            kind = event.reason if event.reason in FAILURES else "engine_failed"
+            self.add(kind, f"{event.worker_id}: {event.detail}", event.traceback)
+
+    def refused(self, worker_id: str, what: str) -> None:
+        """Count a snapshot that a worker refused to install. `what`: which, and why. Only the first few per worker
+        count."""
+        count = self._refusals.get(worker_id, 0)
+        if count < REFUSALS_PER_WORKER:
+            self._refusals[worker_id] = count + 1
+            self.add("snapshot_refused", f"{worker_id} refused snapshot {what}")
+
+    def add(self, kind: str, message: str, traceback: str = "") -> None:
+        """Count one more failure of a kind; keep the message and traceback of the first."""
+        log.warning("%s: %s", kind, message)  # the log handler collapses repetitions
+        if kind in self._by_kind:
+            self._by_kind[kind].count += 1
+        else:
+            first = printable(message, MESSAGE_CHARS), printable_lines(traceback, TRACEBACK_CHARS)
+            self._by_kind[kind] = Failure(kind, 1, *first)
+
+    def count(self, kind: str) -> int:
+        """Return how many failures of this kind there were."""
+        return self._by_kind[kind].count if kind in self._by_kind else 0
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """Return plain values for the ledger, status.json and the summary; the most frequent kind first."""
+        return [asdict(one) for one in sorted(self._by_kind.values(), key=lambda one: -one.count)]
+
+
+def _has_closed(event: ev.LeaseFailed, commands: Iterable[do.Command]) -> bool:
+    return any(isinstance(one, do.CloseLease) and one.lease_id == event.lease_id for one in commands)
+
+
+#: Minimum reward of a rollout that counts as solved in pass@k.
+SOLVED = 1.0
+
+#: Prefix of the metrics that count failed tasks, before the reason.
+FAILED_BECAUSE = "eval/num_failed/"
+
+
+class Evals:
+    """Scored eval groups by version, and the reasons for versions that were not evaluated. In memory only: a restarted
+    head evaluates again. `set_of`: held-out position -> name of its set; "" if there is only one set.
+    """
+
+    def __init__(self, set_of: Callable[[int], str] = lambda position: "") -> None:
+        self._set_of = set_of
+        self._groups: dict[int, list[RolloutGroup]] = {}
+        self.not_evaluated: dict[int, str] = {}
+
+    def start(self, version: int) -> None:
+        self._groups[version] = []
+
+    def keep(self, group: RolloutGroup) -> None:
+        """Keep a scored group if its version is being evaluated."""
+        if group.step in self._groups:
+            self._groups[group.step].append(group)
+
+    def skip(self, version: int, reason: str) -> dict[str, Any]:
+        """Drop an evaluation that is given up. Return its metrics, which have no accuracy."""
+        self._groups.pop(version, None)
+        self.not_evaluated[version] = reason
+        return {"eval/version": version, "eval/num_tasks": 0}
+
+    def finish(self, version: int, failed: Mapping[str, int]) -> dict[str, Any]:
+        """Return the metrics of a finished evaluation. `failed`: by reason, how many tasks have no result."""
+        found = eval_metrics(self._groups.pop(version, []), sum(failed.values()), self._set_of)
+        by_reason = {f"{FAILED_BECAUSE}{reason}": count for reason, count in sorted(failed.items())}
+        return {"eval/version": version, **found, **by_reason}
+
+
+def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callable[[int], str]) -> dict[str, Any]:
+    """Return the metrics of an evaluation. Accuracy is the mean over the tasks of the mean reward of their n rollouts
+    (avg@n); with rewards of 0 or 1, the share solved. A failed task is counted, and has no reward: what failed is not
+    the policy. With n above 1 also pass@k for powers of two up to n. With several held-out sets also the accuracy of
+    each.
+    """
+    found = list(groups)
+    means = [statistics.fmean(_rewards(group)) for group in found]
+    lengths = [len(rollout.tokens) for group in found for rollout in group.rollouts]
+    metrics: dict[str, Any] = {"eval/num_tasks": len(means), "eval/num_failed": num_failed}
+    if not means:
+        return metrics
+    metrics |= {"eval/accuracy": statistics.fmean(means), "eval/mean_length": statistics.fmean(lengths)}
+    num_samples = min(len(group.rollouts) for group in found)
+    for k in (1 << power for power in range(1, num_samples.bit_length())):
+        solved = (pass_at_k(len(group.rollouts), _num_solved(group), k) for group in found)
+        metrics[f"eval/pass@{k}"] = statistics.fmean(solved)
+    by_set: dict[str, list[float]] = {}
+    for group, mean in zip(found, means, strict=True):
+        by_set.setdefault(set_of(group.cursor), []).append(mean)
+    by_set.pop("", None)
+    return metrics | {f"eval/accuracy/{name}": statistics.fmean(values) for name, values in sorted(by_set.items())}
+
+
+def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
+    """Return an unbiased estimate of the probability that any of k samples is solved, from n samples of which c are
+    solved: 1 - C(n - c, k) / C(n, k). 1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
+    """
+    return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
+
+
+def _rewards(group: RolloutGroup) -> list[float]:
+    return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+
+
+def _num_solved(group: RolloutGroup) -> int:
+    return sum(reward >= SOLVED for reward in _rewards(group))

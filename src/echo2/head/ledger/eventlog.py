@@ -1,0 +1,176 @@
+"""Writes events.jsonl: every event of the planner with the commands that answered it, so that a run can be replayed.
+
+One JSON object per line. A head writes its planner's options when it starts, then one line per event: {"now": ...,
+"event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head;
+readers skip it. The log is kept in parts (`rotation`); once the oldest part is deleted, a replay begins with the first
+head that started after it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from echo2.core import logs
+from echo2.core.errors import UserError, write_failed
+from echo2.core.types import Attachment
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
+from echo2.head.decide.state import PlannerOptions
+
+#: Maximum bytes of a part, and number of old parts that are kept: half a gigabyte in all.
+PART_BYTES_MAX = 64 << 20
+PARTS_KEPT = 7
+
+_EVENTS: dict[str, type[ev.Event]] = {"Tick": ev.Tick}
+_EVENTS.update((kind.__name__, kind) for kind in ev.PlannerEvent.__subclasses__())
+
+
+def to_plain(value: ev.Event | do.Command) -> dict[str, Any]:
+    """Return an event or command as plain JSON values, with the name of its type."""
+    plain: dict[str, Any] = msgspec.to_builtins(value, enc_hook=_without_attachment)
+    return {"type": type(value).__name__, **plain}
+
+
+def _without_attachment(value: object) -> None:
+    """Attachments are for the ledger and the learner; the planner never reads them."""
+    if not isinstance(value, Attachment):
+        raise NotImplementedError(f"{type(value).__name__} in an event log")
+
+
+def from_plain(plain: dict[str, Any]) -> ev.Event:
+    """Return the event that `to_plain` converted, unchanged.
+
+    Raises:
+        KeyError, TypeError, msgspec.ValidationError: the values are not an event.
+    """
+    values = dict(plain)
+    kind = _EVENTS[values.pop("type")]
+    event: ev.Event = msgspec.convert(values, type=kind)
+    return event
+
+
+class EventLog:
+    """Appends to events.jsonl: `add` buffers a line until `flush`."""
+
+    def __init__(self, path: Path, options: PlannerOptions, part_bytes_max: int = PART_BYTES_MAX) -> None:
+        self._path, self._part_bytes_max = path, part_bytes_max
+        torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the head)
+        self._waiting = b"\n" if torn else b""
+        self._add({"options": msgspec.to_builtins(options)})
+        self.flush()
+
+    def add(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
+        """Record an event at `now` (seconds of the head's clock) with its commands, for the next `flush`."""
+        self._add({"now": now, "event": to_plain(event), "commands": [to_plain(command) for command in commands]})
+
+    def _add(self, record: dict[str, Any]) -> None:
+        self._waiting += msgspec.json.encode(record) + b"\n"
+
+    def flush(self) -> None:
+        """Write the buffered lines.
+
+        Raises:
+            NoRoomError: the disk is full.
+            UserError: the log can't be written for another reason.
+        """
+        lines, self._waiting = memoryview(self._waiting), b""
+        try:
+            while lines:  # a disk that fills up accepts part of a write before it raises
+                lines = lines[self._file.write(lines) :]
+            if self._file.tell() > self._part_bytes_max:
+                self._file.close()
+                logs.shift(self._path, PARTS_KEPT)
+                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
+            raise write_failed(error, message) from error
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _ends_with_newline(path: Path) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) == b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """Result of a replay. `num_different`: events whose commands differ from the logged ones; `first_difference`
+    describes the first. `num_headless`: events that could not be replayed, because the part of the log with their
+    head's options was deleted.
+    """
+
+    num_events: int
+    num_headless: int
+    num_commands: int
+    num_heads: int
+    num_different: int
+    first_difference: str
+
+
+def replay(path: Path) -> Replay:
+    """Feed the logged events to fresh planners and compare their commands with the logged ones.
+
+    Raises:
+        UserError: the file is missing or is not an event log.
+    """
+    planner: Planner | None = None
+    parts = logs.parts(path)
+    num_headless = num_events = num_commands = num_heads = num_different = 0
+    first = ""
+    for where, record in _records(parts):
+        if "options" in record:
+            try:
+                planner = Planner(msgspec.convert(record["options"], type=PlannerOptions))
+            except msgspec.ValidationError as error:
+                raise UserError(f"{where} holds no planner options that this version knows: {error}.") from error
+            num_heads += 1
+            continue
+        if planner is None:
+            if len(parts) == 1:
+                raise UserError(f"{where}: an event stands before any planner options; the event log is incomplete.")
+            num_headless += 1
+            continue
+        try:
+            event, now, logged = from_plain(record["event"]), float(record["now"]), record["commands"]
+        except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
+            raise UserError(f"{where} holds no event that this version knows: {error}.") from error
+        commands = [to_plain(command) for command in planner.handle(event, now)]
+        # Through JSON, like the logged commands: tuples become lists, and infinities null.
+        commands = msgspec.json.decode(msgspec.json.encode(commands))
+        num_events += 1
+        num_commands += len(commands)
+        if commands != logged:
+            num_different += 1
+            first = first or f"{where}, {record['event']}: logged {logged}, now {commands}"
+    return Replay(num_events, num_headless, num_commands, num_heads, num_different, first)
+
+
+def _records(parts: Sequence[Path]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield place and record of every complete line. A torn line is allowed at the end, and before a head's start."""
+    damage: UserError | None = None
+    for path in parts:
+        try:
+            with open(path, "rb") as file:
+                for number, line in enumerate(file, start=1):
+                    if damage is not None and not line.startswith(b'{"options"'):
+                        raise damage
+                    damage = None
+                    try:
+                        record = msgspec.json.decode(line, type=dict[str, Any])
+                    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+                        damage = UserError(f"{path}:{number} is damaged: {error}.")
+                        continue
+                    yield f"{path}:{number}", record
+        except OSError as error:
+            raise UserError(f"Cannot read {path}: {error.strerror}.") from error

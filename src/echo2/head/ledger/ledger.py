@@ -1,0 +1,499 @@
+"""The exactly-once ledger: the state and outcome of every training group, durable after `kill -9` at any instant.
+
+Each method is one atomic transaction. The life of a group is the table `schema.TRANSITIONS`:
+
+    issue -> open -> (deliver) delivered -> (score) ready -> (train) trained
+                 \\_______________ retire, with a reason ________/        \\__ fall_back -> ready, for the same step
+
+The ledger records and decides nothing: the planner decides which worker gets a lease, which groups are stale and which
+are retired. Eval groups are not recorded. Times are seconds of the head's clock. Use a ledger from one thread only.
+
+Every row names the run's policy.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from echo2.core.errors import InvariantError, UserError
+from echo2.core.types import RUN_POLICY
+from echo2.head.ledger.schema import (
+    STRANGERS_KINDS,
+    TRANSITIONS,
+    GroupRecord,
+    LeaseRecord,
+    LedgerState,
+    open_for_writing,
+    storable,
+    unusable,
+)
+
+#: Bytes of delivered groups that are kept in memory until they are trained on; the oldest go first.
+RECENT_BYTES_MAX = 32 << 20
+
+#: The columns of a `GroupRecord`, in order.
+_COLUMNS = (
+    "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, ''), is_flat"
+)
+
+#: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
+_ARROWS = {
+    event: (
+        f"UPDATE groups SET state = '{arrows[event]}'",
+        "WHERE policy = ? AND number = ? AND state IN ({})".format(
+            ", ".join(f"'{state}'" for state, each in TRANSITIONS.items() if event in each)
+        ),
+    )
+    for arrows in TRANSITIONS.values()
+    for event in arrows
+}
+
+
+class Ledger:
+    """The ledger in the file `path`, which is created if it does not exist.
+
+    Every method raises `UserError` when the file cannot be used (disk full, locked by another process, no permission);
+    the transaction is rolled back and earlier records are kept.
+
+    Raises:
+        UserError: the file cannot be used, is not a ledger, or was written by another version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.policy = path, RUN_POLICY
+        self._connection = open_for_writing(path)
+        self._known_counts: dict[str, Any] | None = None  # `_counts`, read on first use
+        self._counts_changed = False
+        self._recent: dict[int, bytes] = {}  # number -> what `rollouts` returns of it
+        self._recent_bytes = 0
+
+    def close(self) -> None:
+        """Close the file. Records are durable without this call."""
+        self._connection.close()
+
+    def issue(self, number: int, step: int, cursor: int, now: float) -> None:
+        """Record a new group, bound to training step `step`. Numbers are consecutive from 0.
+
+        Raises:
+            InvariantError: `number` is not the next one.
+        """
+        with self._transaction():
+            following = self._counts["issued"]
+            if number != following:
+                raise InvariantError(f"group {number} issued; the next number is {following}")
+            self._execute(
+                "INSERT INTO groups (policy, number, step, cursor, state, issued_at) VALUES (?, ?, ?, ?, 'open', ?)",
+                (self.policy, number, step, cursor, now),
+            )
+            self._count("issued")
+
+    def use_lease_ids(self, last: int) -> None:
+        """Mark lease ids up to `last` as used, by leases that the ledger does not record (evaluations)."""
+        with self._transaction():
+            self._put_meta("last_lease_id", last)
+
+    def grant(
+        self,
+        lease_id: int,
+        number: int,
+        worker_id: str,
+        now: float,
+        deadline: float,
+        num_samples: int,
+    ) -> None:
+        """Record a lease on a group that has no result yet. In deterministic mode, a group with a result is leased too,
+        to keep the shape of its batch.
+
+        Raises:
+            InvariantError: the group is trained or retired, or the id was used before.
+        """
+        with self._transaction():
+            granted = self._execute(
+                "INSERT INTO leases (lease_id, policy, number, worker_id, granted_at, deadline, num_samples) "
+                "SELECT ?, policy, number, ?, ?, ?, ? FROM groups "
+                "WHERE policy = ? AND number = ? AND state NOT IN ('trained', 'retired')",
+                (lease_id, worker_id, now, deadline, num_samples, self.policy, number),
+            )
+            if granted.rowcount != 1:
+                self._group(number)  # raises if the group was never issued
+                raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
+
+    def close_lease(self, lease_id: int, outcome: str, now: float) -> None:
+        """Record the end of a lease. `outcome`: accepted, expired, lost, failed, revoked, or the reason of a refusal.
+
+        Raises:
+            InvariantError: there is no such lease, or it is closed.
+        """
+        with self._transaction():
+            closed = self._execute(
+                "UPDATE leases SET outcome = ?, closed_at = ? WHERE lease_id = ? AND policy = ? AND outcome IS NULL",
+                (outcome, now, lease_id, self.policy),
+            )
+            if closed.rowcount != 1:
+                mine = "SELECT number FROM leases WHERE lease_id = ? AND policy = ?"
+                row = self._execute(mine, (lease_id, self.policy)).fetchone()
+                story = self._story(row["number"]) if row else "It was never granted."
+                raise InvariantError(f"lease {lease_id} is not held, but closed as {outcome}.\n{story}")
+
+    def refuse(
+        self, lease_id: int, number: int, worker_id: str, reason: str, num_tokens: int, seconds: float, now: float
+    ) -> None:
+        """Record a refused delivery and its cost. A stranger may have invented the lease id and the group number.
+
+        Numbers outside SQLite's range are recorded as NULL.
+        """
+        with self._transaction():
+            self._execute(
+                "INSERT INTO refusals (lease_id, policy, number, worker_id, reason, num_tokens, seconds, at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                (storable(lease_id), self.policy, storable(number), worker_id, reason, num_tokens, seconds, now),
+            )
+            self._count("refused", reason)
+
+    def deliver(
+        self,
+        number: int,
+        rollouts: bytes,
+        worker_id: str,
+        oldest_version: int,
+        newest_version: int,
+        num_tokens: int,
+        seconds: float,
+        now: float,
+    ) -> None:
+        """Record a valid result for an open group. `seconds`: time spent generating it.
+
+        Raises:
+            InvariantError: the group is not open.
+        """
+        with self._transaction():
+            self._move(
+                number,
+                "deliver",
+                "worker_id = ?, oldest_version = ?, newest_version = ?, num_tokens = ?, seconds = ?, delivered_at = ?",
+                (worker_id, oldest_version, newest_version, num_tokens, seconds, now),
+            )
+            what = (self.policy, number, rollouts)
+            self._execute("INSERT INTO rollouts (policy, number, data) VALUES (?, ?, ?)", what)
+            self._remember(number, rollouts)
+
+    def score(self, number: int, scores: bytes, is_flat: bool, now: float) -> None:
+        """Record the rewards of a delivered group. `is_flat`: the rewards are all equal.
+
+        Raises:
+            InvariantError: the group is not delivered, or already scored.
+        """
+        with self._transaction():
+            self._move(number, "score", "scored_at = ?, is_flat = ?", (now, is_flat))
+            what = (self.policy, number, scores)
+            self._execute("INSERT INTO scores (policy, number, data) VALUES (?, ?, ?)", what)
+            if (delivered := self._forget(number)) is not None:
+                self._remember(number, delivered + scores)
+
+    def retire(self, number: int, reason: str, now: float) -> None:
+        """Record that a group will never be trained on, and the reason.
+
+        Raises:
+            InvariantError: the group was trained or retired before.
+        """
+        with self._transaction():
+            self._move(number, "retire", "retired_at = ?, reason = ?", (now, reason))
+            self._count("retired", reason)
+            self._forget(number)
+
+    def train(self, step: int, lineage: int, numbers: Sequence[int], now: float) -> None:
+        """Record that `step` of `lineage` was trained on exactly these groups. Idempotent.
+
+        Raises:
+            InvariantError: a group is not ready or belongs to another step; the step was reported with other groups; no
+                learner of this lineage is the newest to have joined.
+        """
+        with self._transaction():
+            current = self._lineage()
+            recorded = self._execute(
+                "SELECT number FROM trainings WHERE policy = ? AND lineage = ? AND step = ? ORDER BY number",
+                (self.policy, lineage, step),
+            ).fetchall()
+            if recorded and [row["number"] for row in recorded] == sorted(numbers):
+                return
+            if recorded or not numbers or lineage != current:
+                raise InvariantError(
+                    f"step {step} of lineage {lineage} trained on {sorted(numbers)}; recorded for it: "
+                    f"{[row['number'] for row in recorded]}; lineage of the newest learner: {current}"
+                )
+            # One statement for the whole step: one per group and table would take half of the time of a step.
+            these, mine = "(SELECT value FROM json_each(?))", (self.policy, json.dumps(list(numbers)))
+            ready = f"WHERE policy = ? AND number IN {these} AND state = 'ready' AND step = ?"
+            moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*mine, step))
+            if moved.rowcount != len(numbers):
+                wrong = [number for number in numbers if self._group(number).state != "trained"] or list(numbers)
+                raise InvariantError(
+                    f"step {step} trained on {sorted(numbers)}; {moved.rowcount} of them were ready for it.\n"
+                    f"{self._story(wrong[0])}"
+                )
+            self._execute(
+                "INSERT INTO trainings (policy, number, step, lineage, at) "
+                f"SELECT policy, number, ?, ?, ? FROM groups WHERE policy = ? AND number IN {these}",
+                (step, lineage, now, *mine),
+            )
+            tokens = f"SELECT sum(num_tokens) FROM groups WHERE policy = ? AND number IN {these}"
+            for number in numbers:
+                self._forget(number)
+            self._count("trained", by=len(numbers))
+            self._count("trained_tokens", by=int(self._execute(tokens, mine).fetchone()[0]))
+
+    def learner_joined(self, version: int, lineage: int, now: float) -> None:
+        """Record that a learner joined at `version`. Groups trained at steps >= version are ready again, for the same
+        step.
+
+        Raises:
+            InvariantError: the lineage is older than the newest, or not newer after a fall-back.
+            UserError: the learner fell back behind the recorded checkpoints: the rollouts of the groups are gone.
+        """
+        with self._transaction():
+            current = self._lineage()
+            undone = self._execute(
+                "SELECT groups.number, step, data IS NULL AS is_gone "
+                "FROM groups LEFT JOIN rollouts USING (policy, number) "
+                "WHERE policy = ? AND state = 'trained' AND step >= ? ORDER BY groups.number",
+                (self.policy, version),
+            ).fetchall()
+            if lineage < current or (lineage == current and undone):
+                raise InvariantError(
+                    f"a learner joined at version {version} in lineage {lineage}; the newest lineage is {current}, and "
+                    f"{len(undone)} groups were trained from that version on"
+                )
+            kept_from = 1 + max((row["step"] for row in undone if row["is_gone"]), default=-1)
+            if kept_from:
+                raise UserError(
+                    f"The learner starts at version {version}, but {self.path} keeps the groups of trained steps only "
+                    f"from {kept_from} on. Resume from a checkpoint of version {kept_from} or later."
+                )
+            for row in undone:
+                self._move(row["number"], "fall_back")
+                self._count("trained", by=-1)
+                self._count("trained_tokens", by=-self._group(row["number"]).num_tokens)
+            joined = (self.policy, lineage, version, now)
+            self._execute("INSERT INTO joins (policy, lineage, version, at) VALUES (?, ?, ?, ?)", joined)
+
+    def checkpoint(self, version: int, oldest_kept: int) -> None:
+        """Record a saved checkpoint of `version`. No learner falls back behind `oldest_kept`, the oldest checkpoint
+        kept, so the rollouts and scores of groups trained before it and of retired groups are deleted."""
+        with self._transaction():
+            self._put_meta(f"{self.policy}.checkpoint", (version, oldest_kept))
+            for table in ("rollouts", "scores"):  # CROSS JOIN: scan their rows, not every group ever issued
+                covered = (
+                    f"SELECT number FROM {table} CROSS JOIN groups USING (policy, number) WHERE policy = ? "
+                    "AND (state = 'retired' OR (state = 'trained' AND step < ?))"
+                )
+                self._execute(
+                    f"DELETE FROM {table} WHERE policy = ? AND number IN ({covered})",
+                    (self.policy, self.policy, oldest_kept),
+                )
+
+    def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
+        """Store a record about a stranger, by kind (one of `STRANGERS_KINDS`) and name. Replaces an earlier one."""
+        with self._transaction():
+            self._put_meta(f"{self.policy}.{kind}.{name}", value)
+
+    def let_go(self, kind: str, name: str | int) -> None:
+        """Delete a record that `keep` stored."""
+        with self._transaction():
+            self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))
+
+    def rollouts(self, number: int) -> bytes:
+        """Return the delivered bytes of a group, followed by the bytes of its scores if it is scored.
+
+        Raises:
+            InvariantError: the group was not delivered, or a checkpoint covers it.
+        """
+        if (recent := self._recent.get(number)) is not None:
+            return recent
+        with self._mapped_errors():
+            row = self._execute(
+                "SELECT rollouts.data, coalesce(scores.data, x'') FROM rollouts "
+                "LEFT JOIN scores USING (policy, number) WHERE policy = ? AND number = ?",
+                (self.policy, number),
+            ).fetchone()
+            if row is None:
+                raise InvariantError(f"group {number} has no rollouts.\n{self._story(number)}")
+            return bytes(row[0]) + bytes(row[1])
+
+    def _remember(self, number: int, data: bytes) -> None:
+        self._recent[number] = data
+        self._recent_bytes += len(data)
+        while self._recent_bytes > RECENT_BYTES_MAX:
+            self._forget(next(iter(self._recent)))
+
+    def _forget(self, number: int) -> bytes | None:
+        data = self._recent.pop(number, None)
+        self._recent_bytes -= len(data or b"")
+        return data
+
+    def set_meta(self, key: str, value: Any) -> None:
+        """Store a JSON value under a key of the caller's."""
+        with self._transaction():
+            self._put_meta(f"caller.{key}", value)
+
+    def get_meta(self, key: str, default: Any = None) -> Any:
+        """Return the value last stored under `key`, else `default`."""
+        return self._meta(f"caller.{key}", default)
+
+    def counts(self) -> dict[str, Any]:
+        """Return counts: groups issued, trained and retired (by reason), deliveries refused (by reason), and tokens
+        trained on."""
+        retired, refused = dict(self._counts["retired"]), dict(self._counts["refused"])
+        return {**self._counts, "retired": retired, "refused": refused}
+
+    def recover(self) -> LedgerState:
+        """Return the state, from disk alone."""
+        with self._transaction():
+            lineage = self._lineage()
+            version = self._version(lineage)
+            # Trained groups whose rollouts are kept: a learner may still fall back to before them.
+            mine = "rollouts CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
+            uncovered = f"SELECT {{}} FROM {mine}"
+            oldest = self._execute(uncovered.format("min(step)"), (self.policy,)).fetchone()[0]
+            groups = self._execute(
+                f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state IN ('open', 'delivered', 'ready') "
+                f"UNION ALL {uncovered.format(_COLUMNS)} "
+                f"UNION ALL SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state = 'retired' AND step >= ? "
+                "ORDER BY number",
+                (self.policy, self.policy, self.policy, version if oldest is None else min(version, oldest)),
+            ).fetchall()
+            leases = self._execute(
+                "SELECT lease_id, number, worker_id, granted_at, deadline, num_samples FROM leases "
+                "WHERE policy = ? AND outcome IS NULL ORDER BY lease_id",
+                (self.policy,),
+            ).fetchall()
+            checkpoint_version, oldest_kept = self._meta(f"{self.policy}.checkpoint", (-1, 0))
+            return LedgerState(
+                version=version,
+                lineage=lineage,
+                next_number=self._counts["issued"],
+                cursor=self._next_cursor(),
+                next_lease_id=self._next_lease_id(),
+                groups=tuple(GroupRecord(*row) for row in groups),
+                leases=tuple(LeaseRecord(*row) for row in leases),
+                checkpoint_version=checkpoint_version,
+                oldest_kept=oldest_kept,
+                strangers={kind: self._kept(kind) for kind in STRANGERS_KINDS},
+            )
+
+    # ---- inside a transaction ----------------------------------------------------------------------------------------
+
+    def _move(self, number: int, event: str, columns: str = "", values: Sequence[Any] = ()) -> None:
+        """Make one transition of `TRANSITIONS`, and set these columns."""
+        begin, end = _ARROWS[event]
+        moved = self._execute(f"{begin}{', ' if columns else ''}{columns} {end}", (*values, self.policy, number))
+        if moved.rowcount != 1:
+            raise InvariantError(f"{event} of a group that is {self._group(number).state}.\n{self._story(number)}")
+
+    def _group(self, number: int) -> GroupRecord:
+        found = f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND number = ?"
+        row = self._execute(found, (self.policy, number)).fetchone()
+        if row is None:
+            raise InvariantError(f"group {number} of {self.policy} was never issued")
+        return GroupRecord(*row)
+
+    def _count(self, what: str, reason: str = "", by: int = 1) -> None:
+        """Add to a count of `counts`. The new count is stored when the transaction ends."""
+        counted, key = (self._counts[what], reason) if reason else (self._counts, what)
+        counted[key] = counted.get(key, 0) + by
+        self._counts_changed = True
+
+    @property
+    def _counts(self) -> dict[str, Any]:
+        """The counts in memory, including those of the open transaction."""
+        if self._known_counts is None:
+            nothing: dict[str, Any] = {"issued": 0, "trained": 0, "retired": {}, "refused": {}, "trained_tokens": 0}
+            self._known_counts = self._meta(f"{self.policy}.counts", nothing)
+        return self._known_counts
+
+    def _story(self, number: int) -> str:
+        lines = [f"Story of group {number} of {self.policy}:"]
+        for table in ("groups", "leases", "refusals", "trainings"):
+            mine = f"SELECT * FROM {table} WHERE policy = ? AND number = ?"
+            rows = self._execute(mine, (self.policy, number)).fetchall()
+            lines += [f"  {table}: {dict(zip(row.keys(), row, strict=True))}" for row in rows]
+        return "\n".join(lines)
+
+    def _lineage(self) -> int:
+        return int(
+            self._execute("SELECT coalesce(max(lineage), 0) FROM joins WHERE policy = ?", (self.policy,)).fetchone()[0]
+        )
+
+    def _version(self, lineage: int) -> int:
+        mine = (self.policy, lineage)
+        joined = self._execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
+        step = self._execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
+        return max(joined or 0, 0 if step is None else step + 1)
+
+    def _next_cursor(self) -> int:
+        following = "SELECT coalesce(max(cursor) + 1, 0) FROM groups WHERE policy = ?"
+        return int(self._execute(following, (self.policy,)).fetchone()[0])
+
+    def _next_lease_id(self) -> int:
+        recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
+        return 1 + max(recorded, int(self._meta("last_lease_id", 0)))
+
+    def _kept(self, kind: str) -> dict[str, Any]:
+        mine = f"{self.policy}.{kind}."
+        rows = self._execute("SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key", (len(mine), mine))
+        return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
+
+    def _meta(self, key: str, default: Any) -> Any:
+        with self._mapped_errors():
+            row = self._execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+            return default if row is None else json.loads(row["value"])
+
+    def _put_meta(self, key: str, value: Any) -> None:
+        self._execute("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", (key, json.dumps(value)))
+
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, parameters)
+
+    def together(self) -> AbstractContextManager[None]:
+        """Run everything inside as one atomic transaction."""
+        return self._transaction()
+
+    def _transaction(self) -> AbstractContextManager[None]:
+        """Begin a transaction; inside `together`, take part in the open one."""
+        return nullcontext() if self._in_transaction() else self._begun()
+
+    @contextmanager
+    def _begun(self) -> Iterator[None]:
+        with self._mapped_errors():
+            self._execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                if self._counts_changed:
+                    self._put_meta(f"{self.policy}.counts", self._counts)
+                self._execute("COMMIT")
+            except BaseException:
+                # After a full disk, SQLite may already have rolled back.
+                if self._in_transaction():
+                    self._connection.execute("ROLLBACK")
+                self._recent.clear()  # what was rolled back was never delivered
+                self._recent_bytes = 0
+                self._known_counts = None  # stale after a rollback; read again on next use
+                raise
+            finally:
+                self._counts_changed = False
+
+    def _in_transaction(self) -> bool:
+        return self._connection.in_transaction
+
+    @contextmanager
+    def _mapped_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError) as error:
+            raise InvariantError(f"{self.path}: {error}") from error
+        except sqlite3.DatabaseError as error:
+            raise unusable(self.path, error) from error

@@ -1,0 +1,1 @@
+"""The head's process: calls, orders, rewards, status."""

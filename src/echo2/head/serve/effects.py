@@ -1,0 +1,218 @@
+"""Carries out the planner's commands, after the ledger has recorded what must be durable.
+
+The stream of orders to a worker: orders one by one, and all waiting leases in one message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+from echo2.core.errors import InvariantError, UserError
+from echo2.core.types import Lease, RolloutGroup
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.serve import shutdown
+from echo2.head.serve.head import Head
+from echo2.head.serve.presence import Presence
+from echo2.head.serve.results import score, send_check
+from echo2.rollouts.generate import assignment_of
+from echo2.sandbox.plugins import traceback_of
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+
+
+async def orders(head: Head, presence: Presence) -> AsyncIterator[wire.Order]:
+    """Yield the orders in the worker's outbox, until None ends it."""
+    while (item := await presence.outbox.get()) is not None:
+        if isinstance(item, wire.Order):
+            yield item
+            continue
+        if item is presence.unsent:
+            presence.unsent = None  # leases granted from now on go into another message
+        batch = await _batch(head, item)
+        if batch.leases:
+            yield wire.Order(leases=batch)
+
+
+async def _batch(head: Head, leases: Sequence[Lease]) -> wire.LeaseBatch:
+    """Return the message with these leases. Groups whose task is unfit are reported to the planner and left out."""
+    batch = wire.LeaseBatch()
+    for lease in leases:
+        try:
+            batch.leases.append(await _assignment(head, lease))
+        except UserError as error:
+            head.tell(ev.GroupUnfit(lease.group, "bad_task", str(error), traceback=traceback_of(error)))
+    return batch
+
+
+async def _assignment(head: Head, lease: Lease) -> wire.Lease:
+    config, kind = head.config, lease.group.kind
+    task = await head.tasks.task(lease.group, lease.cursor)
+    params = config.sampling_params if kind == "train" else config.eval_params
+    turns = (config.tasks.environment, config.sampling.max_turns)
+    return messages.encode_assignment(assignment_of(lease, task, head.reader.prompt(kind, task), params, *turns))
+
+
+log = logging.getLogger(__name__)
+
+#: Outcome of a lease without a result -> the cause under which the worker's time is counted as wasted.
+_WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
+
+
+class HeadEffects:
+    """The driver's `Effects`: acts on links, costs, metrics and machines."""
+
+    def __init__(self, head: Head) -> None:
+        self._head = head
+        self._wake: asyncio.TimerHandle | None = None
+
+    def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
+        self._head.log.add(now, event, commands)
+
+    def carry_out(self, command: do.Command, now: float) -> None:
+        """Carry out one command. Raises InvariantError for an unknown one."""
+        head = self._head
+        match command:
+            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
+                pass  # recorded by the ledger, or read by the handler that dispatched the event
+            case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
+                pass  # recorded by the ledger
+            case do.GrantLeases():
+                self._grant(command, now)
+            case do.CloseLease():
+                self._close_lease(command, now)
+            case do.RevokeLease():
+                for lease_id in command.lease_ids:
+                    revoked = wire.LeaseRevoked(lease_id=lease_id, reason=command.reason)
+                    head.order(command.worker_id, wire.Order(revoked=revoked))
+            case do.AcceptDelivery():
+                head.costs.useful(command.worker_id, min(command.seconds, head.seconds_of(command.lease_id)), now)
+            case do.RefuseDelivery():
+                head.costs.wasted(command.worker_id, command.refusal, command.seconds, now)
+            case do.ScoreGroup():
+                head.spawn(score(head, command))
+            case do.KeepScores():
+                if command.scores is not None and command.scores.group is not None:
+                    self._keep_scored(command.scores.group)
+            case do.RetireGroup():
+                record = head.planner.groups.get(command.number)
+                if record is not None and record.worker_id:  # its result was delivered, and counted as useful
+                    head.costs.count_as_wasted(record.worker_id, command.why)
+            case do.FeedGroup() | do.EndStep():
+                self._feed(command)
+            case do.RecordLearner():
+                head.metrics.truncate(command.version)
+            case do.AnnounceSnapshot():
+                head.distribution.announce(command.ref, command.worker_ids)
+            case do.DropSnapshot():
+                head.spawn(head.distribution.archive.drop(command.ref))
+            case do.StartEval() | do.FinishEval() | do.SkipEval():
+                self._evaluate(command)
+            case do.WakeAt():
+                self._wake_at(command.at, now)
+            case do.StopRun():
+                shutdown.stop(head, command.reason)
+            case do.FinishRun():
+                head.end("finished", command.reason)
+            case _:
+                self._manage_fleet(command, now)
+
+    def _manage_fleet(self, command: do.Command, now: float) -> None:
+        """Carry out a command about workers or their machines. Raises InvariantError for an unknown one."""
+        head = self._head
+        match command:
+            case do.WorkerGone():
+                self._worker_gone(command, now)
+            case do.CheckGroup():
+                head.spawn(send_check(head, command))
+            case do.ExpelWorker():
+                log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
+            case do.ActivateWorker():
+                head.costs.activated(command.worker_id, now)
+            case do.ReleaseWorker():
+                head.costs.stands_by(command.worker_id, now)
+                head.broadcast_times.gone(command.worker_id)  # on standby it does not fetch snapshots
+            case do.RentMachine():
+                head.machines.rent(command.offer)
+            case do.ReturnMachine():
+                head.order(command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back")))
+                head.machines.give_back(command.offer, command.worker_id)
+            case _:
+                raise InvariantError(f"the head does not know {command}")
+
+    def _grant(self, command: do.GrantLeases, now: float) -> None:
+        for lease in command.leases:
+            self._head.granted[lease.lease_id] = (command.worker_id, now)
+        self._head.grant(command.worker_id, command.leases)
+
+    def _close_lease(self, command: do.CloseLease, now: float) -> None:
+        worker_id, granted_at = self._head.granted.pop(command.lease_id, ("", now))
+        if worker_id and command.outcome in _WASTED:
+            self._head.costs.wasted_lease(worker_id, _WASTED[command.outcome], now - granted_at)
+
+    def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
+        head = self._head
+        feed = head.learner.feed if head.learner is not None else None
+        if isinstance(command, do.EndStep):
+            if feed is not None:
+                feed.put_nowait(wire.StepDone(cursor=command.cursor))
+            return
+        group = head.ledger.rollouts(command.number)
+        if feed is not None:
+            feed.put_nowait(group)
+        if head.rollout_log.claim(command.step + 1):
+            head.spawn(self._log_rollouts(command.step + 1, group))
+
+    async def _log_rollouts(self, step: int, data: bytes) -> None:
+        head, group = self._head, messages.parse_group(data)
+        try:
+            task = await head.tasks.task(group.group, group.cursor)
+            read = head.reader.read(group, task)
+        except UserError as error:
+            log.warning("%s is not in rollouts/: %s", group.group, error)
+            return
+        head.rollout_log.write(f"step_{step}", read, task, head.reader.pieces)
+
+    def _keep_scored(self, group: RolloutGroup) -> None:
+        head = self._head
+        if group.group.kind == "eval":
+            head.evals.keep(group)
+            head.spawn(self._log_answers(group))
+        elif name := head.train_tasks.source_of(group.cursor):
+            rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
+            head.source_rewards.setdefault(name, []).extend(rewards)
+
+    async def _log_answers(self, group: RolloutGroup) -> None:
+        head = self._head
+        head.rollout_log.write(f"eval_{group.step}", group, await head.tasks.task(group.group, group.cursor))
+
+    def _evaluate(self, command: do.StartEval | do.FinishEval | do.SkipEval) -> None:
+        head = self._head
+        match command:
+            case do.StartEval():
+                head.evals.start(command.ref.version)
+                head.rollout_log.begin(f"eval_{command.ref.version}")
+            case do.FinishEval():
+                head.metrics.amend(command.version, head.evals.finish(command.version, command.failed))
+            case do.SkipEval():
+                why = f"version {command.version} is not evaluated: {command.reason}; `echo2 eval DIR` makes up for it"
+                log.warning("%s", why)
+                head.metrics.amend(command.version, head.evals.skip(command.version, command.reason))
+
+    def _wake_at(self, at: float, now: float) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, at - now)
+        self._wake = asyncio.get_running_loop().call_later(delay, self._head.tell, ev.Tick())
+
+    def _worker_gone(self, command: do.WorkerGone, now: float) -> None:
+        head = self._head
+        head.counters["workers_lost"] += 1
+        head.costs.left(command.worker_id, now)
+        head.broadcast_times.gone(command.worker_id)
+        head.distribution.origin.left(command.worker_id, command.reason)
+        presence = head.workers.pop(command.worker_id, None)
+        if presence is not None:
+            presence.outbox.put_nowait(None)

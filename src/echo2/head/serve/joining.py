@@ -1,0 +1,126 @@
+"""Limits the claims of strangers: the owner of their machine, their price, the leases they hold, their process id.
+
+A stranger joined by a ticket that is not for machines of the run's owner. `head/strangers/decide/strangers.py` decides
+how the head reacts to its conduct.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.core.errors import PeerError
+from echo2.core.printable import printable
+from echo2.head.decide import events as ev
+from echo2.head.fleet.decide.workers import possible_claims
+from echo2.head.serve.head import Head
+from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
+
+#: Largest process id on Linux; other systems stay below it.
+PID_MAX = 2**22
+#: Maximum number of workers turned away for their price or engine that `echo2 status` names.
+TURNED_AWAY_MAX = 20
+
+
+def check_not_expelled(head: Head, worker_id: str) -> None:
+    """Raise PeerError("expelled") while this worker is expelled."""
+    now = head.clock.now()
+    conduct = head.planner.conducts.expulsion(worker_id, now)
+    if conduct is not None:
+        seconds = conduct.expelled_until - now
+        raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {conduct.expelled_for}")
+
+
+def delivers(head: Head, worker_id: str) -> None:
+    """Record that a worker that delivers is alive. A stranger must attend, because its engine is not known before: it
+    delivers again when it does.
+
+    Raises:
+        PeerError: the worker is expelled, or is a stranger that does not attend.
+    """
+    check_not_expelled(head, worker_id)
+    if worker_id in head.workers:
+        head.heard(worker_id)
+    elif not head.identity.member(worker_id).is_own:
+        raise PeerError("unknown_worker", f"{worker_id} does not attend; attend first")
+
+
+def known(head: Head, joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
+    """Return the event with the stranger's ticket ("" for the owner's machines), a stranger's first price, and only
+    those claimed leases that may be its own. `engine`: as the worker names it.
+
+    Raises:
+        PeerError: the worker is expelled, asks for more than this run pays strangers, or has an engine that nobody can
+            check.
+    """
+    check_not_expelled(head, joined.worker_id)
+    member = head.identity.member(joined.worker_id)
+    if not member.is_own:
+        known_as = head.costs.machines.get(joined.worker_id)  # its first price stays: each price opens an account
+        joined = replace(joined, price_usd_per_hour=known_as.price_usd_per_hour) if known_as else joined
+        try:
+            check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
+            check_engine(head.config, joined.draws, engine)
+        except PeerError as error:
+            head.turned_away.pop(joined.worker_id, None)
+            head.turned_away[joined.worker_id] = error.detail
+            if len(head.turned_away) > TURNED_AWAY_MAX:
+                del head.turned_away[next(iter(head.turned_away))]
+            raise
+        head.turned_away.pop(joined.worker_id, None)
+    held = possible_claims(head.planner, joined.held_leases)
+    return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
+
+
+def check_own(head: Head, worker_id: str) -> None:
+    """Raise PeerError("not_own") for a stranger in a run whose rollouts a harness plays."""
+    if not head.identity.member(worker_id).is_own:
+        raise PeerError(
+            "not_own",
+            f"this run's rollouts are played by {head.config.tasks.environment}, which the head cannot go through "
+            "again: only machines of the run's owner sample for it. Ask the owner for a ticket for own machines",
+        )
+
+
+def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:
+    """Return the maximum dollars per hour that a stranger may ask for: with a budget, the highest price of a worker in
+    the configuration, and at most the price that would spend the budget in an hour. Without a budget, prices are only
+    recorded.
+    """
+    if not config.fleet.budget_usd:
+        return PRICE_MAX_USD_PER_HOUR
+    prices = [config.workers.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers.values())]
+    return min(max(prices), config.fleet.budget_usd)
+
+
+def check_price(price_usd_per_hour: float, most: float) -> None:
+    """Raise PeerError("too_dear") if a stranger asks for more than `most`."""
+    if price_usd_per_hour > most:
+        raise PeerError(
+            "too_dear",
+            f"it asks ${price_usd_per_hour:g} an hour, and this run pays strangers ${most:g} at most. Ask for less, or "
+            "ask the run's owner to raise workers.price_usd_per_hour, to list such machines as offers, or for a ticket "
+            "for own machines",
+        )
+
+
+def check_engine(config: Config, draws: bool, engine: str) -> None:
+    """Raise PeerError("unchecked_engine") for a stranger whose engine does not draw from the head's random stream,
+    unless the run takes any engine. The best of many tries of such an engine passes every check.
+    """
+    if not draws and config.workers.require_checks:
+        named = f"the run's, {config.workers.engine}" if engine == "auto" else repr(printable(engine, 50))
+        raise PeerError(
+            "unchecked_engine",
+            f"its engine is {named}, which does not draw tokens from the head's random stream, so nobody can check "
+            "whether it delivers the best of many tries. Start the worker with --engine compact or --engine "
+            "transformers, or ask the run's owner to set workers.require_checks = false, or for a ticket for own "
+            "machines",
+        )
+
+
+def process_id(pid: int) -> int:
+    """Return the process id that a worker reports, or 0 if it is impossible."""
+    return pid if 0 < pid <= PID_MAX else 0

@@ -1,0 +1,128 @@
+"""`echo2 head DIR`: opens the run, listens for workers and the learner, and serves until the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import sys
+
+from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
+from echo2.core import logs
+from echo2.core.addresses import join
+from echo2.core.disk import DiskWatch, checkpoint_bytes
+from echo2.core.errors import InvariantError, NoRoomError, UserError
+from echo2.head.decide import events as ev
+from echo2.head.serve import report as head_report
+from echo2.head.serve.effects import HeadEffects
+from echo2.head.serve.head import Head
+from echo2.head.serve.service import Service
+from echo2.head.serve.shutdown import check_budget, told_to_stop
+from echo2.head.strangers.tickets import OwnTickets, own_files
+from echo2.transport.door import is_out_of_descriptors
+from echo2.transport.grpc_server import GrpcServer
+from echo2.transport.identity import RunIdentity
+
+log = logging.getLogger(__name__)
+
+#: Interval at which status.json is written.
+STATUS_SECONDS = 0.5
+#: Time for the workers and the learner to receive the message that the run is over.
+FAREWELL_SECONDS = 1.0
+
+
+async def run_head(rundir: RunDir) -> None:
+    """Serve the run in this directory until it is finished or told to stop.
+
+    Raises:
+        NoRoomError: the disk is full; another head can continue the run when there is room.
+        UserError: the run can't continue (failing rewards, port in use, another head here, ...).
+        InvariantError: a bug of echo2 stopped the run.
+    """
+    with claimed(rundir.path, "head"):
+        await _serve(rundir)
+
+
+def forbid_torch() -> None:
+    """Make `import torch` fail in this process: it takes seconds and hundreds of megabytes. `transformers` reads
+    tokenizers without torch; its notice about that is switched off.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
+async def _serve(rundir: RunDir) -> None:
+    config = rundir.read_config()
+    rundir.outcome.unlink(missing_ok=True)  # the outcome of an earlier head
+    identity = RunIdentity.create_or_load(rundir.identity)
+    head = Head(rundir, config, identity, HeadEffects)
+    host, port = config.head.address
+    port = port or head.ledger.get_meta("port", 0)
+    service = Service(head)
+    server = GrpcServer(host, port, identity, service.handlers(), head.fail)
+    await head.reward.start()  # fails before any sampling if a reward file does not load
+    await head.start()  # before the server: the planner must know the ledger before the first call
+    bound = await server.start()
+    gc.collect()
+    gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
+    head.ledger.set_meta("port", bound)
+    address = join(config.head.advertise or host, bound)
+    tickets = OwnTickets(identity, own_files(rundir), address)
+    tickets.keep()
+    loop = asyncio.get_running_loop()
+    for number, words in STOP_WORDS.items():
+        loop.add_signal_handler(number, told_to_stop, head, words)
+    log.info("listening on %s", address)
+    head.machines.start()
+    head.spawn(_keep_reporting(head, service, identity, tickets))
+    await head.over.wait()
+    assert head.outcome is not None
+    log.info("the run is over: %s", head.outcome)
+    if head.outcome[0] != "no_room":  # "no_room" ends this head only; the run waits for disk space
+        await head.machines.close()
+        _write_end(head)
+    await head.close()
+    await asyncio.sleep(FAREWELL_SECONDS)
+    await server.stop()
+    await head.distribution.close()
+    kind, reason = head.outcome
+    if kind == "finished" or reason in STOP_WORDS.values():
+        return
+    if kind == "no_room":
+        raise NoRoomError(reason)
+    raise UserError(reason) if kind in ("stopped", "user_error") else InvariantError(reason)
+
+
+async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, tickets: OwnTickets) -> None:
+    """Consumes: the planner's tables; the revocations of `echo2 revoke`. Produces: status.json; expulsions;
+    replacements of the owner's tickets that no longer admit a machine. Waits for: the clock.
+    """
+    disk = DiskWatch(head.rundir.path)
+    while True:
+        try:
+            if disk.look(head.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
+                log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
+                head.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
+            service.expel(identity.revoked())
+            tickets.keep()
+            check_budget(head)
+            head_report.write_status(head)
+            for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
+                logs.cut_log(head.rundir.logs / name)
+        except UserError as error:
+            if is_out_of_descriptors(error):
+                log.warning("%s", error)
+            else:
+                head.fail(error)
+        await asyncio.sleep(STATUS_SECONDS)
+
+
+def _write_end(head: Head) -> None:
+    try:
+        head_report.write_status(head)
+        write_atomically(head.rundir.summary, json.dumps(head_report.summary(head)))
+        write_atomically(head.rundir.outcome, json.dumps({"kind": head.outcome[0], "reason": head.outcome[1]}))  # type: ignore[index]
+    except UserError:
+        log.exception("the run's end could not be written")

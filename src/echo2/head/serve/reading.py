@@ -1,0 +1,289 @@
+"""Reads tasks and rollouts: rows, prompts, texts.
+
+Tokenises prompts and decodes rollouts at the head, so that no worker is trusted with either.
+
+The tokenizer comes with the snapshots and is loaded by `engines/tokenizer.py`, without torch.
+
+Reads the user's task source on a separate thread, so that a slow row delays its lease but not the heartbeats.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any
+
+from echo2.core.decide.model_context import context_length
+from echo2.core.errors import PeerError, UserError
+from echo2.core.loop_thread import call_in
+from echo2.core.types import LOGGED_ROLLOUTS, GroupKind, GroupRef, Rollout, RolloutGroup, Task
+from echo2.engines.tokenizer import (
+    StopRule,
+    Tokenizer,
+    decoded_all,
+    encode_prompt,
+    is_known,
+    load_tokenizer,
+    stop_rule,
+    tokens_with,
+)
+from echo2.head.strangers.replay import TurnRules
+from echo2.rollouts.logged import logged_rollouts
+from echo2.tasks.streams import Tasks
+from echo2.transport.messages import check_lengths
+from echo2.weights.format.snapshot_files import end_tokens, read_config
+
+#: Timeout for reading a row; a slower row is unfit.
+ROW_SECONDS = 60.0
+
+#: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again.
+AHEAD = 32
+
+KEPT = 4096
+
+
+@dataclass(slots=True)
+class _Job:
+    """A row to read. `found`: the task, or the error."""
+
+    stream: Tasks
+    cursor: int
+    loop: asyncio.AbstractEventLoop
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+    found: Task | UserError | None = None
+
+    def end(self, found: Task | UserError) -> None:
+        """Set the result, on the event loop. Only the first call counts."""
+        if self.found is None:
+            self.found = found
+            self.done.set()
+
+
+class TaskReader:
+    """Returns the task of a group. `evaluation`: held-out tasks, if the run has any."""
+
+    def __init__(self, train: Tasks, evaluation: Tasks | None) -> None:
+        self._streams = {"train": train, "eval": evaluation}
+        self._jobs: OrderedDict[tuple[str, int], _Job] = OrderedDict()
+        self._thread = _ReadingThread()
+
+    async def task(self, group: GroupRef, cursor: int) -> Task:
+        """Return the task of this group.
+
+        Raises:
+            UserError: its row is unfit, or took longer than `ROW_SECONDS`; the message names the row.
+        """
+        if (group.kind, cursor + AHEAD - 1) not in self._jobs:
+            for ahead in range(cursor, cursor + AHEAD):
+                self._begin(group.kind, ahead)
+        job = self._begin(group.kind, cursor)
+        while job.found is None:
+            try:
+                async with asyncio.timeout(ROW_SECONDS):
+                    await job.done.wait()
+            except TimeoutError:
+                self._give_up_hung()
+        if isinstance(job.found, UserError):
+            raise job.found
+        return job.found
+
+    def close(self) -> None:
+        """Stop reading. A hanging row is abandoned; its daemon thread does not keep the process alive."""
+        self._thread.jobs.put(None)
+
+    def _begin(self, kind: str, cursor: int) -> _Job:
+        job = self._jobs.get((kind, cursor))
+        if job is None:
+            stream = self._streams[kind]
+            if stream is None:
+                raise UserError(f"There are no {kind} tasks any more; the run had some when group {cursor} was leased.")
+            job = self._jobs[kind, cursor] = _Job(stream, cursor, asyncio.get_running_loop())
+            self._thread.jobs.put(job)
+            while len(self._jobs) > KEPT:
+                self._jobs.popitem(last=False)
+        return job
+
+    def _give_up_hung(self) -> None:
+        """If the row being read takes too long, fail it, abandon its thread, and start another."""
+        thread = self._thread
+        job, since = thread.job, thread.since
+        if job is not None and time.monotonic() - since >= ROW_SECONDS:
+            self._thread = _ReadingThread(thread.jobs)
+            thread.is_left = True
+            reason = f"Task {job.cursor}: reading its row took longer than {ROW_SECONDS:g} s."
+            job.end(UserError(f"{reason} Make the task source's __getitem__ faster, or prepare the rows beforehand."))
+
+
+class _ReadingThread:
+    """Reads rows in order of request, on a daemon thread, which does not keep the process alive."""
+
+    def __init__(self, jobs: SimpleQueue[_Job | None] | None = None) -> None:
+        self.jobs: SimpleQueue[_Job | None] = SimpleQueue() if jobs is None else jobs
+        self.job: _Job | None = None
+        self.since = 0.0
+        self.is_left = False
+        threading.Thread(target=self._run, name="tasks", daemon=True).start()
+
+    def _run(self) -> None:
+        while not self.is_left and (job := self.jobs.get()) is not None:
+            self.since, self.job = time.monotonic(), job
+            found: Task | UserError
+            try:
+                found = job.stream.task(job.cursor)
+            except UserError as error:
+                found = error
+            self.job = None
+            call_in(job.loop, job.end, found)
+
+
+#: Maximum number of cached prompts, as of tasks (`task_reader.py`), and of their tokens (16 MiB). A delivery and a
+#: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
+KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
+
+
+class RunTokenizer:
+    """The run's tokenizer. Call `load` once, first. Its files are the same in all snapshots of a run."""
+
+    def __init__(self, template_arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self._template_arguments = template_arguments
+        self._tokenizer: Tokenizer | None = None
+        self._ends, self._context = frozenset[int](), 0
+        self._stop: StopRule | None = None
+        self._loaded = asyncio.Event()
+        self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
+        self._num_kept = 0
+        self._pieces: dict[int, str] = {}  # token id -> text; bounded by the vocabulary
+
+    async def load(self, files: Mapping[str, bytes], stop: str = "", stop_strings: tuple[str, ...] = ()) -> None:
+        """Load the tokenizer from a snapshot's files, on a thread: this takes a second. `stop`: the character that ends
+        a turn in the run's environment; `stop_strings`: `sampling.stop`.
+
+        Raises:
+            UserError: transformers can't read a tokenizer from the files.
+        """
+        try:
+            found = await asyncio.to_thread(_load, files, stop, self._template_arguments)
+        except PeerError as error:
+            raise UserError(f"The model's tokenizer can't be used: {error.detail}.") from error
+        self._tokenizer, self._ends, self._context = found
+        if stop_strings:
+            self._stop = await asyncio.to_thread(stop_rule, self._tokenizer, stop_strings)
+        self._loaded.set()
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._loaded.is_set()
+
+    async def loaded(self) -> None:
+        """Wait until the tokenizer is loaded. The learner publishes it with its first snapshot."""
+        await self._loaded.wait()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. Raises UserError before one is loaded."""
+        if self._tokenizer is None:
+            raise UserError("No snapshot was published yet, so there is no tokenizer.")
+        return self._tokenizer
+
+    def prompt(self, kind: GroupKind, task: Task) -> array[int]:
+        """Return the token ids of a task's prompt.
+
+        Raises:
+            UserError: the prompt has no tokens, or the chat template fails on it; the message names the task.
+        """
+        found = self._prompts.get((kind, task.cursor))
+        if found is None:
+            found = encode_prompt(task, self.tokenizer)
+            if not found:
+                raise UserError(
+                    f"Task {task.cursor}: its prompt has no tokens. Give it text, or the model a start token."
+                )
+            self._keep((kind, task.cursor), found)
+        return found
+
+    def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:
+        self._prompts[key] = prompt
+        self._num_kept += len(prompt)
+        while self._num_kept > KEPT_PROMPT_TOKENS or len(self._prompts) > KEPT_PROMPTS:
+            self._num_kept -= len(self._prompts.popitem(last=False)[1])
+
+    def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
+        """Return the rules for replaying rollouts in the environment."""
+        return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
+
+    def check_lengths(self, group: RolloutGroup, max_tokens: int) -> None:
+        """Raise PeerError if a rollout is longer than its lease allows, or than the model's context."""
+        room = self._context - len(group.prompt_tokens) if self._context else max_tokens
+        check_lengths(group, min(max_tokens, room))
+
+    def check_ends(self, group: RolloutGroup, max_tokens: int) -> None:
+        """Raises PeerError("malformed") if a rollout of one turn does not end properly: with its only end token or stop
+        string, or cut off at its maximum length. Not checked if the run has neither end tokens nor stop strings.
+        """
+        if not self._ends and self._stop is None:
+            return
+        for rollout in group.rollouts:
+            *before, last = rollout.tokens
+            if not self._ends.isdisjoint(before):
+                raise PeerError("malformed", "a rollout goes on behind an end token")
+            stopped = None if self._stop is None else self._stop.length(rollout.tokens)
+            if stopped is not None and stopped < len(rollout.tokens):
+                raise PeerError("malformed", f"a rollout goes on behind a stop string, which ends at token {stopped}")
+            if (rollout.finish == "stop") != (last in self._ends or stopped is not None):
+                raise PeerError("malformed", f"a rollout whose last token is {last} did not end by {rollout.finish!r}")
+            length = len(rollout.tokens)
+            is_full = not self._context or len(group.prompt_tokens) + length >= self._context
+            if rollout.finish == "length" and length < max_tokens and not is_full:
+                raise PeerError("malformed", f"a rollout was cut off after {length} of {max_tokens} tokens")
+
+    def texts(self, group: RolloutGroup, task: Task) -> list[str]:
+        """Return the texts of the group's rollouts, decoded from their tokens or read from their log."""
+        if group.logged:
+            longest = max(len(rollout.tokens) for rollout in group.rollouts)
+            logged = self.logged(task, len(group.rollouts), longest, group.newest_version)
+            return [one.text for one in logged]
+        return decoded_all(self.tokenizer, (rollout.tokens for rollout in group.rollouts))
+
+    def read(self, group: RolloutGroup, task: Task) -> RolloutGroup:
+        """Return the group with the texts of its rollouts."""
+        texts = zip(group.rollouts, self.texts(group, task), strict=True)
+        return replace(group, rollouts=tuple(replace(one, text=text) for one, text in texts))
+
+    def pieces(self, tokens: Sequence[int]) -> list[str]:
+        """Return the text of each token by itself, including special tokens. A part of a character becomes a
+        replacement character.
+        """
+        return [self._piece(token) for token in tokens]
+
+    def _piece(self, token: int) -> str:
+        found = self._pieces.get(token)
+        if found is None:
+            is_there = is_known(self.tokenizer, token)
+            found = self.tokenizer.decode([token], skip_special_tokens=False) if is_there else ""
+            self._pieces[token] = found
+        return found
+
+    def logged(self, task: Task, num_samples: int, max_tokens: int, version: int) -> list[Rollout]:
+        """Return the rollouts in the task's log, with their text. They count as sampled by `version`.
+
+        Raises:
+            UserError: the log does not have such rollouts.
+        """
+        return logged_rollouts(task.columns[LOGGED_ROLLOUTS], num_samples, max_tokens, self.tokenizer, version)
+
+
+def _load(
+    files: Mapping[str, bytes], stop: str, template_arguments: Mapping[str, Any]
+) -> tuple[Tokenizer, frozenset[int], int]:
+    """Return the tokenizer, the tokens that end a turn, and the model's context length (0: not stated)."""
+    tokenizer = load_tokenizer(files, template_arguments)
+    ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
+    context = context_length(read_config(files)) if "config.json" in files else None
+    return tokenizer, ends, context or 0

@@ -1,0 +1,293 @@
+"""Reports for people: the step's row of metrics, and status.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from echo2.config.rundir import newest_checkpoint, read_metrics, write_atomically
+from echo2.core.types import SnapshotRef
+from echo2.head.fleet.decide.gauge import CAUSES, NUM_REMEMBERED
+from echo2.head.fleet.decide.outlook import auto_publish_every, outlook, predicted_idle_ratio
+from echo2.head.ledger.books import FAILED_BECAUSE
+from echo2.head.serve.head import Head
+from echo2.weights.broadcast.origin import Progress
+
+#: Maximum age of the prediction of the learner's idle time.
+PREDICTED_SECONDS = 5.0
+
+
+def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the row of metrics of the recorded step that made `version`: the learner's metrics and the head's."""
+    now = head.clock.now()
+    active = head.planner.fleet.active()
+    idle = sum(1 for worker in active if worker.idle_since is not None)
+    cum_usd, counts = head.costs.cum_usd(now), head.ledger.counts()
+    before = head.metrics.recent[-1].get("cost/cum_usd", 0.0) if head.metrics.recent else 0.0
+    tokens = counts["trained_tokens"]
+    by_source, head.source_rewards = head.source_rewards, {}
+    return {
+        "policy": head.options.policy,
+        "step": version,
+        "time/unix": time.time(),
+        "time/since_start": now - head.started_at,
+        **learner_metrics,
+        **{f"reward/source/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(by_source.items())},
+        **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
+        "time/reward": head.planner.reward_seconds or 0.0,
+        "reward/retried": head.failures.count("reward_retried"),
+        "off_policy/dropped": counts["retired"].get("stale", 0),
+        "off_policy/bound": head.options.max_staleness,
+        **_waits(head, version - 1),
+        **_batch_groups(head),
+        **resampling_metrics(head, version - 1),
+        "groups/issued": counts["issued"],
+        "groups/trained": counts["trained"],
+        "groups/retired": sum(counts["retired"].values()),
+        "groups/refused": sum(counts["refused"].values()),
+        "workers/active": len(active),
+        "workers/idle": idle,
+        "workers/lost": head.counters["workers_lost"],
+        **fleet_metrics(head),
+        **head.broadcast_times.metrics(),
+        **{f"broadcast/{name}": num_bytes for name, num_bytes in head.traffic().items()},
+        "broadcast/pause_seconds": _pause_seconds(head),
+        "cost/step_usd": max(0.0, cum_usd - before),
+        "cost/cum_usd": cum_usd,
+        "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
+        "cost/wasted_usd": head.costs.wasted_usd(),
+    }
+
+
+def _waits(head: Head, step: int) -> dict[str, Any]:
+    """Return the learner's waits before this step: seconds by cause, and the last worker."""
+    wait = next((one for one in head.planner.gauge.waits if one.step == step), None)
+    if wait is None:
+        return {}
+    return {f"wait/{cause}": seconds for cause, seconds in wait.seconds.items()} | {"wait/last_worker": wait.worker_id}
+
+
+def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
+    """Return a step's number of flat groups that dynamic sampling replaced, and of those that it kept because its limit
+    was reached."""
+    if not head.options.dynamic_sampling:
+        return {}
+    groups = head.planner.groups
+    kept = sum(record.is_flat for record in groups.of_step(step) if record.state != "retired")
+    return {"schedule/resampled": groups.num_uninformative(step), "schedule/uninformative_kept": kept}
+
+
+def _batch_groups(head: Head) -> dict[str, int]:
+    """Return, with order = "frontier", the number of groups that a worker could sample together in this step."""
+    frontier = head.planner.frontier
+    return {} if frontier is None else {"schedule/batch_groups": frontier.width}
+
+
+def fleet_metrics(head: Head) -> dict[str, Any]:
+    """Return the fleet's rates and the learner's predicted idle ratio. Unknown and infinite values are left out."""
+    now = head.clock.now()
+    found = outlook(head.planner, now)
+    values = {
+        "fleet/active": found.active,
+        "fleet/standby": found.standby,
+        "fleet/rate": found.rate,
+        "fleet/rate_sd": found.rate_sd,
+        "fleet/needed_rate": found.needed_rate,
+        "fleet/short": found.short,
+        "fleet/rented": len(head.machines.names()),
+        "learner/idle_predicted": _predicted_idle(head, now),
+    }
+    return {name: value for name, value in values.items() if value is not None and value < math.inf}
+
+
+def _predicted_idle(head: Head, now: float) -> float | None:
+    """Return the predicted idle ratio, at most `PREDICTED_SECONDS` old: simulating steps costs as much as handling
+    dozens of groups, so that short steps share one prediction."""
+    if head.idle_predicted is None or now >= head.idle_predicted[0] + PREDICTED_SECONDS:
+        ratio = predicted_idle_ratio(head.planner, now)
+        head.idle_predicted = None if ratio is None else (now, ratio)
+    return None if head.idle_predicted is None else head.idle_predicted[1]
+
+
+def fleet_status(head: Head) -> dict[str, Any]:
+    """Return the fleet's state for `echo2 status`, with the newest predicted idle ratio and the ratio measured over the
+    steps that the prediction is based on."""
+    found = outlook(head.planner, head.clock.now())
+    last = head.metrics.recent[-1] if head.metrics.recent else {}
+    recent = [row for row in head.metrics.recent[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
+    waited, whole = (sum(row.get(f"time/{name}", 0.0) for row in recent) for name in ("wait_for_batch", "step"))
+    is_finite = found.needed_rate is not None and found.needed_rate < math.inf
+    return {
+        "activation": head.options.activation,
+        "active": found.active,
+        "standby": found.standby,
+        "rate": found.rate,
+        "needed_rate": found.needed_rate if is_finite else None,
+        "short": found.short,
+        "text": found.text,
+        "idle_predicted": last.get("learner/idle_predicted"),
+        "idle_ratio": waited / whole if whole > 0 else None,
+        "idle_steps": len(recent),
+        "rented": head.machines.names(),
+        "publish_every": head.options.publish_every,
+        "auto_publish_every": auto_publish_every(head.planner),
+    }
+
+
+def status(head: Head) -> dict[str, Any]:
+    """Return everything that `echo2 status` shows, as plain values."""
+    now = head.clock.now()
+    planner, learner = head.planner, head.learner
+    workers, progress = [], head.distribution.origin.progress()
+    suspects = head.distribution.origin.suspects
+    for worker in planner.fleet:
+        presence = head.workers.get(worker.worker_id)
+        report = presence.report if presence is not None else None
+        workers.append(
+            {
+                "id": worker.worker_id,
+                "pid": presence.pid if presence else None,
+                "host": presence.host if presence else None,
+                "engine": presence.engine if presence else None,
+                "device": presence.device if presence else None,
+                "doing": report.doing if report else "",
+                "installed": str(worker.installed) if worker.installed else None,
+                "leases": len(planner.leases.of_worker(worker.worker_id)),
+                "attends": not worker.detached,
+                "standby": worker.standby,
+                "offer": worker.offer,
+                "rate": worker.rate,
+                "useful_groups": head.costs.useful_groups(worker.worker_id),
+                "price_usd_per_hour": worker.price_usd_per_hour,
+                "is_own": worker.is_own,
+                "pause_seconds": report.pause_seconds if report else 0.0,
+                "fetching": _fetching(progress.get(worker.worker_id), worker.installed),
+                "sources": head.distribution.origin.sources.get(worker.worker_id, []),
+                "bytes_received": report.bytes_received if report else 0,
+                "bytes_sent": report.bytes_sent if report else 0,
+                "suspected": suspects.get(worker.worker_id),
+                "mismatch": planner.conducts.mismatch(worker.worker_id),
+            }
+        )
+    return {
+        "time": now,
+        "head": {"pid": os.getpid(), "host": socket.gethostname()},
+        "learner": None
+        if learner is None
+        else {"pid": learner.pid, "host": learner.host, "device": learner.device, "doing": learner.doing},
+        "workers": workers,
+        "policy": planner.options.policy,
+        "version": planner.version,
+        "lineage": planner.lineage,
+        "max_steps": planner.options.max_steps,
+        "max_staleness": planner.options.max_staleness,
+        "published": max(planner.published, default=None),
+        "checkpoint": planner.checkpoint_version if planner.checkpoint_version >= 0 else None,
+        "groups": _group_counts(head),
+        "broadcast": {**head.broadcast_times.metrics(), **head.traffic(), "suspects": dict(suspects)},
+        "paused": planner.paused.reason if planner.paused else "",
+        "waits": [_told(head, asdict(wait)) for wait in planner.waits(now)],
+        "fleet": fleet_status(head),
+        "cost_usd": head.costs.cum_usd(now),
+        "not_evaluated": head.evals.not_evaluated,
+        "turned_away": head.turned_away,
+        "trust": {ticket: trust.to_plain() for ticket, trust in planner.trust.all().items()},
+        "failures": head.failures.to_plain(),
+        "outcome": head.outcome,
+    }
+
+
+def _told(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
+    """Return a wait for display. If the worker refused the snapshot that it waits for, the reason says so."""
+    presence = head.workers.get(wait["waiter"])
+    if presence is not None and presence.report.refused and presence.installed is None:
+        wait["reason"] = f"it refused snapshot {presence.report.refused}; it tries again"
+    return wait
+
+
+def _fetching(progress: Progress | None, installed: SnapshotRef | None) -> dict[str, Any] | None:
+    """Return a worker's fetch and its progress; None if that snapshot or a newer one is installed."""
+    if progress is None or (installed is not None and progress.payload.ref <= installed):
+        return None
+    base = progress.payload.base
+    return {
+        "version": progress.payload.ref.version,
+        "base": base.version if base is not None else None,
+        "bytes_stored": progress.bytes_stored,
+        "bytes_total": progress.bytes_total,
+    }
+
+
+def _pause_seconds(head: Head) -> float:
+    """Return the seconds that generation paused for weight swaps since the start, averaged over attending workers."""
+    pauses = [presence.report.pause_seconds for presence in head.workers.values()]
+    return sum(pauses) / max(1, len(pauses))
+
+
+def _group_counts(head: Head) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for record in head.planner.groups:
+        if record.step >= head.planner.version:
+            counts[record.state] = counts.get(record.state, 0) + 1
+    return counts
+
+
+def _failed_tasks(row: Mapping[str, Any]) -> dict[str, int]:
+    """Return how many held-out tasks of an evaluation failed, by reason."""
+    return {name.removeprefix(FAILED_BECAUSE): row[name] for name in row if name.startswith(FAILED_BECAUSE)}
+
+
+def summary(head: Head) -> dict[str, Any]:
+    """Return the summary of a run that ended, for the closing table and for scripts."""
+    now = head.clock.now()
+    written = read_metrics(head.rundir.metrics)
+    rows = [row for row in written if "eval/accuracy" in row]
+    steps = [row for row in written if "learner/idle_ratio" in row]
+    wait = sum(row.get("time/wait_for_batch", 0.0) for row in steps)
+    whole = sum(row.get("time/step", 0.0) for row in steps)
+    means = [row["off_policy/mean"] for row in steps if "off_policy/mean" in row]
+    counts = head.ledger.counts()
+    return {
+        "outcome": head.outcome,
+        "directory": str(head.rundir.path),
+        "checkpoint": newest_checkpoint(head.rundir.checkpoints),
+        "steps": head.planner.version,
+        "eval_before": rows[0]["eval/accuracy"] if rows else None,
+        "eval_after": rows[-1]["eval/accuracy"] if rows else None,
+        "eval_failed": {row["step"]: found for row in written if (found := _failed_tasks(row))},
+        "not_evaluated": head.evals.not_evaluated,
+        "failures": head.failures.to_plain(),
+        "learner_idle_ratio": wait / whole if whole else None,
+        "learner_waits": {cause: sum(row.get(f"wait/{cause}", 0.0) for row in steps) for cause in CAUSES},
+        "staleness_mean": sum(means) / len(means) if means else None,
+        "staleness_max": max((row["off_policy/max"] for row in steps if "off_policy/max" in row), default=None),
+        "staleness_bound": head.options.max_staleness,
+        "all_logged": bool(steps) and all(row.get("off_policy/logged") == 1.0 for row in steps),
+        "groups": counts,
+        **head.traffic(),
+        "seconds": now - head.started_at,
+        "machines": {
+            name: {
+                "usd": machine.usd(now),
+                "wasted_usd": machine.wasted_usd(),
+                "seconds": machine.seconds(now),
+                "useful_seconds": machine.useful_seconds,
+                "useful_groups": machine.useful_groups,
+                "wasted_seconds": machine.wasted_seconds,
+            }
+            for name, machine in sorted(head.costs.machines.items())
+        },
+        "cost_usd": head.costs.cum_usd(now),
+        "wasted_usd": head.costs.wasted_usd(),
+    }
+
+
+def write_status(head: Head) -> None:
+    """Write status.json, which `echo2 status` reads."""
+    write_atomically(head.rundir.status, json.dumps(status(head)))

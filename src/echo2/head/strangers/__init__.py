@@ -1,0 +1,1 @@
+"""Machines of other people: their tickets, copies they deliver, environments gone through again."""

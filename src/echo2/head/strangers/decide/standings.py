@@ -1,0 +1,178 @@
+"""The record of possible misbehaviour, as plain data: the credit of each stranger's ticket and the patience left for
+each worker. The record outlives connections. Rests and expulsions outlive the head, too; credit, patience and the
+learner's measurements start again with it. `strangers` has the rules.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from echo2.core.decide.lazy_heap import LazyHeap
+from echo2.core.types import SnapshotRef
+
+#: Refusals that a worker may cause in a burst; refusals added per granted lease; refusals restored per second. An
+#: honest worker's result is refused at most once per lease (late, duplicate), or twice if the answer was lost.
+PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND = 64.0, 2.0, 0.1
+#: Cost of a refusal in patience: for a result that no honest worker sends, and for any other.
+MALFORMED_COST, REFUSED_COST = 3.0, 1.0
+#: Seconds of the first expulsion, doubled at each further one, up to the second value.
+EXPELLED_SECONDS = (60.0, 3600.0)
+#: The largest mean |log ratio| that a worker may have at lag 0, in nats per token, and the tokens that the mean covers.
+#: Engines in bfloat16 are at .005, in 8 bits at .02 to .05; wrong weights, or logprobs of another temperature or
+#: support than was sampled from, exceed the limit (docs/engines.md).
+MISMATCH_MAX, MISMATCH_TOKENS = 0.1, 1024.0
+#: If the absolute mean surprise over as many tokens exceeds this, in nats per token, all groups of the worker are
+#: checked. It is about six standard deviations of honest sampling, but no proof of fraud: groups without a gradient are
+#: not measured, and the others contain more rare tokens.
+SURPRISE_ODD = 0.3
+#: Accepted results that cancel one rest of a ticket: its next rest is half as long.
+RESULTS_PER_PARDON = 16
+#: Workers whose conduct is remembered; the least recently used are dropped first.
+CONDUCTS_MAX = 10_000
+
+
+@dataclass(slots=True)
+class Standing:
+    """The standing of one ticket. `credit`: leases that it may hold at once; `num_rests`: rests not cancelled yet."""
+
+    credit: int = 1
+    num_held: int = 0
+    num_rests: int = 0
+    num_good: int = 0
+
+
+@dataclass(slots=True)
+class Standings:
+    """The standings by ticket. `rests`: until when each resting ticket rests, in seconds."""
+
+    _of: dict[str, Standing] = field(default_factory=dict)
+    _held: dict[int, str] = field(default_factory=dict)
+    rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
+
+    def of(self, ticket: str) -> Standing:
+        """Return the standing of this ticket; a new one if the ticket is unknown."""
+        return self._of.setdefault(ticket, Standing())
+
+    def opened(self, ticket: str, lease_id: int) -> None:
+        """Record that a stranger's worker was granted this lease."""
+        self._held[lease_id] = ticket
+        self.of(ticket).num_held += 1
+
+    def closed(self, lease_id: int) -> str | None:
+        """Record the end of a lease and return its ticket; None if it was not a stranger's."""
+        ticket = self._held.pop(lease_id, None)
+        if ticket is not None:
+            self.of(ticket).num_held -= 1
+        return ticket
+
+    def rest(self, ticket: str, until: float, is_fault: bool = True) -> None:
+        """Give the ticket no leases until then, or until a longer rest ends. `is_fault`: its next rest is longer."""
+        self.of(ticket).num_rests += is_fault
+        self.rests.set(ticket, max(until, self.rests.get(ticket) or until))
+
+    def end_rests(self, now: float) -> bool:
+        """End the rests that are over, so that these tickets may hold a lease again. Return whether there were any."""
+        rested = self.rests.pop_until(now)
+        for ticket in rested:
+            self.of(ticket).credit = max(1, self.of(ticket).credit)
+        return bool(rested)
+
+
+@dataclass(slots=True)
+class Conduct:
+    """The conduct of one worker. `patience`: its value at time `at`; `num_failed`: a stranger's leases in a row without
+    a result; `num_refused`: since the last expulsion; `expelled_for`: reason of the last expulsion. `mismatch`: mean
+    |log ratio| at lag 0 over the last measured tokens, None if they were too few; `surprise`: likewise the mean of
+    -logprob less the entropy; `measured`: number of tokens and both sums since then. `sampled_with`: the
+    newest weights of its accepted results.
+    """
+
+    patience: float = PATIENCE
+    at: float = 0.0
+    num_failed: int = 0
+    num_refused: int = 0
+    num_expelled: int = 0
+    expelled_until: float = 0.0
+    expelled_for: str = ""
+    mismatch: float | None = None
+    surprise: float | None = None
+    measured: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    sampled_with: SnapshotRef | None = None
+
+
+@dataclass(slots=True)
+class Conducts:
+    """The conducts by worker. `to_expel`: workers to expel now -> reason."""
+
+    to_expel: dict[str, str] = field(default_factory=dict)
+    _of: dict[str, Conduct] = field(default_factory=dict)
+
+    def of(self, worker_id: str) -> Conduct:
+        """Return the conduct of this worker; a new one if the worker is unknown."""
+        conduct = self._of.pop(worker_id, None) or Conduct()
+        self._of[worker_id] = conduct
+        if len(self._of) > CONDUCTS_MAX:
+            del self._of[next(iter(self._of))]
+        return conduct
+
+    def granted(self, worker_id: str) -> None:
+        """Record a granted lease, which adds to the refusals that the worker may cause."""
+        self.of(worker_id).patience += PATIENCE_PER_LEASE
+
+    def refused(self, worker_id: str, cost: float, reason: str, now: float) -> None:
+        """Record that a result or report of this worker was refused."""
+        conduct = self.of(worker_id)
+        back = max(0.0, min(PATIENCE - conduct.patience, (now - conduct.at) * PATIENCE_PER_SECOND))
+        conduct.patience += back - cost
+        conduct.at, conduct.num_refused = now, conduct.num_refused + 1
+        if conduct.patience < 0:
+            self.to_expel[worker_id] = (
+                f"{conduct.num_refused} of its results and reports were refused, too many for its leases; the last: "
+                f"{reason}"
+            )
+
+    def measured(self, worker_id: str, num_tokens: float, abs_log_ratio: float, surprise: float = 0.0) -> None:
+        """Record tokens of this worker at lag 0, with the sums of their |log ratio| to the learner's logprobs and of
+        their -logprob less the entropy.
+        """
+        conduct = self.of(worker_id)
+        before = conduct.measured
+        tokens, total, surprises = before[0] + num_tokens, before[1] + abs_log_ratio, before[2] + surprise
+        conduct.measured = (tokens, total, surprises)
+        if tokens < MISMATCH_TOKENS:
+            return
+        conduct.mismatch, conduct.surprise, conduct.measured = total / tokens, surprises / tokens, (0.0, 0.0, 0.0)
+        if conduct.mismatch > MISMATCH_MAX:
+            self.to_expel[worker_id] = (
+                f"its logprobs are {conduct.mismatch:.3g} nats a token away from the learner's for the same weights, "
+                f"over {tokens:.0f} tokens; {MISMATCH_MAX:g} is allowed. Its engine samples from other weights, or "
+                "reports logprobs of another distribution than it samples from (temperature, top-k, top-p)"
+            )
+
+    def expel(self, worker_id: str, reason: str, now: float) -> float:
+        """Expel the worker and return for how many seconds."""
+        conduct = self.of(worker_id)
+        seconds = min(EXPELLED_SECONDS[1], EXPELLED_SECONDS[0] * 2.0 ** min(conduct.num_expelled, 10))
+        conduct.num_refused, conduct.num_expelled = 0, conduct.num_expelled + 1
+        conduct.patience, conduct.at, conduct.expelled_until = PATIENCE, now, now + seconds
+        conduct.expelled_for = reason
+        return seconds
+
+    def mismatch(self, worker_id: str) -> float | None:
+        """Return the mean |log ratio| of this worker at lag 0, in nats per token; None if there were too few tokens."""
+        conduct = self._of.get(worker_id)
+        return None if conduct is None else conduct.mismatch
+
+    def is_odd(self, worker_id: str) -> bool:
+        """Whether the worker's tokens are more or less surprising than their entropy predicts."""
+        conduct = self._of.get(worker_id)
+        return conduct is not None and abs(conduct.surprise or 0.0) > SURPRISE_ODD
+
+    def expulsion(self, worker_id: str, now: float) -> Conduct | None:
+        """Return the conduct of an expelled worker; None if it is not expelled."""
+        conduct = self._of.get(worker_id)
+        return conduct if conduct is not None and conduct.expelled_until > now else None
+
+    def expelled(self, now: float) -> list[tuple[str, Conduct]]:
+        """Return the expelled workers with their conduct."""
+        return [(name, conduct) for name, conduct in self._of.items() if conduct.expelled_until > now]

@@ -1,0 +1,248 @@
+"""Decides what strangers may hold and supply, and what follows when they deliver nothing. A stranger is a worker that
+joined with a ticket for other people's machines; all workers of one ticket count as one.
+
+credit    leases that a ticket may hold at once: 1 at first, one more for each accepted result, two less for each lease
+          without a result, and one less for each second of the head that it wastes (`waste`, and rewards that fail).
+          At 0 the ticket rests for as long as it held that lease or wasted, doubled at each rest; then its credit is 1.
+          A group that is held for its check counts as a lease, and adds credit only when it passes.
+checks    where the run requires them, a newcomer's ticket gets leases only while a machine of the owner can check.
+share     while a machine of the owner can work, a ticket supplies at most half of a step, or one batch if batches of a
+          fixed shape are larger than that.
+attempts  a group that a ticket tried and failed is left to others that can try; the ticket's tries count once against
+          the group.
+junk      a worker that causes more refusals than `standings` allows is expelled.
+mismatch  so is any worker, the owner's included, whose logprobs are not those of the weights that it names.
+
+Groups that only strangers failed never stop a run: see `results.give_up`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from echo2.core.types import Lease
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.groups import OWN, PlannedGroup
+from echo2.head.decide.state import PlannerState
+from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
+from echo2.head.strangers.decide.standings import RESULTS_PER_PARDON
+from echo2.head.strangers.decide.trust import TicketRest
+
+#: Credit that a ticket loses by a lease without a result; a result earns 1. A ticket with more than a third of its
+#: leases failing gets fewer and fewer.
+LOST_CREDIT = 2
+#: Bounds of the rest of a ticket without credit: minimum; maximum; maximum if no other worker can sample.
+REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
+#: Leases in a row without a result after which a machine of the owner counts as one that can't work.
+OWN_FAILURES_MAX = 3
+#: Outcomes of a lease that say nothing against its worker.
+NO_FAULT = frozenset({"accepted", "revoked", "retired", "duplicate", "late"})
+#: Why a stranger gets no leases in a run that requires checks.
+NOT_CHECKABLE = (
+    "its engine does not draw from the head's random numbers, so its rollouts can't be checked: start it with "
+    "--engine compact or transformers, or set workers.require_checks = false"
+)
+NO_CHECKER = (
+    "its ticket is not trusted yet, and no machine of yours is connected that can check it: start one with the engine "
+    "compact or transformers (`echo2 worker @DIR/ticket`), or set workers.require_checks = false"
+)
+
+
+def owner_of(worker: Worker | None) -> str:
+    """Return the ticket of a stranger, or `OWN`. A worker that has left counts as a stranger."""
+    return UNKNOWN if worker is None else worker.ticket
+
+
+# ---- available workers -------------------------------------------------------------------------------------------
+
+
+def own_can_work(state: PlannerState) -> bool:
+    """Whether any machine of the owner is connected, active, and gives results. A machine that lacks a usable snapshot
+    still counts for the duration of a lease after it joined or the newest snapshot was published.
+    """
+    return any(_can_work(state, worker) for worker in state.fleet.own())
+
+
+def _can_work(state: PlannerState, worker: Worker) -> bool:
+    if worker.detached or worker.standby or worker.failures_in_a_row >= OWN_FAILURES_MAX:
+        return False
+    since = max(worker.joined_at, state.published_at)
+    return _can_sample(state, worker, state.version) or state.now - since < state.options.lease_seconds
+
+
+def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
+    """Whether the worker may sample this step with its installed snapshot."""
+    if state.options.deterministic:
+        return True
+    ref = worker.installed
+    is_valid = ref is not None and state.published.get(ref.version) == ref
+    return is_valid and ref is not None and ref.version + state.options.max_staleness >= step
+
+
+def checkers(state: PlannerState) -> Iterator[Worker]:
+    """Iterate over the owner's machines that can check rollouts of strangers."""
+    return (
+        worker
+        for worker in state.fleet.own()
+        if worker.draws and worker.installed is not None and not (worker.detached or worker.standby)
+    )
+
+
+def why_unchecked(state: PlannerState, worker: Worker) -> str:
+    """Return why the worker's ticket gets no leases in a run that requires checks; empty if it may get some."""
+    options = state.options
+    if worker.is_own or options.check_seed is None or options.deterministic or not options.require_checks:
+        return ""
+    if not worker.draws:
+        return NOT_CHECKABLE
+    return "" if state.trust.of(worker.ticket).is_believed or any(checkers(state)) else NO_CHECKER
+
+
+def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterable[str] = ()) -> bool:
+    """Whether another owner could sample a group of this step and has not failed it yet."""
+    failed = {owner, *tried_by}
+    if OWN not in failed and own_can_work(state):
+        return True
+    return any(
+        owner_of(worker) not in failed and not is_resting(state, worker) and _can_sample(state, worker, step)
+        for worker in state.fleet
+        if not (worker.is_own or worker.detached or worker.standby)
+    )
+
+
+def is_resting(state: PlannerState, worker: Worker) -> bool:
+    """Whether the worker's ticket gets no leases for a while."""
+    return state.standings.rests.get(worker.ticket) is not None
+
+
+# ---- permissions -------------------------------------------------------------------------------------------------
+
+
+def has_credit(state: PlannerState, worker: Worker) -> bool:
+    """Whether the worker's ticket may hold another lease."""
+    if worker.is_own or is_resting(state, worker):
+        return worker.is_own
+    standing = state.standings.of(worker.ticket)
+    num_used = standing.num_held + state.trust.num_held(worker.ticket)
+    return standing.credit > num_used and not why_unchecked(state, worker)
+
+
+def may_supply(state: PlannerState, worker: Worker, step: int) -> bool:
+    """Whether the worker's ticket may get another unit of this step."""
+    if worker.is_own:
+        return True
+    used = state.groups.supplied(step).get(worker.ticket, 0)
+    unit = state.groups.groups_per_unit * state.options.group_size
+    most = max(unit, state.options.groups_per_step * state.options.group_size // 2)
+    return used == 0 or used + unit <= most or not own_can_work(state)
+
+
+def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[PlannedGroup]) -> bool:
+    """Whether this worker's ticket failed one of these groups, and another owner can try it."""
+    return not worker.is_own and any(
+        worker.ticket in record.tried_by and others_can_try(state, worker.ticket, record.step, record.tried_by)
+        for record in unit
+    )
+
+
+# ---- consequences ------------------------------------------------------------------------------------------------
+
+
+def brought(state: PlannerState, worker: Worker | None, is_held: bool) -> None:
+    """Record that a result of this worker was accepted. `is_held`: it earns nothing before it is checked."""
+    if worker is None or worker.is_own:
+        return
+    state.conducts.of(worker.worker_id).num_failed = 0
+    if not is_held:
+        earn(state, worker.ticket)
+
+
+def earn(state: PlannerState, ticket: str) -> None:
+    """Record that a result of this ticket is good."""
+    standing = state.standings.of(ticket)
+    most = state.options.groups_per_step * (state.options.max_staleness + 1)
+    standing.credit = min(standing.credit + 1, max(2, most))
+    standing.num_good += 1
+    if standing.num_good >= RESULTS_PER_PARDON:
+        standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
+        _record(state, ticket, f"{RESULTS_PER_PARDON} of its results make up for a rest")
+
+
+def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
+    """Record that a lease of this worker gave no result: it rests, and other workers of its ticket come before it."""
+    if worker is not None and not worker.is_own:
+        state.fleet.rest(worker, state.now)
+        conduct = state.conducts.of(worker.worker_id)
+        conduct.num_failed += 1
+        worker.failures_in_a_row = conduct.num_failed
+        state.fleet.file(worker)
+        blame(state, worker.ticket, held_seconds)
+
+
+def blame(
+    state: PlannerState,
+    ticket: str,
+    held_seconds: float,
+    more: int = 0,
+    reason: str = "too many of its leases brought nothing",
+) -> None:
+    """Reduce the credit of this ticket, by `more` beyond the usual; with no credit left, it rests."""
+    standing = state.standings.of(ticket)
+    standing.credit = max(0, standing.credit - LOST_CREDIT - more)
+    standing.num_good = 0
+    if standing.credit == 0 and state.standings.rests.get(ticket) is None:
+        is_alone = not others_can_try(state, ticket, state.version)
+        most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
+        seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
+        rest(state, ticket, seconds, reason)
+
+
+def rest(state: PlannerState, ticket: str, seconds: float, reason: str, is_fault: bool = True) -> None:
+    """Give the ticket no leases for this many seconds, even if the head restarts meanwhile. `is_fault`: its next rest
+    is longer.
+    """
+    state.standings.rest(ticket, state.now + seconds, is_fault)
+    _record(state, ticket, reason)
+
+
+def _record(state: PlannerState, ticket: str, reason: str) -> None:
+    """Record the ticket's rest durably. Skips workers that have not returned since a restart of the head: their ticket
+    is unknown.
+    """
+    if ticket != UNKNOWN:
+        until = state.standings.rests.get(ticket) or 0.0
+        state.emit(do.RecordRest, reason, rest=TicketRest(ticket, until, state.standings.of(ticket).num_rests))
+
+
+def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
+    """Record that a lease on this group gave no result. A ticket's tries count once while others can try."""
+    owner = owner_of(worker)
+    is_again = owner != OWN and owner in record.tried_by
+    if not (is_again and others_can_try(state, owner, record.step, record.tried_by)):
+        record.attempts += 1
+    record.tried_by[owner] = None
+
+
+def held_seconds(state: PlannerState, lease: Lease) -> float:
+    """Return for how many seconds this lease has been held."""
+    return max(0.0, state.now - (lease.deadline - lease.seconds))
+
+
+def recover(state: PlannerState, event: ev.HeadStarted) -> None:
+    """Restore rests and expulsions from before a restart of the head."""
+    for old in event.rests:
+        state.standings.of(old.ticket).num_rests = old.num_rests
+        if old.until > state.now:
+            state.standings.rests.set(old.ticket, old.until)
+    for gone in sorted(event.expulsions, key=lambda gone: gone.until):  # the book keeps the latest
+        conduct = state.conducts.of(gone.worker_id)
+        conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = gone.num_expelled, gone.until, gone.reason
+
+
+def expel(state: PlannerState, worker_id: str, reason: str) -> str:
+    """Refuse everything from this worker for a while. Return the reason for ending its leases."""
+    seconds = state.conducts.expel(worker_id, reason, state.now)
+    num_expelled = state.conducts.of(worker_id).num_expelled
+    state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_expelled=num_expelled)
+    return f"expelled for {seconds:.0f} s: {reason}"

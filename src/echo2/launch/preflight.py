@@ -1,0 +1,438 @@
+"""Checks before a start, also for `--dry-run`: finds the user's mistakes, and explains each in one sentence."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import math
+import os
+import shutil
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.config.rundir import check_directory, holds_run, read_json
+from echo2.config.values import LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
+from echo2.core.addresses import family
+from echo2.core.decide.model_context import context_length
+from echo2.core.devices import this_machine
+from echo2.core.errors import UserError
+from echo2.core.types import SnapshotRef
+from echo2.engines.architecture import read_architecture
+from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
+from echo2.head.serve.planner_options import planner_options, read_offers
+from echo2.head.serve.reading import RunTokenizer
+from echo2.head.serve.results import GROUP_BYTES_MAX
+from echo2.learner.core.model_size import model_shape
+from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
+from echo2.reward.score import Scorer
+from echo2.tasks.base import TaskSource, TaskStream, row_name
+from echo2.tasks.environments import LocalEnvironment
+from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
+from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import training_tasks
+from echo2.weights.format.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
+from echo2.weights.format.model_files import linear_layers, tensor_shapes
+from echo2.weights.format.snapshot_files import read_config
+
+#: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
+ROWS_CHECKED_MAX = 10_000
+#: Maximum number of rows of a file whose prompts a dry run tokenises.
+PROMPTS_CHECKED_MAX = 1_000
+#: Rows of a file with which an environment is begun before a run starts.
+ENVIRONMENTS_TRIED = 8
+ANY_HOST = ("0.0.0.0", "::")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def check(config: Config, has_learner: bool = True) -> None:
+    """Find the user's mistakes before processes are started, at every start and for `--dry-run`. Doubtful settings that
+    are not mistakes are printed as warnings. `has_learner`: the learner runs on this machine.
+
+    Raises:
+        UserError: the first mistake found.
+    """
+    check_model(config.model.path, config.workers.engine, has_learner)
+    check_lora(config)
+    check_engine(config)
+    check_machine(config)
+    check_memory(config, has_learner)
+    if not config.tasks.source:
+        raise UserError(
+            "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
+        )
+    if not config.reward.functions:
+        raise UserError('reward.functions is empty: name at least one, for example ["exact_match"].')
+    scorer = Scorer(config.reward.functions)
+    training_tasks(config.tasks, config.run.seed)
+    for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
+        for name in names:
+            tasks = load_tasks(name, params, config.run.seed)
+            check_tasks(tasks, scorer, name)
+            if config.tasks.environment and not is_harness(config.tasks.environment):
+                check_environment(config.tasks.environment, tasks, name)
+    is_verifiers = {name.startswith(f"{VERIFIERS}:") for name in (*config.tasks.sources, *config.eval.sets.values())}
+    if is_verifiers != {config.tasks.environment == VERIFIERS}:
+        raise UserError(
+            f"tasks.source = {config.tasks.source!r} with tasks.environment = {config.tasks.environment!r}: only "
+            "verifiers can run tasks of a verifiers taskset, and it can run no others. Set environment = "
+            f"{VERIFIERS!r}."
+        )
+    if is_harness(config.tasks.environment):
+        check_harness(config)
+    elif not config.tasks.environment and any(
+        name == "environment" for _, name in map(weighted, config.reward.functions)
+    ):
+        raise UserError(
+            'reward.functions has "environment", and tasks.environment is empty: name one, or another reward.'
+        )
+    offers = read_offers(config)
+    planner_options(config, 0, offers)
+    check_budget(config, offers.values())
+    check_group_bytes(config)
+    check_context(config)
+
+
+def check_harness(config: Config) -> None:
+    """Raises UserError if the run's harness cannot be loaded, or the run is deterministic, which harnesses are not."""
+    if config.run.deterministic:
+        raise UserError(
+            f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: a harness calls the "
+            "model at times that differ from run to run. Leave one of them out."
+        )
+    if config.tasks.environment.startswith(OWN):
+        load_harness(config.tasks.environment)
+
+
+def check_group_bytes(config: Config) -> None:
+    """Check that the longest possible group, with its likely tokens, does not exceed the size limit of a stored group:
+    it would be refused and sampled again without end.
+
+    Raises:
+        UserError: it exceeds the limit.
+    """
+    sampling, top = config.sampling, config.sampling_params.top_logprobs
+    token_bytes = 9 + 6 * top
+    num_bytes = sampling.group_size * sampling.max_tokens * token_bytes
+    if top and num_bytes > GROUP_BYTES_MAX:
+        raise UserError(
+            f"learner.loss_params.score_centering = {top} makes a token {token_bytes} bytes: {num_bytes / 2**20:.0f} "
+            f"MiB for {sampling.group_size} rollouts of {sampling.max_tokens} tokens, where a group may have "
+            f"{GROUP_BYTES_MAX / 2**20:.0f}. Lower one of the three (more than the vocabulary has is all of it)."
+        )
+
+
+def check_budget(config: Config, offers: Iterable[Offer]) -> None:
+    """Check that a run with a budget has a price. Workers that join later bring their own prices.
+
+    Raises:
+        UserError: nothing in the run costs anything; the message names the settings with the prices.
+    """
+    prices = [config.learner.price_usd_per_hour, *(offer.price_usd_per_hour for offer in offers if offer.rent)]
+    if config.workers.count:
+        prices.append(config.workers.price_usd_per_hour)
+    are_known = config.workers.count or len(prices) > 1
+    if config.fleet.budget_usd and are_known and not any(prices):
+        raise UserError(
+            f"fleet.budget_usd = {config.fleet.budget_usd:g} would never be spent: learner, workers and offers cost "
+            "$0. Set learner.price_usd_per_hour, workers.price_usd_per_hour or an offer's price, or leave the budget "
+            "out."
+        )
+
+
+def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
+    """Find bad rows, and rows without a column that a reward needs. Of rows in a file, `ROWS_CHECKED_MAX` are checked;
+    of generated rows, only the first.
+
+    Raises:
+        UserError: names the first bad row, or the column that no row has.
+    """
+    stream, missing = TaskStream(tasks, 0, False), Counter[tuple[str, str]]()
+    num_rows = min(len(tasks), ROWS_CHECKED_MAX) if hasattr(tasks, "where") else 1
+    for cursor in range(num_rows):
+        missing.update(scorer.missing_columns(stream.task(cursor)))
+    for (function, column), count in missing.items():
+        if count == num_rows:
+            has = sorted(stream.task(0).columns)
+            raise UserError(
+                f"The reward {function} needs the column {column!r}, which no row of {source} has (the first has "
+                f"{', '.join(has) or 'none'}). Rename the column or the function's parameter."
+            )
+        where = f"{count} of {num_rows} rows of {source}"
+        print(f"warning: {where} lack the column {column!r}: their groups will fail in {function}", file=sys.stderr)
+
+
+def check_environment(spec: str, tasks: TaskSource, source: str) -> None:
+    """Begin the environment with the first rows, as each rollout does.
+
+    Raises:
+        UserError: there is no such environment, or it fails with each of these rows: for want of a column, for example.
+    """
+    environment, stream, failures = LocalEnvironment(spec), TaskStream(tasks, 0, False), list[UserError]()
+    num_rows = min(len(tasks), ENVIRONMENTS_TRIED) if hasattr(tasks, "where") else 1
+    for cursor in range(num_rows):
+        try:
+            environment.end(environment.begin(stream.task(cursor).columns, cursor))
+        except UserError as error:
+            failures.append(error)
+    if len(failures) == num_rows:
+        of = f"the first {num_rows} rows" if num_rows > 1 else "the first row"
+        has = ", ".join(sorted(stream.task(0).columns)) or "none"
+        raise UserError(f"{failures[0]} So it is with {of} of {source} (columns of the first: {has}).")
+
+
+def check_prompts(config: Config) -> None:
+    """Find mistakes that head and workers would meet at the first tasks: an unreadable tokenizer, a prompt that the
+    chat template can't write, or prompts that fill the model's context. Checks a model directory, not a hub id. Loads
+    transformers, which takes seconds.
+
+    Raises:
+        UserError: names the model's tokenizer, the task, or the tasks whose prompts all fill the context.
+    """
+    where, reader = Path(config.model.path), RunTokenizer(config.model.chat_template_args)
+    if where.is_dir():
+        files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
+        asyncio.run(reader.load(files))
+        reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
+        context = context_length(read_config(files))
+        if context is not None:
+            sets = (config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)
+            for names, params in sets:
+                for name in names:
+                    check_prompt_lengths(load_tasks(name, params, config.run.seed), name, reader.tokenizer, context)
+
+
+def check_prompt_lengths(tasks: TaskSource, source: str, tokenizer: Tokenizer, context: int) -> None:
+    """Print a warning if prompts leave no token of the model's context for an answer. Of rows in a file,
+    `PROMPTS_CHECKED_MAX` are checked; of generated rows, only the first.
+
+    Raises:
+        UserError: no prompt of the whole source leaves one.
+    """
+    stream, num_long, first = TaskStream(tasks, 0, False), 0, ""
+    num_rows = min(len(tasks), PROMPTS_CHECKED_MAX) if hasattr(tasks, "where") else 1
+    for cursor in range(num_rows):
+        with contextlib.suppress(UserError):  # the group of a prompt that the template refuses is lost, not the run
+            if (length := len(encode_prompt(stream.task(cursor), tokenizer))) >= context:
+                num_long, first = num_long + 1, first or f"{row_name(tasks, cursor)} has {length}"
+    if not num_long:
+        return
+    told = f"{num_long} of {num_rows} prompts of {source} fill the model's context of {context} tokens ({first})"
+    if num_long == len(tasks):
+        raise UserError(f"{told}: nothing could be sampled. Shorten them, or take a model with a longer context.")
+    print(f"warning: {told}: their groups will fail. Shorten them, or leave them out", file=sys.stderr)
+
+
+def check_machine(config: Config) -> None:
+    """Check that this machine has an address for tickets, and the packages for logs.
+
+    Raises:
+        UserError: names the setting.
+    """
+    host, _ = config.head.address
+    if host in ANY_HOST and not config.head.advertise:
+        raise UserError(
+            f"head.listen = {config.head.listen!r} lets other machines join, and tickets would name {host}, which "
+            "nobody can call. Set head.advertise to a name or address of this machine that they can reach."
+        )
+    for target in config.run.log_to:
+        package = LOG_PACKAGES[target.partition(":")[0]]
+        if importlib.util.find_spec(package) is None:
+            raise UserError(
+                f"run.log_to has {target}, which needs the package {package}: pip install {package}, or leave it out."
+            )
+
+
+def check_memory(config: Config, has_learner: bool = True) -> None:
+    """Check that this machine has the memory to train the model, and local workers to hold it, as far as config.json
+    tells.
+
+    Raises:
+        UserError: names the memory needed, the memory available, and remedies.
+    """
+    shape = model_shape(config.model.path)
+    if shape is not None:
+        hardware = this_machine()
+        if config.workers.count:
+            worker_that_fits(config, shape, hardware)
+        if has_learner:
+            learner_that_fits(config, shape, hardware)
+
+
+def check_context(config: Config) -> None:
+    """Print a warning if no prompt leaves room for `sampling.max_tokens` in the model's context, as far as config.json
+    tells. It is no mistake: engines sample as many tokens as there is room for."""
+    shape, max_tokens = model_shape(config.model.path), config.sampling.max_tokens
+    if shape is not None and max_tokens >= shape.max_positions:
+        print(
+            f"warning: sampling.max_tokens = {max_tokens}, and the model's context has {shape.max_positions} tokens "
+            "for prompt and answer: answers are cut off where it is full. Lower sampling.max_tokens",
+            file=sys.stderr,
+        )
+
+
+def check_place(config: Config, where: Path, resume: bool) -> None:
+    """Check the run directory and the port for a dry run, which minds no run that is there already, and no head of it.
+
+    Raises:
+        UserError: as `check_directory` and `check_port`.
+    """
+    if holds_run(where) and not resume:
+        print(f"note: {where} holds a run already: a start needs --resume, or another --out", file=sys.stderr)
+        return
+    check_directory(where, resume)
+    if not resume:
+        check_port(config)
+
+
+def check_port(config: Config) -> None:
+    """Check that no other process uses the head's port. Do not call it for a run whose own head may still use it.
+
+    Raises:
+        UserError: names the setting.
+    """
+    host, port = config.head.address
+    if not port:
+        return
+    with socket.socket(family(host), socket.SOCK_STREAM) as tried:
+        tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            tried.bind((host, port))
+        except OSError as error:
+            raise UserError(
+                f"head.listen = {config.head.listen!r} cannot be used: {error.strerror}. Choose another port, or 0."
+            ) from error
+
+
+def check_model(path: str, engine: str, has_learner: bool = True) -> None:
+    """Check that the model can be loaded, as far as possible without torch and without a download. `has_learner`: it is
+    loaded on this machine.
+
+    Raises:
+        UserError: no path, no model there, a model that the engine cannot run, no tokenizer, or a hub id that neither
+            the hub nor its cache provides.
+    """
+    if not path:
+        raise UserError("model.path is empty: name a Hugging Face model directory or hub id.")
+    where = Path(path)
+    if where.is_dir():
+        if not (where / "config.json").is_file():
+            raise UserError(f"model.path = {path!r}: that directory holds no model (no config.json). Check the path.")
+        check_model_directory(where, engine)
+    elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or where.parent.is_dir():
+        raise UserError(
+            f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is not a "
+            "hub id (owner/name)."
+        )
+    elif reason := _hub_refusal(path, has_learner):
+        raise UserError(f"model.path = {path!r}: there is no such directory, and {reason}")
+
+
+def check_engine(config: Config) -> None:
+    """Raises UserError if there is no such engine, or workers on this machine lack it. Other machines are not
+    checked."""
+    engine, count = config.workers.engine, config.workers.count
+    refuse_unknown_engine(engine)
+    if not count or engine not in SERVERS:
+        return
+    given = f"workers.engine = {engine!r} with workers.count = {count}"
+    python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
+    if python and shutil.which(python) is None:
+        raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, which does not exist: give the path of a Python.")
+    if not python and importlib.util.find_spec(engine) is None:
+        raise UserError(
+            f"{given}, and this Python environment has no {engine}. Set ECHO2_ENGINE_PYTHON to the Python of one that "
+            f"has (`make {engine}` makes one for CPUs), or leave the workers to other machines: workers.count = 0."
+        )
+
+
+def check_lora(config: Config) -> None:
+    """Say which weights get no adapter. Raises UserError if lora.targets match no layer, as far as the files of a local
+    model tell, or if lora.path is an adapter with other settings; of a mixture of experts, `check_trained` finds that.
+    """
+    where = Path(config.model.path)
+    if not config.lora.rank or not where.is_dir():
+        return
+    shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    if share := expert_share(shapes):
+        print(
+            f"warning: lora.targets = {config.lora.targets}: experts get no adapter, and {share:.0%} of this model's "
+            "weights are experts. They stay as they are; lora.rank = 0 trains them",
+            file=sys.stderr,
+        )
+        return
+    targets = lora_targets(linear_layers(where), config.lora.targets)
+    if config.lora.path:
+        ours = adapter_config(config.lora, targets, SnapshotRef("", 0, 0))
+        check_same_settings(ours, Path(config.lora.path), BEGINNING_REMEDY)
+
+
+def expert_share(shapes: Mapping[str, Sequence[int]]) -> float:
+    """Return which share of a model's weights are experts of mixtures, by the names of its stored tensors."""
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    return sum(size for name, size in sizes.items() if ".experts." in name) / max(1, sum(sizes.values()))
+
+
+def check_trained(config: Config) -> None:
+    """Check that the learner can build the policy of a run, and its adapter, as far as a local model directory tells.
+    Loads torch and transformers, which takes seconds; no weights are read.
+
+    Raises:
+        UserError: what the learner would say.
+    """
+    if Path(config.model.path).is_dir():
+        from echo2.learner.core.adapters import check_trained as check_policy
+
+        check_policy(config)
+
+
+def check_model_directory(where: Path, engine: str) -> None:
+    """Raises UserError if a model directory lacks a tokenizer or weights, or the engine can't run the model."""
+    if not any((where / name).is_file() for name in TOKENIZER_FILES) and not any(where.glob("*.model")):
+        raise UserError(
+            f"model.path = {str(where)!r}: that directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            "Save the model's tokenizer beside it: tokenizer.save_pretrained(DIR)."
+        )
+    if not any(where.glob("*.safetensors")) and not any(where.glob("*.bin")):
+        raise UserError(
+            f"model.path = {str(where)!r}: that directory holds no weights (no *.safetensors). Save the model there: "
+            "model.save_pretrained(DIR)."
+        )
+    config = read_json(where / "config.json")
+    if not isinstance(config, dict):
+        raise UserError(f"model.path = {str(where)!r}: its config.json is not a JSON object.")
+    if engine == "compact":
+        read_architecture(config)
+
+
+def _hub_refusal(hub_id: str, has_learner: bool) -> str:
+    """Return why a hub id can't be loaded, with a remedy; empty if it can. Only the learner's machine needs the hub and
+    its package."""
+    try:
+        from httpx2 import HTTPError
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError:
+        return ""
+    try:
+        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str) or not has_learner:
+            return ""
+        if constants.HF_HUB_OFFLINE:
+            return (
+                "the hub's cache does not hold it while HF_HUB_OFFLINE is set. Unset that to download the model, or "
+                "name a model directory."
+            )
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"))
+    except HFValidationError as error:
+        return f"it is not a hub id: {error}"
+    except HfHubHTTPError as error:
+        told = f"{error.response.status_code} {error.server_message or ''}".strip()
+        return f"the hub does not provide it ({told}). Check the name; a private or gated model needs `hf auth login`."
+    except HTTPError as error:
+        return f"the hub can't be reached ({error}). See to the network, or name a model directory."
+    return ""

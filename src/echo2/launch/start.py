@@ -1,0 +1,323 @@
+"""`echo2 run`, from configuration file to summary: resolves, checks, starts, shows progress, sums up.
+
+Decides which settings a resumed run may change: lists the changes, and refuses those that the ledger or the
+checkpoints depend on. Names the command that resumes a run.
+
+`schedule.publish_every = "auto"`: finds the number with which a run starts or resumes, and the reason.
+
+The rule needs the seconds of a step and of a broadcast, as measured by the resumed run, or by another run that the user
+names. Without measurements the number is 1, which any staleness bound allows. It is settled before any process starts
+and is written to config.json, so that head and learner never differ, and no step follows two rules.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from echo2 import config as configuration
+from echo2.config import Config
+from echo2.config.rundir import RunDir, claimed, create, read_json, read_metrics
+from echo2.core.devices import require_torch
+from echo2.core.errors import UserError
+from echo2.core.lifeline import LIFELINE_VARIABLE
+from echo2.core.logs import keep_private
+from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
+from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained
+from echo2.launch.supervisor import Supervisor
+from echo2.planning.past_run import PastRun, read_past_run
+from echo2.tasks.harness_process import OWN
+from echo2.views import display
+
+#: Settings that a resumed run can't change -> the reason.
+FIXED = {
+    "model.path": "the checkpoints are of that model",
+    "lora.rank": "the checkpoints are of an adapter of that rank, or of a whole model",
+    "lora.alpha": "the adapter in the checkpoints is scaled by it",
+    "lora.targets": "the adapter in the checkpoints is of these layers",
+    "lora.path": "the checkpoints go on from it",
+    "sampling.group_size": "delivered groups have that many rollouts",
+    "run.seed": "the tasks of issued groups follow from it",
+    "tasks.source": "issued groups are of its tasks",
+    "tasks.params": "issued groups are of the tasks that follow from it",
+    "tasks.environment": "delivered groups were played in it",
+}
+
+
+def changes(old: Config, new: Config) -> list[str]:
+    """Return one line per setting that differs: `learner.lr: 1e-06 -> 2e-06`.
+
+    Raises:
+        UserError: a setting of `FIXED` differs, or max_staleness was lowered.
+    """
+    found = []
+    for section, key, *_ in configuration.all_fields():
+        name = f"{section}.{key}"
+        before, after = (getattr(getattr(config, section), key) for config in (old, new))
+        if before == after:
+            continue
+        change = f"{name}: {json.dumps(before)} -> {json.dumps(after)}"
+        if name in FIXED:
+            raise UserError(f"--resume cannot change {change}: {FIXED[name]}. Set it back, or start another --out.")
+        found.append(change)
+    before, after = old.schedule.max_staleness, new.schedule.max_staleness
+    if after < before:
+        raise UserError(
+            f"--resume cannot lower schedule.max_staleness ({before} -> {after}): groups that are sampled "
+            f"already would be thrown away, and `echo2 audit` would find older ones. Set it to {before} or more."
+        )
+    return found
+
+
+def how_to_continue(arguments: Sequence[str]) -> str:
+    """Return the line for a run that was interrupted: the command that continues it, from its `arguments`, those of
+    `echo2`. Only --resume is named if Python started the run: nobody typed the command."""
+    if LIFELINE_VARIABLE in os.environ:
+        return "interrupted; continue the run with --resume"
+    resume = [] if "--resume" in arguments else ["--resume"]
+    return f"interrupted; continue the run with: {shlex.join(['echo2', *arguments, *resume])}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A configuration with a number. `reason`: for display; empty if the number was configured."""
+
+    config: Config
+    reason: str = ""
+
+
+def settle(config: Config, where: Path, resume: bool, like: Path | None) -> Settled:
+    """Return the configuration with a number. `where`: the run's directory; `like`: a run whose measured times to use.
+
+    Raises:
+        UserError: `like` lacks the measurements, or no number keeps the staleness bound with these times.
+    """
+    bound = config.schedule.max_staleness
+    if config.schedule.publish_every != "auto":
+        return Settled(config)
+    if bound == 0:
+        return _with(config, 1, "max_staleness = 0 allows no other")
+    if like is not None:
+        other = read_past_run(like)
+        if other.broadcast_seconds is None:
+            raise UserError(f"{like} has measured no broadcast yet: --from needs a run with published snapshots.")
+        return _measured(config, other, other.broadcast_seconds, str(like))
+    before = _before(where) if resume else None
+    past = _past(where) if resume else None
+    if past is None or past.broadcast_seconds is None:
+        told = "nothing is measured yet; --resume or --from DIR will know more"
+        return _with(config, 1, told) if before is None else _with(config, before, f"as before: {told}")
+    try:
+        return _measured(config, past, past.broadcast_seconds, "this run")
+    except UserError as error:
+        if before is None or before > bound + 1:
+            raise
+        return _with(config, before, f"as before. {error}")
+
+
+def _measured(config: Config, past: PastRun, broadcast_seconds: float, source: str) -> Settled:
+    bound, train = config.schedule.max_staleness, past.train_seconds
+    found = choose_publish_every(bound, train, broadcast_seconds)
+    told = f"{source} has T_train {train:.3g} s, T_bcast {broadcast_seconds:.3g} s: staleness is at most"
+    return _with(config, found, f"{told} {staleness_bound(found, train, broadcast_seconds)}, {bound} is allowed")
+
+
+def _before(where: Path) -> int | None:
+    """Return the number that the run had; None if it has not begun."""
+    rundir = RunDir(where)
+    found = rundir.read_config().schedule.publish_every if rundir.config.is_file() else "auto"
+    return None if found == "auto" else found
+
+
+def _past(where: Path) -> PastRun | None:
+    """Return the run's measurements; None before its first step."""
+    has_trained = any("time/train" in row for row in read_metrics(RunDir(where).metrics, refuses_damage=True))
+    return read_past_run(where) if has_trained else None
+
+
+def _with(config: Config, publish_every: int, reason: str) -> Settled:
+    return Settled(replace(config, schedule=replace(config.schedule, publish_every=publish_every)), reason)
+
+
+def resolve(
+    path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False, like: Path | None = None
+) -> tuple[Config, Path]:
+    """Return the configuration, with a number for "auto" and absolute paths, and the absolute run directory. Both are
+    valid in any working directory. Prints the changes of a resumed run.
+
+    Raises:
+        UserError: the configuration is invalid, or a resumed run can't continue with it.
+    """
+    config = absolute(configuration.load(path, overrides))
+    where = directory(path, out)
+    settled = settle(config, where, resume, like)
+    if settled.reason:
+        number = settled.config.schedule.publish_every
+        print(f'schedule.publish_every = "auto" is {number}: {settled.reason}', file=sys.stderr)
+    if resume and RunDir(where).config.is_file():
+        for change in changes(RunDir(where).read_config(), settled.config):
+            print(f"resumed with {change}", file=sys.stderr)
+    return settled.config, where
+
+
+def directory(path: Path, out: Path | None) -> Path:
+    """Return the absolute run directory: `out`, or one named after the configuration file."""
+    return (out or Path("outputs") / path.stem).resolve()
+
+
+def absolute(config: Config) -> Config:
+    """Return the configuration with absolute paths, where a setting names an existing file or directory."""
+
+    def named(text: str) -> str:
+        """Resolve `name`, `name#split` or `file.py:Name`, with or without a weight before it."""
+        weight, star, name = text.rpartition("*")
+        for mark in ("", "#", ":"):
+            file, _, rest = name.strip().partition(mark) if mark else (name.strip(), "", "")
+            if ("/" in file or "." in file) and Path(file).exists():  # else it may be a built-in's name
+                found = str(Path(file).resolve()) + (mark + rest if rest else "")
+                return f"{weight.strip()} * {found}" if star else found
+        return text
+
+    def named_all(source: Any) -> Any:
+        """Resolve one source, a list of sources with weights, or sources by the name of their set."""
+        if isinstance(source, str):
+            return named(source)
+        return {k: named(v) for k, v in source.items()} if isinstance(source, dict) else [named(v) for v in source]
+
+    model = Path(config.model.path or "/nowhere")
+    environment = config.tasks.environment
+    kind = OWN if environment.startswith(OWN) else ""
+    environment = kind + named(environment.removeprefix(kind))
+    return replace(
+        config,
+        model=replace(config.model, path=str(model.resolve()) if model.is_dir() else config.model.path),
+        lora=replace(config.lora, path=str(Path(config.lora.path).resolve()) if config.lora.path else ""),
+        tasks=replace(config.tasks, source=named_all(config.tasks.source), environment=environment),
+        eval=replace(config.eval, source=named_all(config.eval.source)),
+        reward=replace(config.reward, functions=[named(entry) for entry in config.reward.functions]),
+        fleet=replace(config.fleet, offers=named(config.fleet.offers)),
+    )
+
+
+def open_run(
+    target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str], like: Path | None = None
+) -> RunDir:
+    """Open an existing run directory for a head, or create one from a configuration file."""
+    if target.is_dir():
+        rundir = RunDir(target)
+        rundir.read_config()
+        return rundir
+    with _claimed_to_resume(directory(target, out), "head", resume):
+        config, where = resolve(target, overrides, out, resume, like)
+        check(config, has_learner=False)
+        if not resume:
+            check_port(config)
+        return create(where, config, resume)
+
+
+def _claimed_to_resume(where: Path, role: str, resume: bool) -> AbstractContextManager[None]:
+    """Claim the directory of a run to resume: a run that is alive is refused before its changes are printed."""
+    return claimed(where, role) if resume and RunDir(where).config.is_file() else nullcontext()
+
+
+def run(
+    path: Path,
+    out: Path | None,
+    resume: bool,
+    dry_run: bool,
+    overrides: Mapping[str, str],
+    as_json: bool,
+    like: Path | None = None,
+    has_page: bool = False,
+    has_learner: bool = True,
+) -> int:
+    """Carry out `echo2 run`. Return the exit status. `has_page`: also start `echo2 view`. `has_learner`: start the
+    learner here; otherwise it is started elsewhere, and joins with the learner's ticket."""
+    keep_private()
+    if has_learner:
+        require_torch()
+    with _claimed_to_resume(directory(path, out), "run", resume and not dry_run):
+        config, where = resolve(path, overrides, out, resume, like)
+    check(config, has_learner)
+    if dry_run:
+        check_place(config, where, resume)
+        check_prompts(config)
+        if has_learner:
+            check_trained(config)
+        print(configuration.to_json(config))
+        return 0
+    with claimed(where, "run"):
+        if not resume:  # the killed head of a resumed run may still listen; the next head waits for its end
+            check_port(config)
+        rundir = create(where, config, resume)
+        outcome = _supervise(rundir, config, has_page, has_learner)
+    summary, reason = read_json(rundir.summary), outcome["reason"]
+    if as_json:
+        print(json.dumps(summary))
+    elif summary is not None:
+        display.show_summary(summary, Console(), reason)
+    if outcome["kind"] != "finished":
+        status = 2 if outcome["kind"] in ("stopped", "user_error") else 1
+        print(json.dumps({"error": reason, "status": status}) if as_json else f"error: {reason}", file=sys.stderr)
+        return status
+    return 0
+
+
+def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool) -> dict[str, str]:
+    """Start the run's processes, show its progress, and wait for its end. Return its outcome."""
+    workers = config.workers
+    arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
+    if config.tasks.environment:
+        arguments += ["--allow-environment", config.tasks.environment]
+    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
+    console = Console(stderr=True)
+    for line in joining(rundir, config):
+        console.print(line, highlight=False, soft_wrap=True)
+    page = _page(rundir, console) if has_page else nullcontext()
+    with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:
+        return supervisor.run(shown.poll)
+
+
+def joining(rundir: RunDir, config: Config) -> list[str]:
+    """Return lines that say where the run is, and how other machines join it."""
+    where, ticket = escape(shlex.quote(str(rundir.path))), escape(shlex.quote(f"@{rundir.ticket}"))
+    lines = [f"run directory [bold]{escape(str(rundir.path))}[/bold]"]
+    if config.head.is_local:
+        listen = escape(config.head.listen)
+        return [*lines, f"no other machine can join: head.listen is {listen}; set it to 0.0.0.0:7341 to let them"]
+    return [
+        *lines,
+        f"your machines join with: echo2 worker {ticket}",
+        f"other people's machines: echo2 invite {where}",
+    ]
+
+
+@contextmanager
+def _page(rundir: RunDir, console: Console) -> Iterator[None]:
+    """Run `echo2 view` of this run inside the context."""
+    reading, writing = os.pipe()
+    command = [sys.executable, "-m", "echo2", "view", str(rundir.path)]
+    lifeline = {**os.environ, LIFELINE_VARIABLE: str(reading)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env=lifeline, pass_fds=(reading,), start_new_session=True
+    ) as page:
+        assert page.stdout is not None
+        console.print(page.stdout.readline().strip(), highlight=False, soft_wrap=True, markup=False)
+        try:
+            yield
+        finally:
+            page.terminate()
+            page.wait()  # before the lifeline ends, which would cut off its last output
+            os.close(reading)
+            os.close(writing)

@@ -1,0 +1,338 @@
+"""Starts head, learner and workers on this machine, connected as over a network, and restarts those that die.
+
+A process that dies is restarted (the head from its ledger, the learner from its checkpoint, a worker afresh), until its
+failure repeats (`deaths`); its last words are shown. A process that fails because of the user's mistake ends the run,
+with its one-line error; one that fails because the disk is full is restarted when there is room; a worker that the
+owner revoked stays away, and the run goes on. When the supervisor itself dies, its children end too (`lifeline`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from echo2.config.rundir import CRASH_RECORD, STOP_WORDS, RunDir, newest_checkpoint, read_json, write_atomically
+from echo2.core import disk, logs
+from echo2.core.errors import Echo2Error, NoRoomError, UserError
+from echo2.core.lifeline import LIFELINE_VARIABLE
+from echo2.launch import deaths
+from echo2.launch.deaths import Deaths, last_error
+from echo2.sandbox.pipes import ending
+from echo2.transport.identity import PeerIdentity, RunIdentity
+
+#: A process that meets a full disk twice within this time, although there is room, is not restarted.
+ROOM_WINDOW_SECONDS = 60.0
+#: Time for a process to end by itself once the run is over.
+FAREWELL_SECONDS = 10.0
+#: Time after which a stop that waits for the learner's checkpoint prints a message.
+PATIENCE_SECONDS = 3.0
+#: Time for the other processes to end once the head is gone.
+STRAGGLER_SECONDS = 3.0
+#: Timeout for the head to start listening.
+HEAD_START_SECONDS = 180.0
+POLL_SECONDS = 0.1
+#: Exit statuses of a process that had no error of its own.
+WORDLESS = (0, -signal.SIGKILL, -signal.SIGTERM)
+#: A disk with fewer free bytes than this counts as full.
+FULL_DISK_BYTES = 1 << 16
+
+
+class ProcessFailed(Echo2Error):
+    """A process of the run keeps dying; the message names it and its log."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One local process of the run."""
+
+    name: str
+    arguments: list[str]
+    process: subprocess.Popen[bytes] | None = None
+    log_start: int = 0
+    waits_for_room: bool = False
+    full_at: float | None = None
+    deaths: Deaths = field(default_factory=Deaths)
+
+
+class Supervisor:
+    """Owns the local processes of one run. Without `has_learner`, the learner is started elsewhere."""
+
+    def __init__(
+        self,
+        rundir: RunDir,
+        num_workers: int,
+        worker_arguments: list[str],
+        num_ranks: int = 1,
+        has_learner: bool = True,
+    ) -> None:
+        self.rundir = rundir
+        path = str(rundir.path)
+        self.head = Child("head", ["head", path])
+        self.learner = Child("learner", ["learner", path]) if has_learner else None
+        self.others = [self.learner] if self.learner else []
+        for number in range(num_workers):
+            name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first devices
+            places = ["--state", str(self._state(name)), "--device", device]
+            self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
+        self._lifeline = os.pipe()
+        self._signalled: signal.Signals | None = None
+        self._num_signals = 0
+        self._listed = ""
+
+    @property
+    def children(self) -> list[Child]:
+        """All local processes, the head first."""
+        return [self.head, *self.others]
+
+    def run(self, on_poll: Callable[[], None]) -> dict[str, str]:
+        """Run until the run is over. Return its outcome ({"kind", "reason"}).
+
+        Raises:
+            UserError: the user's mistake, in the words of the process that failed.
+            ProcessFailed: a process keeps dying.
+            KeyboardInterrupt: the run was stopped by a signal; it can be resumed.
+        """
+        previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        failure: Echo2Error | None = None
+        try:
+            self._start(self.head)
+            self._wait_for_head()
+            for child in self.others:
+                self._start(child)
+            while (outcome := self._outcome()) is None:
+                if self._signalled is not None:
+                    raise KeyboardInterrupt
+                self._look_after()
+                self._list()
+                on_poll()
+                time.sleep(POLL_SECONDS)
+            return outcome
+        except (UserError, ProcessFailed) as error:
+            failure = error
+            raise
+        finally:
+            self._end_all()
+            self._write_end(failure)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = signal.Signals(number)
+        self._num_signals += 1
+
+    def _outcome(self) -> dict[str, str] | None:
+        outcome: dict[str, str] | None = read_json(self.rundir.outcome)
+        return outcome
+
+    def _start(self, child: Child) -> None:
+        reading, _ = self._lifeline
+        environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
+        environment.setdefault("PYTHONHASHSEED", "0")  # task code that iterates over sets gives the same tasks always
+        environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
+        with open(self._log(child), "ab") as log:
+            child.log_start = log.tell()  # skips the output of earlier processes
+            child.process = subprocess.Popen(
+                [sys.executable, "-m", "echo2", *child.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                pass_fds=(reading,),
+                start_new_session=True,  # Ctrl-C reaches only the supervisor
+            )
+        self._list()
+
+    def _list(self) -> None:
+        """Write the list of processes if it has changed. On a full disk, the next call tries again."""
+        listing: list[dict[str, Any]] = [{"role": "supervisor", "name": "run", "pid": os.getpid()}]
+        for child in self.children:
+            if child.process is not None:
+                entry = {"role": child.arguments[0], "name": child.name, "pid": child.process.pid}
+                listing.append({**entry, **child.deaths.to_plain()})
+        plain = json.dumps(listing)
+        if plain != self._listed:
+            with contextlib.suppress(NoRoomError):
+                write_atomically(self.rundir.processes, plain)
+                self._listed = plain
+
+    def _wait_for_head(self) -> None:
+        deadline = time.monotonic() + HEAD_START_SECONDS
+        while read_json(self.rundir.status) is None:
+            assert self.head.process is not None
+            if self.head.process.poll() is not None:
+                self._died(self.head)
+            if time.monotonic() > deadline:
+                raise ProcessFailed(
+                    f"The head did not start within {HEAD_START_SECONDS:.0f} s; see {self._log(self.head)}."
+                )
+            if self._signalled is not None:
+                raise KeyboardInterrupt
+            time.sleep(POLL_SECONDS)
+
+    def _look_after(self) -> None:
+        for child in self.children:
+            if logs.cut_log(self._log(child)):
+                child.log_start = 0
+            status = child.process.poll() if child.process is not None else None
+            is_done = status == 0 and child is not self.head  # the learner may end before the last evaluation
+            if status is not None and not is_done and self._outcome() is None:
+                self._died(child)
+
+    def _died(self, child: Child) -> None:
+        """Restart a dead child, or give up on the run."""
+        assert child.process is not None
+        status = child.process.returncode
+        now = time.monotonic()
+        if status == NoRoomError.exit_status and self._may_wait_for_room(child, now):
+            return
+        if status == UserError.exit_status and self._is_revoked(child):
+            child.process = None
+            word = f"{child.name} is out: it was revoked, or the ticket by which it came. The run goes on without it"
+            command = shlex.join(["echo2", "worker", f"@{self.rundir.ticket}"])
+            print(f"{word}; a worker in its place: {command}", file=sys.stderr)
+            return
+        if status in (UserError.exit_status, NoRoomError.exit_status):
+            raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
+        self._count_death(child, child.process.pid, status)
+        if why := child.deaths.why_hopeless():
+            raise ProcessFailed(
+                f"{child.name} {why}: {child.deaths.said}. Nothing is lost: see {self._log(child)}, then continue "
+                "with --resume."
+            )
+        print(f"{child.name} died and is started again: {child.deaths.said}", file=sys.stderr)
+        self._start(child)
+
+    def _count_death(self, child: Child, pid: int, status: int) -> None:
+        """Count a death, with its last words and what the process had reached."""
+        told, role = read_json(self.rundir.status) or {}, child.arguments[0]
+        record = read_json(self.rundir.checkpoints / CRASH_RECORD) or {}
+        reached = deaths.progress(told, role, self._peer_id(child), len(record.get("left_out", ())))
+        words = "" if status in WORDLESS else deaths.last_words(self._log(child), child.log_start)
+        child.deaths.died(words, reached, deaths.is_up(told, pid), time.time(), ending(status))
+
+    def _is_revoked(self, child: Child) -> bool:
+        """Whether this is a worker that `echo2 revoke` shut out."""
+        peer_id = self._peer_id(child)
+        return bool(peer_id) and peer_id in RunIdentity.create_or_load(self.rundir.identity).revoked()
+
+    def _peer_id(self, child: Child) -> str:
+        """Return the id of a worker in the run; empty if it has not joined yet, and for head and learner."""
+        if child is self.head or child is self.learner:
+            return ""
+        run = RunIdentity.create_or_load(self.rundir.identity)
+        known = PeerIdentity(self._state(child.name) / f"{run.run_id}-worker").load()
+        return "" if known is None else known[0]
+
+    def _may_wait_for_room(self, child: Child, now: float) -> bool:
+        """Restart a child that met a full disk, once there is room. Return False if it meets a full disk again soon
+        after a restart with room: then it writes to another disk, or has a quota.
+        """
+        free = disk.free_bytes(self.rundir.path)
+        if free < disk.FLOOR_BYTES:
+            if not child.waits_for_room:
+                word = f"{child.name} waits for room on the disk that holds {self.rundir.path}"
+                print(f"paused: {word} ({free >> 20} MiB free, {disk.FLOOR_BYTES >> 20} needed)", file=sys.stderr)
+            child.waits_for_room = True
+            return True
+        if child.full_at is not None and now - child.full_at < ROOM_WINDOW_SECONDS and not child.waits_for_room:
+            return False
+        child.waits_for_room, child.full_at = False, now
+        self._start(child)
+        return True
+
+    def _silent(self, child: Child) -> str:
+        """Return the error of a child that refused to run without one: a full disk takes no log line either."""
+        free = disk.free_bytes(self.rundir.path)
+        if free < FULL_DISK_BYTES:
+            return f"The disk of {self.rundir.path} is full ({free} bytes left). Free some space, then --resume."
+        return f"{child.name} refused to run; see {self._log(child)}."
+
+    def _state(self, name: str) -> Path:
+        return self.rundir.path / "workers" / name
+
+    def _log(self, child: Child) -> Path:
+        return self.rundir.logs / f"{child.name}.log"
+
+    def _head_tells(self) -> bool:
+        """Whether the head tells the other processes that the run is over. If the run has no outcome yet, the head is
+        asked to stop it."""
+        outcome = self._outcome()
+        if outcome is not None:
+            return outcome["kind"] in ("finished", "stopped")
+        if self.head.process is None or self.head.process.poll() is not None:
+            return False
+        self.head.process.send_signal(self._signalled or signal.SIGTERM)  # the head records which
+        return True
+
+    def _wait_for_checkpoint(self) -> None:
+        """Wait until the head ends the run, after the learner has saved, or at once after a second signal."""
+        started, num_signals, said = time.monotonic(), self._num_signals, False
+        while self._outcome() is None and self.head.process is not None and self.head.process.poll() is None:
+            if self._num_signals > num_signals or self._has_lost_learner():
+                self.head.process.terminate()  # the learner is gone, or the user does not want to wait
+                return
+            if not said and time.monotonic() - started > PATIENCE_SECONDS:
+                print("stopping: the learner saves a checkpoint; interrupt again to stop at once", file=sys.stderr)
+                said = True
+            time.sleep(POLL_SECONDS)
+
+    def _has_lost_learner(self) -> bool:
+        """Whether the local learner is not running. A learner elsewhere is watched by the head."""
+        if self.learner is None:
+            return False
+        return self.learner.process is None or self.learner.process.poll() is not None
+
+    def _write_end(self, failure: Echo2Error | None) -> None:
+        """Add to outcome.json the error that ended the run, and the steps that no checkpoint covers."""
+        outcome = self._outcome() or {
+            "kind": "failed",
+            "reason": "the head ended without an error message; see logs/head.log",
+        }
+        if self._signalled is not None and self._outcome() is None:
+            outcome = {"kind": "stopped", "reason": STOP_WORDS[self._signalled]}  # before the head could record it
+        if failure is not None:
+            kind = "user_error" if isinstance(failure, UserError) else "failed"
+            outcome = {"kind": kind, "reason": str(failure)}
+        version = (read_json(self.rundir.status) or {}).get("version", 0)
+        saved = newest_checkpoint(self.rundir.checkpoints)
+        if self.learner and version and saved != version and outcome["kind"] != "finished":
+            has = "there is none" if saved is None else f"the newest is of step {saved}"
+            why = last_error(self._log(self.learner)) or "the learner was ended before it had saved"
+            outcome["checkpoint"] = f"no checkpoint of step {version}: {has}. {why}. --resume trains the rest again."
+            print(outcome["checkpoint"], file=sys.stderr)
+        with contextlib.suppress(UserError):  # a full disk: the error is on the terminal
+            write_atomically(self.rundir.outcome, json.dumps(outcome))
+
+    def _end_all(self) -> None:
+        """End all children: wait for those that the head tells to end, then SIGTERM, then SIGKILL."""
+        told = self._head_tells()
+        if told:
+            self._wait_for_checkpoint()
+        deadline = time.monotonic() + (FAREWELL_SECONDS if told else 0.0)
+        started = [(child, child.process) for child in self.children if child.process is not None]
+        for child, process in started:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.terminate()
+            if child is self.head:  # the head is first and has ended: no further message will reach the others
+                deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
+        for _, process in started:
+            try:
+                process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        for descriptor in self._lifeline:
+            os.close(descriptor)

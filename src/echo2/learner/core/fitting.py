@@ -1,0 +1,138 @@
+"""Checks whether a run's learner and workers fit in their machines' memory (`memory.py`), and sizes the micro-batch.
+
+The learner takes the first GPU, local workers the next ones, modulo the number of GPUs (`devices.nth_device`); on a
+machine without a GPU all processes share its memory. The result depends only on the configuration, the model and the
+machine's total memory, so it is the same on every start of a run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from echo2.config import Config
+from echo2.core.errors import UserError
+from echo2.core.types import Hardware
+from echo2.learner.decide.memory import (
+    BYTES_PER_VALUE,
+    GB,
+    USABLE,
+    LearnerSetup,
+    Microbatch,
+    ModelShape,
+    engine_parts,
+    settle_microbatch,
+    worker_parts,
+)
+
+#: The head's memory, which does not grow with the model.
+HEAD_BYTES = 500_000_000
+#: Assumed tokens of a prompt, where the tasks have not been read.
+PROMPT_TOKENS = 128
+
+
+class DoesNotFitError(UserError):
+    """A process needs more memory than its machine has."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryNeed:
+    """Bytes that a process needs, by part; the bytes `available` to it; and the `place` of that memory."""
+
+    parts: dict[str, int]
+    available: int
+    place: str
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMemoryNeed(MemoryNeed):
+    """The learner's memory need with its micro-batch."""
+
+    microbatch: Microbatch
+
+
+def row_tokens(config: Config, shape: ModelShape) -> int:
+    """Return the tokens of the longest training row; a row is never cut."""
+    return min(shape.max_positions, PROMPT_TOKENS + config.sampling.max_tokens)
+
+
+def frozen_bytes(config: Config, shape: ModelShape) -> int:
+    """Return the bytes per parameter of a model under adapters: never wider than it is stored."""
+    return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
+
+
+def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
+    """Return the settings that determine the learner's memory."""
+    return LearnerSetup(
+        shape,
+        is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
+        ranks=config.learner.ranks,
+        lora_rank=config.lora.rank,
+        base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
+        keeps_reference=config.learner.reference_kl > 0.0,
+    )
+
+
+def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
+    """Return the learner's micro-batch on this machine."""
+    given = config.learner.tokens_per_microbatch
+    setup = learner_setup(config, shape, bool(machine.gpus))
+    place: Literal["cpu", "gpu"] = "gpu" if machine.gpus else "cpu"
+    room = USABLE * learner_bytes(config, shape, machine)
+    return settle_microbatch(setup, room, place, row_tokens(config, shape), None if given == "auto" else given)
+
+
+def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:
+    """Return the bytes of the machine that head and local workers leave to one learner process."""
+    ranks, count = config.learner.ranks, config.workers.count
+    local = worker_need(config, shape, machine).total
+    if not machine.gpus:
+        return (machine.memory_bytes - HEAD_BYTES - count * local) // ranks
+    ranks = min(ranks, len(machine.gpus))  # the others are elsewhere
+    sharing = -(-(ranks + count) // len(machine.gpus)) - 1  # workers beside the learner on the fullest GPU
+    return min(machine.gpus) - sharing * local
+
+
+def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryNeed:
+    """Return a worker's need on such a machine. If two copies of the weights don't fit, it loads new ones in place."""
+    sampling = config.sampling
+    rollouts, length = sampling.groups_per_batch * sampling.group_size, row_tokens(config, shape)
+    available = min(machine.gpus, default=machine.memory_bytes)
+    bytes_per_value = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
+    parts = worker_parts(shape, bytes_per_value, rollouts, length)
+    if config.workers.engine == "compact":
+        free = max(0, available - sum(parts.values()))
+        packs = not machine.gpus and bytes_per_value == 4
+        parts |= engine_parts(parts["weights"], free, packs, bool(config.tasks.environment))
+    return MemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine")
+
+
+def learner_need(config: Config, shape: ModelShape, machine: Hardware) -> LearnerMemoryNeed:
+    """Return the learner's need on this machine, with its micro-batch and room for at least the longest row."""
+    microbatch = settle(config, shape, machine)
+    setup = learner_setup(config, shape, bool(machine.gpus))
+    tokens = max(microbatch.tokens, row_tokens(config, shape))
+    parts = setup.parts(tokens, microbatch.checkpointing)
+    available = learner_bytes(config, shape, machine)
+    return LearnerMemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine", microbatch)
+
+
+def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
+    """Raise if the memory does not suffice.
+
+    Raises:
+        DoesNotFitError: names the memory needed, its largest parts, the memory available, and the remedies.
+    """
+    if need.total <= need.available:
+        return
+    largest = sorted(need.parts.items(), key=lambda part: -part[1])[:3]
+    told = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
+    raise DoesNotFitError(
+        f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
+        f"GB for it. {remedies}"
+    )

@@ -1,0 +1,206 @@
+"""`echo2 learner DIR`: runs the GRPO client from the newest checkpoint until the run is over.
+
+Starts and watches a learner's other ranks on one machine, as `torchrun` would.
+
+All ranks end together: the others by the lifeline of the first, and the first as soon as one of the others dies. The
+supervisor then restarts the learner from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from echo2.config import Config
+from echo2.config.rundir import RunDir, claimed
+from echo2.core.addresses import is_loopback
+from echo2.core.devices import pick_device
+from echo2.core.errors import UserError
+from echo2.core.lifeline import LIFELINE_VARIABLE
+from echo2.learner.core.adapters import Adapter, load_trained
+from echo2.learner.core.mesh import Mesh, Place, join, place
+from echo2.learner.core.model import Policy
+from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
+from echo2.learner.grpo import loop
+from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.ranks import LeadingClient, follow
+from echo2.learner.link.head_client import LearnerInfo
+from echo2.learner.link.sending import OtherRanks, RankSender
+from echo2.learner.link.session import HeadSession
+from echo2.transport.base import Link
+from echo2.transport.grpc_link import connect
+
+log = logging.getLogger(__name__)
+
+#: Time for the other ranks to end by themselves after they were released.
+FAREWELL_SECONDS = 10.0
+
+#: Exit statuses with a meaning of their own, which are passed on; any other becomes 1.
+TELLING_STATUSES = (2, 3)
+
+
+@contextmanager
+def started(rundir: RunDir, size: int) -> Iterator[Place]:
+    """Run the other ranks, and yield the place of the first. The caller must release them before leaving the context
+    (`LeadingClient.end`)."""
+    is_over = threading.Event()
+    reading, writing = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="echo2-ranks-") as meeting:
+        rendezvous = (Path(meeting) / "store").as_uri()
+        processes = [_start(rundir, Place(rank, size, rank, rendezvous), reading) for rank in range(1, size)]
+        watchers = [
+            threading.Thread(target=_watch, args=(rank, process, is_over), name=f"rank-{rank}", daemon=True)
+            for rank, process in enumerate(processes, 1)
+        ]
+        for watcher in watchers:
+            watcher.start()
+        try:
+            yield Place(0, size, 0, rendezvous)
+            is_over.set()
+            for watcher in watchers:
+                watcher.join(FAREWELL_SECONDS)
+        finally:
+            is_over.set()
+            os.close(writing)  # ends the ranks that still run
+            os.close(reading)
+            for watcher in watchers:
+                watcher.join(FAREWELL_SECONDS)
+
+
+def _start(rundir: RunDir, place: Place, lifeline: int) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "echo2", "learner", str(rundir.path)],
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **place.environment(), LIFELINE_VARIABLE: str(lifeline)},
+        pass_fds=(lifeline,),
+    )
+    log.info("rank %d of %d is process %d", place.rank, place.size, process.pid)
+    return process
+
+
+def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
+    status = process.wait()
+    if status and not is_over.is_set():  # 0: it was released, perhaps before the first rank has left
+        log.error("rank %d ended with status %d, and with it this learner", rank, status)
+        os._exit(status if status in TELLING_STATUSES else 1)
+
+
+TOLD_TO_STOP = "the learner was told to stop"
+
+#: Exit status after a signal: the run is not over.
+STOPPED_STATUS = 128 + signal.SIGTERM
+
+
+def run_learner(rundir: RunDir, ticket: str) -> int:
+    """Train until the run is over, or until a signal; then the last completed step is saved. Return the exit status.
+
+    Raises:
+        UserError: the model can't be loaded, the disk is full, or the head refuses this learner.
+        LinkError: the head stayed away.
+    """
+    here = place()
+    size = rundir.read_config().learner.ranks if here is None else here.size
+    if here is not None and here.rank:
+        return _follow(rundir, here)
+    with claimed(rundir.path, "learner"):
+        if here is not None or size == 1:
+            return _train(rundir, ticket, here)
+        with started(rundir, size) as here:
+            return _train(rundir, ticket, here)
+
+
+def _follow(rundir: RunDir, here: Place) -> int:
+    """Run a rank other than the first, which handles signals for all ranks. Return the exit status."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    config, device = rundir.read_config(), pick_device(f"auto:{here.local_rank}")
+    mesh = join(here, device, rundir.path / "learner")
+    policy = _loaded(config, str(device), mesh)
+    if policy is None:
+        return UserError.exit_status
+    client, meeting = GrpoClient(policy, config, mesh=mesh), mesh.broadcast()
+    sender = None
+    if here.rank < PUBLISHING_RANKS_MAX:
+        publisher = Publisher(mesh.scratch, share=share_of(here.rank, here.size))
+        sender = RankSender(here.rank, meeting, publisher, partial(_connected, rundir))
+    try:
+        follow(client, mesh, sender.lend if sender else lambda *_: None)
+    except RuntimeError as error:
+        log.warning("rank %d ends, for another is gone: %s", here.rank, error)
+        return 1
+    finally:
+        if sender is not None:
+            sender.close()
+    return 0
+
+
+async def _connected(rundir: RunDir, ticket: str) -> Link:
+    """Connect to the head; all ranks are one member. `ticket`: empty for that in the run directory."""
+    link, learner_id = await connect(ticket or f"@{rundir.learner_ticket}", rundir.path / "learner")
+    log.info("joined as %s", learner_id)
+    return link
+
+
+def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
+    """Load the policy that the run trains, on every rank. None: it does not load on some rank, and the first such rank
+    has said why, so that a mistake that all ranks meet is one error.
+
+    Raises:
+        UserError: it does not load on this rank, and loads on all before it.
+    """
+    policy, problem = None, None
+    try:
+        policy = load_trained(config, device, mesh)
+    except UserError as error:
+        problem = error
+    failed = [rank for rank, said in enumerate(mesh.gather(str(problem or "").encode())) if said]
+    if not failed:
+        return policy
+    mesh.leave()
+    if problem is not None and failed[0] == mesh.rank:
+        raise problem
+    return None
+
+
+def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
+    config = rundir.read_config()
+    if not ticket and not rundir.learner_ticket.is_file():
+        raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
+    device = pick_device("auto")
+    leads = here is not None and here.size > 1
+    mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
+    policy = _loaded(config, str(device), mesh)
+    if policy is None:
+        return UserError.exit_status
+    client = LeadingClient(policy, config, mesh=mesh) if leads else GrpoClient(policy, config)
+    others = OtherRanks()
+    if here is not None and leads:
+        host = here.first_host if is_loopback(here.first_host) else ""
+        others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, host)
+        mesh.broadcast(others.meeting(here.first_host, ticket))
+    resumed = loop.resume(client, rundir.checkpoints)
+    log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
+
+    info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
+    base_model = policy.base.snapshot if isinstance(policy, Adapter) else None
+    publisher = Publisher(rundir.path / "learner", base_model, share_of(mesh.rank, mesh.size))
+    session = HeadSession(partial(_connected, rundir, ticket), client.version, info, publisher, others=others)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
+    try:
+        reason = loop.train(client, session, rundir.checkpoints)
+        log.info("the run is over: %s", reason)
+        if isinstance(client, LeadingClient):
+            client.end()
+    finally:
+        session.close()
+    return STOPPED_STATUS if reason == TOLD_TO_STOP else 0

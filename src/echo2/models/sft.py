@@ -1,0 +1,181 @@
+"""`echo2 sft`: supervised fine-tuning before a run. The prompts are the tasks of the run's configuration, tokenised as
+in the run; a column of the tasks has the answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import signal
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from echo2 import config as configuration
+from echo2.config import Config
+from echo2.core.devices import pick_device
+from echo2.core.errors import UserError
+from echo2.core.printable import PlainLines, shown
+from echo2.core.types import Task
+from echo2.engines.tokenizer import Tokenizer, encode_prompt, end_token, load_tokenizer
+from echo2.learner.core import checkpoint
+from echo2.learner.core.adapters import load_trained
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.supervised import SupervisedClient
+from echo2.models.evaluate import copy_model
+from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
+from echo2.weights.format.snapshot_files import end_tokens
+
+#: Maximum number of held-out rows whose loss is reported before and after.
+HELD_OUT_ROWS = 256
+#: Number of steps between checkpoints.
+SAVE_STEPS = 50
+EXIT_INTERRUPTED = 130
+
+
+class Answers:
+    """Makes training data from rows: the prompt as in a run, then the answer and an end token."""
+
+    def __init__(
+        self, tasks: Tasks, column: str, tokenizer: Tokenizer, ends: tuple[int, ...], context: int | None
+    ) -> None:
+        self._tasks, self._column, self._tokenizer = tasks, column, tokenizer
+        self._ends, self._context = ends, context
+
+    def data(self, cursors: range) -> list[Datum]:
+        """Return the rows at these positions of the task stream.
+
+        Raises:
+            UserError: a row has no answer, or is longer than the model's context.
+        """
+        return [self._datum(self._tasks.task(cursor)) for cursor in cursors]
+
+    def _datum(self, task: Task) -> Datum:
+        answer = task.columns.get(self._column)
+        if not isinstance(answer, str) or not answer:
+            have = ", ".join(sorted(task.columns)) or "none"
+            given = f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
+            raise UserError(f"--column {self._column!r} must have text, and {given}.")
+        prompt = encode_prompt(task, self._tokenizer)
+        end = end_token(self._tokenizer, self._ends, is_chat=not isinstance(task.prompt, str))
+        written = self._tokenizer.encode(answer, add_special_tokens=False)
+        tokens = array("i", [*written, *([] if end is None else [end])])
+        if self._context is not None and len(prompt) + len(tokens) > self._context:
+            raise UserError(
+                f"The row with the prompt {shown(task.prompt)} has {len(prompt)} tokens and {len(tokens)} of the "
+                f"answer; the model's context is {self._context}. Leave such rows out."
+            )
+        return Datum(prompt, tokens, b"\x01" * len(tokens))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Train, and write a model directory, or a PEFT directory for an adapter. Return the exit status.
+
+    Raises:
+        UserError: settings, model or rows are invalid, or the target can't be written.
+    """
+    config = configuration.load(options.config, options.overrides)
+    to: Path = options.to
+    working = to.with_name(f"{to.name}.unfinished")
+    if to.exists() or (working.exists() and not options.resume):
+        there = to if to.exists() else working
+        raise UserError(f"{there} exists: choose another --to" + ("." if to.exists() else ", or go on with --resume."))
+    if options.steps < 1 or options.rows_per_step < 1:
+        raise UserError("Give --steps and --rows-per-step of 1 or more.")
+    if config.learner.ranks > 1:
+        raise UserError(f"learner.ranks = {config.learner.ranks}: sft trains in one process. Give --learner.ranks=1.")
+    policy = load_trained(config, str(pick_device("auto")))
+    tasks = training_tasks(config.tasks, config.run.seed)
+    rows_read = refuse_changed_rows(config.tasks.sources, tasks.digests(), {})
+    client = SupervisedClient(policy, config, options.steps, rows_read)
+    if (before := checkpoint.latest(working)) is not None:
+        client.resume(before)
+    tokenizer = load_tokenizer(policy.files, config.model.chat_template_args)
+
+    def answers(tasks: Tasks) -> Answers:
+        return Answers(tasks, options.column, tokenizer, end_tokens(policy.files), policy.max_positions)
+
+    rows = answers(tasks)
+    held_out = _held_out(config, answers)
+    first = client.held_out_loss(held_out) if held_out else None
+    with _told_to_end() as is_told:
+        losses = _train(client, rows, options.rows_per_step, working, is_told)
+    if client.step < client.num_steps:
+        print(f"stopped after step {client.step} of {client.num_steps}; go on with --resume", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    copy_model(checkpoint.step_directory(working, client.step), to)
+    shutil.rmtree(working)
+    found = {
+        "model": str(to),
+        "steps": client.step,
+        "loss": losses[-1] if losses else None,
+        "held_out_loss_before": first,
+        "held_out_loss": client.held_out_loss(held_out) if held_out else None,
+    }
+    print(json.dumps(found) if options.json else _summary(found))
+    return 0
+
+
+def _held_out(config: Config, answers: Callable[[Tasks], Answers]) -> list[Datum]:
+    tasks = held_out_tasks(config.eval, config.run.seed)
+    return [] if tasks is None else answers(tasks).data(range(min(HELD_OUT_ROWS, len(tasks))))
+
+
+def _train(
+    client: SupervisedClient, rows: Answers, rows_per_step: int, working: Path, is_told: list[int]
+) -> list[float]:
+    """Train the remaining steps, or until a signal. Save the last step in either case. Return the losses."""
+    console, losses = Console(stderr=True), list[float]()
+    columns = (
+        TextColumn("sft"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    plain = PlainLines(console.is_terminal)
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=client.num_steps, completed=client.step)
+        while client.step < client.num_steps and not is_told:
+            start = client.step * rows_per_step
+            losses.append(client.train(rows.data(range(start, start + rows_per_step))))
+            progress.update(bar, completed=client.step, description=f"loss {losses[-1]:.3f}")
+            is_last = client.step == client.num_steps
+            plain.tell(f"step {client.step} of {client.num_steps}, loss {losses[-1]:.3f}", is_last)
+            if client.step % SAVE_STEPS == 0 and not is_last:
+                _save(client, working)
+    _save(client, working)
+    return losses
+
+
+def _save(client: SupervisedClient, working: Path) -> None:
+    directory = checkpoint.step_directory(working, client.step)
+    if not directory.exists():
+        client.save(directory)
+        checkpoint.prune(working, 1)
+
+
+@contextmanager
+def _told_to_end() -> Iterator[list[int]]:
+    """Yield the list of signals received that end this process; the current step is finished and saved first."""
+    told: list[int] = []
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, lambda number, _: told.append(number)) for number in signals}
+    try:
+        yield told
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _summary(found: dict[str, object]) -> str:
+    before, after = found["held_out_loss_before"], found["held_out_loss"]
+    told = f"held-out loss {before:.3f} to {after:.3f}" if after is not None else f"loss {found['loss']:.3f}"
+    return f"{told} in {found['steps']} steps; wrote {found['model']}"

@@ -1,0 +1,183 @@
+"""Links between the head and all other parties, and between workers: latency, bandwidth, loss, and cuts.
+
+There are two kinds of exchange, as in `transport/`. A *call* has a request and an answer, and either may be lost: the
+caller gets `TimedOut` and cannot know which. A *stream* of orders arrives in order until it breaks; then both ends
+notice after a while, at different times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from echo2.core.decide.machine import Event
+from echo2.planning.sim.world import SimWorld
+
+#: Seconds until a call without an answer counts as failed.
+CALL_SECONDS = 5.0
+#: Seconds until either end of a dead connection notices (keepalive).
+KEEPALIVE_SECONDS = 4.0
+#: Bytes of a message that carries no payload.
+SMALL_BYTES = 500
+HEAD = "head"
+LEARNER = "learner"
+
+
+@dataclass(slots=True)
+class SimLink:
+    """One party's link to the head. `loss`: probability that a message breaks it."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    loss: float = 0.0
+    cut_until: float = 0.0
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+
+
+class Asked(Event):
+    """A call arrives at the head."""
+
+    sender: str
+    sender_life: int
+    number: int
+    body: object
+
+
+class Answered(Event):
+    """A call's answer arrives at the caller."""
+
+    number: int
+    value: object
+
+
+class TimedOut(Event):
+    """A call had no answer; it is unknown whether the call arrived."""
+
+    number: int
+
+
+class Ordered(Event):
+    """An item of the head's stream to one party arrives."""
+
+    epoch: int
+    body: object
+
+
+class StreamBroke(Event):
+    """One end notices that the stream `epoch` of `party` is dead."""
+
+    party: str
+    epoch: int
+
+
+class PeerAsked(Event):
+    """A worker's request to another worker."""
+
+    sender: str
+    body: object
+
+
+class PeerGave(Event):
+    """A worker's message to another worker: the answer to `body`, or an unsolicited one."""
+
+    sender: str
+    body: object
+    value: object
+
+
+class PeerBroke(Event):
+    """The connection to this worker broke."""
+
+    sender: str
+
+
+class SimNetwork:
+    """All links, by the name of the party at their far end."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.world = world
+        self.links: dict[str, SimLink] = {}
+        self.askers: dict[str, dict[str, None]] = {}
+        self._num_calls = 0
+        self._dead: set[tuple[str, int]] = set()
+
+    def call(self, sender: str, body: object, num_bytes: int = SMALL_BYTES) -> int:
+        """Ask the head; the number comes back in `Answered` or `TimedOut`."""
+        self._num_calls += 1
+        number = self._num_calls
+        self.world.post(CALL_SECONDS + num_bytes / self.links[sender].bytes_per_second, sender, TimedOut(number))
+        if not self.world.chance(self.links[sender].loss):
+            asked = Asked(sender, self.world.actors[sender].life, number, body)
+            self.world.post(self._up_seconds(sender, num_bytes), HEAD, asked)
+        return number
+
+    def answer(self, asked: Asked, value: object, num_bytes: int = SMALL_BYTES) -> None:
+        """Send a call's answer; it may be lost."""
+        if not self.world.chance(self.links[asked.sender].loss):
+            self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
+
+    def order(self, party: str, epoch: int, body: object) -> None:
+        """Send one item of the head's stream to `party`; no item arrives after a lost one."""
+        if (party, epoch) in self._dead:
+            return
+        if self.world.chance(self.links[party].loss):
+            self.broke(party, epoch)
+        else:
+            self.world.post(self._down_seconds(party, SMALL_BYTES), party, Ordered(epoch, body))
+
+    def broke(self, party: str, epoch: int) -> None:
+        """Break a stream; each end notices in its own time."""
+        self._dead.add((party, epoch))
+        for end in (party, HEAD):
+            self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, end, StreamBroke(party, epoch))
+
+    def reset(self, party: str, epoch: int) -> None:
+        """Let the far end report that it does not know this stream (any more)."""
+        self.world.post(self.links[party].latency_seconds, HEAD, StreamBroke(party, epoch))
+
+    def cut(self, party: str, epoch: int, seconds: float) -> None:
+        """Cut a link for `seconds`. Messages sent meanwhile arrive afterwards, if a receiver still waits for them."""
+        self.links[party].cut_until = self.world.now + seconds
+        if seconds > KEEPALIVE_SECONDS:
+            self.broke(party, epoch)
+
+    def ask_peer(self, sender: str, target: str, body: object) -> None:
+        """Send a worker's request to another. A lost message breaks their connection; a dead worker never answers."""
+        self.askers.setdefault(target, {})[sender] = None
+        if self._is_lost(sender, target):
+            self._peer_broke(sender, target)
+        else:
+            seconds = self._up_seconds(sender, SMALL_BYTES) + self.links[target].latency_seconds
+            self.world.post(seconds, target, PeerAsked(sender, body))
+
+    def give_peer(self, sender: str, asker: str, body: object, value: object, num_bytes: int) -> None:
+        """Send a worker's answer to the asker, through both links."""
+        if self._is_lost(sender, asker):
+            self._peer_broke(asker, sender)
+        else:
+            seconds = self._up_seconds(sender, num_bytes + SMALL_BYTES)
+            seconds += self._down_seconds(asker, num_bytes + SMALL_BYTES)
+            self.world.post(seconds, asker, PeerGave(sender, body, value))
+
+    def peer_died(self, name: str) -> None:
+        """Break the connections of all workers that asked this one; each notices in its own time."""
+        for asker in self.askers.pop(name, {}):
+            self._peer_broke(asker, name)
+
+    def _peer_broke(self, asker: str, peer: str) -> None:
+        self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, asker, PeerBroke(peer))
+
+    def _is_lost(self, one: str, other: str) -> bool:
+        return self.world.chance(self.links[one].loss) or self.world.chance(self.links[other].loss)
+
+    def _up_seconds(self, party: str, num_bytes: int) -> float:
+        """Return the seconds of an upload. Calls run in parallel, so jitter may reorder them."""
+        link, now = self.links[party], self.world.now
+        link.up_free_at = max(now, link.up_free_at, link.cut_until) + num_bytes / link.bytes_per_second
+        return link.up_free_at - now + link.latency_seconds * self.world.rng.uniform(1.0, 2.0)
+
+    def _down_seconds(self, party: str, num_bytes: int) -> float:
+        """Return the seconds of a download. A stream's items, and answers between them, arrive in order."""
+        link, now = self.links[party], self.world.now
+        link.down_free_at = max(now, link.down_free_at, link.cut_until) + num_bytes / link.bytes_per_second
+        return link.down_free_at - now + link.latency_seconds

@@ -1,0 +1,137 @@
+"""Groups whose rollouts are played by harnesses. Each rollout has a key of its own for calls to the model."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from tempfile import TemporaryDirectory
+from typing import Any, Protocol
+
+from echo2.core.errors import UserError
+from echo2.core.types import Assignment, Rollout
+from echo2.engines.engine import Engine, RequestFailure
+from echo2.engines.random_streams import derived_seed
+from echo2.engines.tokenizer import Tokenizer
+from echo2.rollouts.endpoint import LoopbackEndpoint
+from echo2.rollouts.recorded import Played, RecordedRollout
+from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, Lockstep
+from echo2.sandbox.plugins import traceback_of
+from echo2.sandbox.process import CodeFailure
+
+#: Time limit of a rollout whose lease has none (`echo2 eval`).
+PLAY_SECONDS = 600.0
+#: How often a rollout is begun, if the harness's process dies each time and another rollout may be to blame.
+DEATHS_MAX = 4
+
+
+class Harness(Protocol):
+    """Plays whole rollouts, many at once (`tasks/harness_process.py`)."""
+
+    async def start(self) -> None:
+        """Load the harness. Raises UserError if it cannot be loaded."""
+
+    async def play(
+        self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
+    ) -> tuple[float, Sequence[int]]:
+        """Play one rollout. Returns its reward, and the tokens of the conversation to train on if there are several.
+        `model`: how to call the model. Raises UserError if the harness fails."""
+
+    async def close(self) -> None:
+        """Stop the harness; rollouts under way are abandoned."""
+
+
+class HarnessEnvironment:
+    """A harness and the endpoint where it calls the model. For one event loop."""
+
+    def __init__(self, harness: Harness) -> None:
+        self._harness, self._endpoint = harness, LoopbackEndpoint()
+        self._folder = TemporaryDirectory(prefix="echo2-tokenizer-")
+        self._saving = asyncio.Lock()
+        self._saved: Tokenizer | None = None
+
+    async def start(self) -> None:
+        """Load the harness and listen.
+
+        Raises:
+            UserError: the harness cannot be loaded, or packages are missing.
+        """
+        await self._harness.start()
+        await self._endpoint.start()
+
+    async def play(
+        self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
+    ) -> Played | RequestFailure:
+        """Play one rollout of an assignment. If the harness fails after its rollout was cut off for its length, the
+        reward is 0: the harness is not at fault, and the tokens are valid. If another rollout may have ended the
+        shared process, this rollout starts again.
+        """
+        for _ in range(DEATHS_MAX):
+            try:
+                return await self._play(engine, tokenizer, assignment, sample)
+            except CodeFailure:
+                continue
+        detail = f"The harness's process died {DEATHS_MAX} times while it played this rollout and others."
+        return RequestFailure("environment_failed", detail)
+
+    async def _play(
+        self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
+    ) -> Played | RequestFailure:
+        """Raises CodeFailure if another rollout may be to blame for the end of the process."""
+        async with self._saving:
+            if self._saved is not tokenizer:
+                await asyncio.to_thread(tokenizer.save_pretrained, self._folder.name)
+                self._saved = tokenizer
+        recorded = RecordedRollout(engine, tokenizer, assignment, sample)
+        model = {**self._endpoint.open(recorded), "tokenizer_path": self._folder.name}
+        seed = derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE)
+        try:
+            seconds = assignment.lease.seconds or PLAY_SECONDS
+            return recorded.played(*await self._harness.play(assignment.columns, seed, model, seconds))
+        except UserError as error:
+            if isinstance(error, CodeFailure) and error.is_shared:
+                raise
+            if not recorded.is_cut:
+                recorded.fail("environment_failed", str(error), traceback_of(error))
+            return recorded.played(0.0)
+        finally:
+            self._endpoint.close_rollout(recorded)
+
+    async def close(self) -> None:
+        """Stop the harness and the endpoint."""
+        await self._harness.close()
+        await self._endpoint.close()
+        self._folder.cleanup()
+
+
+def as_group(played: Sequence[Played]) -> tuple[array[int], list[Rollout]] | RequestFailure:
+    """Return the prefix that all prompts share, and the rollouts with the rest of their prompts in front, which is
+    masked out of the loss."""
+    prompt = _shared([one.prompt for one in played])
+    if not prompt:
+        return RequestFailure("environment_failed", "The rollouts of the group do not begin with the same token.")
+    return prompt, [_behind(one.prompt[len(prompt) :], one.rollout) for one in played]
+
+
+def _shared(prompts: Sequence[array[int]]) -> array[int]:
+    first, length = prompts[0], min(map(len, prompts))
+    for prompt in prompts:
+        if prompt[:length] != first[:length]:
+            length = next(i for i in range(length) if prompt[i] != first[i])
+    return first[:length]
+
+
+def _behind(rest: array[int], rollout: Rollout) -> Rollout:
+    if not rest:
+        return rollout
+    (_, version), *spans = rollout.version_spans
+    offsets = rollout.support_offsets
+    return replace(
+        rollout,
+        tokens=rest + rollout.tokens,
+        logprobs=array("f", bytes(4 * len(rest))) + rollout.logprobs,
+        loss_mask=bytes(len(rest)) + rollout.loss_mask,
+        version_spans=((0, version), *((len(rest) + start, later) for start, later in spans)),
+        support_offsets=None if offsets is None else array("i", [0] * len(rest)) + offsets,
+    )

@@ -1,0 +1,163 @@
+"""Logged rollouts: a task with the column `logged_rollouts` is replayed and not sampled.
+
+Text is tokenised here, once, and the end token is appended. A logged token has no policy version. It is given the
+version that this worker holds, because leases need one; the group is marked `logged`, so no metric computes staleness
+from it. The loss corrects for the difference between the policy that wrote the log and the policy that is trained. It
+uses the behaviour logprobs:
+
+    logged for each token        used as they are
+    not logged                   log of the share of logged answers with the same prefix that go on with this token
+    logged for the whole answer  the same, scaled so that they add up to the logged value
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from echo2.core.errors import UserError
+from echo2.core.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
+from echo2.engines.engine import Engine, RequestFailure, SampleRequest
+from echo2.engines.tokenizer import Tokenizer, is_known
+from echo2.rollouts.turns import Lockstep
+
+#: Lower bound of a logged token's logprob, as on the wire. Smaller values are errors in the log, and are raised to it.
+LEAST_LOGPROB = -100.0
+
+
+def read_log(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
+    """Return the rollouts that a task carries. Tokenises long texts: do not call it in the event loop.
+
+    Raises:
+        UserError: the engine has no weights.
+    """
+    if engine.installed is None:
+        raise UserError("The engine has no weights yet: update its weights before sampling.")
+    column, lease = assignment.columns[LOGGED_ROLLOUTS], assignment.lease
+    version, max_tokens = engine.installed.version, assignment.params.max_tokens
+    try:
+        rollouts = logged_rollouts(column, lease.num_samples, max_tokens, tokenizer, version)
+    except UserError as error:
+        return RequestFailure("log_unfit", str(error))
+    return _refusal(engine, assignment, rollouts) or rollouts
+
+
+def logged_rollouts(
+    column: Any, num_samples: int, max_tokens: int, tokenizer: Tokenizer, version: int
+) -> list[Rollout]:
+    """Return the rollouts in a task's column as of this version, in the log's order: rewards are matched by position.
+
+    Raises:
+        UserError: their number or length does not fit, or the column is not in the format of `tasks/logs.py`.
+    """
+    if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
+        raise UserError(
+            f"The column {LOGGED_ROLLOUTS!r} is reserved for logs: {{'rollouts': [...], 'answers': {{...}}}}."
+        )
+    logged = column["rollouts"]
+    if len(logged) != num_samples:
+        raise UserError(
+            f"The row has {len(logged)} logged rollouts, and {num_samples} are asked for. Set "
+            "tasks.params.rollouts to sampling.group_size. (A log cannot be evaluated on.)"
+        )
+    try:
+        tree = _Tree(column.get("answers") or {}, tokenizer)
+        rollouts = [_rollout(entry, tree, tokenizer, version) for entry in logged]
+    except UserError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # from a user's own class
+        raise UserError(f"The column {LOGGED_ROLLOUTS!r} is not what `tasks/logs.py` writes: {error!r}.") from error
+    longest = max(len(rollout.tokens) for rollout in rollouts)
+    if longest > max_tokens:
+        raise UserError(
+            f"A logged rollout has {longest} tokens; sampling.max_tokens is {max_tokens}. Raise it, "
+            "or leave the rollout out of the log."
+        )
+    return rollouts
+
+
+def without_rewards(column: Any) -> Any:
+    """Return the column without the rewards of its rollouts, which a sampler does not need."""
+    if not isinstance(column, Mapping) or not isinstance(column.get("rollouts"), list):
+        return column  # not a log: `logged_rollouts` reports it
+    logged = [
+        {name: value for name, value in one.items() if name != "reward"} if isinstance(one, Mapping) else one
+        for one in column["rollouts"]
+    ]
+    return {**column, "rollouts": logged}
+
+
+def _refusal(engine: Engine | Lockstep, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
+    """Return why the model cannot read these rollouts (context too short, or unknown tokens), or None."""
+    for rollout in rollouts:
+        read = SampleRequest(assignment.prompt_tokens + rollout.tokens[:-1], 0, 0, assignment.params)
+        if (failure := engine.refusal(read)) is not None:
+            return replace(failure, detail=f"a logged rollout: {failure.detail}")
+    return None
+
+
+class _Tree:
+    """Counts of the prefixes of all logged answers: how often the log goes on with each token after each prefix."""
+
+    def __init__(self, answers: Mapping[str, int], tokenizer: Tokenizer) -> None:
+        self._seen: Counter[tuple[int, ...]] = Counter()
+        for text, count in answers.items():
+            tokens = tuple(answer_tokens(text, tokenizer))
+            for length in range(len(tokens) + 1):
+                self._seen[tokens[:length]] += count
+
+    def logprobs(self, tokens: Sequence[int]) -> list[float]:
+        """Return the logprob of each token given the tokens before it; zeros if this answer was not counted."""
+        path = [tuple(tokens[:length]) for length in range(len(tokens) + 1)]
+        if not self._seen[path[-1]]:
+            return [0.0] * len(tokens)
+        counts = [self._seen[prefix] for prefix in path]
+        return [math.log(after / before) for before, after in pairwise(counts)]
+
+
+def answer_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """Return the tokens of a whole answer, followed by the tokenizer's end token if it has one.
+
+    Raises:
+        UserError: the answer has no tokens.
+    """
+    end = tokenizer.eos_token_id
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
+    if not tokens:
+        raise UserError("A logged answer is empty, and the tokenizer has no end token.")
+    return tokens
+
+
+def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, version: int) -> Rollout:
+    finish: FinishReason = "stop"
+    if "tokens" in entry:
+        tokens, logprobs = list(entry["tokens"]), [float(value) for value in entry["logprobs"]]
+        finish = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
+        if unknown := [token for token in tokens if not is_known(tokenizer, token)]:
+            raise UserError(f"The log has token {unknown[0]}, which this model's tokenizer does not have.")
+    else:
+        tokens = answer_tokens(entry["completion"], tokenizer)
+        logprobs = tree.logprobs(tokens)
+        if "logprob" in entry:
+            logprobs = _scaled(logprobs, float(entry["logprob"]))
+    if not isinstance(entry.get("completion", ""), str):
+        raise UserError(f"A logged completion must be text, got {entry['completion']!r}.")
+    return Rollout(
+        tokens=array("i", tokens),
+        logprobs=array("f", [max(LEAST_LOGPROB, value) for value in logprobs]),
+        loss_mask=b"\x01" * len(tokens),
+        version_spans=((0, version),),
+        finish=finish,
+        text=entry.get("completion") or tokenizer.decode(tokens, skip_special_tokens=True),
+    )
+
+
+def _scaled(logprobs: list[float], total: float) -> list[float]:
+    """Scale the logprobs so that they add up to `total`; if all are 0, spread `total` evenly."""
+    found = math.fsum(logprobs)
+    return [value * (total / found) for value in logprobs] if found else [total / len(logprobs)] * len(logprobs)

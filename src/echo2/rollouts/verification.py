@@ -1,0 +1,301 @@
+"""Checks whether rollouts were drawn as their worker says, with one prefill under the same snapshot.
+
+echo2's own engines draw by inversion from a stream of random numbers that the head chose (`sampler`, `random_streams`).
+So the random number of each token must lie in that token's interval of the policy's cumulative distribution, up to
+rounding. The check does not depend on the worker, its batches or its kernels. Engines that draw otherwise are checked
+by their logprobs, and by their surprise: the mean of -logprob must be close to the mean entropy.
+
+Engines keep their keys and values when weights are swapped within a turn, and read everything again before the next
+turn. A claimed swap is therefore replayed: the tokens are read under the weights that read them then, at one prefill's
+cost. A claim makes no tolerance wider and no check dearer (`readings_of`).
+
+No torch here. Shape suffixes: T = tokens of a rollout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from echo2.core.types import Assignment, Rollout, RolloutGroup, SnapshotRef
+from echo2.engines.engine import Floats, Ints, Prefill, PrefillRequest, Spans
+from echo2.engines.random_streams import derived_seed, stream_keys, uniforms
+
+#: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
+#: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
+SURPRISE_DEVIATIONS_MAX = 7.0
+
+
+@runtime_checkable
+class PrefillEngine(Protocol):
+    """An engine that can check rollouts: those of this package can, token servers cannot."""
+
+    @property
+    def held(self) -> tuple[SnapshotRef, ...]:
+        """The snapshots that it can check under."""
+
+    async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
+        """Read completions between the decoding steps of running requests. The versions of `reads` are of the history
+        of `ref`.
+
+        Raises:
+            PeerError: "snapshot_gone", the engine does not hold the weights of `ref`, or of one of `reads`.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Deviations allowed to an honest group. `interval`, `support`, and the typical ones: probability; `logprob` (of a
+    token) and `mean_logprob` (mean over a group): nats.
+    """
+
+    interval: float
+    typical_interval: float
+    support: float
+    typical_support: float
+    logprob: float
+    mean_logprob: float
+
+
+#: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
+TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1)}
+
+#: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
+TYPICAL_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The result of checking a group. Of its sampled tokens `num_tokens` were judged; `num_skipped` were not, because
+    the engine does not hold weights that they depend on.
+
+    worst_interval  largest distance of a token's random number from its interval; 0: all lie inside
+    typical_interval
+                    square of the mean root of these distances, which few large ones change little: whoever draws from
+                    slightly other distributions is off by little at most tokens
+    worst_support   largest `support_errors`
+    typical_support
+                    square of their mean root
+    worst_logprob   largest |reported logprob - computed logprob|, nats; `mean_logprob`: the mean
+    surprise        (sum of -logprob minus sum of entropies) in standard deviations
+    variance        of that sum, nats^2
+    fault           why the group was not drawn as its worker says; empty: it passes
+    """
+
+    num_tokens: int
+    num_skipped: int
+    worst_interval: float
+    typical_interval: float
+    worst_support: float
+    typical_support: float
+    worst_logprob: float
+    mean_logprob: float
+    surprise: float
+    variance: float
+    fault: str
+
+
+async def check_group(
+    engine: PrefillEngine, ref: SnapshotRef, assignment: Assignment, group: RolloutGroup, is_from_stream: bool = True
+) -> Verdict:
+    """Judge a delivered group, as far as the engine holds its weights. `ref`: those of its newest version;
+    `is_from_stream`: the worker's engine draws from the head's random streams.
+
+    Raises:
+        PeerError: as `PrefillEngine.prefill`.
+    """
+    num_sampled = sum(one.loss_mask.count(1) for one in group.rollouts)
+    if group.lineage != ref.lineage or group.logged:  # its versions mean other weights, or none
+        return verdict([], num_sampled, TOLERANCES[32])
+    draws, is_from_stream = is_from_stream, is_from_stream and shows_turns(assignment)
+    held = {one.version for one in engine.held if one.history == ref.history}
+    readings = [list(readings_of(assignment, rollout, held)) for rollout in group.rollouts]
+    prefills = iter(await engine.prefill(ref, [one.request for of_rollout in readings for one in of_rollout]))
+    compared, bits = list[Comparison](), 32
+    for sample, (rollout, of_rollout) in enumerate(zip(group.rollouts, readings, strict=True)):
+        numbers_T, parts = numbers_of(assignment, sample, rollout), list[Comparison]()
+        for reading, found in zip(of_rollout, prefills, strict=False):
+            parts.append(compare(rollout, found, numbers_T, reading))
+            bits = min(bits, found.bits)
+        compared += nearest(of_rollout, parts)
+    # A token server may compute in 16 bits even if the weights have 32.
+    return verdict(compared, num_sampled, TOLERANCES[bits if draws else 16], is_from_stream)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A prefill, and the places of the sampled tokens that it judges, ascending."""
+
+    request: PrefillRequest
+    places: Ints
+
+
+def readings_of(assignment: Assignment, rollout: Rollout, held: Container[int]) -> Iterator[Reading]:
+    """Yield the prefills that judge a rollout under the versions `held`: one for every turn with a swap, and one for
+    all other turns of one version. That is 2 n - 1 at most for n ascending versions, and one for a single turn. The
+    tokens of a turn are left out from the first version on that is not held.
+
+    Where turns do not show, another may begin with a swap or behind it. Tokens of a later version are then judged as of
+    such a turn, too, and the nearer judgement counts (`nearest`).
+    """
+    sampled, steady = np.frombuffer(rollout.loss_mask, dtype=np.uint8) == 1, dict[int, list[Ints]]()
+    for start, stop in turns_of(assignment, rollout):
+        reads, stop = _reads(rollout, start, stop, held)
+        places = start + np.flatnonzero(sampled[start:stop])
+        if len(reads) == 1:
+            steady.setdefault(reads[0][1], []).append(places)
+        elif reads:
+            yield Reading(_request(assignment, rollout, reads, start, stop), places)
+            ends = [*(first for first, _ in reads[2:]), stop]
+            for (first, version), end in zip(() if shows_turns(assignment) else reads[1:], ends, strict=False):
+                steady.setdefault(version, []).append(places[(places >= first) & (places < end)])
+    for version, turns in steady.items():
+        places = np.concatenate(turns)
+        if len(places):
+            yield Reading(_request(assignment, rollout, ((0, version),), int(places[0]), int(places[-1]) + 1), places)
+
+
+def _reads(rollout: Rollout, start: int, stop: int, held: Container[int]) -> tuple[Spans, int]:
+    """Return the weights of a turn, up to the first that are not held, and the end of the tokens that these drew."""
+    reads: list[tuple[int, int]] = []
+    for first, version in rollout.version_spans:
+        if first >= stop:
+            break
+        if first <= start:
+            reads = [(0, version)]
+        elif version != reads[-1][1]:
+            reads.append((first, version))
+    for at, (first, version) in enumerate(reads):
+        if version not in held:
+            return tuple(reads[:at]), first if at else start
+    return tuple(reads), stop
+
+
+def numbers_of(assignment: Assignment, sample: int, rollout: Rollout) -> Floats:
+    """Return the random number that each token must be drawn with; 0 for environments' tokens."""
+    seed, found = assignment.lease.seed, np.zeros(len(rollout.tokens))
+    for turn, (start, stop) in enumerate(turns_of(assignment, rollout)):
+        of_turn = ([derived_seed(seed, sample, turn)], [0]) if assignment.environment else ([seed], [sample])
+        keys = np.repeat(stream_keys(*of_turn), stop - start)
+        found[start:stop] = uniforms(keys, np.arange(stop - start, dtype=np.int64))
+    return found
+
+
+def shows_turns(assignment: Assignment) -> bool:
+    """Whether the loss mask shows where each turn ends: not if an environment's reply may be empty."""
+    return assignment.is_chat or not assignment.environment
+
+
+def turns_of(assignment: Assignment, rollout: Rollout) -> Iterator[tuple[int, int]]:
+    """Yield the start and end of each turn; of each run of turns where they do not show."""
+    if not assignment.environment:
+        yield 0, len(rollout.tokens)
+        return
+    mask = rollout.loss_mask
+    start = mask.find(1)
+    while start >= 0:
+        stop = mask.find(0, start)
+        stop = len(mask) if stop < 0 else stop
+        yield start, stop
+        start = mask.find(1, stop)
+
+
+def _request(assignment: Assignment, rollout: Rollout, reads: Spans, first: int, stop: int) -> PrefillRequest:
+    offsets = rollout.support_offsets
+    return PrefillRequest(
+        assignment.prompt_tokens,
+        rollout.tokens[:stop],
+        assignment.params,
+        reads,
+        first,
+        None if offsets is None or rollout.support_tokens is None else rollout.support_tokens[: offsets[stop]],
+        None if offsets is None else offsets[: stop + 1],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Deviations of sampled tokens, [N] each: distance of the random number from the token's interval, error of the
+    support, |reported - computed logprob|, -logprob minus entropy, and the variance of -logprob."""
+
+    intervals: Floats
+    supports: Floats
+    logprobs: Floats
+    surprises: Floats
+    variances: Floats
+
+
+def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, reading: Reading) -> Comparison:
+    """Compare what the worker reported with the prefill of a reading."""
+    said = np.frombuffer(rollout.logprobs, dtype=np.float32).astype(np.float64)[reading.places]
+    numbers, at = numbers_T[reading.places], reading.places - reading.request.first
+    return Comparison(
+        np.maximum(0.0, np.maximum(found.low[at] - numbers, numbers - found.high[at])),
+        found.support_errors[at],
+        np.abs(said - found.logprobs[at]),
+        (-found.logprobs - found.entropies)[at],
+        found.variances[at],
+    )
+
+
+def nearest(readings: Sequence[Reading], parts: Sequence[Comparison]) -> list[Comparison]:
+    """Keep one comparison of each token of a rollout: that with the smallest deviation of logprobs."""
+    if len(readings) < 2:
+        return list(parts)
+    places = np.concatenate([reading.places for reading in readings])
+    whole = {name: np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__}
+    order = np.lexsort((whole["logprobs"], places))
+    is_first = np.diff(places[order], prepend=-1) > 0
+    return [Comparison(**{name: values[order[is_first]] for name, values in whole.items()})]
+
+
+def verdict(
+    parts: Sequence[Comparison], num_sampled: int, tolerance: Tolerance, is_from_stream: bool = True
+) -> Verdict:
+    """Return the verdict on a group of `num_sampled` tokens, from the parts that were compared."""
+    if not parts:
+        return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
+    intervals, supports, logprobs, surprises, variances = (
+        np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__
+    )
+    if not is_from_stream:
+        intervals = np.zeros_like(intervals)
+    variance = max(float(variances.sum()), 1.0)
+    found = {
+        "worst_interval": float(intervals.max()),
+        "typical_interval": _typical(intervals),
+        "worst_support": float(supports.max()),
+        "typical_support": _typical(supports),
+        "worst_logprob": float(logprobs.max()),
+        "mean_logprob": float(logprobs.mean()),
+        "surprise": float(surprises.sum()) / math.sqrt(variance),
+        "variance": variance,
+    }
+    fault = ""
+    if found["worst_interval"] > tolerance.interval:
+        num = int((intervals > tolerance.interval).sum())
+        fault = f"{num} of {len(intervals)} tokens are not those that its random numbers draw from these weights"
+    elif found["typical_interval"] > tolerance.typical_interval:
+        fault = (
+            f"its random numbers typically miss its tokens by {found['typical_interval']:.2g}; "
+            f"{tolerance.typical_interval:g} is allowed"
+        )
+    elif found["worst_support"] > tolerance.support or found["typical_support"] > tolerance.typical_support:
+        fault = "a token was drawn from others than top-k and top-p leave"
+    elif found["worst_logprob"] > tolerance.logprob or found["mean_logprob"] > tolerance.mean_logprob:
+        fault = (
+            f"its logprobs are off by {found['mean_logprob']:.3g} nats on average and {found['worst_logprob']:.3g} at "
+            f"worst; {tolerance.mean_logprob:g} and {tolerance.logprob:g} are allowed"
+        )
+    elif abs(found["surprise"]) > SURPRISE_DEVIATIONS_MAX:
+        fault = f"its tokens are {found['surprise']:+.1f} standard deviations more surprising than the entropy says"
+    return Verdict(num_tokens=len(intervals), num_skipped=num_sampled - len(intervals), fault=fault, **found)
+
+
+def _typical(values: Floats) -> float:
+    """Return the square of the mean root."""
+    return float(np.sqrt(values).sum() / max(len(values), TYPICAL_TOKENS)) ** 2

@@ -1,1 +1,0 @@
-"""From a configuration file to a run: checks, starts, supervises and evaluates it."""

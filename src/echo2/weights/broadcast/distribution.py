@@ -1,0 +1,158 @@
+"""Distributes snapshots: chooses and signs each worker's payload, and runs the origin that sends its chunks.
+
+A worker with an older version gets the deltas from that version to the newest; any other worker gets an anchor and the
+deltas since. Several deltas are first merged into one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
+
+from echo2.core.errors import PeerError
+from echo2.core.types import PayloadId, SnapshotRef
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.weights.broadcast.origin import OriginNode
+from echo2.weights.format.manifest import Manifest
+from echo2.weights.store.archive import JOINED_MAX, Archive
+
+log = logging.getLogger(__name__)
+
+#: Maximum number of payloads of one version that are joined at the request of one worker.
+JOINS_MAX = 3
+
+Order = Callable[[str, wire.Order], None]
+
+
+class Signer(Protocol):
+    """The part of `RunIdentity` that `Distribution` uses."""
+
+    def sign_manifest(self, manifest: bytes) -> bytes: ...
+
+
+class AttendingWorker(Protocol):
+    """The part of the planner's `Worker` that `Distribution` uses."""
+
+    @property
+    def installed(self) -> SnapshotRef | None: ...
+
+
+class Distribution:
+    """Announces payloads to workers. `attending` returns a worker that is connected, or None."""
+
+    def __init__(
+        self,
+        archive: Archive,
+        origin: OriginNode,
+        signer: Signer,
+        order: Order,
+        attending: Callable[[str], AttendingWorker | None],
+        spawn: Callable[[Coroutine[Any, Any, None]], object],
+    ) -> None:
+        self.archive, self.origin = archive, origin
+        self._signer, self._order, self._attending, self._spawn = signer, order, attending, spawn
+        self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
+        self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
+        archive.on_dropped, archive.on_stored = self._dropped, origin.stored
+
+    def held(self, worker_id: str, installed: SnapshotRef) -> None:
+        """Record that a worker has this snapshot installed."""
+        self.origin.held(worker_id, installed, self.archive.base_model(installed))
+
+    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
+        """Announce `ref` to these workers as the newest snapshot. `merges`: workers that need several deltas are told
+        once these are merged."""
+        with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
+        for worker_id in worker_ids:
+            worker = self._attending(worker_id)
+            if worker is not None:
+                with_base[worker.installed].append(worker_id)
+        for base, told in with_base.items():
+            if merges and base is not None and self.archive.is_chain(PayloadId(ref, base)):
+                self._spawn(self._announce_merged(PayloadId(ref, base), told))
+                continue
+            try:
+                manifest = self.archive.payload(ref, base)
+            except PeerError as error:
+                log.warning("%d workers with %s are not told of %s: %s", len(told), base, ref, error)
+                continue
+            self._tell(manifest, told)
+
+    async def _announce_merged(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
+        """Merge the deltas, then announce the payload, unless a newer version was published meanwhile: that one has its
+        own announcement."""
+        await self.archive.merge(payload, lambda: self._is_newest(payload.ref))
+        if self._is_newest(payload.ref):
+            self.announce(payload.ref, worker_ids, merges=False)
+
+    def _is_newest(self, ref: SnapshotRef) -> bool:
+        return ref == max((known for known in self.archive.retained if known.policy == ref.policy), default=None)
+
+    def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
+        notice = self._notice(manifest)
+        for worker_id in worker_ids:
+            self._order(worker_id, wire.Order(snapshot=notice))
+        wanting = tuple(w for w in worker_ids if self._lacks(w, manifest.ref))
+        if wanting:
+            self.origin.assign(manifest.payload, wanting, manifest)
+
+    def _lacks(self, worker_id: str, ref: SnapshotRef) -> bool:
+        worker = self._attending(worker_id)
+        return worker is not None and worker.installed != ref
+
+    async def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
+        """Return the payload of a version for a worker, as a delta if the request names a base. A worker that has used
+        up its `JOINS_MAX` for this version gets it without a base.
+
+        Raises:
+            PeerError: "unknown_snapshot": the version is not stored (any more); "unknown_worker"; "malformed".
+        """
+        asked = messages.decode_ref(request)
+        ref = self.archive.find(asked)
+        if ref is None:
+            raise PeerError("unknown_snapshot", f"no snapshot {asked} is stored")
+        base = messages.decode_ref(request.base) if request.HasField("base") else None
+        if base is not None and not self._may_ask(worker_id, ref, base):
+            base = None
+        if base is not None:
+            await self.archive.merge(PayloadId(ref, base))
+            if self._attending(worker_id) is None:
+                raise PeerError("unknown_worker", f"{worker_id} has left")
+        manifest = self.archive.payload(ref, base)
+        self.origin.assign(manifest.payload, (worker_id,), manifest)
+        return self._notice(manifest)
+
+    def _may_ask(self, worker_id: str, ref: SnapshotRef, base: SnapshotRef | None) -> bool:
+        """Whether the payload is already joined, or this worker has not used up its joins."""
+        if base is None or self.archive.is_joined(PayloadId(ref, base)):
+            return True
+        joins = self._joins[ref]
+        joins[worker_id] += 1
+        return joins[worker_id] <= JOINS_MAX
+
+    def _notice(self, manifest: Manifest) -> wire.SnapshotNotice:
+        signed, notice = self._notices.get(manifest.payload, (None, None))
+        if notice is None or signed is not manifest:  # the archive may have joined the payload anew
+            ref, raw = manifest.ref, manifest.to_wire()
+            signature = self._signer.sign_manifest(raw)
+            notice = wire.SnapshotNotice(
+                policy=ref.policy, lineage=ref.lineage, version=ref.version, manifest=raw, signature=signature
+            )
+            self._notices.pop(manifest.payload, None)
+            while len(self._notices) >= JOINED_MAX:
+                del self._notices[next(iter(self._notices))]
+            self._notices[manifest.payload] = manifest, notice
+        return notice
+
+    def _dropped(self, payload: PayloadId) -> None:
+        self._notices.pop(payload, None)
+        if self.archive.find(payload.ref) is None:
+            self._joins.pop(payload.ref, None)
+        self.origin.dropped(payload)
+
+    async def close(self) -> None:
+        await self.origin.close()
+        self.archive.close()

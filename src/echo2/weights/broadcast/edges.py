@@ -1,0 +1,344 @@
+"""A worker's connections to other workers: those it receives chunks from, and those it opens to send chunks.
+
+Both ends of an edge whose source can't be dialled: the source dials the peer that wants its chunks.
+
+Dial            at the source: connects, receives requests, sends the chunks
+AwaitedSource   at the peer: waits for the source to connect, and asks it for chunks
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from echo2.core.background import Background, spawn
+from echo2.core.errors import LinkError, PeerError
+from echo2.core.types import PayloadId
+from echo2.transport import codecs
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Handlers, Link, Network, Peer
+from echo2.weights.broadcast.payloads import REQUEST_CHUNKS_MAX, decode_payload, encode_payload
+from echo2.weights.broadcast.serving import REQUESTS_PER_PEER_MAX, Server
+from echo2.weights.broadcast.sources import FAILURE_OF, DialledSource, Intake, Source
+
+log = logging.getLogger(__name__)
+
+#: Timeout for an awaited peer to dial this node.
+DIALLED_WITHIN_SECONDS = 8.0
+
+#: How long, and at which interval, a peer that does not answer is dialled again.
+DIAL_SECONDS = 5.0
+
+REDIAL_SECONDS = 0.5
+
+#: Maximum number of concurrent GiveChunk calls per request, and the timeout of one call.
+GIVE_CALLS = 16
+
+GIVE_SECONDS = 60.0
+
+#: Maximum number of the peer's requests answered at once; further requests are not read meanwhile.
+GIVES_MAX = REQUESTS_PER_PEER_MAX
+
+Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
+
+
+class Dial:
+    """Starts at once, and ends when the peer refuses or can't be reached for `DIAL_SECONDS`."""
+
+    def __init__(self, address: str, link: Link, serve: Serve) -> None:
+        self.address = address
+        self._link, self._serve = link, serve
+        self._tasks = Background(self._broke)
+        self._gives = asyncio.Semaphore(GIVES_MAX)
+        self._running = spawn(self._run(), self._broke)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the peer refused, or became unreachable."""
+        return self._running.done()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether chunks are being sent."""
+        return bool(self._tasks)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + DIAL_SECONDS
+        while loop.time() < give_up_at:
+            begun_at = loop.time()
+            try:
+                async for request in self._link.stream("AskWanted", wire.Empty()):
+                    await self._gives.acquire()
+                    giving = self._tasks.spawn(self._give(request))
+                    giving.add_done_callback(lambda _: self._gives.release())
+                self._tasks.cancel()  # the peer ended its stream: it no longer wants these chunks
+                give_up_at = loop.time() + DIAL_SECONDS
+            except PeerError:
+                return
+            except LinkError:
+                self._tasks.cancel()
+            await asyncio.sleep(max(0.0, begun_at + REDIAL_SECONDS - loop.time()))
+
+    def _broke(self, error: Exception) -> None:
+        """End, which the owner sees and dials again."""
+        log.error("sending to %s failed", self.address, exc_info=error)
+        self._running.cancel()
+        self._tasks.cancel()
+
+    async def _give(self, request: wire.ChunkRequest) -> None:
+        window, owed = asyncio.Semaphore(GIVE_CALLS), dict.fromkeys(request.hashes)
+        try:
+            async with aclosing(self._serve(request)) as messages:
+                async for message in messages:
+                    await window.acquire()
+                    owed.pop(codecs.hash_of(message), None)
+                    self._tasks.spawn(self._send(message, window))
+        except PeerError:
+            if owed:
+                await window.acquire()
+                await self._send(codecs.pack_missing(next(iter(owed))), window)
+
+    async def _send(self, message: bytes, window: asyncio.Semaphore) -> None:
+        try:
+            await self._link.call("GiveChunk", message, GIVE_SECONDS)
+        except (LinkError, PeerError):
+            pass  # the peer knows which chunks it lacks, and asks again or elsewhere
+        finally:
+            window.release()
+
+    async def close(self) -> None:
+        """Stop sending, and close the link."""
+        self._running.cancel()
+        self._tasks.cancel()
+        await asyncio.gather(self._running, return_exceptions=True)
+        await self._tasks.close()
+        await self._link.close()
+
+
+class AwaitedSource(Source):
+    """A peer that can't be dialled: it dials this node, receives the requests, and sends the chunks."""
+
+    def __init__(self, source: str, intake: Intake) -> None:
+        super().__init__(source, intake)
+        self._requests: asyncio.Queue[wire.ChunkRequest | None] = asyncio.Queue()
+        self._is_attached = False
+        self._patience: asyncio.TimerHandle | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether chunks are awaited."""
+        return bool(self.awaited)
+
+    def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
+        """As `Source.ask`; the peer receives the request once it has dialled."""
+        for start in range(0, len(hashes), REQUEST_CHUNKS_MAX):
+            part = hashes[start : start + REQUEST_CHUNKS_MAX]
+            self.awaited.update(dict.fromkeys(part))
+            self._requests.put_nowait(wire.ChunkRequest(hashes=part, payload=encode_payload(payload)))
+        if not self._is_attached and self._patience is None:
+            loop = asyncio.get_running_loop()
+            self._patience = loop.call_later(DIALLED_WITHIN_SECONDS, self._was_not_dialled)
+
+    def _was_not_dialled(self) -> None:
+        self._patience = None
+        if self.awaited:
+            self.fail("unreachable")
+
+    async def attach(self) -> AsyncIterator[wire.ChunkRequest]:
+        """Yield the requests to a peer that has dialled. Ends when they are cancelled, or when the peer dials again:
+        requests sent over the older stream, which may be half open, may never have arrived, so they fail.
+        """
+        if self._is_attached and self.awaited:
+            self.fail("broken")
+        elif self._is_attached:
+            self.cancel()
+        requests, self._is_attached = self._requests, True
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        try:
+            while (request := await requests.get()) is not None:
+                yield request
+        finally:
+            if requests is self._requests:
+                self._is_attached = False
+                if self.awaited:
+                    self.fail("broken")
+
+    async def give(self, message: bytes) -> None:
+        """Take a chunk that the peer sent. Raises PeerError if it was not requested, or is corrupt."""
+        try:
+            await self.take(message, self.awaited)
+        except PeerError as error:
+            hash_ = codecs.hash_of(message)
+            if error.reason != "corrupt" or hash_ in self.awaited:
+                self.fail(FAILURE_OF.get(error.reason, "broken"))
+            raise
+
+    def cancel(self) -> None:
+        """As `Source.cancel`; the peer has to dial again."""
+        self.awaited.clear()
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        self._requests.put_nowait(None)
+        self._requests, self._is_attached = asyncio.Queue(), False
+
+    async def close(self) -> None:
+        """As `Source.close`."""
+        self.cancel()
+
+
+ORIGIN = ""
+
+#: Maximum number of connections of each kind that stay open for reuse; the least recently used idle one is closed
+#: first.
+EDGES_MAX = 256
+
+
+class Edges:
+    """A worker's sources and dials, by peer. `stripes`: number of connections per new source. Sources stay open between
+    payloads: the congestion window of a new connection takes seconds to grow."""
+
+    def __init__(
+        self, network: Network, intake: Intake, server: Server, on_error: Callable[[Exception], object]
+    ) -> None:
+        self._network, self._intake, self._server = network, intake, server
+        self._dialled: dict[str, DialledSource] = {}
+        self._awaited: dict[str, AwaitedSource] = {}
+        self._dials: dict[str, Dial] = {}
+        self._addresses: dict[str, str] = {}
+        self._revoked: frozenset[str] = frozenset()
+        self._closing = Background(on_error)
+        self.stripes = 1
+
+    def handlers(self) -> Handlers:
+        """The methods that other workers may call."""
+        return {"FetchChunks": self._server.serve, "AskWanted": self._ask_wanted, "GiveChunk": self._give_chunk}
+
+    def check_not_revoked(self, peer_id: str) -> None:
+        """Raises PeerError("revoked") if the head has revoked this peer."""
+        if peer_id in self._revoked:
+            raise PeerError("revoked", f"{peer_id} was revoked")
+
+    # ---- receiving chunks ----------------------------------------------------------------------------------------
+
+    def source(self, name: str) -> Source:
+        """Return the source of this name, connected according to the newest routes."""
+        address = self._addresses.get(name, "")
+        if name != ORIGIN and not address:
+            return self._awaited_source(name)
+        known = self._dialled.get(name)
+        if known is not None and known.address == address and (known.is_busy or known.stripes == self.stripes):
+            self._dialled[name] = self._dialled.pop(name)
+            return known
+        if known is not None:
+            self._close(known)
+        open_link = self._network.to_head if name == ORIGIN else lambda: self._network.to_peer(name, address)
+        links = [open_link() for _ in range(self.stripes)]
+        self._dialled[name] = DialledSource(name, address, self._intake, links)
+        self._bound(self._dialled)
+        return self._dialled[name]
+
+    def _awaited_source(self, name: str) -> AwaitedSource:
+        source = self._awaited.pop(name, None) or AwaitedSource(name, self._intake)
+        self._awaited[name] = source
+        self._bound(self._awaited)
+        return source
+
+    def set_routes(self, routes: wire.Routes) -> tuple[PayloadId, tuple[str, ...]]:
+        """Store the source addresses of an order. Return (payload, the source of each stripe).
+
+        Raises:
+            PeerError: "malformed".
+        """
+        if any(number >= len(routes.sources) for number in routes.stripes) or not routes.stripes:
+            raise PeerError("malformed", "a stripe of no source")
+        for source in routes.sources:
+            self._set_address(source)
+        return decode_payload(routes.payload), tuple(routes.sources[number].peer_id for number in routes.stripes)
+
+    def _set_address(self, source: wire.Source) -> None:
+        """Set the address of a source. If it changed, fail and report the requests under way to the old address."""
+        self._addresses[source.peer_id] = source.address
+        known = self._dialled.get(source.peer_id)
+        if known is not None and known.address != source.address:
+            del self._dialled[source.peer_id]
+            if known.is_busy:
+                known.fail("broken")
+            self._close(known)
+
+    def acquaint(self, sources: Iterable[wire.Source]) -> None:
+        """Connect to possible sources ahead of the first payload."""
+        for source in sources:
+            self._set_address(source)
+            known = self.source(source.peer_id)
+            if isinstance(known, DialledSource):
+                known.open()
+
+    def prepare(self, stripes: int) -> None:
+        """Set the number of connections per source, and connect to the origin."""
+        self.stripes = stripes
+        origin = self.source(ORIGIN)
+        if isinstance(origin, DialledSource):
+            origin.open()
+
+    # ---- sending chunks ------------------------------------------------------------------------------------------
+
+    def dial(self, peer_id: str, address: str) -> None:
+        """Dial a peer that wants chunks but can't dial this node, and send them."""
+        known = self._dials.get(peer_id)
+        if known is not None and known.address == address and not known.is_over:
+            return
+        if known is not None:
+            self._close(known)
+        link = self._network.to_peer(peer_id, address)
+        peer = Peer(peer_id, "worker")
+        self._dials[peer_id] = Dial(address, link, lambda request: self._server.serve(peer, request))
+        self._bound(self._dials)
+
+    def revoke(self, peer_ids: frozenset[str]) -> None:
+        """Close all connections to these peers and refuse new ones. Replaces the earlier set."""
+        self._revoked = peer_ids
+        for name in peer_ids:
+            for source in (self._dialled.pop(name, None), self._awaited.pop(name, None)):
+                if source is not None:
+                    source.fail("broken")
+                    self._close(source)
+            dial = self._dials.pop(name, None)
+            if dial is not None:
+                self._close(dial)
+
+    def _ask_wanted(self, peer: Peer, request: wire.Empty) -> AsyncIterator[wire.ChunkRequest]:
+        return self._awaited_source(peer.peer_id).attach()
+
+    async def _give_chunk(self, peer: Peer, message: bytes) -> wire.Empty:
+        source = self._awaited.get(peer.peer_id)
+        if source is None:
+            raise PeerError("unasked", "nothing is wanted of you")
+        await source.give(message)
+        return wire.Empty()
+
+    # ---- closing -------------------------------------------------------------------------------------------------
+
+    def _bound(self, kept: dict[str, Any]) -> None:
+        """Close idle connections above EDGES_MAX, except the newest. Busy ones stay: the routes bound their number."""
+        idle = [name for name, end in kept.items() if not end.is_busy]
+        for name in idle[: max(0, len(kept) - EDGES_MAX)]:
+            if name != next(reversed(kept)):
+                self._close(kept.pop(name))
+
+    def _close(self, end: Source | Dial) -> None:
+        self._closing.spawn(end.close())
+
+    async def close(self) -> None:
+        """Close every connection."""
+        kept: dict[str, Any]
+        for kept in (self._dialled, self._awaited, self._dials):
+            for end in kept.values():
+                self._close(end)
+        await asyncio.gather(*self._closing)

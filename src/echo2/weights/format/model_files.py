@@ -1,0 +1,207 @@
+"""A Hugging Face model directory: its files, and its weights as a base model, read when they are needed.
+
+A base model is the contents of the directory, byte for byte or rounded to bfloat16, so learner and workers give it the
+same name wherever they got it. No torch here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from echo2.core.documents import parse_json
+from echo2.core.errors import UserError
+from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
+from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from echo2.weights.format.segments import base_model_of
+
+# The files that a snapshot carries besides the weights, so that a worker needs no hub.
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Headers are small: a file that claims a larger one is not safetensors.
+MAX_HEADER_BYTES = 100 << 20
+
+
+def find_model(path: str, setting: str = "model.path") -> Path:
+    """Return the model directory of a path or a hub id. A hub model comes from the local cache if it is complete there,
+    else it is downloaded. `setting`: the setting that has the path, for messages.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    if path.startswith(("/", ".", "~")) or path.count("/") != 1:
+        raise UserError(
+            f"{setting} = {path!r}: there is no such directory, and it is not a hub id (owner/name). "
+            "Give a directory with config.json and model.safetensors, or a hub id."
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        patterns = [*MODEL_FILES, "*.safetensors", "*.safetensors.index.json"]
+        return Path(snapshot_download(path, allow_patterns=patterns))
+    except (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        raise UserError(
+            f"{setting} = {path!r}: no such directory, and the hub does not provide it ({type(error).__name__}; "
+            "HF_HUB_OFFLINE or no network?). Check the name, or download the model and give its directory."
+        ) from error
+
+
+def model_files(directory: Path) -> dict[str, bytes]:
+    """Return the files of `MODEL_FILES` that the directory has."""
+    return {name: (directory / name).read_bytes() for name in MODEL_FILES if (directory / name).is_file()}
+
+
+def read_base_model(directory: Path) -> Snapshot:
+    """Return the base model in a directory. All bytes are read once, for the name. Tensors are read again on demand.
+
+    A head that is tied to the embedding is left out even if the files have it: engines use the embedding.
+
+    Raises:
+        UserError: there is no config.json, or the weights are not readable safetensors.
+    """
+    files = model_files(directory)
+    try:
+        config: dict[str, Any] = parse_json(files["config.json"])
+        is_tied = bool(config.get("tie_word_embeddings"))
+        tensors = stored_weights(directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{directory} holds no model in safetensors that can be read: {error!r}.") from error
+    if is_tied and any(name.endswith("embed_tokens.weight") for name in tensors):
+        tensors.pop("lm_head.weight", None)
+    return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
+
+
+def rounded(base: Snapshot, kept: Collection[str] = ()) -> Snapshot:
+    """Return a base model with its weights of 32 bits, except those `kept`, rounded to bfloat16, which gives it another
+    name."""
+    tensors = {name: tensor if name in kept else _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
+    return Snapshot(base_model_of(tensors, base.files["config.json"]), tensors, base.files)
+
+
+def _in_bfloat16(tensor: TensorSource) -> TensorSource:
+    if tensor.dtype != "F32":
+        return tensor
+
+    def read(start: int, stop: int) -> memoryview:
+        """Round to the nearest value, to the even one of two equally near, as torch does."""
+        bits = np.frombuffer(tensor.read(2 * start, 2 * stop), "<u4")
+        high = ((bits + (np.uint32(0x7FFF) + (bits >> 16 & 1))) >> 16).astype("<u2")
+        high[(bits & 0x7FFFFFFF) > 0x7F800000] = 0x7FC0  # not a number: rounding up could make it another
+        return memoryview(high.view(np.uint8))
+
+    return StoredTensor("BF16", tensor.shape, tensor.num_bytes // 2, read)
+
+
+def stored_weights(directory: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a model directory by name. They are read on demand.
+
+    Raises: OSError, ValueError, KeyError, TypeError, AttributeError: they are not readable safetensors.
+    """
+    return {key: each for name in _weight_files(directory) for key, each in _stored_tensors(directory / name).items()}
+
+
+def read_adapter(directory: Path, ref: SnapshotRef, base_model: SnapshotRef) -> Snapshot:
+    """Return the PEFT adapter in a directory as the snapshot `ref`. Its tensors are read on demand.
+
+    Raises:
+        UserError: there is no readable adapter.
+    """
+    try:
+        files = {ADAPTER_CONFIG: (directory / ADAPTER_CONFIG).read_bytes()}
+        return Snapshot(ref, _stored_tensors(directory / ADAPTER_WEIGHTS), files, base_model)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{directory} holds no PEFT adapter that can be read: {error!r}.") from error
+
+
+def tensor_shapes(file: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a safetensors file; no weights are read.
+
+    Raises:
+        UserError: the file is not readable safetensors.
+    """
+    try:
+        with file.open("rb") as opened:
+            header, _ = _header(opened.read(8), opened.read)
+        return {name: tuple(entry["shape"]) for name, entry in header.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not a readable safetensors file: {error}.") from error
+
+
+def linear_layers(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the linear layers in a local model's files by name, without its head and without experts,
+    which are one tensor for all in the module.
+
+    Raises:
+        UserError: a file is not readable safetensors.
+    """
+    shapes = {name: shape for file in directory.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
+    ends = ("embed_tokens.weight", "lm_head.weight")
+    return {
+        name.removesuffix(".weight"): shape
+        for name, shape in shapes.items()
+        if len(shape) == 2 and ".experts." not in name and not name.endswith(ends)
+    }
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """Return the weight files that transformers would choose: the single file, else those of the index."""
+    if (directory / WEIGHTS).is_file():
+        return [WEIGHTS]
+    index: dict[str, Any] = parse_json((directory / INDEX).read_bytes())
+    names = sorted(set(index["weight_map"].values()))
+    if any(Path(name).name != name for name in names):
+        raise ValueError(f"{INDEX} names files elsewhere")
+    return names
+
+
+def _header(length: bytes, read: Any) -> tuple[dict[str, Any], int]:
+    """Return the entries of a safetensors header by tensor name, and the offset of the data."""
+    size = int.from_bytes(length, "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(f"its header claims {size} bytes")
+    header: dict[str, Any] = parse_json(read(size))
+    header.pop("__metadata__", None)
+    return header, len(length) + size
+
+
+def _stored_tensors(file: Path) -> dict[str, StoredTensor]:
+    with file.open("rb") as opened:
+        header, start = _header(opened.read(8), opened.read)
+    num_bytes, tensors = file.stat().st_size - start, {}
+    for name, entry in header.items():
+        first, end = entry["data_offsets"]
+        if not 0 <= first <= end <= num_bytes or min(entry["shape"], default=0) < 0:
+            raise ValueError(f"{file.name}: {name!r} lies outside of the file")
+        if not math.prod(entry["shape"]) and end > first:
+            raise ValueError(f"{file.name}: {name!r} has bytes and no items")
+        read = partial(_read, file, start + first)
+        tensors[name] = StoredTensor(entry["dtype"], tuple(entry["shape"]), end - first, read)
+    return tensors
+
+
+def _read(file: Path, offset: int, start: int, stop: int) -> memoryview:
+    """Read bytes without mapping the file: mapped pages count as the process's memory while any memory is free."""
+    data = np.fromfile(file, np.uint8, stop - start, offset=offset + start)
+    if data.size != stop - start:
+        raise UserError(f"{file} became shorter while it was read, probably because it is being replaced. Start again.")
+    return data.data

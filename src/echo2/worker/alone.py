@@ -1,0 +1,153 @@
+"""Samples and scores groups on this machine without a head, for `echo2 probe` and `echo2 eval`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from echo2 import config as configuration
+from echo2.core.decide.seeds import group_seed
+from echo2.core.errors import UserError
+from echo2.core.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupKind,
+    GroupRef,
+    Lease,
+    Rollout,
+    RolloutGroup,
+    Snapshot,
+    SnapshotRef,
+)
+from echo2.engines.engine import Engine
+from echo2.engines.registry import make_engine
+from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
+from echo2.reward.process import RewardProcesses
+from echo2.rollouts import generate
+from echo2.rollouts.harness import HarnessEnvironment
+from echo2.tasks.environments import EnvironmentProcess
+from echo2.tasks.harness_process import HarnessProcess, is_harness
+from echo2.tasks.streams import held_out_tasks, training_tasks
+from echo2.weights.format.adapter_files import ADAPTER_CONFIG
+
+if TYPE_CHECKING:
+    from echo2.engines.tokenizer import Tokenizer
+
+
+def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[Engine, Tokenizer]:
+    """Return the run's engine with the weights of `model` (a directory or a hub id), and the model's tokenizer. An
+    adapter is merged into the run's model.
+
+    Raises:
+        UserError: there is no such model, or the engine cannot run it.
+    """
+    from echo2.learner.core.adapters import load_merged  # imported here: nothing else in planning needs torch
+    from echo2.learner.core.model import DTYPES, load_policy
+
+    if (Path(model) / ADAPTER_CONFIG).is_file():
+        policy = load_merged(config.model.path, Path(model), "auto")
+    else:
+        policy = load_policy(model, "float32", "auto")
+    tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])
+    engine = make_engine(config.workers.engine, slots=slots)
+    asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))
+    files = {name: bytes(data) for name, data in policy.files.items()}
+    return engine, load_tokenizer(files, config.model.chat_template_args)
+
+
+@asynccontextmanager
+async def reward_processes(config: configuration.Config) -> AsyncIterator[RewardProcesses]:
+    """Start the run's reward functions; their output is discarded.
+
+    Raises:
+        UserError: a function cannot be loaded.
+    """
+    with TemporaryDirectory() as folder:
+        log_path = Path(folder) / "reward.log"
+        processes = RewardProcesses(config.reward.functions, config.reward.timeout_seconds, log_path)
+        try:
+            await processes.start()
+            yield processes
+        finally:
+            await processes.close()
+
+
+class LocalSampler:
+    """Samples groups as a worker does: of training tasks in their shuffled order (`kind` "train"), or `eval.samples`
+    rollouts of each held-out task ("eval"). `greedy`: the likeliest token each time. `failures`: why groups are
+    missing, in order of failure.
+    """
+
+    def __init__(
+        self,
+        config: configuration.Config,
+        kind: GroupKind,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        clock: Callable[[], float] = time.perf_counter,
+        greedy: bool = False,
+    ) -> None:
+        is_eval = kind == "eval"
+        judged = held_out_tasks(config.eval, config.run.seed) if is_eval else None
+        self.tasks = judged if judged is not None else training_tasks(config.tasks, config.run.seed)
+        self.failures: list[str] = []
+        self._config, self._kind, self._engine, self._tokenizer, self._clock = config, kind, engine, tokenizer, clock
+        self._num_samples = config.eval.samples if is_eval else config.sampling.group_size
+        params = config.eval_params if is_eval else config.sampling_params
+        self._params = replace(params, top_k=1) if greedy else params
+        name = config.tasks.environment
+        self._environments = {name: _environment(name)} if name else {}
+
+    async def sample(self, cursors: Iterable[int]) -> list[RolloutGroup]:
+        """Sample one group per cursor, all at once, and return the groups in order of completion."""
+        assignments: list[Assignment] = []
+        for cursor in cursors:
+            try:
+                assignments.append(self._assignment(cursor))
+            except UserError as error:  # concerns this task's prompt only
+                self.failures.append(str(error))
+        for environment in self._environments.values():
+            await environment.start()
+        groups: list[RolloutGroup] = []
+        await generate.sample_groups(
+            self._engine,
+            self._tokenizer,
+            assignments,
+            "local",
+            lambda group, _: groups.append(group),
+            lambda _, failure: self.failures.append(failure.detail),
+            self._environments,
+            self._clock,
+        )
+        return groups
+
+    async def score(self, processes: RewardProcesses, group: RolloutGroup) -> tuple[tuple[Rollout, ...], float]:
+        """Return the group's rollouts with texts and rewards, and the seconds that scoring took.
+
+        Raises:
+            RewardFailure: as `RewardProcesses.score`.
+        """
+        rollouts = with_texts(group.rollouts, self._tokenizer)
+        return await processes.score(self.tasks.task(group.cursor), rollouts)
+
+    async def aclose(self) -> None:
+        """End the process of the environment."""
+        for environment in self._environments.values():
+            await environment.close()
+
+    def _assignment(self, cursor: int) -> Assignment:
+        group, task = GroupRef(RUN_POLICY, self._kind, cursor), self.tasks.task(cursor)
+        seed = group_seed(self._config.run.seed, group)
+        lease = Lease(cursor, group, 0, cursor, self._num_samples, 0, 0, 0.0, 0.0, seed)
+        turns = (self._config.tasks.environment, self._config.sampling.max_turns)
+        return generate.assignment_of(lease, task, encode_prompt(task, self._tokenizer), self._params, *turns)
+
+
+def _environment(name: str) -> EnvironmentProcess | HarnessEnvironment:
+    return HarnessEnvironment(HarnessProcess(name)) if is_harness(name) else EnvironmentProcess(name)

@@ -1,0 +1,1 @@
+"""The scheduler of a worker's leases, and the messages it handles."""

@@ -1,0 +1,457 @@
+"""`echo2 worker TICKET`: one rollout worker. The scheduler decides; this module drives the scheduler and the
+connection, `sampling` samples leases with the engine, and `weights` fetches, installs and serves weights.
+
+These run concurrently, so that none delays another: the event loop (link, heartbeats, chunks), the engine's decode
+thread, a process for each environment, and a loading thread (applies and verifies a snapshot beside the old one). The
+scheduler keeps results until the head has answered their delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shlex
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import aclosing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from echo2.config.values import NO_SLOT_LIMIT, SERVERS, ServerPlace
+from echo2.core.background import Background
+from echo2.core.clock import Clock
+from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.core.types import PayloadId, Snapshot, SnapshotRef
+from echo2.engines.engine import Engine
+from echo2.engines.registry import make_engine
+from echo2.engines.tokenizer import load_tokenizer
+from echo2.rollouts.harness import HarnessEnvironment
+from echo2.tasks.environments import EnvironmentProcess
+from echo2.tasks.harness_process import HarnessProcess, is_harness
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import Membership
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.weights.format.model_files import find_model, read_base_model
+from echo2.worker.attending import attended
+from echo2.worker.decide import messages as do
+from echo2.worker.decide import messages as ev
+from echo2.worker.decide.scheduler import WorkerScheduler
+from echo2.worker.sampling import LeaseSampler, check
+from echo2.worker.weights import WorkerWeights, listen_address
+
+log = logging.getLogger(__name__)
+
+CALL_SECONDS = 60.0
+#: Timeout of the Leave call of a worker that its owner ends.
+LEAVE_SECONDS = 2.0
+#: Maximum bytes of results sent in one call, unless a single one is larger; far below the size limit of a message.
+DELIVER_BYTES = 8 << 20
+#: Maximum number of leases that a worker keeps; far above the number that a head grants.
+LEASES_MAX = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """Options of the machine's owner. `listen`: HOST:PORT to listen on for other workers (empty: any port);
+    `advertise`: the address at which they dial this worker (empty: the one that the head sees); `relays`: whether this
+    worker sends chunks to others. `offer`: name of the machine, if the run rented it. `engine`: "auto" selects the
+    run's; `engine_python`, `engine_url`, `engine_args`: where its token server is, if it is one. `slots`: maximum
+    number of rollouts decoded at once (0: as the run asks). `base`: directory or hub id of the base model of the run's
+    adapters (empty: it is fetched from the run).
+    """
+
+    engine: str = "auto"
+    engine_python: str = ""
+    engine_url: str = ""
+    engine_args: str = ""
+    device: str = "auto"
+    price_usd_per_hour: float = 0.0
+    slots: int = 0
+    allow_environments: tuple[str, ...] = ()
+    patience_seconds: float = 600.0
+    listen: str = ""
+    advertise: str = ""
+    relays: bool = True
+    offer: str = ""
+    base: str = ""
+
+
+class WorkerProcess:
+    """Drives one scheduler. `run` returns when the head orders the worker to stop."""
+
+    def __init__(
+        self,
+        member: Membership,
+        directory: Path,
+        options: WorkerOptions,
+        environments: Mapping[str, EnvironmentProcess | HarnessEnvironment],
+        own_base: Snapshot | None = None,
+    ) -> None:
+        self._worker_id, self._options, self._environments = member.peer_id, options, environments
+        self._directory = directory
+        self._link, self._clock = member.link(), Clock()
+        listen = listen_address(options.listen, options.relays, member.address)
+        self._weights = WorkerWeights(
+            member, self._link, directory, listen, options.relays, self._dispatch, self._give_up, own_base
+        )
+        self._scheduler: WorkerScheduler | None = None
+        self._sampler: LeaseSampler | None = None
+        self._engine: Engine | None = None
+        self._tokenizer_files: dict[str, bytes] = {}
+        self._template_arguments: dict[str, Any] = {}
+        self._outgoing: deque[do.Deliver] = deque()
+        self._delivering = self._leaving = False
+        self._pause_seconds = 0.0
+        self._joined_at = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._background = Background(self._give_up)
+        self._stopped: asyncio.Future[str] = self._loop.create_future()
+        self._wake: asyncio.TimerHandle | None = None
+        self._beating: asyncio.Task[None] | None = None
+
+    async def run(self) -> str:
+        """Attend until the run is over. Return the reason.
+
+        Raises:
+            LinkError: the head was away for longer than `patience_seconds`.
+            UserError: the engine can't run this model, the disk is full, or the address to listen on is unavailable.
+        """
+        await self._weights.start()
+        attending: asyncio.Future[Any] = self._background.spawn(self._keep_attending())
+        stopped: asyncio.Future[Any] = self._stopped
+        try:
+            await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if attending.done() and not self._stopped.done():
+                attending.result()
+            return self._stopped.result()
+        finally:
+            if not self._stopped.done() and self._scheduler is not None and self._scheduler.connected:
+                await self._leave()  # the owner ends this worker
+            self._background.cancel()
+            if self._sampler is not None:
+                await self._sampler.close()
+            await self._weights.close()
+            await self._link.close()
+
+    # ---- events and commands -------------------------------------------------------------------------------------
+
+    def _dispatch(self, event: ev.Event) -> None:
+        if self._scheduler is None or self._stopped.done():
+            return
+        try:
+            for command in self._scheduler.handle(event, self._clock.now()):
+                self._carry_out(command)
+        except Exception as error:  # timers and callbacks call this too; their exceptions would only be logged
+            self._give_up(error)
+
+    def _carry_out(self, command: do.Command) -> None:
+        assert self._sampler is not None
+        match command:
+            case do.AskManifest():
+                self._background.spawn(self._weights.ask(command.ref, command.base))
+            case do.FetchSnapshot():
+                self._weights.fetch(command.payload)
+            case do.StopFetching():
+                self._weights.node.stop_fetching(command.payload)
+            case do.InstallSnapshot():
+                self._background.spawn(self._install(command.payload))
+            case do.StartLease():
+                self._sampler.start(command.assignment)
+            case do.StartUnit():
+                self._sampler.start_unit(command.assignments)
+            case do.AbortLease():
+                self._sampler.abort(command.lease_id)
+            case do.Deliver():
+                self._deliver(command)
+            case do.FailLease():
+                self._background.spawn(self._fail_lease(command.lease_id, command.failure, command.reason))
+            case do.ReportInstalled():
+                self._background.spawn(self._report())
+            case do.WakeAt():
+                self._wake_at(command)
+            case _:
+                raise InvariantError(f"a worker does not know {command}")
+
+    def _give_up(self, error: BaseException) -> None:
+        if not self._stopped.done():
+            self._stopped.set_exception(error)
+
+    def _stop(self, reason: str) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(reason)
+
+    def _wake_at(self, command: do.WakeAt) -> None:
+        if self._wake is not None:
+            self._wake.cancel()
+        delay = max(0.0, command.at - self._clock.now())
+        self._wake = self._loop.call_later(delay, self._dispatch, ev.Tick())
+
+    # ---- attending -----------------------------------------------------------------------------------------------
+
+    async def _keep_attending(self) -> None:
+        """Consumes: orders. Waits for: the head. Unblocked by: its stream. Produces: events. Reconnects, and gives up
+        after `patience_seconds` without the head."""
+        patience_seconds = self._options.patience_seconds
+        try:
+            calls = self._hello, patience_seconds, self._disconnected, lambda: self._leaving
+            async with aclosing(attended(self._link, *calls)) as orders:
+                async for order in orders:
+                    if order.HasField("settings"):
+                        seconds = order.settings.heartbeat_seconds
+                        self._beating = self._beating or self._background.spawn(self._beat(seconds))
+                        await self._start(order.settings)
+                    else:
+                        self._obey(order)
+        finally:
+            self._stop_beating()
+
+    def _disconnected(self) -> None:
+        self._stop_beating()
+        self._weights.node.disconnected()
+        self._dispatch(ev.Disconnected())
+
+    def _stop_beating(self) -> None:
+        if self._beating is not None:
+            self._beating.cancel()
+            self._beating = None
+
+    def _hello(self) -> wire.WorkerHello:
+        scheduler = self._scheduler
+        hello = wire.WorkerHello(
+            protocol=PROTOCOL_VERSION,
+            slots=self._options.slots or NO_SLOT_LIMIT,
+            price_usd_per_hour=self._options.price_usd_per_hour,
+            engine=self._options.engine,
+            device=self._options.device,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            offer=self._options.offer,
+            environments=sorted(self._environments),
+            listen_port=self._weights.port,
+            advertise=self._options.advertise,
+        )
+        if scheduler is not None:
+            hello.held_leases.extend([*scheduler.waiting, *scheduler.generating, *scheduler.produced])
+        if (installed := self._installed()) is not None:
+            hello.installed.CopyFrom(messages.encode_ref(installed))
+        return hello
+
+    def _installed(self) -> SnapshotRef | None:
+        """Return the installed snapshot; before the engine exists, the stored one that is about to be loaded."""
+        if self._scheduler is not None:
+            return self._scheduler.installed
+        return self._weights.content.ref
+
+    async def _start(self, settings: wire.RunSettings) -> None:
+        """Handle the settings that begin a stream. The first time, make the engine: the run's, unless the owner named
+        another."""
+        if self._scheduler is None:
+            name = settings.engine if self._options.engine == "auto" else self._options.engine
+            slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
+            self._template_arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
+            make = partial(make_engine, name, self._options.device, slots, self._server_place(name))
+            self._engine = await asyncio.to_thread(make)  # importing torch takes seconds
+            self._sampler = LeaseSampler(
+                self._engine, self._worker_id, self._environments, self._dispatch, self._give_up
+            )
+            installed = await self._weights.reload(self._load)
+            self._scheduler = WorkerScheduler(slots, settings.swap == "during", settings.deterministic)
+            self._scheduler.installed, self._scheduler.base_models = installed, self._weights.base_models
+            await self._report()
+        self._weights.node.connected()
+        self._dispatch(ev.Connected())
+
+    def _server_place(self, engine: str) -> ServerPlace:
+        """Return where the token server is. Raises UserError if the owner gave such options and the engine has none."""
+        options = self._options
+        given = options.engine_python, options.engine_url, options.engine_args
+        if any(given) and engine not in SERVERS:
+            raise UserError(f"--engine-python, --engine-url and --engine-args do not apply to the engine {engine!r}.")
+        python = options.engine_python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
+        return ServerPlace(
+            python, options.engine_url, tuple(shlex.split(options.engine_args)), self._directory / "engine"
+        )
+
+    def _obey(self, order: wire.Order) -> None:
+        if order.HasField("leases"):
+            granted = tuple(messages.decode_assignment(lease) for lease in order.leases.leases)
+            if self._scheduler is not None and len(self._scheduler.waiting) + len(granted) > LEASES_MAX:
+                raise PeerError("oversized", f"more than {LEASES_MAX} leases granted")
+            self._dispatch(ev.LeasesGranted(tuple(assignment.lease for assignment in granted), granted))
+        elif order.HasField("snapshot"):
+            self._weights.announced(order.snapshot)
+        elif order.HasField("revoked"):
+            self._dispatch(ev.LeaseRevoked(order.revoked.lease_id, order.revoked.reason))
+        elif order.HasField("check"):
+            self._background.spawn(self._check(order.check))
+        elif order.HasField("stop"):
+            self._stop(order.stop.reason)
+        else:
+            self._weights.node.obey(order)
+
+    async def _beat(self, heartbeat_seconds: float) -> None:
+        while True:
+            await asyncio.sleep(heartbeat_seconds)
+            await self._report()
+
+    async def _report(self) -> None:
+        report = wire.WorkerReport(doing="joining", pause_seconds=self._pause_seconds)
+        if self._sampler is not None and self._scheduler is not None:
+            report.doing, report.refused = self._sampler.doing, self._scheduler.refused
+            report.tokens_generated, report.busy_seconds = self._sampler.num_tokens, self._sampler.busy_seconds
+        node = self._weights.node
+        report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
+        if (installed := self._installed()) is not None:
+            report.installed.CopyFrom(messages.encode_ref(installed))
+        try:
+            await self._link.call("Report", report, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("heartbeat not taken: %s", error)
+
+    async def _leave(self) -> None:
+        """Tell the head that this worker leaves, so that it grants the leases to others at once."""
+        self._leaving = True
+        try:
+            await self._link.call("Leave", wire.Empty(), LEAVE_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("goodbye not taken: %s", error)
+
+    # ---- checking -------------------------------------------------------------------------------------------------
+
+    async def _check(self, asked: wire.Check) -> None:
+        """Check a stranger's group, and report the verdict to the head."""
+        report = await check(self._engine, asked)
+        try:
+            await self._link.call("ReportCheck", report, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("the verdict on group %d was not taken: %s", report.number, error)  # not retried: overdue by then
+
+    # ---- snapshots -----------------------------------------------------------------------------------------------
+
+    async def _install(self, payload: PayloadId) -> None:
+        pause = await self._weights.install(payload, self._load)
+        if pause is not None:
+            self._pause_seconds += pause
+            self._dispatch(ev.SnapshotInstalled(payload.ref))
+            log.info("%s", self._progress(payload))
+            await self._weights.keep(payload)
+
+    def _progress(self, payload: PayloadId) -> str:
+        """One line for the owner of the machine."""
+        assert self._sampler is not None
+        hours = (time.monotonic() - self._joined_at) / 3600
+        rate = self._sampler.num_tokens / max(1e-9, self._sampler.busy_seconds)
+        price = self._options.price_usd_per_hour
+        cost = f", {price * hours:.2f} dollars" if price else ""
+        return f"{payload} installed; {self._sampler.num_groups} groups, {rate:.0f} tokens/s{cost} so far"
+
+    async def _load(self, snapshot: Snapshot) -> float:
+        """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, if the engine
+        has another one. Return the seconds that generation paused."""
+        assert self._engine is not None
+        assert self._sampler is not None
+        files = {name: bytes(data) for name, data in snapshot.files.items()}
+        is_other = files != self._tokenizer_files
+        tokenizer = self._sampler.tokenizer
+        if is_other:
+            tokenizer = await asyncio.to_thread(load_tokenizer, files, self._template_arguments)
+        base = None
+        if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
+            base = await self._weights.base(snapshot.base_model)
+        pause = await self._engine.update_weights(snapshot, base)
+        self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
+        return pause
+
+    # ---- delivering ----------------------------------------------------------------------------------------------
+
+    def _deliver(self, command: do.Deliver) -> None:
+        self._outgoing.append(command)
+        if not self._delivering:
+            self._delivering = True
+            self._background.spawn(self._deliver_all())
+
+    async def _deliver_all(self) -> None:
+        """Send all waiting results together. Results that become ready meanwhile go with the next call."""
+        try:
+            while self._outgoing:
+                batch, size = wire.Deliveries(), 0
+                while self._outgoing and (size < DELIVER_BYTES or not batch.items):
+                    command = self._outgoing.popleft()
+                    batch.items.append(messages.encode_delivery(command.lease_id, command.result))
+                    size += batch.items[-1].ByteSize()
+                await self._send(batch)
+        finally:
+            self._delivering = False
+
+    async def _send(self, batch: wire.Deliveries) -> None:
+        lease_ids = [item.lease_id for item in batch.items]
+        try:
+            replies = await self._link.call("Deliver", batch, CALL_SECONDS)
+        except (LinkError, PeerError):
+            for lease_id in lease_ids:
+                self._dispatch(ev.DeliveryFailed(lease_id))
+            return
+        for lease_id, reply in zip(lease_ids, replies.items, strict=True):
+            if not reply.accepted:
+                log.info("lease %d refused: %s", lease_id, reply.reason)
+            self._dispatch(ev.DeliveryAnswered(lease_id))
+
+    async def _fail_lease(self, lease_id: int, failure: str, detail: str) -> None:
+        failed = wire.LeaseFailed(lease_id=lease_id, reason=failure, detail=detail)
+        try:
+            await self._link.call("FailLease", failed, CALL_SECONDS)
+        except (LinkError, PeerError) as error:
+            log.info("lease %d: failure not taken: %s", lease_id, error)  # the head sees the lease expire
+
+
+def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
+    """Return the environment or harness of this name. The caller calls `start` and `close`."""
+    return HarnessEnvironment(HarnessProcess(spec)) if is_harness(spec) else EnvironmentProcess(spec)
+
+
+def _read_base(path: str) -> Snapshot:
+    base = read_base_model(find_model(path, "--base"))
+    log.info("the base model %s of --base is at hand", base.ref.policy)
+    return base
+
+
+async def enrolled(
+    ticket: str, directory: Path | None, options: WorkerOptions
+) -> tuple[Membership, Path, Snapshot | None]:
+    """Enrol with the ticket. Return this machine's membership, its state directory, and the owner's base model.
+
+    Raises:
+        UserError: the ticket admits no machine, or `base` is not a model.
+        LinkError: the head is away.
+    """
+    from echo2.transport import grpc_link
+
+    state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
+    member = await grpc_link.join(ticket, state, options.patience_seconds)
+    log.info("joined as %s", member.peer_id)
+    own_base = await asyncio.to_thread(_read_base, options.base) if options.base else None
+    return member, state / member.peer_id, own_base
+
+
+async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
+    """Enrol with the ticket, attend until the run is over, and return the reason for its end.
+
+    Raises:
+        UserError: an environment can't be loaded, or `base` is not a model; and as `WorkerProcess.run`.
+    """
+    member, place, own_base = await enrolled(ticket, directory, options)
+    environments = {spec: open_environment(spec) for spec in options.allow_environments}
+    for environment in environments.values():
+        await environment.start()  # fails here, before this worker offers the environment to the head
+    return await WorkerProcess(member, place, options, environments, own_base).run()
+
+
+def run_worker(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
+    """Run a worker process. Return the reason for the run's end."""
+    return asyncio.run(join(ticket, directory, options))

@@ -1,0 +1,174 @@
+"""Samples a worker's leases with its engine: one asyncio task per lease, from its start to its finished group.
+
+Nothing here blocks the event loop: the engine decodes in its own thread, and environments run in processes.
+
+Checks strangers' rollouts on a machine of the run's owner, between the decoding steps of its own sampling.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from echo2.core.background import spawn
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import Assignment
+from echo2.engines.engine import Engine, RequestFailure
+from echo2.engines.tokenizer import Tokenizer
+from echo2.rollouts import generate
+from echo2.rollouts.harness import HarnessEnvironment
+from echo2.rollouts.turns import Lockstep
+from echo2.rollouts.verification import PrefillEngine, check_group
+from echo2.tasks.environments import EnvironmentProcess
+from echo2.transport import messages
+from echo2.transport import wire_pb2 as wire
+from echo2.worker.decide import messages as ev
+
+log = logging.getLogger(__name__)
+
+#: Maximum characters of an error reported to the head.
+ERROR_CHARS = 500
+
+
+class LeaseSampler:
+    """Samples leases with one engine. `dispatch` receives the scheduler's events, `fail` the fatal errors."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        worker_id: str,
+        environments: Mapping[str, EnvironmentProcess | HarnessEnvironment],
+        dispatch: Callable[[ev.Event], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self._engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
+        self._environments = environments
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._charged_until = 0.0
+        self._busy_before = 0.0
+        self._busy_since: float | None = None
+        self.tokenizer: Tokenizer | None = None
+        self.num_tokens = self.num_groups = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which at least one lease was being sampled."""
+        return self._busy_before + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
+
+    @property
+    def doing(self) -> str:
+        """One line for people: what this worker is doing."""
+        if not self._tasks:
+            return "waiting"
+        num_running = self._engine.slots - self._engine.free_slots
+        return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self._engine.installed}"
+
+    def start(self, assignment: Assignment) -> None:
+        """Start sampling this lease, concurrently with the others."""
+        self._begin(assignment, None)
+
+    def start_unit(self, assignments: Sequence[Assignment]) -> None:
+        """Start sampling these leases in lockstep, as one batch."""
+        lockstep = generate.in_lockstep(self._engine, assignments)
+        for assignment in assignments:
+            self._begin(assignment, lockstep)
+
+    def abort(self, lease_id: int) -> None:
+        """Cancel the rollouts of this lease. Their slots become free at the next token."""
+        if (task := self._tasks.get(lease_id)) is not None:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Abort all leases, and close the environments and the engine. No further events are dispatched: the scheduler
+        would give the slots of the aborted rollouts to waiting leases."""
+        self._dispatch = lambda event: None
+        for task in self._tasks.values():
+            task.cancel()
+        for environment in self._environments.values():
+            await environment.close()
+        await self._engine.close()
+
+    def _begin(self, assignment: Assignment, lockstep: Lockstep | None) -> None:
+        if self._busy_since is None:
+            self._busy_since = self._charged_until = time.monotonic()
+        lease_id, num_left = assignment.lease.lease_id, assignment.lease.num_samples
+
+        def left() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if lockstep is not None:
+                lockstep.leave()
+            self._dispatch(ev.RolloutEnded(lease_id))
+
+        task = spawn(self._sample(assignment, lockstep or self._engine, left), self._fail)
+        self._tasks[lease_id] = task
+
+        def ended(done: asyncio.Task[None]) -> None:
+            if lockstep is not None and generate.is_sampled(assignment):
+                for _ in range(num_left):
+                    lockstep.leave()  # for rollouts aborted before they began
+            self._ended(lease_id, done)
+
+        task.add_done_callback(ended)
+
+    async def _sample(self, assignment: Assignment, engine: Engine | Lockstep, on_rollout: Callable[[], None]) -> None:
+        """Sample one lease and dispatch its outcome. A group's `generate_seconds` is the time since the previous group,
+        so that the groups add up to the busy time."""
+        lease_id = assignment.lease.lease_id
+        try:
+            if assignment.environment and assignment.environment not in self._environments:
+                raise PeerError("malformed", f"this worker does not run the environment {assignment.environment!r}")
+            if self.tokenizer is None:
+                raise PeerError("malformed", "a lease came before any snapshot")
+            outcome = await generate.sample_group(
+                engine, self.tokenizer, assignment, self._worker_id, self._environments, on_rollout
+            )
+        except UserError:
+            raise
+        except Exception as error:  # any error fails only this lease, and is reported to the head
+            log.error("lease %d failed", lease_id, exc_info=error)
+            self._dispatch(
+                ev.LeaseAbandoned(lease_id, "engine_failed", f"{type(error).__name__}: {error}"[:ERROR_CHARS])
+            )
+            return
+        if isinstance(outcome, RequestFailure):
+            told = f"{outcome.detail}\n{outcome.traceback}".rstrip()
+            self._dispatch(ev.LeaseAbandoned(lease_id, outcome.reason, told))
+            return
+        seconds, self._charged_until = time.monotonic() - self._charged_until, time.monotonic()
+        self.num_tokens += outcome.num_tokens
+        self.num_groups += 1
+        self._dispatch(ev.GroupProduced(lease_id, replace(outcome, generate_seconds=seconds)))
+
+    def _ended(self, lease_id: int, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(lease_id) is task:
+            del self._tasks[lease_id]
+        if not self._tasks and self._busy_since is not None:
+            self._busy_before, self._busy_since = self.busy_seconds, None
+
+
+async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
+    """Check a group, and return the report for the head.
+
+    Raises:
+        PeerError: "oversized" or "malformed": the head's message is not a valid check.
+    """
+    assignment, group = messages.decode_assignment(asked.lease), messages.parse_group(asked.group)
+    if assignment.lease.group != group.group or assignment.prompt_tokens != group.prompt_tokens:
+        raise PeerError("malformed", f"{group.group} is to be checked as {assignment.lease.group}")
+    report = wire.CheckReport(policy=group.group.policy, number=group.group.number)
+    if not isinstance(engine, PrefillEngine):
+        report.missed = "this engine gives no distributions of tokens"
+        return report
+    try:
+        verdict = await check_group(engine, messages.decode_ref(asked.ref), assignment, group, asked.is_from_stream)
+    except PeerError as error:
+        report.missed = str(error)
+    else:
+        report.num_tokens, report.num_skipped = verdict.num_tokens, verdict.num_skipped
+        report.fault, report.surprise, report.variance = verdict.fault, verdict.surprise, verdict.variance
+    return report

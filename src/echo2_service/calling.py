@@ -1,0 +1,202 @@
+"""The caller's side of a process that answers calls: starts the process, restarts it when it dies, and sends all
+unanswered calls again.
+
+The receiving end of a process that answers calls: reads frames from stdin until the parent process is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from echo2.core.background import spawn
+from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.sandbox.pipes import HEADER, child_environment, ending
+from echo2_service.frames import ANSWERS, REQUESTS, Answer, Call, CancelCall, Request, frame, frame_length
+
+log = logging.getLogger(__name__)
+
+#: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
+MOST_DEATHS = 8
+
+#: Shortest and longest pause between two starts; the pause doubles while the process dies without an answer.
+RESTART_SECONDS = (0.1, 10.0)
+
+LOG_BYTES = 10 << 20
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A call that has no answer yet. `deaths`: how often the process died while working on it."""
+
+    frame: bytes
+    answered: asyncio.Future[Answer]
+    has_begun: bool = False
+    deaths: int = 0
+
+
+class AnsweringProcess:
+    """A process `python -m MODULE SETTINGS` that answers calls over stdin and stdout and writes its log to a file. For
+    one event loop.
+    """
+
+    def __init__(self, module: str, settings: str, log_path: Path) -> None:
+        self._command = (sys.executable, "-m", module, settings)
+        self._name, self._log_path = module.split(".")[-2], log_path
+        self._numbers, self._pending = itertools.count(1), dict[int, _Pending]()
+        self._process: Process | None = None
+        self._is_closing = False
+        self._running: asyncio.Task[None] | None = None
+
+    @property
+    def process_id(self) -> int | None:
+        """Id of the running process; None if it is not running."""
+        return None if self._process is None else self._process.pid
+
+    async def call(self, call: Call) -> Answer:
+        """Return the answer, restarting the process if it dies. Cancelling this also cancels the call in the process.
+
+        Raises:
+            UserError: the tenant's mistake, in the process's words.
+            InvariantError: a bug in echo2, or the call kills the process.
+        """
+        if self._running is None:
+            self._running = spawn(self._run(), self._failed)
+        number = next(self._numbers)
+        pending = _Pending(frame(Request(number, call)), asyncio.get_running_loop().create_future())
+        self._pending[number] = pending
+        try:
+            await self._send(pending.frame)
+            answer = await pending.answered
+        finally:
+            del self._pending[number]
+            if pending.answered.cancelled():
+                await self._send(frame(Request(number, CancelCall(number))))
+        if answer.fault:
+            raise (InvariantError if answer.is_ours else UserError)(answer.fault)
+        return answer
+
+    async def close(self) -> None:
+        """End the process; calls in progress are cancelled."""
+        self._is_closing = True
+        if self._running is not None:
+            if self._process is not None and self._process.returncode is None:
+                self._process.kill()
+            else:
+                self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        for pending in self._pending.values():
+            pending.answered.cancel()
+
+    async def _send(self, data: bytes) -> None:
+        """Send to the process, if it is running; the next process gets all pending calls when it starts."""
+        process = self._process
+        if process is not None and process.stdin is not None and not process.stdin.is_closing():
+            process.stdin.write(data)
+            try:
+                await process.stdin.drain()
+            except ConnectionError:
+                pass  # the process died
+
+    async def _run(self) -> None:
+        pause, longest = RESTART_SECONDS
+        fruitless = 0  # starts in a row that failed, or after which the process exited without an answer
+        while True:
+            status, num_answers = 1, 0
+            try:
+                process = await self._start()
+                num_answers, is_readable = await self._read_answers(process)
+                status = await process.wait() if is_readable else 1
+                log.warning("the %s %s; it is started again", self._name, ending(status))
+            except OSError as error:  # no descriptor, no memory, or no room for the log
+                log.warning("the %s cannot be started, trying again: %s", self._name, error)
+            self._process = None
+            if self._is_closing:
+                return
+            self._count_deaths()
+            fruitless = fruitless + 1 if status > 0 and not num_answers else 0
+            if fruitless >= MOST_DEATHS:
+                self._fail(f"The {self._name} process does not start: see its log.")
+            pause = RESTART_SECONDS[0] if num_answers else min(2 * pause, longest)
+            await asyncio.sleep(pause)
+
+    def _failed(self, error: Exception) -> None:
+        """Fail all calls because of a mistake in this class; the next call starts the process again."""
+        log.error("the calls of the %s", self._name, exc_info=error)
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+        self._process = self._running = None
+        self._fail(f"The calls of the {self._name} process failed: {type(error).__name__}.")
+
+    async def _start(self) -> Process:
+        """Start the process, and send it all calls that have no answer."""
+        with self._log_path.open("ab") as log_file:
+            if log_file.tell() > LOG_BYTES:
+                log_file.truncate(0)
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=PIPE, stdout=PIPE, stderr=log_file, env=child_environment()
+            )
+        for pending in self._pending.values():
+            assert process.stdin is not None
+            process.stdin.write(pending.frame)
+        self._process = process
+        return process
+
+    async def _read_answers(self, process: Process) -> tuple[int, bool]:
+        """Return the number of answers until the process ended, or was killed because one cannot be read; and whether
+        all could be.
+        """
+        assert process.stdout is not None
+        for number in itertools.count():
+            try:
+                header = await process.stdout.readexactly(HEADER.size)
+                answer = ANSWERS.decode(await process.stdout.readexactly(frame_length(header)))
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return number, True
+            except (PeerError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                log.warning("an answer of the %s cannot be read: %s", self._name, error)
+                process.kill()
+                await process.wait()
+                return number, False
+            pending = self._pending.get(answer.number)
+            if pending is None or pending.answered.done():
+                continue
+            if answer.has_begun:
+                pending.has_begun = True
+            else:
+                pending.answered.set_result(answer)
+        raise AssertionError
+
+    def _fail(self, words: str) -> None:
+        for pending in self._pending.values():
+            if not pending.answered.done():
+                pending.answered.set_result(Answer(fault=words, is_ours=True))
+
+    def _count_deaths(self) -> None:
+        for pending in self._pending.values():
+            pending.deaths += pending.has_begun
+            pending.has_begun = False
+            if pending.deaths >= MOST_DEATHS and not pending.answered.done():
+                words = f"The {self._name} process died {pending.deaths} times while it worked on this: see its log."
+                pending.answered.set_result(Answer(fault=words, is_ours=True))
+
+
+def receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
+    """Pass every request to `take`, and end this process at the end of input. Runs in its own thread."""
+    while len(header := inbox.read(HEADER.size)) == HEADER.size:
+        length = frame_length(header)
+        body = inbox.read(length)
+        if len(body) < length:
+            break
+        take(REQUESTS.decode(body))
+    os._exit(0)  # the main thread may be in the middle of a forward or backward pass

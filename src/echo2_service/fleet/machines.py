@@ -1,0 +1,202 @@
+"""A sampling machine as the service sees it: the service's own sampler process, or a worker that joined by ticket.
+
+Gives each sampling call to one of the service's machines, and to another one if that machine is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Protocol
+
+from echo2.core.errors import Echo2Error, InvariantError, PeerError, UserError
+from echo2.core.printable import printable
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.limits import LOGPROB_SLACK
+from echo2_service.backend import Floats, Ints, SampleOutput, SampleSpec
+from echo2_service.calling import AnsweringProcess
+from echo2_service.decide.placing import LOCAL, Placing
+from echo2_service.fleet.payloads import Payloads
+from echo2_service.frames import Answer, CancelCall, Request, SampleCall, encode
+
+
+class MachineLostError(Echo2Error):
+    """The machine is gone or failed at a call, so another machine must take the call."""
+
+
+class SamplingMachine(Protocol):
+    """Samples, several calls concurrently."""
+
+    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """As `Backend.sample`. `number`: unique number of the call.
+
+        Raises:
+            UserError: the tenant's mistake. MachineLostError: not the tenant's mistake.
+            InvariantError: no machine can carry out the call.
+        """
+
+
+class OwnProcess:
+    """The sampler process beside the service, which is restarted whenever it dies."""
+
+    def __init__(self, process: AnsweringProcess) -> None:
+        self._process = process
+
+    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `SamplingMachine.sample`."""
+        answer = await self._process.call(SampleCall(base, "" if snapshot is None else str(snapshot), spec))
+        if answer.sampled is None:
+            raise InvariantError("the sampler answered nothing")
+        return answer.sampled
+
+
+class JoinedMachine:
+    """A connected worker. `outbox`: the next orders on its stream; None ends the stream."""
+
+    def __init__(self, hello: wire.WorkerHello, payloads: Payloads) -> None:
+        self.host, self.device = printable(hello.host), printable(hello.device, 50)
+        self.price_usd_per_hour = hello.price_usd_per_hour
+        self.doing, self.heard_at = "joining", time.monotonic()
+        self.num_sampled = 0
+        self.outbox: asyncio.Queue[wire.Order | None] = asyncio.Queue()
+        self._payloads = payloads
+        self._asked: dict[int, asyncio.Future[Answer]] = {}
+        self._is_lost = False
+
+    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `SamplingMachine.sample`."""
+        try:
+            base_id, adapter_id = await self._payloads.store(base, snapshot)
+        except Echo2Error as error:  # also a full disk: the service's own process needs no payload
+            raise MachineLostError(f"nothing can be sent to it: {error}") from error
+        if self._is_lost:
+            raise MachineLostError("it left")
+        asked = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._tell(Request(number, SampleCall(base_id, adapter_id, spec)))
+        try:
+            answer = await asked
+        except asyncio.CancelledError:
+            self._tell(Request(number, CancelCall(number)))
+            raise
+        finally:
+            del self._asked[number]
+        if answer.fault:
+            raise (MachineLostError if answer.is_ours else UserError)(answer.fault)
+        self.num_sampled += spec.num_samples
+        return checked(spec, answer.sampled)
+
+    def answered(self, answer: Answer) -> None:
+        """Take the machine's answer to a call. An answer that is no longer awaited is ignored."""
+        asked = self._asked.get(answer.number)
+        if asked is not None and not asked.done() and not answer.has_begun:
+            asked.set_result(answer)
+
+    def lose(self) -> None:
+        """Give up on the machine: end its stream, and fail its calls so that other machines take them."""
+        self._is_lost = True
+        self.outbox.put_nowait(None)
+        for asked in self._asked.values():
+            if not asked.done():
+                asked.set_exception(MachineLostError("it left"))
+
+    def _tell(self, request: Request) -> None:
+        self.outbox.put_nowait(wire.Order(sample=encode(request)))
+
+
+def checked(spec: SampleSpec, output: SampleOutput | None) -> SampleOutput:
+    """Return a machine's answer, if it is a valid answer to this call.
+
+    Raises:
+        PeerError: "malformed".
+    """
+    if output is None or len(output.sequences) != spec.num_samples:
+        raise PeerError("malformed", f"not the {spec.num_samples} samples that were asked for")
+    for sequence in output.sequences:
+        tokens, width = sequence.tokens, spec.top_sample_logprobs
+        _check_pair(tokens, sequence.logprobs, len(tokens), 1)
+        if len(tokens) > spec.max_tokens or min(tokens, default=0) < 0:
+            raise PeerError("malformed", f"{len(tokens)} tokens, or one below 0")
+        if not all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for logprob in sequence.logprobs):
+            raise PeerError("malformed", "a logprob that is not finite, or above 0")
+        _check_pair(sequence.top_tokens, sequence.top_logprobs, len(tokens), width)
+    length = len(spec.prompt)
+    _check_pair(output.top_prompt_tokens, output.top_prompt_logprobs, length, spec.top_prompt_logprobs)
+    _check_pair(output.alternative_tokens, output.alternative_logprobs, length - 1, spec.num_alternatives)
+    for floats, expected in (
+        (output.prompt_logprobs, length if spec.wants_scores else 0),
+        (output.target_logprobs, len(spec.target_places)),
+        (output.alternative_logprobs, (length - 1) * spec.num_alternatives),
+    ):
+        if floats.typecode != "f" or len(floats) != expected:
+            raise PeerError("malformed", f"{len(floats)} logprobs where there should be {expected}")
+    return output
+
+
+def _check_pair(tokens: Ints, logprobs: Floats, rows: int, width_max: int) -> None:
+    """Check that all rows have equally many tokens and logprobs; fewer than requested if the vocabulary is small."""
+    is_whole = len(tokens) == len(logprobs) and len(tokens) <= rows * width_max and len(tokens) % max(1, rows) == 0
+    if (tokens.typecode, logprobs.typecode) != ("i", "f") or not is_whole:
+        raise PeerError("malformed", f"{len(tokens)} tokens and {len(logprobs)} logprobs in {rows} rows")
+
+
+log = logging.getLogger(__name__)
+
+
+class Samplers:
+    """The machines that sample for a service. For one event loop."""
+
+    def __init__(self, own: SamplingMachine) -> None:
+        self._placing = Placing()
+        self._machines: dict[str, SamplingMachine] = {LOCAL: own}
+        self._numbers = itertools.count(1)
+        self._turns: dict[int, asyncio.Future[SamplingMachine]] = {}
+
+    def joined(self, name: str, slots: int, machine: SamplingMachine) -> None:
+        """Add a machine of the fleet."""
+        self._machines[name] = machine
+        self._placing.joined(name, slots)
+        self._place()
+
+    def left(self, name: str) -> None:
+        """Remove a machine. Its calls end with `MachineLostError`, and other machines take them."""
+        del self._machines[name]
+        self._placing.left(name)
+
+    async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """See `Backend.sample`."""
+        number = next(self._numbers)
+        self._placing.arrive(number, spec.owner, str(snapshot or base), spec.num_samples)
+        try:
+            while True:
+                turn: asyncio.Future[SamplingMachine] = asyncio.get_running_loop().create_future()
+                self._turns[number] = turn
+                self._place()
+                machine = await turn
+                try:
+                    return await machine.sample(number, base, snapshot, spec)
+                except (MachineLostError, PeerError) as error:
+                    log.info("call %d goes to another machine: %s", number, error)
+                    self._placing.came_back(number)
+        finally:
+            del self._turns[number]
+            self._placing.ended(number)
+            self._place()
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of calls that no machine has room for."""
+        return self._placing.num_waiting
+
+    def under_way(self) -> dict[str, int]:
+        """Return the number of sequences in progress, by machine."""
+        return self._placing.under_way()
+
+    def _place(self) -> None:
+        for number, name in self._placing.place():
+            turn = self._turns[number]
+            if not turn.done():  # else the caller was cancelled, and its call is about to end
+                turn.set_result(self._machines[name])

@@ -1,0 +1,262 @@
+"""The JSON bodies of clients, typed. Unknown fields are ignored: each release of an SDK adds some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeAlias, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from echo2.core.errors import PeerError, UserError
+from echo2_service import limits
+from echo2_service.decide.order import NUMBER_MAX
+
+#: Whole numbers that fit a 64-bit database column, and those that fit an int32 array. An SDK numbers the clones of a
+#: sampling client up to 10^18.
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=NUMBER_MAX)]
+Token: TypeAlias = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+#: An id made by the service or a path that contains one; and a name chosen by a user, which becomes part of a path.
+Id: TypeAlias = Annotated[str, Meta(max_length=512)]
+Name: TypeAlias = Annotated[str, Meta(pattern=r"^(?!\.+$)[A-Za-z0-9._-]{1,128}$")]
+#: Free-form data of users, which is stored and returned.
+Labels: TypeAlias = dict[str, Any]
+
+T = TypeVar("T", bound=Struct)
+
+
+class LabelledBody(Struct):
+    """A body with a client's own data.
+
+    Raises:
+        ValueError: the data are too large.
+    """
+
+    user_metadata: Labels | None = None
+
+    def __post_init__(self) -> None:
+        if self.user_metadata and (size := len(msgspec.json.encode(self.user_metadata))) > limits.LABELS_BYTES_MAX:
+            raise ValueError(f"user_metadata has {size} bytes as JSON; {limits.LABELS_BYTES_MAX} are taken")
+
+
+class SessionBody(LabelledBody):
+    """`create_session`."""
+
+    tags: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=64)] = []
+    sdk_version: Annotated[str, Meta(max_length=64)] = ""
+
+
+class SessionIdBody(Struct):
+    """`session_heartbeat`."""
+
+    session_id: Id
+
+
+class LoraBody(Struct):
+    """Settings of an adapter."""
+
+    rank: Annotated[int, Meta(ge=1, le=limits.RANK_MAX)] = 32
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class ModelBody(LabelledBody, kw_only=True):
+    """`create_model`."""
+
+    session_id: Id
+    model_seq_id: Count
+    base_model: Id
+    lora_config: LoraBody | None = None
+
+
+class ModelIdBody(Struct):
+    """`get_info`, `unload_model`."""
+
+    model_id: Id
+
+
+class TensorBody(Struct):
+    """A tensor as JSON, dense or sparse with compressed rows (CSR)."""
+
+    data: list[float]
+    dtype: str = "float32"
+    shape: list[Count] | None = None
+    sparse_crow_indices: list[Count] | None = None
+    sparse_col_indices: list[Count] | None = None
+
+
+class ChunkBody(Struct):
+    """A part of a prompt; only text is accepted."""
+
+    tokens: list[Token] | None = None
+    type: str = "encoded_text"
+
+
+class PromptBody(Struct):
+    """A prompt in parts."""
+
+    chunks: list[ChunkBody]
+
+
+class DatumBody(Struct):
+    """One training datum."""
+
+    model_input: PromptBody
+    loss_fn_inputs: dict[str, TensorBody]
+
+
+class LossBody(Struct):
+    """Data and their loss."""
+
+    data: list[DatumBody]
+    loss_fn: Annotated[str, Meta(max_length=64)]
+    loss_fn_config: dict[str, float | str] | None = None
+
+
+class TrainBody(Struct):
+    """`forward_backward` and `forward` of the SDKs that send JSON."""
+
+    model_id: Id
+    seq_id: Count | None = None
+    forward_backward_input: LossBody | None = None
+    forward_input: LossBody | None = None
+
+
+class AdamBody(Struct):
+    """AdamW's settings."""
+
+    learning_rate: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    grad_clip_norm: float = 0.0
+
+
+class OptimBody(Struct):
+    """`optim_step`."""
+
+    model_id: Id
+    adam_params: AdamBody
+    seq_id: Count | None = None
+
+
+class SaveBody(LabelledBody, kw_only=True):
+    """`save_weights` and `save_weights_for_sampler`. Without `path` the latter makes a sampler."""
+
+    model_id: Id
+    path: Name | None = None
+    seq_id: Count | None = None
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+    overwrite: bool = False
+    sampling_session_seq_id: Count | None = None
+    kind: str = "snapshot"
+
+
+class LoadBody(LabelledBody, kw_only=True):
+    """`load_weights`, into a model or, with `session_id`, into a new one."""
+
+    path: Id
+    optimizer: bool = False
+    model_id: Id | None = None
+    seq_id: Count | None = None
+    session_id: Id | None = None
+    model_seq_id: Count | None = None
+
+
+class SamplerBody(Struct):
+    """`create_sampling_session`."""
+
+    session_id: Id
+    sampling_session_seq_id: Count
+    base_model: Id | None = None
+    model_path: Id | None = None
+
+
+class SamplingBody(Struct):
+    """Sampling parameters. `stop`: null stops at the model's own end tokens, an empty list never."""
+
+    max_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, lt=2**31)] = -1
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
+
+
+class SampleBody(Struct):
+    """`asample`."""
+
+    prompt: PromptBody
+    sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
+    num_samples: Annotated[int, Meta(ge=1, le=limits.SAMPLES_MAX)] = 1
+    sampling_session_id: Id | None = None
+    seq_id: Count | None = None
+    base_model: Id | None = None
+    model_path: Id | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Meta(ge=0, le=64)] = 0
+    topk_sample_logprobs: Annotated[int, Meta(ge=0, le=64)] = 0
+    prompt_logprobs_last_n: Count | None = None
+    prompt_alt_tokens_k: Annotated[int, Meta(ge=0, le=64)] = 0
+    target_prompt_logprobs: TensorBody | None = None
+
+
+class CopyBody(Struct):
+    """`copy_weights`. There are no projects here: a project in the body is ignored, and the copy is the caller's."""
+
+    source_path: Id
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+
+
+class AdapterBody(Struct):
+    """`adapters`: the base model of a client's own adapter, and the name to give it."""
+
+    base_model: Id
+    name: Name
+
+
+class FutureBody(Struct):
+    """`retrieve_future`, `cancel_future`."""
+
+    request_id: Id
+    allow_metadata_only: bool = False
+
+
+class TtlBody(Struct):
+    """The time for which a checkpoint is kept; null: forever."""
+
+    ttl_seconds: Annotated[int, Meta(ge=1, le=10**9)] | None = None
+
+
+def parse(kind: type[T], body: bytes) -> T:
+    """Decode a body.
+
+    Raises:
+        PeerError: the body is not JSON of that type.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise PeerError("malformed", str(error) or type(error).__name__) from error
+
+
+def prompt_tokens(prompt: PromptBody) -> Sequence[int]:
+    """Return the tokens of all parts.
+
+    Raises:
+        UserError: a part is not text.
+    """
+    tokens: list[int] = []
+    for chunk in prompt.chunks:
+        if chunk.tokens is None:
+            raise not_text(chunk.type)
+        tokens += chunk.tokens
+    return tokens
+
+
+def not_text(kind: str) -> UserError:
+    """Return the error for a part of this type in a prompt or datum."""
+    return UserError(f"The input has a part of type {kind!r}. Only 'encoded_text' is taken here: send tokens alone.")

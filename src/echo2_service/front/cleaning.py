@@ -1,0 +1,176 @@
+"""Removes what nobody needs any more: sessions, models, checkpoints, answers, and the directories of all these.
+
+A model leaves the disk when its session is finished, or a day after the session fell silent; saved checkpoints stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from echo2.core.background import spawn
+from echo2_service.front.database import OPEN, UNREACHED, checkpoints, models, requests, sessions
+from echo2_service.front.dispatch import Dispatcher
+from echo2_service.front.storage import TENANT_PREFIX, sampler_directories
+from echo2_service.front.work import Work
+
+log = logging.getLogger(__name__)
+
+#: Seconds of silence until a session is ended; seconds for which the rest of it and answers are kept, and answers of a
+#: tenant without room for them.
+SILENCE_SECONDS = 1800.0
+KEPT_SECONDS = 86400.0
+ANSWER_SECONDS_MIN = 600.0
+#: `seen` of a session: its client is done with it; its models' directories are gone.
+DONE, TIDIED = 0.0, -1.0
+#: Subdirectory for tenants' own adapters during their import.
+ARRIVING = "arriving"
+#: Rows that are looked at in one cleanup.
+ROWS = 1000
+ANYBODY = Path()
+
+
+class Cleaning:
+    """Cleans up, one thing after the other. For one event loop."""
+
+    def __init__(self, work: Work, dispatcher: Dispatcher, ticks: Callable[[], float]) -> None:
+        """`ticks`: seconds that never step."""
+        self._database, self._backend, self._storage = work.database, work.backend, work.storage
+        self._dispatcher, self._ticks = dispatcher, ticks
+        self._heard: dict[str, float] = {}  # when the clients of live sessions were last heard, in ticks
+        self._unnamed_since: dict[Path, int] = {}  # the newest request at that time
+        self._cleaning, self._deleting = asyncio.Lock(), set[str]()
+
+    async def sweep(self, now: float) -> None:
+        """Clean up everything. A part that fails is logged, and the others are done."""
+        async with self._cleaning:
+            for part in (
+                self._end_silent,
+                self._tidy,
+                self._delete_rows,
+                self._delete_answers,
+                self._remove_leftovers,
+                self._measure,
+            ):
+                try:
+                    await part(now)
+                except UNREACHED as error:
+                    log.warning("the database can't be reached, cleaning up later: %s", error)
+                except Exception:
+                    log.exception("cleaning up later what %s does", part.__name__)
+
+    def heard(self, session: str) -> None:
+        """The client of a session is there."""
+        self._heard[session] = self._ticks()
+
+    async def tidy(self, tenant: str, now: float) -> None:
+        """Remove what a tenant has just given up, and measure what is left. Models go a little later."""
+        async with self._cleaning:
+            await self._tidy(now)
+            await self._remove_leftovers()
+            await self._storage.measure(tenant)
+
+    async def _end_silent(self, now: float) -> None:
+        self._dispatcher.expire()
+        live = [row.id for row in self._database.select(sessions, columns=["id"], finished=None)]
+        ticks = self._ticks()
+        self._heard = {session: self._heard.get(session, ticks) for session in live}  # not while this process was away
+        for session in [session for session, heard in self._heard.items() if heard <= ticks - SILENCE_SECONDS]:
+            self._dispatcher.end_session(session, f"Nothing was heard of the session for {SILENCE_SECONDS:g} seconds.")
+
+    async def _tidy(self, now: float) -> None:
+        """Delete the models of sessions that are done, once no request of theirs is open."""
+        find = self._database.older
+        done = find(sessions, "finished", math.inf, ROWS, columns=["id"], seen=DONE)
+        ended = find(sessions, "finished", now - KEPT_SECONDS, ROWS, columns=["id", "seen"])
+        for session in {row.id for row in done} | {row.id for row in ended if row.seen != TIDIED}:
+            is_open = self._database.find(requests, columns=["id"], session=session, state=OPEN) is not None
+            if not is_open and session not in self._deleting:
+                self._deleting.add(session)
+                spawn(self._delete_models(session), partial(self._not_deleted, session))
+
+    async def _delete_models(self, session: str) -> None:
+        for row in self._database.select(models, columns=["id"], session=session):
+            await self._backend.delete(row.id)  # after the calls that the back end has, which may take a while
+            self._dispatcher.forget(row.id)
+        self._database.update(sessions, {"id": session}, seen=TIDIED)
+        self._deleting.discard(session)
+
+    def _not_deleted(self, session: str, error: Exception) -> None:
+        log.warning("the models of the session %s are deleted later: %s", session, error)
+        self._deleting.discard(session)
+
+    async def _delete_rows(self, now: float) -> None:
+        for row in self._database.older(sessions, "finished", now - KEPT_SECONDS, ROWS, columns=["id"], seen=TIDIED):
+            self._database.delete_session(row.id)
+        for row in self._database.older(checkpoints, "expires", now, columns=["id"]):
+            self._database.delete(checkpoints, id=row.id)
+        self._database.delete_orphans()
+
+    async def _delete_answers(self, now: float) -> None:
+        kept: list[tuple[float, dict[str, Any]]] = [(KEPT_SECONDS, {})]
+        kept += [(ANSWER_SECONDS_MIN, {"tenant": tenant}) for tenant in self._storage.answers_exceed()]
+        for seconds, where in kept:
+            gone = self._database.older(requests, "ended", now - seconds, ROWS, columns=["id"], **where)
+            self._database.delete(requests, id=tuple(row.id for row in gone))
+            if gone:
+                self._storage.count_requests()
+
+    async def _measure(self, now: float) -> None:
+        await self._storage.measure_all()
+
+    async def _remove_leftovers(self, _: float = 0.0) -> None:
+        """Remove entries that no checkpoint, no sampler of a live session and no open save refers to.
+
+        A request that was open before an entry became unreferenced may still read it, so the entry is kept until that
+        request has ended: one of its tenant, or anybody's that loads a published checkpoint.
+        """
+        named, since = self._named(), self._unnamed_since
+        unnamed = [path for path in self._entries() if path.name.lstrip(".").split(".")[0] not in named]
+        newest = self._database.select(requests, "-arrival", 1, columns=["arrival"])
+        latest = newest[0].arrival if newest else 0
+        self._unnamed_since = {path: since.get(path, latest) for path in unnamed}
+        may_read = self._oldest_readers() if unnamed else {}
+        gone = [path for path, at in self._unnamed_since.items() if at < may_read.get(path.parent, may_read[ANYBODY])]
+        await asyncio.to_thread(_remove, gone)
+
+    def _entries(self) -> Iterator[Path]:
+        """Yield the entries of tenants' directories; also those that an earlier version left beside these."""
+        for path in self._storage.folder.iterdir():
+            if path.name.startswith(TENANT_PREFIX):
+                yield from path.iterdir()
+            elif path.name != ARRIVING:
+                yield path
+
+    def _named(self) -> set[str]:
+        """Return the first parts of the names of entries that are in use: `NAME/`, `.NAME.partial`."""
+        find = self._database.select
+        saves = find(requests, columns=["id"], kind=("save_weights", "save_weights_for_sampler"), state=OPEN)
+        saved = {row.directory for row in find(checkpoints, columns=["directory"])}
+        return {Path(path).name for path in saved | sampler_directories(self._database)} | {row.id for row in saves}
+
+    def _oldest_readers(self) -> dict[Path, float]:
+        """Return the arrival of the oldest open request that may read a directory: by tenant's directory, where
+        requests of that tenant are open; of those that an earlier version left; and `ANYBODY`, of all the others.
+        """
+        oldest = self._database.earliest(requests, "arrival", ("tenant", "kind"), state=OPEN)
+        found = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
+        found[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
+        for row in oldest:
+            directory = self._storage.directory(row.tenant)
+            found[directory] = min(found.get(directory, found[ANYBODY]), row.earliest)
+        return found
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,423 @@
+"""Requests from acknowledgement to answer: stores them, orders them, carries them out, and waits for their end.
+
+A request is `held` while an earlier one is missing, `queued` once its turn is fixed, then `done` or `failed`. Requests
+that are open when the process dies are resumed by the next process, in the same order and under the same numbers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from echo2.core.background import spawn
+from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2_service import limits
+from echo2_service.decide.order import ModelOrder, Released, Turns
+from echo2_service.front.access import Caller
+from echo2_service.front.bills import Bills
+from echo2_service.front.data import TrainWork
+from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
+from echo2_service.front.storage import ROW_BYTES
+from echo2_service.front.traffic import for_tenants
+from echo2_service.front.training_data import WITH_DATA, TrainingData
+from echo2_service.front.work import Work
+
+log = logging.getLogger(__name__)
+
+#: What is read of a request that is carried out with data that were read before, and of one that is stopped.
+CARRIED = ("id", "tenant", "session", "target", "kind", "number", "operation", "state", "error", "body_bytes")
+STOPPED = ("id", "tenant", "state", "kind", "target", "body_bytes")
+FAILED = "The service failed at it; its log says more."
+#: Pause before the database is tried again.
+AGAIN_SECONDS = 1.0
+
+Used = TypeVar("Used")
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The queued requests of one model, as long as it has any. `changed`: one came, or one ended."""
+
+    waiting: deque[str] = field(default_factory=deque)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Dispatcher:
+    """Takes each acknowledged request to its answer. For one event loop."""
+
+    def __init__(
+        self,
+        database: Database,
+        work: Work,
+        bills: Bills,
+        clock: Callable[[], float],
+        ticks: Callable[[], float],
+    ) -> None:
+        """`clock`: seconds since 1970; `ticks`: seconds that never step, by which requests wait for others."""
+        self._database, self._work, self._bills, self._clock, self._ticks = database, work, bills, clock, ticks
+        self._orders: dict[str, ModelOrder] = {}
+        self._lanes: dict[str, _Lane] = {}
+        self._samples: dict[str, deque[str]] = {}
+        self._turns = Turns()
+        self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._num_sampling = Counter[str]()
+        self._num_open, self._open_bytes = Counter[str](), Counter[str]()
+        self._data = TrainingData(database)
+        self._ended: dict[str, asyncio.Event] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self) -> None:
+        """Resume the open requests of the previous process."""
+        columns = ["id", "tenant", "kind", "state", "operation", "target", "number", "body_bytes"]
+        rows = self._database.select(requests, order="arrival", columns=columns, state=OPEN)
+        for row in sorted(rows, key=lambda row: (row.state == "held", row.operation or 0)):
+            self._count(row.tenant, 1, row.body_bytes)
+            if row.kind == "sample":
+                self._add_sample(row.tenant, row.id)
+            elif row.state == "queued":
+                self._run_next(row)
+            else:
+                self._arrive(row.id, row.target, row.number)
+        self._start_samples()
+
+    def submit(
+        self,
+        caller: Caller,
+        session: str,
+        target: str,
+        kind: str,
+        number: int | None,
+        digest: str,
+        body: bytes,
+        refusal: str = "",
+        work: TrainWork | None = None,
+    ) -> str:
+        """Store a request and return its id. An identical request gets the same id. A `refusal` is stored in place of
+        the body: the request fails with it in its turn. `work`: training data that were read from the body.
+
+        Raises:
+            PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
+                used up.
+        """
+        again = number is not None and self._database.find(
+            requests, columns=["id"], target=target, number=number, kind=kind, digest=digest
+        )
+        if again:
+            return str(again.id)
+        if kind != "sample" and self._order(target).num_held >= limits.HELD_MAX:
+            raise PeerError(
+                "rate", f"{limits.HELD_MAX} requests of this model wait for an earlier one: send that one first."
+            )
+        self._check_open(caller.tenant, len(body))
+        self._bills.check(caller.tenant)
+        request, body = "req_" + secrets.token_hex(16), b"" if refusal else body
+        with self._database.transaction():
+            self._database.insert(
+                requests,
+                id=request,
+                tenant=caller.tenant,
+                session=session,
+                target=target,
+                kind=kind,
+                number=number,
+                digest=digest,
+                body=body or None,
+                error=refusal or None,
+                state="queued" if kind == "sample" else "held",
+                created=self._clock(),
+            )
+            self._database.when_stored(partial(self._count, caller.tenant, 1, len(body)))
+            if work is not None and body:
+                self._database.when_stored(partial(self._data.add, request, work, len(body)))
+            self._database.when_stored(partial(self._work.storage.stored, caller.tenant, len(body) + ROW_BYTES))
+            if kind != "sample":
+                self._database.update(models, {"id": target}, used=self._clock())
+                self._arrive(request, target, number)
+        if kind == "sample":
+            self._add_sample(caller.tenant, request)
+            self._start_samples()
+        return request
+
+    def _check_open(self, tenant: str, num_bytes: int) -> None:
+        self._work.storage.check_refusals(tenant)
+        if self._num_open[tenant] >= limits.OPEN_MAX:
+            raise PeerError("rate", f"{limits.OPEN_MAX} requests are open; wait for some of them.")
+        if self._open_bytes[tenant] + num_bytes > limits.OPEN_BYTES_MAX:
+            raise PeerError("rate", f"{self._open_bytes[tenant]} bytes of requests are open; wait for some of them.")
+
+    async def wait(self, request: str, tenant: str, seconds: float) -> Row | None:
+        """Return the request once it has ended, or open after `seconds`; None if the tenant has no such request."""
+        row = self.find(request, tenant)
+        if row is None or row.state not in OPEN:
+            return row
+        event = self._ended.setdefault(request, asyncio.Event())
+        try:
+            async with asyncio.timeout(seconds):
+                await event.wait()
+        except TimeoutError:
+            return row
+        return self.find(request, tenant)
+
+    def find(self, request: str, tenant: str) -> Row | None:
+        """Return what a poll tells of a request; None if the tenant has no such request."""
+        columns = ("id", "state", "kind", "target", "error", "category", "answer")  # not the body
+        return self._database.find(requests, columns=columns, id=request, tenant=tenant)
+
+    def why_it_waits(self, request: Row) -> str:
+        """Return, for people, why an open request waits."""
+        missing = self._order(request.target).waits_for(request.id) if request.state == "held" else 0
+        if missing:
+            return f"request {missing} of this model has not come yet"
+        if request.kind == "sample":
+            num_waiting = sum(map(len, self._samples.values()))
+            return f"{len(self._sampling)} samples are under way, {num_waiting} wait for their turn"
+        lane = self._lanes.get(request.target)
+        return f"{len(lane.waiting) if lane else 0} requests of this model wait before the learner"
+
+    def cancel_sample(self, request: str, tenant: str) -> None:
+        """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""
+        row = self._database.find(requests, columns=STOPPED, id=request, tenant=tenant, kind="sample", state=OPEN)
+        if row is not None:
+            self._stop(row, "The client cancelled the sample.")
+
+    def end_session(self, session: str, reason: str, **more: Any) -> None:
+        """Fail the session's open samples and held requests, and unload its models from memory. `more`: what else is
+        stored of the session.
+        """
+        self._database.update(sessions, {"id": session}, finished=self._clock(), **more)
+        for row in self._database.select(requests, columns=STOPPED, session=session, state=OPEN):
+            if row.kind == "sample" or row.state == "held":
+                self._stop(row, reason)
+        for model in self._database.select(models, columns=["id"], session=session):
+            self.forget(model.id)
+            self._spawn(self._work.backend.unload(model.id), partial(log.warning, "a model stays in memory: %s"))
+
+    def forget(self, model: str) -> None:
+        """Forget the order of a model's requests. It is read again if there are others."""
+        self._orders.pop(model, None)
+
+    def expire(self) -> None:
+        """Stop waiting for requests that never arrived."""
+        for model, order in list(self._orders.items()):
+            if not order.num_held:
+                continue
+            try:
+                self._change_order(model, lambda order: order.expire(self._ticks()))
+            except UNREACHED:
+                raise
+            except Exception:  # other models go on
+                log.exception("the requests of the model %s that wait for others", model)
+
+    async def close(self) -> None:
+        """Stop all work; open requests stay stored."""
+        self._turns = Turns()  # no other sample begins
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _order(self, model: str) -> ModelOrder:
+        if model not in self._orders:
+            row = self._database.find(models, columns=["next_number"], id=model)
+            self._orders[model] = ModelOrder(row.next_number if row is not None else 1)
+        return self._orders[model]
+
+    def _arrive(self, request: str, model: str, number: int | None) -> None:
+        self._change_order(model, lambda order: order.arrive(request, number, self._ticks()))
+
+    def _change_order(self, model: str, change: Callable[[ModelOrder], list[Released]]) -> None:
+        """Fix the turn of the requests that this change releases: number those that go to the back end, and fail the
+        others.
+        """
+        order = self._order(model).copy()
+        released = change(order)
+        with self._database.transaction():
+            self._database.when_stored(partial(self._orders.__setitem__, model, order))
+            if released:
+                self._database.update(models, {"id": model}, next_number=order.next_number)
+            for one in released:
+                row = self._database.find(requests, columns=CARRIED, id=one.request)
+                if row is not None and row.state == "held":
+                    self._fix_turn(row, one.missing)
+
+    def _fix_turn(self, row: Row, missing: int) -> None:
+        refusal = f"Request {missing} of this model never came." if missing else row.error or self._refusal(row)
+        if refusal:
+            self._end(row, "failed", error=refusal, category="user")
+            return
+        operation = None
+        if row.kind != "create_model":
+            model = self._database.find(models, id=row.target)
+            if model is None:
+                raise InvariantError(f"{row.id} is of the model {row.target}, which there is not")
+            operation = model.next_operation
+            self._database.update(models, {"id": row.target}, next_operation=operation + 1)
+        self._database.update(requests, {"id": row.id}, state="queued", operation=operation)
+        self._database.when_stored(partial(self._run_next, row))
+
+    def _refusal(self, row: Row) -> str:
+        """Return why a request of a model is refused in its turn. Training data were read when they came."""
+        if row.kind in WITH_DATA:
+            return ""
+        whole = self._database.find(requests, id=row.id)
+        return self._work.refusal(whole) if whole is not None else ""
+
+    def _run_next(self, row: Row) -> None:
+        lane = self._lanes.get(row.target)
+        if lane is None:
+            lane = self._lanes[row.target] = _Lane()
+            self._spawn(self._run_model(row.target, lane), partial(self._lane_failed, row.target, lane))
+        lane.waiting.append(row.id)
+        lane.changed.set()
+
+    async def _run_model(self, model: str, lane: _Lane) -> None:
+        """Call the back end in order, until nothing is left to do. The request that creates the model is awaited; the
+        others overlap.
+        """
+        running = set[asyncio.Task[None]]()
+
+        def ended(task: asyncio.Task[None]) -> None:
+            running.discard(task)
+            lane.changed.set()
+
+        while lane.waiting or running:
+            if not lane.waiting or len(running) >= limits.OPERATIONS_MAX:
+                lane.changed.clear()
+                await lane.changed.wait()
+                continue
+            find = partial(self._database.find, requests, id=lane.waiting[0])
+            row = await self._reached(partial(find, columns=CARRIED))
+            if row is None or row.state != "queued":
+                lane.waiting.popleft()
+                continue
+            work = await self._data.take(row)
+            row = row if work is not None else await self._reached(find)
+            lane.waiting.popleft()
+            if row is None:
+                continue
+            task = self._spawn(self._carry_out(row, work), partial(self._request_failed, row.id))
+            running.add(task)
+            task.add_done_callback(ended)
+            if row.kind == "create_model" or row.operation == 1:
+                await asyncio.wait({task})
+        del self._lanes[model]
+
+    def _lane_failed(self, model: str, lane: _Lane, error: Exception) -> None:
+        """Fail the requests that nobody would carry out any more; others of the model begin anew."""
+        del self._lanes[model]
+        for request in lane.waiting:
+            self._request_failed(request, error)
+
+    def _request_failed(self, request: str, error: Exception) -> None:
+        log.error("request %s failed", request, exc_info=error)
+        row = self._database.find(requests, columns=STOPPED, id=request, state=OPEN)
+        if row is not None:
+            self._end(row, "failed", error=FAILED, category="server")
+
+    def _add_sample(self, tenant: str, request: str) -> None:
+        self._samples.setdefault(tenant, deque()).append(request)
+        self._wait_for_turn(tenant)
+
+    def _wait_for_turn(self, tenant: str) -> None:
+        """Let the tenant's samples wait for a turn, if it has any and does not use all that one tenant may."""
+        most = limits.SAMPLES_AT_ONCE - limits.SAMPLES_FOR_OTHERS
+        if self._samples.get(tenant) and self._num_sampling[tenant] < most:
+            self._turns.wait(tenant)
+        else:
+            self._turns.rest(tenant)
+
+    def _start_samples(self) -> None:
+        while len(self._sampling) < limits.SAMPLES_AT_ONCE and (tenant := self._turns.next()) is not None:
+            waiting = self._samples[tenant]
+            request = waiting.popleft()
+            if not waiting:
+                del self._samples[tenant]
+            self._num_sampling[tenant] += 1
+            self._turns.charge(tenant, 1.0)
+            self._wait_for_turn(tenant)
+            failed = partial(self._request_failed, request)
+            task = self._sampling[request] = self._spawn(self._sample(request), failed)
+            task.add_done_callback(partial(self._sampled, tenant, request))
+
+    async def _sample(self, request: str) -> None:
+        row = await self._reached(partial(self._database.find, requests, id=request))
+        if row is not None and row.state == "queued":
+            await self._carry_out(row)
+
+    def _sampled(self, tenant: str, request: str, _: asyncio.Task[None]) -> None:
+        del self._sampling[request]
+        self._num_sampling[tenant] -= 1
+        if not self._num_sampling[tenant]:
+            del self._num_sampling[tenant]
+        self._wait_for_turn(tenant)
+        self._start_samples()
+
+    def _stop(self, row: Row, reason: str) -> None:
+        self._end(row, "failed", error=reason, category="user")
+        if row.id in self._sampling:
+            self._sampling[row.id].cancel()  # also at the back end
+
+    async def _carry_out(self, row: Row, work: TrainWork | None = None) -> None:
+        try:
+            done = await self._work.carry_out(row, work)
+        except (UserError, PeerError) as error:
+            await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
+        except InvariantError as error:  # of the back end, whose log has more
+            log.error("request %s (%s) failed: %s", row.id, row.kind, error)
+            await self._reached(partial(self._end, row, "failed", error=str(error), category="server"))
+        except Exception:
+            log.exception("request %s (%s) failed", row.id, row.kind)
+            await self._reached(partial(self._end, row, "failed", error=FAILED, category="server"))
+        else:
+            await self._reached(partial(self._end, row, "done", done.num_tokens, answer=done.answer))
+
+    def _end(self, row: Row, state: str, num_tokens: int | None = None, **values: Any) -> None:
+        """Store the outcome of a request, charge these tokens, and wake its waiters. If it had already ended, only wake
+        them.
+        """
+        if "error" in values:
+            values["error"] = for_tenants(values["error"])
+        where = {"id": row.id, "state": OPEN}
+        with self._database.transaction():
+            is_news = self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
+            if is_news and num_tokens is not None:
+                self._bills.charge(row.tenant, row.kind, num_tokens)
+            self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(values.get("answer") or b"")))
+
+    def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
+        self._data.drop(row.id)
+        if is_news:
+            body_bytes = row.body_bytes if "body_bytes" in row._fields else len(row.body or b"")
+            self._count(row.tenant, -1, -body_bytes)
+            self._work.storage.stored(row.tenant, answer_bytes - body_bytes)
+            if row.kind == "forward_backward":
+                self._work.storage.written(row.tenant, body_bytes)  # into the journal of the model
+        event = self._ended.pop(row.id, None)
+        if event is not None:
+            event.set()
+
+    async def _reached(self, use: Callable[[], Used]) -> Used:
+        """Return what `use` of the database gives; try again until the database can be reached."""
+        while True:
+            try:
+                return use()
+            except UNREACHED as error:
+                log.warning("the database can't be reached, trying again: %s", error)
+                await asyncio.sleep(AGAIN_SECONDS)
+
+    def _count(self, tenant: str, change: int, num_bytes: int) -> None:
+        for counter, by in ((self._num_open, change), (self._open_bytes, num_bytes)):
+            counter[tenant] += by
+            if not counter[tenant]:
+                del counter[tenant]
+
+    def _spawn(self, work: Coroutine[Any, Any, None], on_error: Callable[[Exception], object]) -> asyncio.Task[None]:
+        task = spawn(work, on_error)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task

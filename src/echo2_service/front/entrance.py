@@ -1,0 +1,202 @@
+"""Checks every request before its handler: first the key, then the body, which is bounded and must keep coming.
+
+A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again. Errors
+pass `words.for_tenants` here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TypeAlias
+
+import msgspec
+import zstandard
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Send
+from starlette.types import Scope as Asgi
+
+from echo2.core.errors import PeerError, UserError
+from echo2_service import limits
+from echo2_service.front.access import Caller, Doorkeeper
+from echo2_service.front.database import UNREACHED
+from echo2_service.front.traffic import Passage, Traffic, for_tenants
+
+log = logging.getLogger(__name__)
+
+STATUS = {
+    "unauthenticated": 401,
+    "spent": 402,  # the SDKs pause and retry for an hour
+    "scope": 403,
+    "not_found": 404,
+    "gone": 410,
+    "too_large": 413,
+    "rate": 429,
+}
+
+Handler: TypeAlias = Callable[[Caller, Request, bytes], Awaitable[Response]]
+WhenRefused: TypeAlias = Callable[[Caller, Request, bytes, PeerError | UserError], Awaitable[Response | None]]
+Endpoint: TypeAlias = Callable[[Request], Awaitable["Response | Counted"]]
+
+
+def answer(value: object, status: int = 200) -> Response:
+    """Return a JSON response."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+class Counted:
+    """A response whose bytes are under way until they are sent. It is sent piece by piece, because the server buffers
+    a piece of any size at once.
+    """
+
+    def __init__(self, response: Response, passage: Passage) -> None:
+        self._response, self._passage = response, passage
+
+    async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
+        """Send the response."""
+
+        async def paced(message: Message) -> None:
+            body = message.get("body", b"")
+            while len(body) > limits.PROGRESS_BYTES:
+                piece, body = body[: limits.PROGRESS_BYTES], body[limits.PROGRESS_BYTES :]
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await send({**message, "body": body} if "body" in message else message)
+
+        try:
+            await self._response(scope, receive, paced)
+        finally:
+            self._passage.end()
+
+
+class Entrance:
+    """Wraps handlers. `keeper` authenticates the callers; `traffic`: what is under way."""
+
+    def __init__(self, keeper: Doorkeeper) -> None:
+        self._keeper, self.traffic = keeper, Traffic()
+
+    def __call__(
+        self,
+        handler: Handler,
+        scope: str = "",
+        limit: str = "SMALL_BODY_BYTES_MAX",
+        when_refused: WhenRefused | None = None,
+    ) -> Endpoint:
+        """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key. `limit`: the name
+        of the body's limit. `when_refused` gets the beginning of a refused body, and may return another answer.
+        """
+
+        async def endpoint(request: Request) -> Response | Counted:
+            try:
+                caller = self._admitted(request, scope)
+                passage = self.traffic.begin(caller.tenant)
+            except PeerError as error:
+                return refused(error)
+            except UNREACHED as error:
+                return _later(error)
+            body = bytearray()
+            try:
+                response = await self._handle(handler, caller, request, passage, body, getattr(limits, limit))
+                passage.take(len(response.body) if hasattr(response, "body") else 0)
+            except (PeerError, UserError) as error:
+                other = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
+                response = refused(error) if other is None else other
+            except UNREACHED as error:
+                response = _later(error)
+            except ClientDisconnect:
+                response = Response(status_code=400)
+            except BaseException:
+                passage.end()
+                raise
+            return Counted(response, passage)
+
+        return endpoint
+
+    def _admitted(self, request: Request, scope: str) -> Caller:
+        bearer = request.headers.get("authorization", "")
+        text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
+        caller = self._keeper.admit(text)
+        if scope and scope not in caller.scopes:
+            raise PeerError("scope", f"the API key {caller.key} lacks the scope {scope!r}.")
+        return caller
+
+    async def _handle(
+        self,
+        handler: Handler,
+        caller: Caller,
+        request: Request,
+        passage: Passage,
+        body: bytearray,
+        max_bytes: int,
+    ) -> Response:
+        """Read the request into `body`, and handle it."""
+        await _read(request, passage, body, max_bytes)
+        if request.headers.get("content-encoding", "") == "zstd":
+            body[:] = await asyncio.to_thread(unpacked, bytes(body), max_bytes)
+            passage.take(len(body))
+        return await handler(caller, request, bytes(body))
+
+
+def _later(error: Exception) -> Response:
+    """Return the response while the store cannot be reached, or the disk is full. The SDKs try again."""
+    log.warning("a request waits for the database: %s", error)
+    return answer({"detail": "the service cannot store anything at the moment; try again."}, 503)
+
+
+def refused(error: PeerError | UserError) -> Response:
+    """Return the response that tells an error."""
+    if isinstance(error, UserError):
+        return answer({"detail": for_tenants(str(error))}, 400)
+    response = answer({"detail": for_tenants(error.detail)}, STATUS.get(error.reason, 400))
+    if error.reason == "rate":
+        response.headers["Retry-After"] = "1"
+    return response
+
+
+async def _read(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:
+    """Read the body; of one that is announced as too large, only the beginning.
+
+    Raises:
+        PeerError: "too_large"; "slow", it does not keep coming; "rate", too many bytes are under way.
+    """
+    announced, parts = request.headers.get("content-length", "0"), request.stream()
+    is_too_large = not announced.isdecimal() or int(announced) > max_bytes
+    while True:
+        before = len(body)
+        try:
+            async with asyncio.timeout(limits.PROGRESS_SECONDS):
+                while len(body) < before + limits.PROGRESS_BYTES:
+                    part = await anext(parts, None)
+                    if part is None:
+                        return
+                    passage.take(len(part))
+                    body += part
+                    if is_too_large:
+                        raise PeerError(
+                            "too_large", f"the body is announced with {announced[:20]} bytes; {max_bytes} are taken."
+                        )
+                    if len(body) > max_bytes:
+                        raise PeerError("too_large", f"the body is longer than {max_bytes} bytes.")
+        except TimeoutError as error:
+            raise PeerError(
+                "slow",
+                f"the body came too slowly: {len(body) - before} bytes in {limits.PROGRESS_SECONDS:g} seconds, where "
+                f"{limits.PROGRESS_BYTES} are expected, or its end.",
+            ) from error
+
+
+def unpacked(body: bytes, max_bytes: int) -> bytes:
+    """Unpack a zstd body up to `max_bytes`, whatever size the body claims to have.
+
+    Raises:
+        PeerError: the body is not zstd, or unpacks to more.
+    """
+    try:
+        with zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(body) as reader:
+            text = reader.read(max_bytes + 1)
+    except (zstandard.ZstdError, MemoryError) as error:
+        raise PeerError("malformed", f"the body is not zstd: {error}") from error
+    if len(text) > max_bytes:
+        raise PeerError("too_large", f"the body unpacks to more than {max_bytes} bytes.")
+    return text

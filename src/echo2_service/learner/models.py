@@ -1,0 +1,308 @@
+"""Models by id: always on disk, in memory while in use, and bitwise the same after any death of the process.
+
+    root/<model>/spec.json    the spec that the model was created with
+    root/<model>/step_<n>/    the last checkpoint, after operation n
+    root/<model>/journal      the operations since
+
+To load a model into memory, its checkpoint is read and the operations since are carried out again; they give the same
+numbers, because they depend on nothing else (`learner/core/tenants.py`). A model is unloaded when others need the
+memory.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from echo2.config.sections import LoraConfig
+from echo2.core.errors import InvariantError, NoRoomError, UserError
+from echo2.learner.core import checkpoint
+from echo2.learner.core.tenants import Tenants
+from echo2.learner.core.trainer import AdamParams
+from echo2_service import limits
+from echo2_service.backend import ModelSpec, TrainOutput
+from echo2_service.frames import (
+    Answer,
+    CreateModelCall,
+    DeleteCall,
+    ForwardBackwardCall,
+    JournalRecord,
+    LoadStateCall,
+    ModelCall,
+    Operation,
+    OptimStepCall,
+    PublishCall,
+    SaveStateCall,
+    UnloadCall,
+)
+from echo2_service.learner.data import learner_data
+from echo2_service.learner.journal import Journal
+
+#: Seconds of work since the last checkpoint beyond which a new one is written; writing takes 5 to 60 ms (small models).
+REDO_SECONDS = 10.0
+#: Maximum memory of all loaded adapters, with their gradients and moments.
+MEMORY_BYTES = limits.ADAPTER_MEMORY_BYTES
+_MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
+
+#: Yields whenever another model may have a turn.
+Turn = Generator[None, None, Answer]
+
+
+@dataclass(slots=True)
+class _Model:
+    """A model in memory. `redo_seconds`: time to repeat the operations since the last checkpoint. `has_gradients`: it
+    has gradients, which a checkpoint does not hold. `is_busy`: an operation or the loading is in progress.
+    """
+
+    spec: ModelSpec
+    tenants: Tenants
+    journal: Journal
+    directory: Path
+    redo_seconds: float = 0.0
+    has_gradients: bool = False
+    is_busy: bool = False
+
+
+class Models:
+    """All models of a service. For one thread."""
+
+    def __init__(self, bases: Mapping[str, Tenants], root: Path) -> None:
+        self._bases, self._root = bases, root
+        self._in_memory: OrderedDict[str, _Model] = OrderedDict()  # least recently used first
+
+    def owner(self, call: ModelCall) -> str:
+        """Return the owner to whom the call is charged; an unknown model is its own owner."""
+        if isinstance(call, CreateModelCall):
+            return call.spec.owner
+        known = self._in_memory.get(call.model)
+        if known is not None:
+            return known.spec.owner
+        try:
+            return self._spec(call.model).owner
+        except UserError:
+            return call.model
+
+    def carry_out(self, call: ModelCall) -> Turn:
+        """Carry out a call and return its answer.
+
+        Raises:
+            UserError: the tenant's mistake. If an operation itself fails, the fault is recorded and in the answer.
+        """
+        if isinstance(call, CreateModelCall):
+            return self._create(call)
+        if isinstance(call, UnloadCall):
+            self._unload(call.model)
+        elif isinstance(call, DeleteCall):
+            self._forget(call.model)
+            shutil.rmtree(self._directory(call.model), ignore_errors=True)
+        else:
+            return (yield from self._operate(call))
+        return Answer()
+
+    def close(self) -> None:
+        """Drop all models from memory without a checkpoint."""
+        for name in list(self._in_memory):
+            self._forget(name)
+
+    def _create(self, call: CreateModelCall) -> Answer:
+        directory = self._directory(call.model)
+        if (directory / "spec.json").is_file():
+            if self._spec(call.model) != call.spec:
+                raise UserError(f"There is a model {call.model!r} already, created otherwise: use another id.")
+            return Answer()
+        self._add(call.model, call.spec)
+        directory.mkdir(parents=True, exist_ok=True)
+        partial = directory / "spec.partial"
+        partial.write_bytes(msgspec.json.encode(call.spec))
+        partial.replace(directory / "spec.json")
+        return Answer()
+
+    def _operate(self, call: Operation) -> Turn:
+        model = yield from self._bring(call.model)
+        answered = model.journal.answer(call.operation)
+        if answered is not None:
+            return answered
+        model.is_busy = True
+        try:
+            answer = yield from self._record(model, call)
+        except Exception:
+            self._forget(call.model)  # its state is unknown; the next operation restores it from disk
+            raise
+        model.is_busy = False
+        return answer
+
+    def _record(self, model: _Model, call: Operation) -> Turn:
+        """Carry out an operation, and record it in the journal."""
+        is_redone = isinstance(call, OptimStepCall)  # also if it fails: it has cleared the gradients
+        try:
+            if isinstance(call, ForwardBackwardCall) and not call.forward_only:
+                self._check_journal(call.model, model)
+            answer = yield from self._apply(model, call)
+            is_redone |= isinstance(call, ForwardBackwardCall) and not call.forward_only
+        except NoRoomError:
+            raise
+        except UserError as error:
+            answer = Answer(fault=str(error))
+        if isinstance(call, LoadStateCall) and not answer.fault:
+            self._save(call.model, model, call.operation)  # the source may be gone at the next restore
+        redo = call if is_redone and isinstance(call, ForwardBackwardCall | OptimStepCall) else None
+        model.journal.append(JournalRecord(call.operation, redo, answer))
+        if model.redo_seconds > REDO_SECONDS:
+            self._checkpoint(call.model, model)
+        return answer
+
+    def _apply(self, model: _Model, call: Operation) -> Turn:
+        tenants, name = model.tenants, call.model
+        if isinstance(call, ForwardBackwardCall):
+            return (yield from self._forward_backward(model, call))
+        if isinstance(call, OptimStepCall):
+            started, model.has_gradients = time.perf_counter(), False
+            adam = call.adam
+            betas = (adam.beta1, adam.beta2)
+            done = tenants.optim_step(name, AdamParams(adam.lr, betas, adam.eps, adam.weight_decay, adam.grad_clip))
+            model.redo_seconds += time.perf_counter() - started
+            return Answer(metrics={"grad_norm": done.grad_norm})
+        if isinstance(call, SaveStateCall):
+            tenants.save(name, Path(call.directory), {})
+        elif isinstance(call, PublishCall):
+            tenants.publish(name, Path(call.directory))
+        else:
+            tenants.load(name, Path(call.directory), call.with_optimizer)
+            model.has_gradients = False
+        return Answer()
+
+    def _forward_backward(self, model: _Model, call: ForwardBackwardCall) -> Turn:
+        data = learner_data(call.data, call.loss)
+        logprobs: list[array[float]] = []
+        total = 0.0
+        passes = model.tenants.passes(data.rows)
+        kept = model.tenants.gradients(call.model)
+        try:
+            for part in passes:
+                started = time.perf_counter()
+                done = model.tenants.forward_backward(
+                    call.model, part, call.loss, call.params, adds_gradients=not call.forward_only
+                )
+                logprobs, total = logprobs + done.logprobs, total + done.total
+                if not call.forward_only:
+                    model.redo_seconds += time.perf_counter() - started
+                    model.has_gradients = True
+                yield
+        except BaseException:
+            model.tenants.set_gradients(call.model, kept)
+            raise
+        return Answer(trained=TrainOutput(data.by_client(logprobs), {"loss:sum": total}))
+
+    def _bring(self, name: str) -> Generator[None, None, _Model]:
+        """Return the model, loading it into memory if necessary."""
+        model = self._in_memory.get(name)
+        if model is not None:
+            self._in_memory.move_to_end(name)
+            return model
+        model = self._add(name, self._spec(name))
+        model.is_busy = True
+        try:
+            yield from self._restore(name, model)
+        except BaseException:
+            self._forget(name)
+            raise
+        model.is_busy = False
+        return model
+
+    def _restore(self, name: str, model: _Model) -> Generator[None, None, None]:
+        state, after = checkpoint.latest(model.directory), 0
+        if state is not None:
+            after = int(str(model.tenants.load(name, state, with_optimizer=True)["operation"]))
+        for record in model.journal.take_to_redo(after):
+            assert record.call is not None
+            fault = ""
+            try:
+                yield from self._apply(model, record.call)
+            except UserError as error:
+                fault = str(error)
+            if fault != record.answer.fault:
+                raise InvariantError(f"{name}: operation {record.operation} went otherwise when done again: {fault}")
+
+    def _add(self, name: str, spec: ModelSpec) -> _Model:
+        tenants = self._bases.get(spec.base)
+        if tenants is None:
+            raise UserError(f"There is no base model {spec.base!r}; there are {', '.join(self._bases)}.")
+        directory = self._directory(name)
+        tenants.add(name, LoraConfig(spec.rank, spec.alpha, list(spec.targets)), spec.seed)
+        if (size := tenants.num_bytes(name)) > limits.ADAPTER_MEMORY_BYTES:
+            tenants.remove(name)
+            raise UserError(
+                f"An adapter of rank {spec.rank} takes {size} bytes with gradients and moments; "
+                f"{limits.ADAPTER_MEMORY_BYTES} are allowed. Lower the rank, or train fewer layers."
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            journal = Journal(directory / "journal")
+        except Exception:
+            tenants.remove(name)
+            raise
+        model = _Model(spec, tenants, journal, directory)
+        self._in_memory[name] = model
+        self._make_room(name)
+        return model
+
+    def _make_room(self, name: str) -> None:
+        """Unload the least recently used models until there is room for this one."""
+        sizes = {each: model.tenants.num_bytes(each) for each, model in self._in_memory.items()}
+        excess = sum(sizes.values()) - MEMORY_BYTES
+        for other in [each for each, model in self._in_memory.items() if each != name and not model.is_busy]:
+            if excess <= 0:
+                break
+            excess -= sizes[other]
+            self._unload(other)
+
+    def _check_journal(self, name: str, model: _Model) -> None:
+        if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
+            self._checkpoint(name, model)
+        if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
+            raise UserError(
+                f"The data since the last optim_step have {model.journal.num_bytes} bytes; {limits.JOURNAL_BYTES_MAX} "
+                "are kept. Call optim_step before more data."
+            )
+
+    def _checkpoint(self, name: str, model: _Model) -> None:
+        if not model.has_gradients:
+            self._save(name, model, model.journal.last_operation)
+            model.journal.cover()
+            checkpoint.prune(model.directory, keep=1)
+
+    def _save(self, name: str, model: _Model, operation: int) -> None:
+        model.tenants.save(name, checkpoint.step_directory(model.directory, operation), {"operation": operation})
+        model.redo_seconds = 0.0
+
+    def _unload(self, name: str) -> None:
+        model = self._in_memory.get(name)
+        if model is not None:
+            if model.redo_seconds:
+                self._checkpoint(name, model)
+            self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        model = self._in_memory.pop(name, None)
+        if model is not None:
+            model.journal.close()
+            model.tenants.remove(name)
+
+    def _directory(self, name: str) -> Path:
+        if not _MODEL_ID.fullmatch(name):
+            raise UserError(f'{name!r} is not a model id: letters, digits and ":._-", 201 at most.')
+        return self._root / name
+
+    def _spec(self, name: str) -> ModelSpec:
+        try:
+            return msgspec.json.decode((self._directory(name) / "spec.json").read_bytes(), type=ModelSpec)
+        except OSError as error:
+            raise UserError(f"There is no model {name!r}.") from error

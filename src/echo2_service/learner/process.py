@@ -1,0 +1,145 @@
+"""The learner process of a service: reads calls from stdin, writes answers to stdout, and ends with its parent.
+
+Calls of one model are carried out in order of arrival. Between models, the owner who has used least is next
+(`src/echo2_service/decide/order.py`), for one forward and backward pass at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from echo2.config.rundir import claimed
+from echo2.core.errors import Echo2Error, NoRoomError, PeerError, UserError
+from echo2.learner.core.adapters import load_base
+from echo2.learner.core.tenants import Tenants
+from echo2.sandbox import pipes
+from echo2_service.calling import receive
+from echo2_service.decide.order import Turns
+from echo2_service.frames import Answer, CancelCall, ModelCall, Request, SampleCall, frame
+from echo2_service.learner.models import Models, Turn
+
+log = logging.getLogger(__name__)
+
+
+class LearnerSettings(msgspec.Struct, frozen=True):
+    """`bases`: directories of the base models by name. `root`: directory of the models."""
+
+    bases: dict[str, str]
+    root: str
+    device: str = "auto"
+
+
+@dataclass(slots=True)
+class _Queue:
+    """The calls of one model. `turn`: the first call, if it has begun."""
+
+    owner: str
+    calls: deque[tuple[int, ModelCall]] = field(default_factory=deque)
+    turn: Turn | None = None
+
+
+class Desk:
+    """Queues calls, and schedules turns of the models. For one thread."""
+
+    def __init__(self, models: Models, outbox: BinaryIO) -> None:
+        self._models, self._outbox = models, outbox
+        self._turns = Turns()
+        self._queues: dict[str, _Queue] = {}
+        self._of_owner: dict[str, deque[str]] = {}
+
+    def take(self, request: Request) -> None:
+        """Queue a call."""
+        call = request.call
+        if isinstance(call, SampleCall | CancelCall):
+            return  # the learner neither cancels calls nor samples
+        waiting = self._queues.get(call.model)
+        if waiting is None:
+            waiting = self._queues[call.model] = _Queue(self._models.owner(call))
+            self._of_owner.setdefault(waiting.owner, deque()).append(call.model)
+            self._turns.wait(waiting.owner)
+        waiting.calls.append((request.number, call))
+
+    def work(self) -> bool:
+        """Run one turn; return False if there is nothing to do."""
+        owner = self._turns.next()
+        if owner is None:
+            return False
+        models = self._of_owner[owner]
+        name = models[0]
+        models.rotate(-1)
+        started = time.perf_counter()
+        self._step(self._queues[name])
+        self._turns.charge(owner, time.perf_counter() - started)
+        if not self._queues[name].calls:
+            del self._queues[name]
+            models.remove(name)
+            if not models:
+                del self._of_owner[owner]
+                self._turns.rest(owner)
+        return True
+
+    def _step(self, waiting: _Queue) -> None:
+        number, call = waiting.calls[0]
+        try:
+            if waiting.turn is None:
+                self._tell(Answer(number, has_begun=True))
+                waiting.turn = self._models.carry_out(call)
+            next(waiting.turn)
+            return
+        except StopIteration as end:
+            answer: Answer = end.value
+        except UserError as error:
+            answer = Answer(fault=str(error), is_ours=isinstance(error, NoRoomError))
+        except OSError as error:  # most likely a full disk, at each retry
+            log.error("%s of %s: %s", type(call).__name__, call.model, error)
+            answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
+        except Exception as error:  # other tenants' work goes on; this caller gets the error
+            log.exception("%s of %s", type(call).__name__, call.model)
+            answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
+        waiting.turn = None
+        waiting.calls.popleft()
+        self._tell(msgspec.structs.replace(answer, number=number))
+
+    def _tell(self, answer: Answer) -> None:
+        try:
+            data = frame(answer)
+        except PeerError as error:  # too large
+            data = frame(Answer(answer.number, fault=f"The answer cannot be sent: {error.detail}", is_ours=True))
+        self._outbox.write(data)
+        self._outbox.flush()
+
+
+def main(settings_text: str) -> None:
+    """Answer calls until stdin ends."""
+    inbox, outbox = pipes.take()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s learner %(message)s")
+    settings = msgspec.json.decode(settings_text, type=LearnerSettings)
+    with claimed(Path(settings.root), "learner"):  # the previous process may still be ending
+        bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
+        for tenants in bases.values():
+            tenants.warm_up()
+        desk, requests = Desk(Models(bases, Path(settings.root)), outbox), queue.Queue[Request]()
+        threading.Thread(target=receive, args=(inbox, requests.put), daemon=True).start()
+        log.info("ready: %s", ", ".join(bases))
+        while True:
+            if not desk.work():
+                desk.take(requests.get())
+            while not requests.empty():
+                desk.take(requests.get())
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except Echo2Error as error:
+        sys.exit(str(error))

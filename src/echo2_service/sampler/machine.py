@@ -1,0 +1,216 @@
+"""`echo2 worker` with the ticket of a service: samples for the service's tenants on a machine of its owner.
+
+The machine attends like a worker of a run. Calls arrive as orders; answers are sent in batches as they become ready;
+base models and adapters are fetched when a call needs them. If the connection breaks, open calls go to other machines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import Awaitable
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+
+from echo2.core.background import awaited, spawn
+from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.core.types import Snapshot, SnapshotRef
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.grpc_link import Membership
+from echo2.transport.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
+from echo2.worker.attending import attended
+from echo2.worker.process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions, enrolled
+from echo2_service.decide.placing import SLOTS
+from echo2_service.fleet.payloads import LINEAGE, VERSION
+from echo2_service.frames import REQUESTS, Answer, encode
+from echo2_service.sampler.fetching import FetchedWeights
+from echo2_service.sampler.process import SampleDesk
+from echo2_service.sampler.samplers import BaseSampler
+
+log = logging.getLogger(__name__)
+
+#: Seconds after which unsent answers are sent again, if the connection holds.
+AGAIN_SECONDS = 0.2
+ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
+
+
+class SamplerMachine:
+    """One machine of a service's fleet. For one event loop."""
+
+    def __init__(self, member: Membership, directory: Path, options: WorkerOptions, own_base: Snapshot | None) -> None:
+        self._options, self._link = options, member.link()
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        listen, relays = options.listen, options.relays
+        self._weights = FetchedWeights(member, self._link, directory, listen, relays, self._fail, own_base)
+        self._slots = options.slots or SLOTS
+        self._bases: dict[str, asyncio.Task[BaseSampler]] = {}
+        self._desk = SampleDesk(self._sampler, self._tell)
+        self._answers: deque[bytes] = deque()
+        self._sending: asyncio.Task[None] | None = None
+        self._beating: asyncio.Task[None] | None = None
+        self._port = 0
+
+    async def run(self) -> NoReturn:
+        """Sample until the service is unreachable for `patience_seconds`. The end of the stream tells the service that
+        this machine leaves.
+
+        Raises:
+            LinkError: the service was unreachable for so long. PeerError: this machine was refused.
+            UserError: the address can't be listened on, or the disk is full.
+        """
+        self._port = await self._weights.node.start()
+        attending = spawn(self._attend(), self._fail)
+        try:
+            done, _ = await asyncio.wait({attending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
+            done.pop().result()
+            raise InvariantError("a machine attends for ever, or fails")
+        finally:
+            attending.cancel()
+            self._disconnected()
+            for task in self._bases.values():
+                if task.done() and not task.cancelled() and not task.exception():
+                    await task.result().close()
+            await self._weights.close()
+            await self._link.close()
+
+    async def _attend(self) -> None:
+        patience_seconds = self._options.patience_seconds
+        async with aclosing(attended(self._link, self._hello, patience_seconds, self._disconnected)) as orders:
+            async for order in orders:
+                if order.HasField("settings"):
+                    log.info("the service %s has taken this machine in", order.settings.run_id)
+                    self._beating = spawn(self._beat(order.settings.heartbeat_seconds), self._fail)
+                    self._weights.node.connected()
+                elif order.HasField("sample"):
+                    self._take(order.sample)
+                else:
+                    self._weights.node.obey(order)
+
+    def _hello(self) -> wire.WorkerHello:
+        options = self._options
+        return wire.WorkerHello(
+            protocol=PROTOCOL_VERSION,
+            slots=self._slots,
+            price_usd_per_hour=options.price_usd_per_hour,
+            engine="compact",
+            device=options.device,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            listen_port=self._port,
+            advertise=options.advertise,
+        )
+
+    def _take(self, data: bytes) -> None:
+        try:
+            self._desk.take(REQUESTS.decode(data))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise PeerError("malformed", f"a call: {error}") from error
+
+    def _disconnected(self) -> None:
+        """Drop all calls; other machines take them."""
+        if self._beating is not None:
+            self._beating.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+        self._answers.clear()
+        self._desk.drop_all()
+        self._weights.node.disconnected()
+
+    def _fail(self, error: BaseException) -> None:
+        if not self._failed.done():
+            self._failed.set_exception(error)
+
+    async def _beat(self, heartbeat_seconds: float) -> None:
+        node = self._weights.node
+        while True:
+            doing = f"{self._desk.num_under_way} calls" if self._desk.num_under_way else "waits for calls"
+            if node.progress is not None:
+                payload, num_stored, num_bytes = node.progress
+                doing = f"fetches {payload.ref.policy}, {num_stored / max(1, num_bytes):.0%}; {doing}"
+            report = wire.WorkerReport(doing=doing, bytes_received=node.bytes_received, bytes_sent=node.bytes_sent)
+            try:
+                await self._link.call("Report", report, CALL_SECONDS)
+            except (LinkError, PeerError) as error:
+                log.info("heartbeat not taken: %s", error)
+            await asyncio.sleep(heartbeat_seconds)
+
+    # ---- samples -----------------------------------------------------------------------------------------------------
+
+    async def _sampler(self, base: str) -> BaseSampler:
+        """Return the sampler of a base model, which is fetched and loaded once."""
+        loading = self._bases.get(base)
+        if loading is None:
+            loading = self._bases[base] = awaited(self._load(base))
+        try:
+            return await asyncio.shield(loading)
+        except Exception:  # also of memory: the next call loads it again
+            if self._bases.get(base) is loading:
+                del self._bases[base]
+            raise
+
+    async def _load(self, base: str) -> BaseSampler:
+        snapshot = await self._had(self._weights.base(base))
+        make = partial(BaseSampler, snapshot, self._options.device, self._adapter, self._slots)
+        return await asyncio.to_thread(make)
+
+    async def _adapter(self, policy: str) -> Snapshot:
+        return await self._had(self._weights.adapter(SnapshotRef(policy, LINEAGE, VERSION)))
+
+    async def _had(self, fetching: Awaitable[Snapshot]) -> Snapshot:
+        """Await weights; raise LinkError if they can't be fetched, so that another machine takes the call: this is not
+        the tenant's mistake.
+        """
+        try:
+            return await fetching
+        except (PeerError, UserError) as error:
+            raise LinkError(f"weights are not available: {error}") from error
+
+    def _tell(self, answer: Answer) -> None:
+        if answer.has_begun:
+            return
+        data = encode(answer)
+        if len(data) > ANSWER_BYTES_MAX:
+            data = encode(Answer(answer.number, fault=f"an answer of {len(data)} bytes", is_ours=True))
+        self._answers.append(data)
+        if self._sending is None or self._sending.done():
+            self._sending = spawn(self._send(), self._fail)
+
+    async def _send(self) -> None:
+        while self._answers:
+            batch = wire.SampleAnswers()
+            num_bytes = 0
+            while self._answers and (not batch.answers or num_bytes + len(self._answers[0]) <= DELIVER_BYTES):
+                num_bytes += len(self._answers[0])
+                batch.answers.append(self._answers.popleft())
+            try:
+                await self._link.call("AnswerSamples", batch, CALL_SECONDS)
+            except LinkError as error:  # a broken connection also ends the stream of orders, and thereby this task
+                log.info("%d answers not taken: %s", len(batch.answers), error)
+                self._answers.extendleft(reversed(batch.answers))
+                await asyncio.sleep(AGAIN_SECONDS)
+            except PeerError as error:
+                log.warning("%d answers refused: %s", len(batch.answers), error)
+
+
+async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> NoReturn:
+    """Enrol with the ticket and sample.
+
+    Raises:
+        UserError: an option that does not apply to a machine of a service; and as `SamplerMachine.run`.
+    """
+    if options.engine not in ("auto", "compact") or options.allow_environments or options.offer:
+        raise UserError("A service samples with the engine compact, without environments, on machines of its owner.")
+    member, place, own_base = await enrolled(ticket, directory, options)
+    await SamplerMachine(member, place, options, own_base).run()
+
+
+def run_machine(ticket: str, directory: Path | None, options: WorkerOptions) -> NoReturn:
+    """Run the whole process."""
+    asyncio.run(join(ticket, directory, options))

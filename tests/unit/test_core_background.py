@@ -1,0 +1,75 @@
+"""A failure in the background reaches its owner."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+
+import pytest
+
+from echo2.core.background import Background, awaited, spawn
+
+
+def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
+    errors: list[Exception] = []
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("boom")
+
+    async def run() -> None:
+        task = spawn(fail(), errors.append)
+        with pytest.raises(ValueError, match="boom"):
+            await task
+        sleeping = spawn(asyncio.sleep(1000), errors.append)
+        await asyncio.sleep(0)
+        sleeping.cancel()
+        await asyncio.gather(sleeping, return_exceptions=True)
+        assert await spawn(asyncio.sleep(0, "done"), errors.append) == "done"
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert [str(error) for error in errors] == ["boom"]
+
+
+def test_work_that_nobody_refers_to_is_not_collected() -> None:
+    done: list[int] = []
+
+    async def work(event: asyncio.Event) -> None:
+        await event.wait()
+        done.append(1)
+
+    async def run() -> None:
+        event = asyncio.Event()
+        spawn(work(event), lambda _: None)
+        await asyncio.sleep(0)
+        gc.collect()
+        event.set()
+        await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert done == [1]
+
+
+def test_an_owner_hears_of_all_of_its_work_and_ends_it() -> None:
+    errors: list[Exception] = []
+
+    async def fail(number: int) -> None:
+        raise ValueError(str(number))
+
+    async def run() -> None:
+        owner = Background(errors.append)
+        for number in range(3):
+            owner.spawn(fail(number))
+        waiting = owner.spawn(asyncio.Event().wait())
+        assert len(list(owner)) == 4
+        while len(list(owner)) > 1:  # noqa: ASYNC110  # those that fail end by themselves
+            await asyncio.sleep(0)
+        await owner.close()
+        assert not owner
+        assert waiting.cancelled()
+        with pytest.raises(ValueError, match="7"):
+            await awaited(fail(7))
+
+    asyncio.run(run())
+    assert [str(error) for error in errors] == ["0", "1", "2"]

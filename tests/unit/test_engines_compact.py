@@ -1,0 +1,146 @@
+"""The hand-written forward pass is transformers' own, for every family and variant that it accepts; others are
+refused."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+import torch
+
+from echo2.core.errors import UserError
+from echo2.engines import adapter, compact_cache
+from echo2.engines.architecture import read_architecture
+from echo2.engines.compact import build_compact
+from echo2.engines.hf_engine import build_transformers
+from echo2.engines.snapshot_tensors import copy_tensors
+from rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
+
+CPU = torch.device("cpu")
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in FAMILIES),
+    ("qwen3", {"tie_word_embeddings": False, "attention_bias": True}),
+    ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    ("llama", {"rope_parameters": LLAMA3}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
+    ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+]
+
+
+def filled(build: Any, snapshot: Any) -> Any:
+    with torch.inference_mode():
+        model = build(snapshot, CPU)
+        copy_tensors(snapshot, model.places)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["compact", "packed", "in blocks", "transformers"])
+@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+def test_prefill_and_steps_give_the_logprobs_of_transformers(
+    family: str, changes: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts of different lengths, rows repeated, dropped and joined by others on the way, more steps than the cache
+    first has room for."""
+    module = tiny_module(family, **changes)
+    model = filled(build_transformers if kind == "transformers" else build_compact, snapshot_of(module))
+    if kind == "in blocks":
+        monkeypatch.setattr(compact_cache, "SPLIT_ITEMS", 1)
+    if kind == "packed":
+        monkeypatch.setattr(adapter, "PACK_ITEMS", 1)
+        model.pack()
+    generator = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(VOCAB, (length,), generator=generator).tolist() for length in (3, 9, 5)]
+    rows = [list(prompts[i]) for i in (0, 0, 1, 2)]
+    with torch.inference_mode():
+        cache = model.prefill([array("i", prompt) for prompt in prompts])
+        cache = cache.select(torch.tensor([0, 0, 1, 2]))
+        for step in range(40):
+            if step == 20:
+                cache, rows = cache.select(torch.tensor([1, 3])), [rows[1], rows[3]]
+            if step in (25, 30):  # shorter ones, one of them empty; then one that is longer than all
+                others = [[], [4, 5]] if step == 25 else [torch.randint(VOCAB, (44,), generator=generator).tolist()]
+                fresh = model.prefill([array("i", prompt) for prompt in others])
+                assert cache.can_join
+                cache = cache.join(torch.tensor([1]), fresh, torch.arange(len(others)))
+                rows = [rows[1], *others]
+            tokens = torch.randint(VOCAB, (len(rows),), generator=generator)
+            rows = [[*row, int(token)] for row, token in zip(rows, tokens, strict=True)]
+            logits = model.step(cache, tokens)
+            if step in (0, 1, 19, 20, 25, 26, 30, 39):
+                _assert_same(module, rows, logits)
+
+
+def _assert_same(module: Any, rows: list[list[int]], logits: torch.Tensor) -> None:
+    wanted = torch.stack([hf_logits(module, row)[-1] for row in rows]).log_softmax(-1)
+    assert (logits.log_softmax(-1) - wanted).abs().max() < 1e-4
+
+
+def test_weights_that_are_copied_over_packed_ones_are_computed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter, "PACK_ITEMS", 1)
+    model = filled(build_compact, snapshot_of(tiny_module("qwen3")))
+    model.pack()
+    module = tiny_module("qwen3", seed=1)
+    with torch.inference_mode():
+        model.unpack()
+        copy_tensors(snapshot_of(module), model.places)
+        _assert_same(module, [[3, 4, 5]], model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5])))
+
+
+def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None:
+    module = tiny_module("qwen3")
+    half = module.to(torch.bfloat16)
+    snapshot = snapshot_of(module.float())
+    from echo2.core.types import Snapshot, TensorBytes
+
+    tensors = {
+        name: TensorBytes(
+            "BF16", source.shape, half.to(torch.bfloat16).state_dict()[name].view(torch.int16).numpy().tobytes()
+        )
+        for name, source in snapshot.tensors.items()
+    }
+    model = filled(build_compact, Snapshot(snapshot.ref, tensors, snapshot.files))
+    with torch.inference_mode():
+        logits = model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5]))
+    assert logits.dtype is torch.float32
+    wanted = hf_logits(half.to(torch.bfloat16), [3, 4, 5])[-1].float()
+    assert (logits[0].log_softmax(-1) - wanted.log_softmax(-1)).abs().max() < 0.15  # bfloat16 has 8 bits
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model_type": "mamba"}, "mamba"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"sliding_window": 32, "use_sliding_window": True}, "32"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "yarn"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "0.5"),
+    ],
+)
+def test_what_it_does_not_compute_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    config = json.loads(tiny_module("qwen3").config.to_json_string(use_diff=False))
+    with pytest.raises(UserError, match=r"workers.engine = \"transformers\"") as caught:
+        read_architecture(config | changes)
+    assert named in str(caught.value)
+
+
+def test_a_config_without_sizes_is_refused() -> None:
+    with pytest.raises(UserError, match="incomplete"):
+        read_architecture({"model_type": "qwen3"})
+
+
+def test_old_style_rope_keys_mean_the_same() -> None:
+    config = json.loads(tiny_module("llama", rope_parameters=LLAMA3).config.to_json_string(use_diff=False))
+    old = {key: value for key, value in config.items() if key != "rope_parameters"}
+    old |= {"rope_theta": 10000.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}
+    assert read_architecture(old) == read_architecture(config)

@@ -1,0 +1,114 @@
+"""New weights where there is no room for them beside the old ones: copied over these, between two tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import Snapshot, TensorBytes
+from echo2.engines import adapter
+from echo2.engines.compact import build_compact
+from echo2.engines.decode_loop import DecodeLoop
+from echo2.engines.engine import OutOfMemoryError
+from echo2.engines.hf_engine import build_transformers
+from echo2.engines.torch_engine import TorchDecoder
+from rollout_cases import Hooked, load, requests, run, snapshot_of, tiny_module
+
+NORM = "model.norm.weight"
+
+
+def tokens_of(completions: Any) -> list[list[int]]:
+    return [completion.tokens.tolist() for completion in completions]
+
+
+BUILDERS: dict[str, Any] = {"compact": build_compact, "transformers": build_transformers}
+
+
+def cramped(name: str, error: Exception, from_version: int = 1) -> TorchDecoder:
+    """Has no room for a policy of this version or a later one, other than where one is already."""
+
+    def build(snapshot: Snapshot, device: torch.device) -> Any:
+        if snapshot.ref.version >= from_version and device.type != "meta":
+            raise error
+        return BUILDERS[name](snapshot, device)
+
+    return TorchDecoder(build, "cpu")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
+def test_no_room_for_a_first_policy_is_said(error: Exception) -> None:
+    engine = DecodeLoop(cramped("compact", error, from_version=0))
+    with pytest.raises(OutOfMemoryError, match="no room"):
+        load(engine, snapshot_of(tiny_module("qwen3"), 0))
+    assert engine.installed is None
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "attention_bias": True}])
+def test_weights_without_room_beside_the_old_ones_are_copied_over_them_between_two_tokens(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tokens are those of an engine that had room, and what runs is held up for no longer than it says."""
+    monkeypatch.setattr(adapter, "PACK_ITEMS", 1)
+    old, new = (snapshot_of(tiny_module("qwen3", seed=seed, **changes), seed) for seed in (0, 1))
+    asked, found, pauses = requests(0, samples=8, max_tokens=40), [], []
+    for decoder in (cramped(name, MemoryError()), TorchDecoder(BUILDERS[name], "cpu")):
+        decoder.load(old)
+        engine = DecodeLoop(Hooked(decoder, lambda step, to=decoder: step != 6 or pauses.append(to.load(new))))  # type: ignore[misc]
+        found.append(tokens_of(run(engine, asked)))
+        assert engine.installed == new.ref
+    assert found[0] == found[1]
+    assert pauses[0] > 0.0 == pauses[1]
+
+
+def test_swaps_in_place_come_through_while_tokens_are_sampled() -> None:
+    decoder = cramped("compact", MemoryError())
+    engine = DecodeLoop(decoder)
+    load(engine, snapshot_of(tiny_module("qwen3"), 0))
+
+    async def swap_often() -> Any:
+        futures = [engine.submit(one) for one in requests(0, samples=8, max_tokens=58)]
+        pauses = [await engine.update_weights(snapshot_of(tiny_module("qwen3", seed=seed), seed)) for seed in (1, 2, 3)]
+        return pauses, await asyncio.gather(*futures)
+
+    pauses, found = asyncio.run(swap_often())
+    assert all(pause > 0.0 for pause in pauses)
+    for completion in found:
+        versions = [version for _, version in completion.version_spans]
+        assert versions == sorted(set(versions))
+    assert engine.installed is not None
+    assert engine.installed.version == 3
+
+
+class TornBytes(TensorBytes):
+    """Can be read as often as `reads` says."""
+
+    reads = 1
+
+    def read(self, start: int, stop: int) -> memoryview:
+        type(self).reads -= 1
+        if self.reads < 0:
+            raise PeerError("missing", "the disk is gone")
+        return super().read(start, stop)
+
+
+def test_a_copy_that_breaks_off_leaves_no_weights_until_others_come() -> None:
+    decoder = cramped("compact", MemoryError())
+    engine = DecodeLoop(decoder)
+    old, new, newer = (snapshot_of(tiny_module("qwen3", seed=seed), seed) for seed in (0, 1, 0))
+    load(engine, old)
+    before = run(engine, requests(0))
+    last = new.tensors[NORM]
+    torn = replace(new, tensors={**new.tensors, NORM: TornBytes(last.dtype, last.shape, last.data)})
+    with pytest.raises(PeerError, match="disk is gone"):
+        load(engine, torn)
+    assert engine.installed is None
+    with pytest.raises(UserError, match="no weights"):
+        run(engine, requests(0))
+    load(engine, newer)
+    assert tokens_of(run(engine, requests(0))) == tokens_of(before)

@@ -1,0 +1,146 @@
+"""The forecast against the simulator, which runs the real control code, and against the fluid formulas."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.core.errors import UserError
+from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide.forecast import WorkerPace, forecast, longest_of
+from echo2.head.fleet.decide.formulas import Demand
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from invariants import run_scenario
+
+INSTALL_SECONDS = 0.1
+
+
+def demand_of(scenario: Scenario) -> Demand:
+    # 0.1 s: from the end of a step to the snapshot's announcement, through the simulated network.
+    travels = scenario.broadcast.seconds + INSTALL_SECONDS + 0.1
+    return Demand(
+        scenario.groups_per_step,
+        scenario.group_size,
+        scenario.publish_every,
+        scenario.max_staleness,
+        scenario.learner.train_seconds,
+        travels,
+        scenario.generate_during_broadcast,
+        INSTALL_SECONDS,
+    )
+
+
+def scenario_of(
+    bound: int, kappa: int, count: int, factor: float, broadcast: float, pauses: bool = False, batch: int = 2
+) -> Scenario:
+    train, groups = 10.0, 32
+    return Scenario(
+        max_steps=24,
+        groups_per_step=groups,
+        group_size=8,
+        max_staleness=bound,
+        publish_every=kappa,
+        groups_per_batch=batch,
+        lease_seconds=1e4,
+        heartbeat_seconds=5.0,
+        generate_during_broadcast=not pauses,
+        broadcast=BroadcastSpec(scheme="fixed", seconds=broadcast * train),
+        workers=(
+            WorkersSpec(
+                count=count,
+                capacity_groups=batch,
+                rollouts_per_second=factor * groups * 8 / train / count,
+                spread=0.2,
+                install_seconds=INSTALL_SECONDS,
+                latency_seconds=0.01,
+                bytes_per_second=1e12,
+            ),
+        ),
+        learner=LearnerSpec(train_seconds=train, spread=0.0, publish_seconds=0.0, checkpoint_every=1000),
+    )
+
+
+@pytest.mark.parametrize(
+    ("bound", "kappa", "count", "factor", "broadcast", "pauses"),
+    [
+        (0, 1, 8, 1.0, 0.3, False),  # on-policy: sampling and training take turns
+        (1, 1, 6, 1.5, 0.2, False),
+        (1, 1, 12, 0.7, 0.2, False),  # too small
+        (2, 1, 8, 1.1, 0.5, False),
+        (3, 2, 8, 1.8, 0.8, True),  # the paper's mode
+        (3, 2, 8, 1.4, 0.8, True),  # ... below its minimum
+        (6, 5, 6, 1.2, 0.5, True),
+    ],
+)
+def test_idle_staleness_and_seconds_are_those_of_the_simulator(
+    bound: int, kappa: int, count: int, factor: float, broadcast: float, pauses: bool
+) -> None:
+    scenario = scenario_of(bound, kappa, count, factor, broadcast, pauses)
+    predicted = forecast(
+        demand_of(scenario), [WorkerPace(scenario.worker_rate(scenario.workers[0]), count, 2, 0.2)], scenario.max_steps
+    )
+    found = run_scenario(scenario, seed=3, keeps_events=False)
+    assert found.steps == scenario.max_steps
+    assert predicted.idle_ratio == pytest.approx(found.idle_ratio, abs=0.05)
+    assert predicted.run_seconds == pytest.approx(found.seconds, rel=0.07)  # it knows whole batches, not slots
+    assert predicted.mean_staleness == pytest.approx(found.mean_staleness, abs=0.2)
+    assert predicted.max_staleness == found.max_staleness <= bound
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    bound=st.integers(0, 5),
+    kappa=st.integers(0, 5),
+    broadcast=st.floats(0.0, 2.0),
+    factor=st.floats(0.3, 3.0),
+    count=st.integers(1, 20),
+    batch=st.integers(1, 6),
+    overlaps=st.booleans(),
+)
+def test_a_forecast_keeps_the_bound_and_never_beats_the_fluid(
+    bound: int, kappa: int, broadcast: float, factor: float, count: int, batch: int, overlaps: bool
+) -> None:
+    demand = Demand(12, 4, 1 + kappa % (bound + 1), bound, 1.0, broadcast, overlaps)
+    mu = factor * demand.rollouts_per_step
+    found = forecast(demand, [WorkerPace(mu / count, count, batch, 0.2)], 60)
+    assert found.max_staleness <= bound
+    assert math.fsum(found.staleness.values()) == pytest.approx(1.0)
+    assert 0.0 <= found.idle_ratio < 1.0
+    assert found.run_seconds >= 60 * demand.train_seconds
+    if demand.pause_seconds == 0:
+        assert found.step_seconds >= capacity.step_seconds(demand, mu) * 0.93  # of 30 steps with random durations
+
+
+def test_very_many_very_quick_workers_are_a_fluid() -> None:
+    for bound, kappa, broadcast in ((0, 1, 0.3), (1, 1, 0.3), (2, 2, 0.5), (3, 2, 0.2)):
+        demand = Demand(400, 1, kappa, bound, 1.0, broadcast)
+        found = forecast(demand, [WorkerPace(rate=0.9 * 400 / 10, count=10, groups_per_batch=1)], 80)
+        assert found.step_seconds == pytest.approx(capacity.step_seconds(demand, 0.9 * 400), rel=0.02)
+
+
+def test_the_same_inputs_give_the_same_forecast_and_a_long_run_is_extrapolated() -> None:
+    demand = Demand(16, 4, 1, 2, 1.0, 0.3)
+    paces = [WorkerPace(40.0, 2, 2, 0.3), WorkerPace(5.0, 3, 4, 0.1)]
+    assert forecast(demand, paces, 50) == forecast(demand, paces, 50)
+    short, long = forecast(demand, paces, 120), forecast(demand, paces, 12_000)
+    assert long.run_seconds == pytest.approx(short.run_seconds + 11_880 * short.step_seconds)
+    assert long.steady_idle_ratio == short.steady_idle_ratio
+
+
+def test_a_forecast_without_workers_is_refused() -> None:
+    demand = Demand(16, 4, 1, 2, 1.0, 0.3)
+    for paces in ([], [WorkerPace(0.0)], [WorkerPace(1.0, count=0)]):
+        with pytest.raises(UserError, match="needs workers"):
+            forecast(demand, paces, 10)
+
+
+def test_the_longest_of_some_durations() -> None:
+    rng = random.Random(5)
+    drawn = statistics.fmean(max(rng.lognormvariate(0.0, 0.4) for _ in range(8)) for _ in range(20_000))
+    assert longest_of(8, 0.4) == pytest.approx(drawn, rel=0.02)
+    assert longest_of(1, 0.0) == 1.0

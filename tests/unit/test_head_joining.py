@@ -1,0 +1,153 @@
+"""What a head makes of a worker's hello, what it is then sent, and what its good-bye does."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.config.sections import SamplingConfig
+from echo2.core.errors import PeerError
+from echo2.core.types import RUN_POLICY, GroupRef, Lease
+from echo2.head.serve.effects import orders
+from echo2.head.serve.presence import Presence
+from echo2.head.serve.service import worker_joined
+from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
+from echo2.transport.identity import PeerIdentity
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.tickets import Ticket
+from echo2.worker.process import NO_SLOT_LIMIT
+from head_cases import OpenHead, rows, settings, until
+
+
+@pytest.mark.parametrize(
+    ("said", "asked", "slots"), [(NO_SLOT_LIMIT, 1, 8), (NO_SLOT_LIMIT, 64, 512), (35, 8, 35), (3, 8, 3)]
+)
+def test_a_worker_counts_for_as_many_slots_as_it_will_fill(said: int, asked: int, slots: int) -> None:
+    """It says hello before it knows what the run asks for. Counted for more, it would hold leases that others wait for
+    while the learner waits for them.
+    """
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=said)
+    sampling = SamplingConfig(groups_per_batch=asked, group_size=8)
+    assert worker_joined(Peer("w", "worker"), hello, sampling).slots == slots
+
+
+def test_a_worker_that_samples_nothing_is_refused() -> None:
+    with pytest.raises(PeerError, match="at least 1"):
+        worker_joined(Peer("w", "worker"), wire.WorkerHello(protocol=PROTOCOL_VERSION), SamplingConfig())
+
+
+def test_the_leases_of_a_worker_that_leaves_go_to_others_at_once(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending("w-1") as first:
+            await until(lambda: first)
+            async with open_head.attending("w-2") as second:
+                await open_head.service.leave(open_head.peer("w-1"), wire.Empty())
+                await until(lambda: {lease.number for lease in first} <= {lease.number for lease in second})
+                assert {lease.lease_id for lease in first}.isdisjoint(lease.lease_id for lease in second)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+@pytest.mark.parametrize(("deterministic", "batches"), [(False, [[1, 2], [3]]), (True, [[1], [2], [3]])])
+def test_leases_that_wait_for_a_worker_go_together(tmp_path: Path, deterministic: bool, batches: list[Any]) -> None:
+    """In a deterministic run each grant stays a message: what is granted together is sampled together."""
+
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="), run={"deterministic": deterministic})
+        async with OpenHead(tmp_path, raw) as open_head:
+            head = open_head.head
+            presence = head.workers["w"] = Presence(asyncio.Queue(), "", 1, "", "", wire.WorkerReport())
+            stream = orders(head, presence)
+            sent: list[list[int]] = []
+            for lease_ids in ([1, 2], [3]):
+                for lease_id in lease_ids:
+                    head.grant("w", [Lease(lease_id, GroupRef(RUN_POLICY, "train", 0), 0, 0, 4, 0, None, 9.0, 9.0, 0)])
+                while presence.outbox.qsize():
+                    sent.append([lease.lease_id for lease in (await anext(stream)).leases.leases])
+            assert sent == batches
+
+    asyncio.run(scenario())
+
+
+def stranger_of(open_head: OpenHead, path: Path) -> Peer:
+    """A machine that joined with a ticket for others."""
+    identity = open_head.head.identity
+    ticket = Ticket.parse(identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=False))
+    return Peer(identity.enrol(ticket.ticket_id, "worker", PeerIdentity(path / "stranger").request())[0], "worker")
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers", "named"),
+    [
+        ("vllm", {}, "'vllm'"),
+        ("fake", {}, "'fake'"),
+        ("", {}, "''"),
+        ("auto", {"engine": "vllm"}, "the run's, vllm"),
+        ("vllm", {"require_checks": False}, ""),
+        ("auto", {}, ""),
+        ("transformers", {"engine": "vllm"}, ""),
+    ],
+)
+def test_a_stranger_joins_with_an_engine_that_can_be_checked(
+    tmp_path: Path, engine: str, workers: dict[str, Any], named: str
+) -> None:
+    async def scenario() -> None:
+        async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers)) as open_head:
+            peer = stranger_of(open_head, tmp_path)
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine=engine)
+            if named:
+                with pytest.raises(PeerError) as refused:
+                    await anext(open_head.service.attend(peer, hello))
+                assert refused.value.reason == "unchecked_engine"
+                for words in (f"its engine is {named}, which", "--engine compact", "workers.require_checks = false"):
+                    assert words in refused.value.detail
+            else:
+                stream = open_head.service.attend(peer, hello)
+                await anext(stream)
+                await stream.aclose()
+            assert open_head.head.turned_away == ({peer.peer_id: refused.value.detail} if named else {})
+            async with open_head.attending("w-1", engine=engine) as leases:  # a machine of the owner has any
+                await until(lambda: leases)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_stranger_does_not_take_the_name_of_a_rented_machine(tmp_path: Path) -> None:
+    """It would be paid as that one; and the machine itself, when it comes, would not be known."""
+    spot = (
+        'name = "spot"',
+        "price_usd_per_hour = 0.5",
+        "rollouts_per_second = 1.0",
+        'rent = "true"',
+        'release = "true"',
+    )
+    (tmp_path / "offers.toml").write_text("\n".join(("[[offers]]", *spot)))
+
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="), fleet={"offers": str(tmp_path / "offers.toml")})
+        async with OpenHead(tmp_path, raw) as open_head:
+            head = open_head.head
+            (tmp_path / "run" / "ticket").write_text("a ticket")
+            head.machines.rent("spot")
+            (machine,) = head.machines.names()
+            stranger = stranger_of(open_head, tmp_path)
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, offer=machine, engine="compact")
+            stream = open_head.service.attend(stranger, hello)
+            await anext(stream)
+            worker = head.planner.fleet.get(stranger.peer_id)
+            assert worker is not None
+            assert worker.offer == ""
+            async with open_head.attending("w-1", offer=machine) as leases:
+                own = open_head.peer("w-1").peer_id
+                await until(lambda: leases)  # it has all that it is sent: it does not go while a task is read for it
+                rented = head.planner.fleet.get(own)
+                assert rented is not None
+                assert rented.offer == "spot"
+            await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))

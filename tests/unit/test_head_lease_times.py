@@ -1,0 +1,151 @@
+"""How long leases last: a slow worker of the owner keeps its groups while nobody else is free, and everything is
+bounded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from echo2.core.types import RUN_POLICY, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.groups import FULL_TIMES, LEASE_STRETCH_MAX
+from echo2.head.decide.lease_times import STRANGER_STRETCH
+from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
+from invariants import run_scenario
+from planner_cases import OPTIONS, Desk, of, running
+
+FIRST = SnapshotRef(RUN_POLICY, 1, 0)
+SECONDS = OPTIONS.lease_seconds
+QUIET = replace(OPTIONS, heartbeat_seconds=1e6)
+
+
+def wait_until(desk: Desk, at: float) -> list[do.Command]:
+    """Let time pass as the planner's own timers do."""
+    commands: list[do.Command] = []
+    while desk.now < at:
+        first = desk.planner.leases.deadlines.first()
+        desk.now = min(at, max(desk.now, first)) if first is not None else at
+        commands += desk.tell(ev.Tick())
+    return commands
+
+
+def reasons(desk: Desk, name: str) -> str:
+    return "; ".join(one.reason for one in desk.planner.waits(desk.now) if name in (one.waiter, one.waits_for))
+
+
+def test_a_slow_worker_that_is_alone_keeps_its_groups_and_the_status_says_so() -> None:
+    desk = running(QUIET)
+    held = desk.open()
+    assert "longer than schedule.lease_seconds" not in reasons(desk, "a")
+    assert of(do.CloseLease, wait_until(desk, 3.0 * SECONDS)) == []
+    assert desk.open() == held
+    said = "it has held 4 groups for longer than schedule.lease_seconds = 120 (its rate is not known yet)"
+    assert said in reasons(desk, "a")
+    for lease_id in held[:2]:
+        desk.deliver(lease_id)
+    assert desk.planner.groups.num_live(0) == 2
+    desk.tell(ev.StepTrained(0, (0, 1)))
+    assert "(it needs 480 s for all that it may hold)" in reasons(desk, "a")
+
+
+def test_the_leases_of_a_slow_worker_follow_the_time_that_it_takes() -> None:
+    desk = running(QUIET)
+    wait_until(desk, 2.0 * SECONDS)
+    granted = of(do.GrantLeases, desk.train(0) + desk.publish(1))
+    granted += of(do.GrantLeases, desk.tell(ev.WorkerReported("a", replace(FIRST, version=1))))
+    assert {lease.seconds for grant in granted for lease in grant.leases} == {
+        FULL_TIMES * desk.planner.fleet.full_seconds(desk.planner.fleet.get("a"))
+    }
+
+
+def test_a_worker_that_hangs_loses_its_groups_all_the_same() -> None:
+    desk = running(QUIET)
+    wait_until(desk, LEASE_STRETCH_MAX * SECONDS - 1.0)
+    assert set(desk.open()) == {1, 2, 3, 4}
+    closed = of(do.CloseLease, wait_until(desk, LEASE_STRETCH_MAX * SECONDS))
+    assert {(command.lease_id, command.outcome) for command in closed} >= {(1, "expired"), (2, "expired")}
+    desk = running(QUIET)  # one that has shown that it is quick loses them at the deadline
+    desk.now = 0.1 * SECONDS
+    for lease_id in (1, 2):
+        desk.deliver(lease_id)
+    wait_until(desk, SECONDS - 1.0)
+    assert {3, 4} <= set(desk.open())
+    wait_until(desk, SECONDS)
+    assert not {3, 4} & set(desk.open())
+
+
+def test_a_free_worker_samples_the_groups_of_a_slow_one_too_and_the_first_result_counts() -> None:
+    desk = running(QUIET)
+    wait_until(desk, 0.5 * SECONDS)
+    assert of(do.GrantLeases, desk.join("b")) == []
+    granted = of(do.GrantLeases, wait_until(desk, SECONDS))
+    assert [grant.worker_id for grant in granted for _ in grant.leases] == ["b", "b"]
+    assert [lease.group.number for grant in granted for lease in grant.leases] == [0, 1]
+    assert {1, 2, 3, 4} < set(desk.open())
+    desk.deliver(1)
+    assert not of(do.AcceptDelivery, desk.deliver(granted[0].leases[0].lease_id))
+
+
+def test_a_worker_whose_connection_is_closed_is_not_waited_for() -> None:
+    desk = running(QUIET)
+    desk.tell(ev.WorkerDetached("a", "its stream closed"))
+    assert of(do.CloseLease, wait_until(desk, SECONDS - 1.0)) == []
+    assert {command.outcome for command in of(do.CloseLease, wait_until(desk, SECONDS))} == {"expired"}
+
+
+@pytest.mark.parametrize(("has_own", "most"), [(True, 1.0), (False, STRANGER_STRETCH)])
+def test_a_stranger_gains_little_by_being_slow(has_own: bool, most: float) -> None:
+    """Beside a machine of the owner nothing, even where that one is busy; alone twice the time, whatever it did."""
+    desk = Desk(replace(QUIET, groups_per_step=64))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    if has_own:
+        desk.join("own")
+    desk.tell(ev.WorkerJoined("s", 16, 0.5, FIRST, ticket="t"))
+    desk.publish(0)
+    (held,) = desk.planner.leases.of_worker("s")
+    granted_at = desk.now
+    while desk.planner.leases.get(held) is not None:
+        assert desk.now - granted_at < most * SECONDS
+        wait_until(desk, desk.now + 5.0)
+    assert desk.now - granted_at == most * SECONDS
+    assert desk.planner.standings.of("t").num_rests == 1
+
+
+@settings(max_examples=30)
+@given(
+    slowness=st.lists(st.floats(0.1, LEASE_STRETCH_MAX / 3), min_size=1, max_size=3),
+    seed=st.integers(0, 999),
+    max_staleness=st.integers(0, 2),
+    deterministic=st.booleans(),
+)
+@example(slowness=[2.5], seed=0, max_staleness=1, deterministic=False)
+@example(slowness=[2.5, 2.5], seed=1, max_staleness=0, deterministic=True)
+@example(slowness=[0.1, 2.5], seed=2, max_staleness=2, deterministic=False)
+def test_a_run_ends_however_slow_its_workers_are(
+    slowness: list[float], seed: int, max_staleness: int, deterministic: bool
+) -> None:
+    """All rules are checked after each event (`invariants`); no group is trained twice, and none is given up."""
+    workers = tuple(
+        WorkersSpec(count=1, rollout_seconds=60.0 * slow, spread=0.1, capacity_groups=2) for slow in slowness
+    )
+    scenario = Scenario(
+        max_steps=4,
+        groups_per_step=4,
+        groups_per_batch=2,
+        group_size=2,
+        max_staleness=max_staleness,
+        deterministic=deterministic,
+        lease_seconds=60.0,
+        workers=workers,
+        learner=LearnerSpec(train_seconds=1.0),
+    )
+    report = run_scenario(scenario, seed)
+    assert report.finished, report.to_text()
+    assert report.retired == {}, report.to_text()
+    assert sum(report.staleness.values()) == scenario.max_steps * scenario.groups_per_step
+    if len(slowness) == 1:
+        assert set(report.leases) == {"accepted"}, report.to_text()

@@ -1,0 +1,238 @@
+"""What the learner is handed when, which groups are hurried, and who gets a second lease."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from echo2.core.types import RUN_POLICY, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide import granting
+from echo2.head.decide.granting import LATE_AFTER, LEASES_KNOWN
+from echo2.head.decide.state import PlannerOptions
+from planner_cases import OPTIONS, Desk, of, running
+
+ON_POLICY = PlannerOptions(groups_per_step=12, group_size=2, max_steps=50, max_staleness=0, groups_per_batch=4)
+
+
+def desk_with(options: PlannerOptions, workers: str) -> Desk:
+    """The learner waits for step 0, and these workers have its version and capacity for two groups."""
+    desk = Desk(options)
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    for worker_id in workers:
+        desk.join(worker_id)
+    desk.publish(0)
+    return desk
+
+
+def step_forward(desk: Desk, step: int) -> None:
+    """Train the step and let every worker have the next version."""
+    fed = of(do.FeedGroup, desk.tell(ev.GroupsWanted(step)))
+    while not desk.planner.step_ended:
+        fed += of(do.FeedGroup, desk.deliver(desk.open()[0], step))
+    desk.tell(ev.StepTrained(step, tuple(command.number for command in fed)))
+    desk.publish(step + 1)
+    for worker in list(desk.planner.fleet):
+        desk.tell(ev.WorkerReported(worker.worker_id, desk.planner.published[step + 1]))
+
+
+def sizes(desk: Desk) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for worker_id, _ in desk.planner.leases.open_leases():
+        counts[worker_id] = counts.get(worker_id, 0) + 1
+    return counts
+
+
+# ---- handing over ----------------------------------------------------------------------------------------------------
+
+
+def test_a_complete_group_is_handed_over_at_once() -> None:
+    assert [fed.number for fed in of(do.FeedGroup, running().deliver(1))] == [0]
+
+
+# ---- frontier --------------------------------------------------------------------------------------------------------
+
+
+def first_grants(options: PlannerOptions) -> list[int]:
+    """How many groups each grant has of those that follow from the first publication, to two workers."""
+    desk = Desk(options)
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    desk.join("a")
+    desk.join("b")
+    return [len(grant.leases) for grant in of(do.GrantLeases, desk.publish(0))]
+
+
+def test_any_order_fills_the_slots_and_the_frontier_begins_with_different_numbers_of_groups() -> None:
+    options = replace(ON_POLICY, groups_per_batch=2)
+    assert first_grants(options) == [4, 4]  # two that run, two that wait
+    assert first_grants(replace(options, order="frontier")) == [1, 2]
+
+
+def test_groups_go_one_by_one_to_whoever_holds_least() -> None:
+    desk = desk_with(replace(ON_POLICY, groups_per_step=3), "ab")
+    numbers = {worker_id: [] for worker_id in "ab"}  # type: dict[str, list[int]]
+    for worker_id, lease in desk.planner.leases.open_leases():
+        numbers[worker_id].append(lease.group.number)
+    assert numbers == {"a": [0, 2], "b": [1]}
+
+
+def test_groups_of_lost_workers_wait_at_others_as_new_ones_do() -> None:
+    desk = desk_with(ON_POLICY, "abcdef")
+    assert sizes(desk) == dict.fromkeys("abcdef", 2)
+    for worker_id in "fe":
+        desk.tell(ev.WorkerLeft(worker_id, "it was revoked"))
+    assert sizes(desk) == dict.fromkeys("abcd", 2), "four queued groups are too few to fill eight slots"
+    desk.tell(ev.WorkerLeft("d", "it was revoked"))
+    assert sizes(desk) == {"a": 3, "b": 2, "c": 2}, "six fill six"
+
+
+def test_a_worker_that_has_begun_with_few_gets_more_once_one_is_in() -> None:
+    desk = desk_with(replace(ON_POLICY, groups_per_batch=2, order="frontier"), "ab")
+    assert sizes(desk) == {"a": 1, "b": 2}
+    desk.deliver(desk.open()[0])
+    assert sizes(desk) == {"a": 4, "b": 2}
+
+
+@given(slots=st.lists(st.integers(1, 40), min_size=1, max_size=5), group_size=st.integers(1, 8), data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_slot_is_filled_while_there_is_work_and_no_worker_holds_more_than_twice_its_slots(
+    slots: list[int], group_size: int, data: st.DataObject
+) -> None:
+    desk = Desk(PlannerOptions(groups_per_step=60, group_size=group_size, max_steps=9, max_staleness=1))
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    for number, count in enumerate(slots):
+        desk.tell(ev.WorkerJoined(f"w{number}", count, 0.5, SnapshotRef(RUN_POLICY, 1, 0)))
+    desk.publish(0)
+    for _ in range(30):
+        held = {f"w{number}": 0 for number in range(len(slots))}
+        for worker_id, lease in desk.planner.leases.open_leases():
+            held[worker_id] += lease.num_samples
+        is_left = granting.room(desk.planner, 0) + granting.room(desk.planner, 1) > 0
+        for number, count in enumerate(slots):
+            assert held[f"w{number}"] >= count or not is_left, (held, slots)
+            assert held[f"w{number}"] <= 2 * (count + group_size), (held, slots)
+        desk.deliver(data.draw(st.sampled_from(desk.open())))
+
+
+def test_every_group_of_a_step_is_leased_once_whatever_the_width() -> None:
+    desk = desk_with(replace(ON_POLICY, order="frontier"), "abc")
+    for step in range(12):
+        desk.now += 1.0
+        desk.tell(ev.GroupsWanted(step))
+        numbers = set()
+        while desk.open():
+            lease_id = desk.open()[0]
+            assert max(sizes(desk).values()) <= 4, "more than two batches of two groups"
+            numbers.add(desk.leases[lease_id][1].group.number)
+            desk.now += 0.5 if len(desk.open()) % 2 else 0.1
+            desk.deliver(lease_id, step)
+        assert len(numbers) == 12, step
+        desk.tell(ev.StepTrained(step, tuple(sorted(numbers))))
+        desk.publish(step + 1)
+        for worker_id in "abc":
+            desk.tell(ev.WorkerReported(worker_id, desk.planner.published[step + 1]))
+
+
+def test_a_step_with_an_evaluation_says_nothing_about_its_batches() -> None:
+    options = replace(ON_POLICY, order="frontier", groups_per_batch=2)
+    for eval_size, tried in ((0, {1, 2}), (1, {2})):
+        desk, widths = desk_with(replace(options, eval_size=eval_size, eval_every=1), "ab"), set()
+        for step in range(5):
+            desk.now += 1.0
+            step_forward(desk, step)
+            widths.add(desk.planner.fleet.most_groups)
+        assert widths == tried, eval_size
+
+
+# ---- second leases ---------------------------------------------------------------------------------------------------
+
+SECOND = replace(ON_POLICY, groups_per_step=4, groups_per_batch=2, heartbeat_seconds=1e3, lease_seconds=1e3)
+STEPS = LEASES_KNOWN // SECOND.groups_per_step
+
+
+def on_time(options: PlannerOptions) -> Desk:
+    """Leases took one second each so far; now both workers hold two groups of step `STEPS`."""
+    desk = desk_with(options, "ab")
+    for step in range(STEPS):
+        desk.now += 1.0
+        step_forward(desk, step)
+    desk.tell(ev.GroupsWanted(STEPS))
+    assert sizes(desk) == {"a": 2, "b": 2}
+    return desk
+
+
+def with_a_straggler() -> tuple[Desk, int]:
+    """One second later, all groups but one are there."""
+    desk = on_time(SECOND)
+    late, *others = desk.open()
+    desk.now += 1.0
+    for lease_id in others:
+        desk.deliver(lease_id, STEPS)
+    return desk, late
+
+
+def test_an_idle_worker_gets_a_second_lease_on_a_late_group_and_the_first_result_counts() -> None:
+    desk, late = with_a_straggler()
+    holder = desk.leases[late][0]
+    assert of(do.GrantLeases, desk.tell(ev.Tick())) == [], "not late yet"
+    desk.now += LATE_AFTER - 1.1
+    assert of(do.GrantLeases, desk.tell(ev.Tick())) == [], "not twice as long as usual"
+    desk.now += 0.2
+    (grant,) = of(do.GrantLeases, desk.tell(ev.Tick()))
+    (second,) = grant.leases
+    assert {grant.worker_id, holder} == {"a", "b"}
+    assert (second.group, second.seed) == (desk.leases[late][1].group, desk.leases[late][1].seed)
+    assert of(do.GrantLeases, desk.tell(ev.Tick())) == [], "two are enough"
+    commands = desk.deliver(second.lease_id, STEPS)
+    assert [(c.worker_id, c.lease_ids) for c in of(do.RevokeLease, commands)] == [(holder, (late,))]
+    assert [fed.number for fed in of(do.FeedGroup, commands)] == [second.group.number]
+    closed = {close.lease_id: close.outcome for close in of(do.CloseLease, commands)}
+    assert closed == {second.lease_id: "accepted", late: "superseded"}
+    assert of(do.RefuseDelivery, desk.deliver(late, STEPS))[0].refusal == "duplicate"
+
+
+def test_the_planner_asks_to_be_woken_when_the_group_will_be_late() -> None:
+    desk = on_time(SECOND)
+    began = desk.now
+    _, *others = desk.open()
+    desk.now += 1.0
+    wakes = [wake for lease_id in others for wake in of(do.WakeAt, desk.deliver(lease_id, STEPS))]
+    assert wakes[-1].at == pytest.approx(began + LATE_AFTER)
+
+
+def test_evaluations_do_not_make_train_groups_late() -> None:
+    """A lease of one held-out rollout is quicker than one of a group: what is usual is measured of groups alone."""
+    desk = Desk(replace(OPTIONS, eval_size=2, eval_every=1))
+    desk.publish(0)
+    desk.join()
+    of_evaluation = [lease_id for lease_id in desk.open() if desk.leases[lease_id][1].group.kind == "eval"]
+    desk.now = 1.0
+    for lease_id in of_evaluation:
+        desk.deliver(lease_id)
+    assert len(of_evaluation) == 2
+    assert desk.planner.gauge.num_leases == 0
+    desk.now = 8.0
+    desk.deliver(desk.open()[0])
+    assert desk.planner.gauge.lease_seconds > 6.0
+
+
+def test_a_second_lease_that_fails_leaves_the_first_alone() -> None:
+    desk, late = with_a_straggler()
+    desk.now += LATE_AFTER - 0.9
+    (grant,) = of(do.GrantLeases, desk.tell(ev.Tick()))
+    desk.tell(ev.LeaseFailed(grant.worker_id, grant.leases[0].lease_id, "engine_failed", "it broke"))
+    assert late in desk.open()
+    assert of(do.FeedGroup, desk.deliver(late, STEPS))
+
+
+def test_nobody_gets_a_second_lease_where_the_shape_of_batches_is_fixed() -> None:
+    desk = on_time(replace(SECOND, deterministic=True, groups_per_batch=2))
+    _, *others = desk.open()
+    for lease_id in others:
+        desk.deliver(lease_id, STEPS)
+    desk.now += 50.0
+    assert of(do.GrantLeases, desk.tell(ev.Tick())) == []

@@ -1,0 +1,173 @@
+"""Processes that look after each other: children end with their supervisor, and tell it why they refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from echo2.config import Config
+from echo2.config.rundir import RunDir, create, read_json, write_atomically
+from echo2.core.errors import UserError
+from echo2.core.lifeline import LIFELINE_VARIABLE
+from echo2.launch.deaths import START_FAILURES_MAX, last_error
+from echo2.launch.supervisor import ProcessFailed, Supervisor
+from echo2.transport.identity import PeerIdentity, RunIdentity
+from echo2.transport.tickets import Ticket
+from echo2.views.display import failure_lines
+from echo2.views.run_view import RunView
+from echo2.views.status import read_status
+from echo2.views.watch import run_data
+
+#: A grandchild that holds on, says its pid, and would stay for ever; its parent holds the pipe's writing end.
+NO_WORKERS = {"time": 0.0, "head": {"pid": 0, "host": "elsewhere"}, "learner": None, "workers": []}
+SUPERVISOR = f"""
+import os, subprocess, sys
+reading, writing = os.pipe()
+child = "import signal; from echo2.core.lifeline import end_with_supervisor as end; end(); print('held', flush=True)"
+child += "; signal.pause()"
+environment = {{**os.environ, {LIFELINE_VARIABLE!r}: str(reading)}}
+process = subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=(reading,))
+print(process.pid, flush=True)
+process.wait()
+"""
+
+
+def test_a_child_ends_when_its_supervisor_is_killed() -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR], stdout=subprocess.PIPE, text=True, env=environment
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        words = {supervisor.stdout.readline().strip(), supervisor.stdout.readline().strip()}
+        assert "held" in words
+        supervisor.send_signal(signal.SIGKILL)
+        # The grandchild holds the other end of this pipe: it is read to its end only when that process is gone too.
+        assert supervisor.stdout.read() == ""
+
+
+def test_without_a_supervisor_a_process_stays() -> None:
+    source = Path(__file__).parents[2] / "src"
+    environment = {name: value for name, value in os.environ.items() if name != LIFELINE_VARIABLE}
+    code = "from echo2.core import lifeline; lifeline.end_with_supervisor()\n"
+    code += "import threading; print(threading.active_count())"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "PYTHONPATH": str(source)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "1\n"
+
+
+def test_the_last_error_of_a_log_is_found_and_older_ones_are_not(tmp_path: Path) -> None:
+    log = tmp_path / "head.log"
+    log.write_bytes(b"error: an old one\n")
+    start = log.stat().st_size
+    assert last_error(log) == "an old one"
+    assert last_error(log, start) is None
+    log.write_bytes(log.read_bytes() + b"INFO error: in the middle\nerror: first\nerror: \xff last\nTraceback\n")
+    assert last_error(log, start) == "\N{REPLACEMENT CHARACTER} last"
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return create(tmp_path / "run", Config(), resume=False)
+
+
+def test_a_process_that_refuses_to_run_ends_the_run_with_its_words(rundir: RunDir) -> None:
+    rundir.config.write_text('{"run": {"seeed": 1}}')
+    with pytest.raises(UserError, match=r"unknown key run\.seeed\. Did you mean run\.seed\?"):
+        Supervisor(rundir, 0, []).run(lambda: None)
+    outcome = read_json(rundir.outcome)
+    assert (outcome["kind"], "unknown key run.seeed" in outcome["reason"]) == ("user_error", True)
+
+
+def test_a_process_that_keeps_dying_is_not_started_for_ever(rundir: RunDir) -> None:
+    supervisor = Supervisor(rundir, 0, [])
+    supervisor.head.arguments = ["--version"]  # ends at once, with status 0 and without an outcome
+    with pytest.raises(ProcessFailed, match=r"head died 5 times in a row: it exited with status 0\..*head\.log"):
+        supervisor.run(lambda: None)
+    assert read_json(rundir.outcome)["reason"].startswith("head died 5 times")
+    assert rundir.logs.joinpath("head.log").read_text().count("echo2 ") == 5
+
+
+DIES = """
+import os, sys
+if "learner" in sys.orig_argv:
+    lines = ("Traceback (most recent call last):", "  File 'x.py', line 1", "AttributeError: no vocab_size")
+    os.write(2, "\\n".join(["2026-01-01 10:00:00 INFO loading", *lines, ""]).encode())
+    os._exit(1)
+"""
+
+
+def test_a_process_that_fails_in_the_same_way_at_each_start_ends_the_run_with_its_words(
+    rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(DIES)
+    paths = [str(tmp_path), str(Path(__file__).parents[2] / "src")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    write_atomically(rundir.status, json.dumps({**NO_WORKERS, "version": 0}))
+    supervisor, shown = Supervisor(rundir, 0, []), set[str]()
+    supervisor.head.arguments = ["view", str(rundir.path)]  # which stays
+
+    def look() -> None:
+        view = RunView.read(rundir.path)
+        shown.update(failure_lines(view.status))
+        assert failure_lines(read_status(rundir)) == failure_lines(view.status) == run_data(view)["notes"]
+
+    reason = "learner died 3 times in a row while it started: AttributeError: no vocab_size."
+    with pytest.raises(ProcessFailed, match=reason):
+        supervisor.run(look)
+    assert read_json(rundir.outcome)["reason"].startswith(reason)
+    assert rundir.logs.joinpath("learner.log").read_text().count("Traceback") == START_FAILURES_MAX
+    told = capsys.readouterr().err
+    assert told.count("learner died and is started again: AttributeError: no vocab_size") == START_FAILURES_MAX - 1
+    assert any("learner died once" in line and "no vocab_size" in line for line in shown)
+    assert any("learner died 2 times in a row" in line for line in shown)
+
+
+def test_a_run_goes_on_without_a_worker_that_was_revoked(rundir: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunIdentity.create_or_load(rundir.identity)
+    ticket = Ticket.parse(run.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=True))
+    worker = PeerIdentity(rundir.path / "workers" / "worker-0" / f"{run.run_id}-worker")
+    worker_id, certificate = run.enrol(ticket.ticket_id, "worker", worker.request())
+    worker.keep(ticket.credentials.ca_pem, certificate)
+    write_atomically(rundir.status, '{"version": 0}')  # so that the worker is started
+
+    def supervised() -> dict[str, str]:
+        supervisor = Supervisor(rundir, 1, [], has_learner=False)
+        supervisor.head.arguments = ["view", str(rundir.path)]  # which stays
+        supervisor.others[0].arguments = ["worker", "no ticket"]  # which ends with status 2, as one that was revoked
+        return supervisor.run(end_without_worker)
+
+    def end_without_worker() -> None:
+        if len(read_json(rundir.processes)) == len(["supervisor", "head"]):
+            write_atomically(rundir.outcome, '{"kind": "failed", "reason": "the test ended it"}')
+
+    with pytest.raises(UserError, match="no ticket"):
+        supervised()
+    rundir.outcome.unlink()
+    run.revoke(worker_id)
+    assert supervised()["reason"] == "the test ended it"
+    assert "worker-0 is out: it was revoked, or the ticket by which it came" in capsys.readouterr().err
+
+
+def test_steps_that_no_checkpoint_covers_are_said_in_the_outcome(rundir: RunDir) -> None:
+    write_atomically(rundir.status, '{"version": 8}')
+    (rundir.checkpoints / "step_5").mkdir()
+    (rundir.checkpoints / "step_5" / "state.json").write_text("{}")
+    (rundir.logs / "learner.log").write_text("error: the disk is full\n")
+    supervisor = Supervisor(rundir, 0, [])
+    supervisor.head.arguments = ["--version"]
+    with pytest.raises(ProcessFailed):
+        supervisor.run(lambda: None)
+    said = read_json(rundir.outcome)["checkpoint"]
+    assert said.startswith("no checkpoint of step 8: the newest is of step 5. the disk is full.")

@@ -1,0 +1,169 @@
+"""Whether learner and workers fit on their machines: the papers' own sizes, refusals, and what plan and start say."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2 import config as configuration
+from echo2.cli import main
+from echo2.config import Config
+from echo2.config.offers import load_offers
+from echo2.core.errors import UserError
+from echo2.core.types import Hardware
+from echo2.launch.preflight import check_memory
+from echo2.learner.core.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
+from echo2.learner.core.model_size import model_shape
+from echo2.learner.decide.memory import GB, ModelShape, read_shape
+from echo2.planning.memory_needs import learner_that_fits, offers_that_fit, worker_that_fits
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+A100, RTX5090 = Hardware(1000 * GB, (80 * GB,)), Hardware(64 * GB, (32 * GB,))
+FOUR_A100 = Hardware(1000 * GB, (80 * GB,) * 4)
+QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "num_key_value_heads": 8, "head_dim": 128, "dtype": "bfloat16"}
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3_4b": {
+        **QWEN3,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_8b": {
+        **QWEN3,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3_32b_lora": {
+        **QWEN3,
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
+    },
+}
+PARAMETERS = {"qwen3_4b": 4.02e9, "qwen3_8b": 8.19e9, "qwen3_32b_lora": 32.8e9}
+LEARNER = {"qwen3_4b": FOUR_A100, "qwen3_8b": FOUR_A100, "qwen3_32b_lora": Hardware(1000 * GB, (141 * GB,))}
+WORKER = {"qwen3_4b": RTX5090, "qwen3_8b": RTX5090, "qwen3_32b_lora": A100}
+
+
+def shape_of(name: str) -> ModelShape:
+    shape = read_shape(SIZES[name])
+    assert shape is not None
+    return shape
+
+
+def example(name: str) -> Config:
+    return configuration.load(EXAMPLES / "gpu" / f"{name}.toml")
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_papers_sizes_fit_their_machines(name: str) -> None:
+    shape, config = shape_of(name), example(name)
+    assert shape.parameters == pytest.approx(PARAMETERS[name], rel=0.01)
+    hardware = LEARNER[name]
+    assert config.learner.ranks == len(hardware.gpus)
+    learner = learner_that_fits(config, shape, hardware)
+    assert learner.microbatch.tokens >= row_tokens(config, shape)
+    assert learner.total <= 0.9 * hardware.gpus[0]
+    assert worker_that_fits(config, shape, WORKER[name]).total <= WORKER[name].gpus[0]
+
+
+def test_what_the_examples_say_does_not_fit_does_not() -> None:
+    adapter = example("qwen3_32b_lora")
+    whole = replace(adapter, lora=Config().lora, learner=replace(adapter.learner, ranks=4))
+    assert learner_setup(whole, shape_of("qwen3_32b_lora"), on_gpu=True).needed(1, True) > 130 * GB
+    with pytest.raises(UserError, match=r"The learner needs 1\d\d\.\d GB .*learner\.ranks = 8"):
+        learner_that_fits(whole, shape_of("qwen3_32b_lora"), FOUR_A100)
+    config = example("qwen3_8b")
+    longer = replace(config, sampling=replace(config.sampling, max_tokens=8192))
+    with pytest.raises(UserError, match=r"A worker needs 3\d\.\d GB .* and a GPU has 32\.0 GB"):
+        worker_that_fits(longer, shape_of("qwen3_8b"), RTX5090)
+
+
+def test_an_offer_that_cannot_hold_a_worker_is_left_out_by_name_and_refused_if_none_can() -> None:
+    offers = load_offers(EXAMPLES / "offers.toml")
+    config, shape = example("qwen3_32b_lora"), shape_of("qwen3_32b_lora")
+    fitting, left_out = offers_that_fit(config, shape, offers)
+    assert [offer.name for offer in fitting] == ["a100", "desk"]  # the desk's memory is not known
+    assert left_out.keys() == {"rtx5090", "rtx5090-spot"}
+    assert left_out["rtx5090"].startswith("A worker on 'rtx5090' needs")
+    with pytest.raises(UserError, match=r"A worker on 'rtx5090' needs"):
+        offers_that_fit(config, shape, offers[:2])
+
+
+def test_a_model_under_adapters_counts_as_it_travels() -> None:
+    config, shape = example("qwen3_32b_lora"), replace(shape_of("qwen3_32b_lora"), stored_bytes=4)
+    for dtype, width in (("bfloat16", 2), ("float32", 4)):
+        asked = replace(config, model=replace(config.model, snapshot_dtype=dtype))
+        assert worker_need(asked, shape, A100).parts["weights"] == width * shape.parameters
+        assert learner_setup(asked, shape, on_gpu=True).base_bytes == width
+    narrow = replace(config, model=replace(config.model, snapshot_dtype="float32"))
+    assert worker_need(narrow, shape_of("qwen3_32b_lora"), A100).parts["weights"] == 2 * shape.parameters
+
+
+def test_a_learner_that_cannot_fit_is_told_what_would_help() -> None:
+    one = replace(example("qwen3_8b"), learner=replace(example("qwen3_8b").learner, ranks=1))
+    with pytest.raises(UserError, match=r"The learner needs 1\d\d\.\d GB .*moments.* has 80\.0 GB .*lora\.rank"):
+        learner_that_fits(one, shape_of("qwen3_8b"), A100)
+
+
+def test_the_micro_batch_is_the_same_on_every_start_and_never_below_the_longest_row() -> None:
+    config, shape = Config(), shape_of("qwen3_4b")
+    small = Hardware(40 * GB)
+    assert settle(config, shape, small) == settle(config, shape, small)
+    assert settle(config, shape, small).tokens >= config.sampling.max_tokens
+    fixed = replace(config, learner=replace(config.learner, tokens_per_microbatch=77))
+    assert settle(fixed, shape, small).tokens == 77
+
+
+def test_local_workers_take_their_memory_from_the_learners() -> None:
+    shape, config = shape_of("qwen3_4b"), Config()
+    alone = replace(config, workers=replace(config.workers, count=0))
+    machine = Hardware(500 * GB)
+    taken = learner_need(alone, shape, machine).available - learner_need(config, shape, machine).available
+    assert taken == worker_need(config, shape, machine).total
+    one, two = Hardware(500 * GB, (80 * GB,)), Hardware(500 * GB, (80 * GB, 80 * GB))
+    assert learner_need(config, shape, one).available == 80 * GB - taken
+    assert learner_need(config, shape, two).available == 80 * GB
+
+
+def test_plan_says_it_for_people_and_for_programs_and_refuses(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({**SIZES["qwen3_4b"], "tie_word_embeddings": True}))
+    shape = model_shape(str(model))
+    assert shape == shape_of("qwen3_4b")
+    words = ["plan", str(EXAMPLES / "gpu" / "qwen3_4b.toml"), "--offers", str(EXAMPLES / "offers.toml")]
+    words += ["--train-seconds", "1600", "--snapshot-bytes", "8e9", "--model.path", str(model)]
+    assert main([*words, "--learner-memory-gb", "80", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["learner"]["bytes"] == sum(memory["learner"]["parts"].values()) <= 80 * GB
+    tokens = memory["learner"]["tokens_per_microbatch"]
+    assert tokens >= 8192
+    assert memory["worker"]["parts"]["weights"] == 2 * shape.parameters
+    assert main([*words, "--learner-memory-gb", "80"]) == 0
+    assert f"micro-batches of {tokens} tokens" in capsys.readouterr().out
+    assert main([*words, "--learner-memory-gb", "16"]) == 2
+    told = capsys.readouterr().err
+    assert "The learner needs" in told
+    assert main(shlex.split(told.partition("A plan that works: `echo2 ")[2].partition("`")[0])) == 0
+
+
+def test_a_start_refuses_what_this_machine_cannot_hold(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES["qwen3_8b"], "num_hidden_layers": 900}))
+    config = configuration.build({"model": {"path": str(tmp_path)}}, "a test")
+    with pytest.raises(UserError, match=r"needs .* GB"):
+        check_memory(config)
+    (tmp_path / "config.json").write_text("{}")
+    check_memory(config)  # nothing is known of it

@@ -1,0 +1,23 @@
+"""What the first rank does when another rank's process ends before it has left itself."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+WATCH = """
+import subprocess, sys, threading
+from echo2.learner.process import _watch
+process = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(int(sys.argv[1]))", sys.argv[1]])
+_watch(1, process, threading.Event())
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(("status", "status_of_all"), [(0, 0), (2, 2)])
+def test_a_rank_that_was_released_ends_before_the_first_has_left(status: int, status_of_all: int) -> None:
+    """The first may take longer: it waits for an encoding, or the head. Any other end ends the learner."""
+    ended = subprocess.run([sys.executable, "-c", WATCH, str(status)], capture_output=True, text=True)
+    assert (ended.returncode, "goes on" in ended.stdout) == (status_of_all, status == 0), ended.stderr

@@ -1,0 +1,141 @@
+"""`echo2 export`: which weights it writes, in which dtype, and what it says of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from echo2.cli import main
+from echo2.config import Config, to_json
+from echo2.config.rundir import RunDir
+from echo2.config.sections import LoraConfig
+from echo2.learner.core.adapters import load_trained
+from echo2.learner.core.model import load_policy
+from echo2.learner.grpo.client import GrpoClient
+from learner_cases import model_directory
+
+
+def run_of(path: Path, rank: int = 0) -> RunDir:
+    """A run over a tiny model with the checkpoint step_3; `rank`: of its adapter, 0 for none."""
+    base, rundir = model_directory(path / "base"), RunDir(path / "run")
+    rundir.path.mkdir()
+    config = replace(Config(), model=replace(Config().model, path=str(base)), lora=LoraConfig(rank=rank))
+    rundir.config.write_text(to_json(config))
+    GrpoClient(load_trained(config, "cpu"), config).save_state(rundir.checkpoints / "step_3").result()
+    return rundir
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return run_of(tmp_path)
+
+
+def exported(capsys: pytest.CaptureFixture[str], rundir: RunDir, to: Path, *flags: str) -> dict[str, Any]:
+    """What `echo2 export --json` says."""
+    assert main(["export", str(rundir.path), "--to", str(to), "--json", *flags]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def refusal(capsys: pytest.CaptureFixture[str], rundir: RunDir, to: Path, *flags: str) -> str:
+    assert main(["export", str(rundir.path), "--to", str(to), *flags]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def size_of(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.iterdir())
+
+
+def test_export_copies_what_is_stored_and_says_so(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "model"
+    said = exported(capsys, rundir, to)
+    assert said == {"path": str(to), "step": 3, "kind": "model", "dtype": "float32", "bytes": size_of(to), "url": ""}
+    name = "model.safetensors"
+    assert (to / name).read_bytes() == (rundir.checkpoints / "step_3" / name).read_bytes()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_weights_are_rounded_and_the_model_says_to_what(
+    rundir: RunDir, tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    to = tmp_path / "model"
+    assert exported(capsys, rundir, to, "--dtype", dtype)["dtype"] == dtype
+    before, after = (load_file(at / "model.safetensors") for at in (rundir.checkpoints / "step_3", to))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[key], before[key].to(getattr(torch, dtype))) for key in before)
+    assert json.loads((to / "config.json").read_text())["dtype"] == dtype
+    assert load_policy(str(to), "stored", "cpu").dtype == getattr(torch, dtype)
+
+
+def test_parts_of_several_ranks_are_rounded_too(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = rundir.checkpoints / "step_3"
+    whole = load_file(checkpoint / "model.safetensors")
+    halves: list[dict[str, torch.Tensor]] = [{}, {}]
+    for key, tensor in whole.items():
+        for half, rows in zip(halves, tensor.tensor_split(2), strict=True):
+            half[key] = rows.contiguous()
+    for rank, half in enumerate(halves):
+        save_file(half, checkpoint / f"model.{rank}-of-2.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    said = exported(capsys, rundir, tmp_path / "model", "--step", "3", "--dtype", "bfloat16")
+    assert said["dtype"] == "bfloat16"
+    after = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(after[key], whole[key].bfloat16()) for key in whole)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_adapters_and_what_they_are_merged_to_are_rounded_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rundir = run_of(tmp_path, rank=2)
+    adapter = exported(capsys, rundir, tmp_path / "adapter", "--dtype", "bfloat16")
+    assert (adapter["kind"], adapter["dtype"]) == ("adapter", "bfloat16")
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    stored = (rundir.checkpoints / "step_3" / "config.json").read_bytes()
+    assert (tmp_path / "adapter" / "config.json").read_bytes() == stored  # it is of the base
+    merged = exported(capsys, rundir, tmp_path / "whole", "--merged", "--dtype", "float16")
+    assert (merged["kind"], merged["dtype"]) == ("model", "float16")
+    base = load_policy(str(tmp_path / "base"), "float32", "cpu").state()
+    whole = load_policy(str(tmp_path / "whole"), "stored", "cpu").state()
+    assert all(torch.equal(whole[key], base[key].half()) for key in base)  # a new adapter changes nothing
+    assert exported(capsys, rundir, tmp_path / "again", "--merged")["dtype"] == "float32"
+
+
+def test_a_weight_that_does_not_fit_is_named_and_nothing_is_left(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = rundir.checkpoints / "step_3" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"][1] = -1e6
+    save_file(tensors, path)
+    before = sorted(tmp_path.iterdir())
+    said = refusal(capsys, rundir, tmp_path / "model", "--step", "3", "--dtype", "float16")
+    assert said == (
+        "error: model.norm.weight holds -1e+06, and float16 ends at 65504. Choose --dtype bfloat16, or leave --dtype "
+        "out.\n"
+    )
+    assert sorted(tmp_path.iterdir()) == before
+    exported(capsys, rundir, tmp_path / "model", "--step", "3", "--dtype", "bfloat16")
+
+
+def test_what_a_killed_export_left_does_not_get_into_the_next(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = tmp_path / ".model.partial"
+    left.mkdir()
+    (left / "half.safetensors").write_text("half")
+    exported(capsys, rundir, tmp_path / "model")
+    assert not (tmp_path / "model" / "half.safetensors").exists()

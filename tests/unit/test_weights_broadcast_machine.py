@@ -1,0 +1,386 @@
+"""The broadcast's machine at the origin: plans, what changes when somebody fails, what is remembered, what never is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from broadcast_schemes import SCHEMES
+
+from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
+from echo2.weights.broadcast.decide import origin_messages as do
+from echo2.weights.broadcast.decide import origin_messages as ev
+from echo2.weights.broadcast.decide.origin import (
+    CALM_SECONDS,
+    MAX_ACCUSED,
+    MAX_PLANS,
+    PACE,
+    PACED_MAX,
+    Broadcast,
+    BroadcastOptions,
+)
+from echo2.weights.broadcast.decide.routes import can_link
+from invariants import check
+from seeds import seeds
+
+P1 = PayloadId(SnapshotRef(RUN_POLICY, 1, 1))
+P2 = PayloadId(SnapshotRef(RUN_POLICY, 1, 2), SnapshotRef(RUN_POLICY, 1, 1))
+UP = 12.5e6
+
+
+class Bench:
+    """A machine, and the routes of each worker as it was told them."""
+
+    def __init__(self, count: int = 0, scheme: str = "trees", fan_out: int = 8, tickets: tuple[str, ...] = ()) -> None:
+        self.machine = Broadcast(BroadcastOptions(SCHEMES[scheme], fan_out, origin_up=UP))
+        self.routes: dict[str, tuple[str, ...]] = {}
+        self.now = 0.0
+        for at in range(count):
+            self.tell(ev.MemberJoined(f"w{at}", f"host:{at}", ticket=tickets[at] if at < len(tickets) else ""))
+
+    def takers_of(self, payload: PayloadId, worker_id: str) -> list[str]:
+        """Who takes this payload of it now."""
+        plan = self.machine.plans.get(payload)
+        return list(plan.children.get(worker_id, ())) if plan is not None else []
+
+    def tell(self, *events: ev.Event) -> list[do.Command]:
+        commands = [command for event in events for command in self.machine.handle(event, self.now)]
+        check(self.machine)
+        assert all(command.reason for command in commands)
+        for command in commands:
+            if isinstance(command, do.SetRoutes):
+                self.routes[command.worker_id] = command.sources
+        return commands
+
+    def assign(self, *worker_ids: str, payload: PayloadId = P1) -> list[do.Command]:
+        return self.tell(ev.PayloadAssigned(payload, worker_ids, 1000))
+
+    def fail(self, worker_id: str, source: str, reason: str) -> set[str]:
+        """Who is told other routes."""
+        return told(self.tell(ev.SourceFailed(worker_id, P1, source, reason)))
+
+
+def told(commands: list[do.Command]) -> set[str]:
+    return {command.worker_id for command in commands if isinstance(command, do.SetRoutes)}
+
+
+def mesh(count: int = 5) -> Bench:
+    bench = Bench(count)
+    bench.assign(*(f"w{at}" for at in range(count)))
+    return bench
+
+
+def test_everybody_is_told_routes_and_where_to_dial() -> None:
+    bench = Bench(3)
+    commands = bench.assign("w0", "w1", "w2")
+    assert told(commands) == {"w0", "w1", "w2"}
+    first = next(command for command in commands if isinstance(command, do.SetRoutes))
+    assert first.addresses == {"w1": "host:1", "w2": "host:2"}
+    assert set(first.sources) == {"", "w1", "w2"}
+
+
+def test_members_of_a_plan_are_paced_to_their_shares_of_the_uplink() -> None:
+    bench = mesh(4)
+    paces = [bench.machine.pace(f"w{at}", P1) for at in range(4)]
+    assert paces == [pytest.approx(PACE * UP / 4)] * 4
+    for at in range(3):
+        bench.tell(ev.PayloadReceived(f"w{at}", P1, ()))
+    assert bench.machine.pace("w3", P1) is None  # it has the uplink to itself
+    assert bench.machine.pace("w0", P2) is None
+
+
+def test_members_that_get_everything_from_the_origin_do_not_share_one_copy_s_pace() -> None:
+    bench = Bench(3, scheme="star")
+    bench.assign("w0", "w1", "w2")
+    assert bench.machine.pace("w1", P1) == pytest.approx(PACE * UP)
+
+
+def test_a_measured_uplink_sets_the_pace_and_one_machine_has_none() -> None:
+    machine = Broadcast(BroadcastOptions())
+    for at, reach in enumerate(("", "", "", ev.ONE_MACHINE, ev.ONE_MACHINE)):
+        machine.handle(ev.MemberJoined(f"w{at}", f"host:{at}", reach), 0.0)
+    machine.handle(ev.PayloadAssigned(P1, tuple(f"w{at}" for at in range(5)), 1000), 0.0)
+    assert machine.pace("w0", P1) is None  # no link is measured yet
+    for at, down in enumerate((1e6, 9e6, 2e6, 800e6)):
+        machine.handle(ev.LinkMeasured(f"w{at}", 1e6, down), 0.0)
+    taken = machine.plans[P1].children[""]
+    assert machine.pace("w0", P1) == pytest.approx(PACE * 2e6 * taken["w0"] / machine.plans[P1].num_stripes)
+    assert machine.pace("w3", P1) is None
+    for at in range(3):
+        machine.handle(ev.LinkMeasured(f"w{at}", 1e6, 1.1 * PACED_MAX), 0.0)
+    assert machine.pace("w0", P1) is None  # processors are the limit
+
+
+def test_one_that_can_not_be_dialled_is_told_to_dial() -> None:
+    bench = Bench(2)
+    bench.tell(ev.MemberJoined("hidden", ""))
+    commands = bench.assign("w0", "w1", "hidden")
+    dials = {(c.worker_id, c.peer_id, c.address) for c in commands if isinstance(c, do.DialPeer)}
+    assert dials == {("hidden", "w0", "host:0"), ("hidden", "w1", "host:1")}
+
+
+def test_when_one_leaves_its_stripes_are_dealt_out_and_nothing_else_moves() -> None:
+    bench = mesh(5)
+    before = dict(bench.routes)
+    bench.tell(ev.MemberLeft("w2", "killed"))
+    heirs = set()
+    for worker_id in ("w0", "w1", "w3", "w4"):
+        pairs = list(zip(before[worker_id], bench.routes[worker_id], strict=True))
+        assert all(old == new for old, new in pairs if old != "w2")
+        assert all(new != "w2" for _, new in pairs)
+        heirs |= {worker_id for old, new in pairs if old == "w2" and new == ""}
+    assert heirs == {"w0", "w1", "w3", "w4"}  # each takes over a part
+
+
+def test_one_blamer_is_moved_alone_and_two_are_believed() -> None:
+    bench = mesh(5)
+    assert bench.fail("w0", "w1", "stalled") == {"w0"}
+    assert "w1" not in bench.routes["w0"]
+    assert bench.fail("w2", "w1", "stalled") >= {"w2", "w3", "w4"}
+    assert not bench.takers_of(P1, "w1")
+
+
+def test_one_that_is_relieved_for_being_slow_is_the_only_one_for_a_while() -> None:
+    bench = mesh(6)
+    bench.fail("w0", "w1", "slow")
+    bench.fail("w2", "w1", "slow")
+    assert not bench.takers_of(P1, "w1")
+    assert "" not in bench.routes["w1"]  # what it was the root of reaches it by its heirs
+    bench.fail("w0", "w3", "slow")
+    bench.fail("w2", "w3", "slow")
+    assert bench.takers_of(P1, "w3")
+    bench.now = CALM_SECONDS
+    bench.fail("w0", "w3", "slow")
+    bench.fail("w2", "w3", "slow")
+    assert not bench.takers_of(P1, "w3")
+
+
+def test_one_that_sends_wrong_bytes_is_named_once_and_never_a_source_again() -> None:
+    bench = mesh(5)
+    commands = bench.tell(ev.SourceFailed("w0", P1, "w1", "corrupt"), ev.SourceFailed("w2", P1, "w1", "corrupt"))
+    assert [(c.worker_id, c.accused_by) for c in commands if isinstance(c, do.NameSuspect)] == [("w1", "w0")]
+    assert not bench.takers_of(P1, "w1")
+    bench.tell(ev.MemberLeft("w1", "restarted"), ev.MemberJoined("w1", "host:1"))
+    bench.assign("w0", "w1", "w2", payload=P2)
+    assert not bench.takers_of(P2, "w1")
+
+
+def test_one_who_accuses_everybody_is_not_believed() -> None:
+    bench = mesh(8)
+    for at in range(1, 8):
+        bench.fail("w0", f"w{at}", "corrupt")
+    assert len(bench.machine.suspects) == MAX_ACCUSED
+    assert len(bench.machine.accused["w0"]) == MAX_ACCUSED + 1  # what it says beyond that changes nothing
+    assert set(bench.routes["w0"]) == {""}
+
+
+def strangers(*tickets: str, count: int = 8) -> Bench:
+    """A mesh whose first members are strangers, by these tickets."""
+    bench = Bench(count, tickets=tickets)
+    bench.assign(*(f"w{at}" for at in range(count)))
+    return bench
+
+
+@pytest.mark.parametrize("reason", ["corrupt", "missing", "stalled", "slow"])
+def test_strangers_of_one_ticket_ban_no_honest_relay(reason: str) -> None:
+    bench = strangers("t", "t", "t", "t")
+    for accuser in range(4):
+        for source in range(4, 8):
+            bench.fail(f"w{accuser}", f"w{source}", reason)
+    assert not bench.machine.suspects
+    assert not any(bench.machine.bias.values())
+    for source in range(4, 8):
+        takers = set(bench.takers_of(P1, f"w{source}"))
+        assert takers >= {f"w{at}" for at in range(4, 8) if at != source}, f"w{source} serves {takers}"
+        assert not takers & {"w0", "w1", "w2", "w3"}  # their own routes change
+
+
+def test_two_strangers_of_different_tickets_are_believed_and_so_is_a_machine_of_the_owner() -> None:
+    bench = strangers("t", "t", "u")
+    bench.fail("w0", "w5", "corrupt")
+    bench.fail("w1", "w5", "corrupt")
+    assert not bench.machine.suspects
+    bench.fail("w2", "w5", "corrupt")
+    bench.fail("w7", "w6", "corrupt")
+    assert bench.machine.suspects == {"w5", "w6"}
+
+
+def test_strangers_are_not_believed_of_a_source_that_they_were_never_to_take_from() -> None:
+    bench = Bench(2, tickets=("t", "u"))
+    bench.assign("w0", "w1")
+    bench.tell(ev.MemberJoined("w2", "host:2"))
+    bench.fail("w0", "w2", "corrupt")
+    bench.fail("w1", "w2", "corrupt")
+    assert not bench.machine.suspects
+
+
+def test_an_accuser_that_comes_back_may_not_accuse_anew() -> None:
+    bench = mesh(8)
+    for at in range(1, 8):
+        bench.fail("w0", f"w{at}", "corrupt")
+        bench.tell(ev.MemberLeft("w0", "gone"), ev.MemberJoined("w0", "host:0"))
+        bench.assign("w0")
+    assert len(bench.machine.suspects) == MAX_ACCUSED
+
+
+def test_one_who_misses_everything_everywhere_is_not_believed() -> None:
+    bench = mesh(8)
+    for at in range(1, 8):
+        bench.fail("w0", f"w{at}", "missing")
+    left = [at for at in range(1, 8) if bench.takers_of(P1, f"w{at}")]
+    assert len(left) == 7 - MAX_ACCUSED
+
+
+@pytest.mark.parametrize("reason", sorted(set(ev.SOURCE_FAILURES) - {"corrupt"}))
+def test_what_one_says_of_a_source_that_is_not_its_own_does_not_count(reason: str) -> None:
+    bench = Bench(3)
+    bench.assign("w0", "w1")
+    bench.tell(ev.SnapshotHeld("w2", P1))
+    assert bench.fail("w0", "w2", reason) == {"w0"}  # it is told its routes once more
+    assert not bench.machine.suspects
+    bench.assign("w2", "w1")
+    assert bench.takers_of(P1, "w1")
+
+
+def test_who_says_it_again_and_again_is_heard_once() -> None:
+    bench = mesh(4)
+    tallies = tuple(ev.Tally(f"w{at}", 1 << 20, 1.0 if at < 3 else 9.0) for at in range(1, 4))
+    bench.tell(ev.PayloadReceived("w0", P1, tallies))
+    once = dict(bench.machine.bias)
+    bench.tell(*(ev.PayloadReceived("w0", P1, tallies) for _ in range(20)))
+    assert bench.machine.bias == once
+
+
+def test_a_pair_that_can_not_reach_each_other_is_remembered_until_one_comes_back() -> None:
+    bench = mesh(4)
+    bench.fail("w0", "w1", "unreachable")
+    bench.assign("w0", "w1", "w2", "w3", payload=P2)
+    assert "w1" not in bench.routes["w0"]
+    assert "w0" not in bench.routes["w1"]
+    bench.tell(ev.MemberLeft("w1", "gone"), ev.MemberJoined("w1", "host:1"))
+    third = PayloadId(SnapshotRef(RUN_POLICY, 1, 3))
+    bench.assign("w0", "w1", "w2", "w3", payload=third)
+    assert "w1" in bench.routes["w0"]
+
+
+def test_one_that_joins_late_takes_it_from_those_that_have_it() -> None:
+    bench = mesh(4)
+    for at in range(4):
+        bench.tell(ev.PayloadReceived(f"w{at}", P1))
+    bench.tell(ev.MemberJoined("late", "host:9"))
+    assert told(bench.assign("late")) == {"late"}
+    assert "" not in bench.routes["late"]
+    assert len(set(bench.routes["late"])) == 4
+
+
+def test_one_that_joins_in_the_middle_is_a_leaf() -> None:
+    bench = mesh(4)
+    bench.tell(ev.MemberJoined("late", "host:9"))
+    assert told(bench.assign("late")) == {"late"}
+    assert "" not in bench.routes["late"]
+    assert not bench.takers_of(P1, "late")
+
+
+def test_those_who_hold_the_content_serve_it_though_it_was_sent_otherwise() -> None:
+    bench = Bench(3)
+    whole = PayloadId(SnapshotRef(RUN_POLICY, 1, 5))
+    bench.tell(ev.SnapshotHeld("w0", whole), ev.SnapshotHeld("w1", whole))
+    bench.assign("w2", payload=whole)
+    assert set(bench.routes["w2"]) == {"w0", "w1"}
+    assert told(bench.tell(ev.SourceFailed("w2", whole, "w0", "missing"))) == {"w2"}
+    assert set(bench.routes["w2"]) == {"w1"}
+
+
+def test_those_who_have_an_adapter_serve_the_base_model_that_it_is_over() -> None:
+    bench = Bench(3)
+    adapter, base = PayloadId(SnapshotRef(RUN_POLICY, 1, 5)), PayloadId(SnapshotRef("base-" + "0" * 16, 0, 0))
+    bench.tell(ev.SnapshotHeld("w0", adapter, base), ev.SnapshotHeld("w1", adapter, base))
+    for payload in (base, adapter):
+        bench.assign("w2", payload=payload)
+        assert set(bench.routes["w2"]) == {"w0", "w1"}
+    bench.tell(ev.PayloadDropped(adapter))
+    assert bench.machine.held == {"w0": (base,), "w1": (base,)}
+
+
+def test_a_lagging_relay_is_given_less_next_time() -> None:
+    bench = mesh(10)
+    slow = tuple(ev.Tally(f"w{at}", 1 << 24, 40.0 if at == 3 else 20.0) for at in range(10))
+    for at in range(10):
+        bench.tell(ev.PayloadReceived(f"w{at}", P1, tuple(tally for tally in slow if tally.source != f"w{at}")))
+    bench.assign(*(f"w{at}" for at in range(10)), payload=P2)
+    loads = {at: sum(sources.count(f"w{at}") for sources in bench.routes.values()) for at in range(10)}
+    assert loads[3] < 0.75 * sum(loads.values()) / len(loads)
+
+
+def test_routes_are_told_again_to_one_that_was_away() -> None:
+    bench = mesh(3)
+    assert told(bench.tell(ev.MemberJoined("w1", "host:1"))) == {"w1"}
+    bench.tell(ev.PayloadReceived("w1", P1))
+    assert told(bench.tell(ev.MemberJoined("w1", "host:1"))) == set()
+
+
+def test_one_that_turns_out_to_be_undialable_is_parted_from_others_like_it() -> None:
+    bench = mesh(4)
+    bench.tell(ev.MemberJoined("w0", ""))
+    bench.tell(ev.MemberJoined("w1", ""))
+    assert "w1" not in bench.routes["w0"]
+    assert "w0" not in bench.routes["w1"]
+    assert {"w2", "w3"} <= set(bench.routes["w0"])
+
+
+def random_event(rng: random.Random, machine: Broadcast) -> ev.Event:
+    """Anything that the driver could say, in any order."""
+    ids = [f"w{at}" for at in range(12)]
+    worker_id, source = rng.choice(ids), rng.choice([*ids, ""])
+    payload = PayloadId(
+        SnapshotRef(RUN_POLICY, 1, rng.randint(0, 3)), rng.choice([None, SnapshotRef(RUN_POLICY, 1, 0)])
+    )
+    plan = machine.plans.get(payload)
+    if plan is not None and worker_id in plan.routes and rng.random() < 0.8:
+        source = rng.choice(plan.routes[worker_id])
+    some = tuple(rng.sample(ids, rng.randint(1, 12)))
+    return rng.choice(
+        [
+            ev.MemberJoined(worker_id, rng.choice(["", worker_id, worker_id]), rng.choice(["", "", "", "lan"])),
+            ev.MemberJoined(worker_id, worker_id),
+            ev.MemberLeft(worker_id, "killed"),
+            ev.LinkMeasured(rng.choice([worker_id, ""]), rng.choice([None, UP * rng.random() + 1.0]), UP),
+            ev.PayloadAssigned(payload, some, rng.randint(1, 200)),
+            ev.PayloadAssigned(payload, some, rng.randint(1, 200)),
+            ev.PayloadDropped(payload),
+            ev.PayloadReceived(worker_id, payload, (ev.Tally(source, 5, rng.uniform(0.0, 9.0)),)),
+            ev.SnapshotHeld(worker_id, PayloadId(payload.ref)),
+            ev.SourceFailed(worker_id, payload, source, rng.choice(ev.SOURCE_FAILURES)),
+        ]
+    )
+
+
+@pytest.mark.parametrize("seed", seeds(20, 80))
+def test_no_order_of_events_breaks_its_invariants_and_it_is_deterministic(seed: int) -> None:
+    rng = random.Random(seed)
+    options = BroadcastOptions(SCHEMES[rng.choice(["star", "chain", "trees", "trees"])], rng.randint(1, 9))
+    one, twin, now = Broadcast(options), Broadcast(options), 0.0
+    for _ in range(250):
+        now += rng.random()
+        event = random_event(rng, one)
+        commands = one.handle(event, now)
+        assert commands == twin.handle(event, now), f"seed {seed}: {event}"
+        check(one)
+        for command in commands:
+            if isinstance(command, do.SetRoutes):
+                member = one.members[command.worker_id]
+                for source in set(command.sources) - {""}:
+                    assert can_link(one.members[source], member), f"seed {seed}: {event}"
+                    assert source not in one.suspects, f"seed {seed}: {event}"
+    assert len(one.plans) <= MAX_PLANS
+
+
+def test_what_the_origin_can_do_is_told_by_those_on_other_machines() -> None:
+    machine = Broadcast(BroadcastOptions())
+    for at in range(3):
+        machine.handle(ev.MemberJoined(f"here-{at}", f"127.0.0.1:{at}", ev.ONE_MACHINE), 0.0)
+        machine.handle(ev.LinkMeasured(f"here-{at}", 20 * UP, 20 * UP), 0.0)
+    assert machine.origin_up == 20 * UP
+    machine.handle(ev.MemberJoined("far", "host:1"), 0.0)
+    machine.handle(ev.LinkMeasured("far", UP, UP), 0.0)
+    assert machine.origin_up == UP
