@@ -22,8 +22,7 @@ from echo2.engines.tokenizer import encode_prompt, load_tokenizer
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.fleet.accounts import CostBook
-from echo2.head.ledger import costs as cost_report
-from echo2.head.ledger import eventlog, metrics
+from echo2.head.ledger import costs, eventlog, metrics
 from echo2.head.ledger.audit import audit
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading
@@ -198,7 +197,7 @@ def _read_ledger(path: Path) -> None:
     connection = open_for_reading(path)
     connection.close()
     audit(path)
-    cost_report.read_report(path.parent)
+    costs.read_report(path.parent)
 
 
 def _read_rows(path: Path) -> None:

@@ -43,7 +43,6 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
 from echo2.transport.codecs import check_top
 from echo2.weights.broadcast import payloads
-from echo2.weights.broadcast import payloads as addresses
 from echo2.weights.format.chain import compose
 from echo2.weights.format.items import apply_items, encode_items
 from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
@@ -117,9 +116,9 @@ def _check(found: RolloutGroup) -> None:
 
 def _read_hello(hello: wire.WorkerHello) -> None:
     service.worker_joined(PEER, hello, SAMPLING)
-    address = addresses.of_worker(hello, PEER.host)
+    address = payloads.of_worker(hello, PEER.host)
     assert address.isprintable()
-    addresses.reach(address)
+    payloads.reach(address)
 
 
 def _read_order(order: wire.Order) -> None:
@@ -127,7 +126,7 @@ def _read_order(order: wire.Order) -> None:
         messages.decode_assignment(lease)
     payloads.decode_payload(order.routes.payload)
     for address in (*(source.address for source in order.routes.sources), order.dial.address):
-        addresses.reach(address)
+        payloads.reach(address)
 
 
 def _read_request(request: wire.ChunkRequest) -> None:
@@ -206,7 +205,7 @@ def _read_address(data: bytes) -> None:
     said = text(data)
     host, port = split(said)
     assert 0 <= port <= PORT_MAX, (host, port)
-    addresses.reach(said)
+    payloads.reach(said)
 
 
 def _pieces() -> list[Target]:

@@ -12,7 +12,6 @@ import pytest
 from echo2.head.decide import events as ev
 from echo2.head.ledger import metrics
 from echo2.head.serve import reading
-from echo2.head.serve import reading as task_reader
 from echo2.transport import wire_pb2 as wire
 from echo2.weights.broadcast import origin, serving
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
@@ -78,7 +77,7 @@ def test_a_heads_memory_does_not_grow(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bounds = {task_reader: ("AHEAD", "KEPT"), reading: ("KEPT_PROMPTS",), metrics: ("KEPT_ROWS",)}
+    bounds = {reading: ("AHEAD", "KEPT", "KEPT_PROMPTS"), metrics: ("KEPT_ROWS",)}
     for module, names in {**bounds, origin: ("FINISHED_MAX",)}.items():
         for name in names:
             monkeypatch.setattr(module, name, 4)

@@ -21,7 +21,6 @@ import grpc.aio
 from echo2.core.addresses import split
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.transport import grpc_options, limits
-from echo2.transport import grpc_options as proxies
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer
@@ -126,7 +125,7 @@ class GrpcLink:
         return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
 
     def _unreached(self, why: str) -> LinkError:
-        told = proxies.note(self._host)
+        told = grpc_options.note(self._host)
         return LinkError(f"{self._address} does not answer: {why}" + (f". {told}" if told else ""))
 
 

@@ -19,7 +19,6 @@ from echo2.core.types import SnapshotRef, Wait
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import granting, pacing, results
-from echo2.head.decide import granting as second_leases
 from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.state import PlannerOptions, PlannerState
 from echo2.head.decide.waits import list_waits
@@ -111,7 +110,7 @@ class Planner(PlannerState):
         self.settle(now)
         if self.over is None and self.paused is None:
             granting.grant(self, now)
-            second_leases.grant_backup_leases(self, now)
+            granting.grant_backup_leases(self, now)
             self._feed(now)
         if self.over is None:
             self._finish()
@@ -125,7 +124,7 @@ class Planner(PlannerState):
             dues.append(self.skips_evals_at)
         if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
             dues.append(self.activation.next_at)  # there may be no worker whose reports wake it
-        if self.paused is None and (late_at := second_leases.next_at(self)) is not None:
+        if self.paused is None and (late_at := granting.next_at(self)) is not None:
             dues.append(late_at)
         if dues:
             self.wake_at(min(dues), "next deadline of a lease or of a silent worker")
