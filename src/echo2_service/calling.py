@@ -28,10 +28,8 @@ log = logging.getLogger(__name__)
 
 #: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
 MOST_DEATHS = 8
-
 #: Shortest and longest pause between two starts; the pause doubles while the process dies without an answer.
 RESTART_SECONDS = (0.1, 10.0)
-
 LOG_BYTES = 10 << 20
 
 

@@ -34,13 +34,10 @@ if TYPE_CHECKING:
     from echo2.models.evaluate import Step
 
 POLL_SECONDS = 0.2
-
 #: File in logs/ for the output of `echo2 run`.
 LOG_NAME = "run.log"
-
 #: Exit statuses of `echo2 run` that finished all its steps or was interrupted.
 FINE_STATUSES = (0, 130, -signal.SIGTERM)
-
 #: Values of `kind` in outcome.json with which `echo2 run` exits as after a mistake of the user.
 MISTAKES = ("user_error", "stopped")
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from echo2 import config
 
 Command = Callable[[argparse.Namespace], int]
-
 #: `add_command` with its first argument.
 Add = Callable[..., argparse.ArgumentParser]
 

@@ -1,4 +1,7 @@
-"""The names of the engines, as in `workers.engine` and `--engine`."""
+"""What single settings may be: engines, the losses' parameters, targets of logs, weighted names.
+
+The names of the engines, as in `workers.engine` and `--engine`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,6 @@ from echo2.core.errors import UserError, did_you_mean
 SERVERS: Mapping[str, str] = {
     "vllm": "echo2.engines.servers.vllm",
 }
-
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`.
 ENGINES: Mapping[str, str] = {
     "compact": "echo2.engines.compact",
@@ -21,15 +23,12 @@ ENGINES: Mapping[str, str] = {
     "fake": "echo2.engines.fake_engine",
     **SERVERS,
 }
-
 #: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`), and which can check who does.
 STREAM_ENGINES = frozenset({"compact", "transformers"})
-
 #: Slots that a worker says it has if its owner sets no limit: any number.
 NO_SLOT_LIMIT = 1 << 16
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
-
 #: What each loss takes in learner.loss_params, with its defaults; the losses themselves are in learner/core/losses.py.
 LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
     "dppo": {"tv_low": 0.2, "tv_high": 0.2, "cap": 10.0, "veto": 1e-4, "square": 1e-3},
@@ -42,17 +41,12 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
     "m2po": {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5},
     "none": {},
 }
-
 #: What every loss takes beside its own; 0: off. docs/losses.md.
 SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
-
 #: Most of `score_centering`: 6 KiB a token.
 TOP_LOGPROBS_MAX = 1024
-
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
-
-#: Hosts by which a machine calls itself.
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:

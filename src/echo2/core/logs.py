@@ -24,17 +24,12 @@ from echo2.core.printable import printable, printable_lines
 
 #: Maximum number of lines of one kind (logger and unformatted message) written per window; equal lines only once.
 BURST_LINES = 20
-
 WINDOW_SECONDS = 60.0
-
 #: Maximum number of kinds counted; the least recently used one is dropped, after its count is written.
 KINDS_MAX = 64
-
 #: Maximum characters of a line, and of the traceback below it.
 LINE_CHARS_MAX = 2000
-
 TRACEBACK_CHARS_MAX = 20_000
-
 #: Lets only the owner read and write files: weights, rollouts, ledger, keys.
 PRIVATE_UMASK = 0o077
 
@@ -118,7 +113,6 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 
 #: Maximum bytes of a process's log, and the number of its old parts that are kept.
 LOG_BYTES_MAX = 16 << 20
-
 LOG_PARTS_KEPT = 3
 
 

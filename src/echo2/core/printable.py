@@ -11,11 +11,8 @@ import time
 
 #: Terminal escape sequences. They are removed whole: their letters mean nothing without the escape character.
 _SEQUENCES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[PX^_][^\x1b]*(?:\x1b\\)?)")
-
 REPLACED = "\N{REPLACEMENT CHARACTER}"
-
 CUT_OFF = "\N{HORIZONTAL ELLIPSIS}"
-
 #: Maximum characters of one line for people: a wait, a reason, an activity.
 LINE_CHARS_MAX = 200
 

@@ -2,9 +2,9 @@
 
     y = W x + b + B (A x) scale
 
-Tensor names and configuration follow PEFT. Adapters that compute another formula are refused (`peft_config.py`). The
-base model's weights stay unchanged, so many adapters can share one base model, and a swap costs only the size of the
-adapter.
+Tensor names and configuration follow PEFT. Adapters that compute another formula are refused
+(`weights/format/adapter_files.py`). The base model's weights stay unchanged, so many adapters can share one base model,
+and a swap costs only the size of the adapter.
 
 Source: Hu et al., LoRA (arXiv 2106.09685).
 

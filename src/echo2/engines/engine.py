@@ -4,7 +4,7 @@ The same contract holds for engines in this process and for token servers. A req
 token ids in, token ids out, with the logprob and the version of every token. Each request is submitted, awaited,
 finished and aborted independently of the others, and weights may be updated while requests run.
 
-`engines.py` lists the engines.
+`registry.py` lists the engines.
 """
 
 from __future__ import annotations
@@ -21,54 +21,6 @@ import numpy.typing as npt
 from echo2.core.errors import Echo2Error, InvariantError
 from echo2.core.types import FinishReason, Rollout, SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.tokenizer import StopRule
-
-Floats = npt.NDArray[np.float64]
-
-Ints = npt.NDArray[np.int64]
-
-
-Spans = tuple[tuple[int, int], ...]
-"""((first token, policy version), ...), ascending from token 0, as `Rollout.version_spans`."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillRequest:
-    """A finished completion to check. `support_tokens`, `support_offsets`: as in `Rollout`, of these tokens.
-
-    reads  the weights that drew the tokens, all in one turn: the first version reads the prompt and the tokens; token s
-           of a later span (s, v) is drawn behind token s - 1, the first that v reads. Keys and values are kept.
-    first  no distributions are wanted of the tokens before this one
-    """
-
-    prompt_tokens: array[int]
-    tokens: array[int]
-    params: SamplingParams
-    reads: Spans
-    first: int = 0
-    support_tokens: array[int] | None = None
-    support_offsets: array[int] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """A policy's distributions for each of T given tokens, with temperature and narrowing applied; all [T] float64. The
-    first is token `PrefillRequest.first`.
-
-    low, high       inversion draws the token for random numbers from `low` to `high`
-    logprobs        of the token
-    entropies       of the distribution, nats
-    variances       of -logprob under the distribution, nats^2
-    support_errors  probability by which the reported support is not what top-k and top-p leave
-    bits            of the computing dtype: 32 or 16
-    """
-
-    low: Floats
-    high: Floats
-    logprobs: Floats
-    entropies: Floats
-    variances: Floats
-    support_errors: Floats
-    bits: int
 
 
 @dataclass(slots=True)
@@ -136,6 +88,54 @@ class Conversation:
             top_tokens=self.top_tokens,
             top_logprobs=bytes(self.top_logprobs),
         )
+
+
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+
+
+Spans = tuple[tuple[int, int], ...]
+"""((first token, policy version), ...), ascending from token 0, as `Rollout.version_spans`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillRequest:
+    """A finished completion to check. `support_tokens`, `support_offsets`: as in `Rollout`, of these tokens.
+
+    reads  the weights that drew the tokens, all in one turn: the first version reads the prompt and the tokens; token s
+           of a later span (s, v) is drawn behind token s - 1, the first that v reads. Keys and values are kept.
+    first  no distributions are wanted of the tokens before this one
+    """
+
+    prompt_tokens: array[int]
+    tokens: array[int]
+    params: SamplingParams
+    reads: Spans
+    first: int = 0
+    support_tokens: array[int] | None = None
+    support_offsets: array[int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """A policy's distributions for each of T given tokens, with temperature and narrowing applied; all [T] float64. The
+    first is token `PrefillRequest.first`.
+
+    low, high       inversion draws the token for random numbers from `low` to `high`
+    logprobs        of the token
+    entropies       of the distribution, nats
+    variances       of -logprob under the distribution, nats^2
+    support_errors  probability by which the reported support is not what top-k and top-p leave
+    bits            of the computing dtype: 32 or 16
+    """
+
+    low: Floats
+    high: Floats
+    logprobs: Floats
+    entropies: Floats
+    variances: Floats
+    support_errors: Floats
+    bits: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,8 @@ import numpy.typing as npt
 Keys = npt.NDArray[np.uint64]
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
-
 _MULTIPLIER_1 = np.uint64(0xBF58476D1CE4E5B9)
-
 _MULTIPLIER_2 = np.uint64(0x94D049BB133111EB)
-
 _MASK = (1 << 64) - 1
 
 

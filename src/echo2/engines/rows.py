@@ -26,7 +26,6 @@ from echo2.engines.sampler import Draw, Ints, Sampler, Top
 DROP_BELOW = 0.85
 """Ended rows are dropped when fewer than this share of the rows still runs: copying the cache costs about a third of a
 step."""
-
 FIRST_TOKENS = 64
 """Tokens that a completion has room for at first; the room is doubled when it is used up."""
 

@@ -28,15 +28,11 @@ TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 
 #: Stands for an earlier answer when a chat template is rendered to find the text that follows an answer.
 ANSWER_MARK = "echo2-answer-mark"
-
 #: Errors that a chat template's expressions raise, besides jinja2's own.
 TEMPLATE_ERRORS = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
-
 _SEARCHING = threading.Lock()
-
 #: transformers imports its classes when they are first used, which fails if several threads do so at once.
 _LOADING = threading.Lock()
-
 #: Decoders write this for an incomplete character.
 BROKEN = "\ufffd"
 
@@ -300,7 +296,6 @@ def _tokens_with(tokenizer: Tokenizer, characters: str, special: bool) -> frozen
 
 #: Tokens decoded before the string's: for the first bytes of a character, and the first space that some decoders drop.
 MARGIN_TOKENS = 4
-
 #: Tokens of a whole rollout that are decoded at a time.
 BLOCK_TOKENS = 256
 

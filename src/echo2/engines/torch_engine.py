@@ -10,7 +10,7 @@ the same base model is one assignment, too.
 
 Ended rows are dropped from the batch once there are enough of them, or when other rows join, so that short completions
 stop costing compute. Rows with the same prompt share its prefill, if they join together or one of them still runs. The
-next turn of a rollout continues from the kept cache of its last turn (`kept_rows.py`). Both kinds of reuse need a cache
+next turn of a rollout continues from the kept cache of its last turn (`rows.py`). Both kinds of reuse need a cache
 that was read entirely with the installed policy: a prompt is never read partly with another one.
 
 Shape suffixes: R = prompts, B = rows (one a request), V = vocabulary.

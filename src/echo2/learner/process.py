@@ -43,7 +43,6 @@ log = logging.getLogger(__name__)
 
 #: Time for the other ranks to end by themselves after they were released.
 FAREWELL_SECONDS = 10.0
-
 #: Exit statuses with a meaning of their own, which are passed on; any other becomes 1.
 TELLING_STATUSES = (2, 3)
 
@@ -95,7 +94,6 @@ def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event
 
 
 TOLD_TO_STOP = "the learner was told to stop"
-
 #: Exit status after a signal: the run is not over.
 STOPPED_STATUS = 128 + signal.SIGTERM
 

@@ -26,7 +26,6 @@ from echo2.models.evaluate import MODEL_FILE, Step, checkpoint_directory, copy_m
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 
 CARD = "README.md"
-
 GET_TOKEN = (
     "Run `hf auth login`, or put a token with write access in HF_TOKEN (https://huggingface.co/settings/tokens)."
 )

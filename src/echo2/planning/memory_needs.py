@@ -24,7 +24,6 @@ from echo2.learner.decide.memory import GB, ModelShape
 
 #: Settings that are changed together, at most, to make a run fit.
 CHANGES_MAX = 3
-
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
 

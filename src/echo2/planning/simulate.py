@@ -22,10 +22,8 @@ from echo2.planning.sim.study import Study, load_study
 
 #: Maximum number of simulated steps.
 MAX_STEPS = 60
-
 #: Heartbeats in the time of one step, so that simulating steps of hours takes no longer than steps of seconds.
 HEARTBEATS_PER_STEP = 20
-
 #: Time limit, as a multiple of the predicted time; longer than any plan takes.
 TIME_LIMIT_FACTOR = 5.0
 

@@ -93,7 +93,6 @@ def _pass_on(to: asyncio.Future[Outcome], done: asyncio.Future[Outcome]) -> None
 
 #: Sample number of the environments' random streams; the policy's samples have smaller numbers.
 ENVIRONMENT_SAMPLE = 1 << 32
-
 #: Largest absolute sum of a rollout's rewards, as on the wire.
 ROLLOUT_REWARD_MAX = 1e6
 

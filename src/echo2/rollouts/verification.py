@@ -63,7 +63,6 @@ class Tolerance:
 
 #: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
 TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1)}
-
 #: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
 TYPICAL_TOKENS = 256
 

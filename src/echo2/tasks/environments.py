@@ -44,7 +44,6 @@ from echo2.tasks.process_pool import Member, ProcessPool
 
 #: Bounds on one answer. A rollout's rewards may add up to no more (`rollouts/turns.py`).
 REPLY_CHARS_MAX = 1 << 18
-
 REPLY_REWARD_MAX = 1e6
 
 
@@ -162,11 +161,8 @@ class LocalEnvironment:
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0  # limit on beginning a rollout, or on answering an action
-
 GRACE_SECONDS = 5.0  # for an asynchronous call to be cancelled alone, before its process is killed
-
 DEATHS_MAX = 3  # process deaths caused by other rollouts' code that one call survives
-
 T = TypeVar("T")
 
 

@@ -26,7 +26,6 @@ from echo2.tasks.own_python import own_python
 log = logging.getLogger(__name__)
 
 OWN, VERIFIERS, OPENENV = "harness:", "verifiers", "openenv:"
-
 #: Time that a rollout may take beyond its own limit before its process is killed.
 GRACE_SECONDS = 30.0
 

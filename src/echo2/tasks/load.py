@@ -80,7 +80,6 @@ def _parse(template: str) -> list[tuple[str, str | None]]:
 
 
 BUILT_IN = {"digit_sorting": DigitSorting}
-
 KINDS = (
     "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
     f"verifiers:<taskset>, logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"

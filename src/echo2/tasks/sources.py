@@ -29,14 +29,10 @@ from echo2.core.errors import UserError, did_you_mean
 from echo2.core.printable import shown
 
 MAX_LINE_BYTES = 16 << 20
-
 MAX_PARQUET_BYTES = 8 << 30  # decoded
-
 DIGEST_BYTES = 16
-
 #: Characters shown before and after the place of a mistake.
 NEAR_CHARS = 30
-
 ONE_OBJECT = 'Each line must be one JSON object: {"prompt": ...}.'
 
 
@@ -218,7 +214,6 @@ def _pick_split(splits: Mapping[str, Any], name: str, split: str) -> Any:
 
 
 DEFAULT_SIZE = 100_000
-
 # Generators whose questions depend on the order of a set of strings, which differs from process to process: after a
 # restart of the head, answers to one question would be scored against another.
 HASH_ORDERED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})

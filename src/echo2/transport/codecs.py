@@ -28,17 +28,13 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS, LOGPROB_MIN, LOGPROB_SLACK, TOP_ERROR
 
 HASH_BYTES = 32
-
 #: The message of a sender that is alive but has nothing to send yet.
 ALIVE = b""
-
 #: A message without meaning. What is written after a pause pushes out the end of what was written before.
 NUDGE = b"\x12\x01\x00"
 
 _HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
-
 _DATA = 0x12  # field 2, bytes
-
 _LENGTH_BYTES_MAX = 5
 
 

@@ -21,9 +21,7 @@ from echo2.transport import limits
 
 #: The variable that names the proxy, those that list hosts without it, and others that programs commonly read.
 VARIABLE = "grpc_proxy"
-
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
-
 OTHERS = ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
 
 
@@ -62,22 +60,18 @@ def _shown(url: str) -> str:
 #: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
 #: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
 KEEPALIVE_SECONDS = 5.0
-
 #: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
 #: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
 CONNECT_SECONDS = 5.0
-
 #: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
 #: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
 #: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
 WINDOW_BYTES = 256 << 10
-
 #: Size of an HTTP/2 frame. The default of 16 KiB splits a chunk of 1 MiB into sixty-four frames.
 FRAME_BYTES = 1 << 20
 
 #: Limit on a caller's TLS handshake.
 HANDSHAKE_SECONDS = 10.0
-
 #: Header that carries the request of a call without a body (`Method.in_header`).
 REQUEST_HEADER = "request-bin"
 
@@ -93,7 +87,6 @@ _BOTH: list[tuple[str, Any]] = [
     ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
     ("grpc.per_message_decompression", 0),
 ]
-
 _SERVER: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
@@ -101,7 +94,6 @@ _SERVER: list[tuple[str, Any]] = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", limits.CALLS_MAX),
 ]
-
 _CLIENT: list[tuple[str, Any]] = [
     *_BOTH,
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),

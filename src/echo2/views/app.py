@@ -30,7 +30,6 @@ from echo2.views.run_view import RunView
 from echo2.views.watch import Watch, fleet_page
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 #: Names of exported metrics. A metric with a third part, such as the name of a data source, is left out.
 NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)?")
 
@@ -55,7 +54,6 @@ def exposition(views: Sequence[RunView]) -> str:
 
 #: Pages that may be open at once.
 LISTENERS_MAX = 64
-
 #: Browsers load resources from this server only and run no inline code: the text of a rollout is not trusted.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -65,12 +63,9 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-
 #: Groups shown of a file of rollouts; a held-out set may have thousands, too many to draw in time.
 GROUPS_SHOWN = 200
-
 FILES = (
     "page.js",
     "parts.js",
@@ -83,7 +78,6 @@ FILES = (
     "uPlot.iife.min.js",
     "uPlot.min.css",
 )
-
 REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
 
 Handler = Callable[[Request], Awaitable[Response]]

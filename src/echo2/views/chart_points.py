@@ -76,7 +76,6 @@ class MetricsFile:
 POINTS_MAX = 500
 
 Values = Sequence[float]
-
 Column = list[float | None]
 
 
@@ -90,9 +89,7 @@ def _last(values: Values) -> float:
 
 #: Prefixes of metrics whose names depend on the run: held-out sets, and pass@k. Number of them that a page gets.
 OPEN_PREFIXES = ("eval/accuracy/", "eval/pass@")
-
 OPEN_MAX = 16
-
 #: By metric: how the values of several steps become one point.
 COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "eval/accuracy": _last,

@@ -25,13 +25,10 @@ from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 
 #: Minimum seconds between two reads of the run directory.
 REFRESH_SECONDS = 0.3
-
 #: State shown for a process, by whether it is alive; None: it runs on another machine.
 PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
-
 #: Maximum length of a reason or state; echo2's own have at most half of that.
 REASON_CHARS = 1000
-
 #: By kind of failure: its description, and the log that lists every failure.
 FAILURE_WORDS = {
     "reward_failed": ("groups were lost to your reward function", "reward.log"),
@@ -43,16 +40,12 @@ FAILURE_WORDS = {
     "snapshot_refused": ("snapshots were refused by workers", "head.log"),
     "engine_failed": ("leases failed in the worker's engine", "head.log"),
 }
-
 #: Idle ratio of the learner from which the main cause of its waiting is shown.
 WORTH_WORDS = 0.05
-
 #: Seconds that a machine wasted on one cause, from which the cause is shown.
 WORTH_SECONDS = 1.0
-
 #: Indentation of a sample rollout.
 SAMPLE_INDENT = "  "
-
 _BLOCKS = "▁▂▃▄▅▆▇█"
 
 

@@ -134,10 +134,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds between two reads of the run directories; longer if reading would take more than this share of a core.
 LOOK_SECONDS, LOOK_SHARE = 0.5, 0.1
-
 #: Minimum seconds between two bills, which read the ledger. A bill is only made if a step has ended since the last.
 BILL_SECONDS = 5.0
-
 #: Seconds without an event after which a keep-alive is sent.
 ALIVE_SECONDS = 15.0
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 #: How long a request waits for earlier ones: clients repeat a request for five minutes, then give up.
 GAP_SECONDS = 330.0
-
 #: The largest number of a request, and of the next one that is expected: a column of 64 bits holds it.
 NUMBER_MAX = 2**63 - 1
 

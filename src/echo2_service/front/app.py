@@ -34,11 +34,8 @@ from echo2_service.front.work import Work
 from echo2_service.settings import Quotas
 
 _USAGE = "hours are not kept apart; GET /api/v1/usage tells tokens and dollars by kind of request."
-
 _ARCHIVE = "nothing is written outside of the service; fetch GET .../checkpoints/NAME/archive, a PEFT adapter as tar."
-
 _KEYS = "`echo2 keys DIR` on the service's machine lists, adds and revokes keys."
-
 #: What to do instead, by method and path below /api/v1/.
 UNSERVED = {
     ("POST", "auth/token"): "API keys are taken as they are: set TINKER_API_KEY to a tml- key.",
@@ -71,9 +68,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between cleanups.
 SWEEP_SECONDS = 10.0
-
 ROOT = "/api/v1/"
-
 NO_QUOTAS = Quotas()
 
 

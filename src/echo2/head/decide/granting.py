@@ -244,7 +244,6 @@ def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
 
 #: Accepted results after which the usual duration of a lease counts as known.
 LEASES_KNOWN = 8
-
 #: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
 #: group in seven twice at 1.5, and stragglers cost more time at 3.
 LATE_AFTER = 2.0

@@ -37,7 +37,6 @@ MOVES: dict[str, frozenset[str]] = {
 
 #: Reason for retiring a group whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
 UNINFORMATIVE = "uninformative"
-
 #: Stands for all machines of the run's owner, where a stranger is identified by its ticket.
 OWN = ""
 
@@ -308,13 +307,10 @@ FAILURES: dict[str, bool] = {
     "revoked": True,
     "busy": True,
 }
-
 #: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
 MAX_ATTEMPTS = 5
-
 #: The longest lease, as a multiple of `lease_seconds`.
 LEASE_STRETCH_MAX = 8.0
-
 #: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
 FULL_TIMES = 2.0
 

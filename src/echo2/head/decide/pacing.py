@@ -55,7 +55,6 @@ def fixed_version(step: int, max_staleness: int, publish_every: int) -> int:
 
 #: Weight of a new measurement of a width in its running mean.
 NEW_SECONDS = 0.5
-
 #: Steps between two trials of other widths, once the best is found.
 TRIAL_EVERY = 12
 

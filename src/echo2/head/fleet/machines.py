@@ -25,10 +25,8 @@ log = logging.getLogger(__name__)
 
 #: Timeout of a command; then it is killed, with its child processes.
 HOOK_SECONDS = 900.0
-
 #: First and longest pause between tries to return a machine; doubled after each try.
 RETRY_SECONDS = (5.0, 600.0)
-
 #: Number of tries to return a machine once the run is over.
 LAST_TRIES = 3
 

@@ -36,20 +36,16 @@ _SURVIVING = """
     WHERE NOT EXISTS (SELECT 1 FROM best WHERE best.step = t.step AND best.lineage > t.lineage)
       AND NOT EXISTS (SELECT 1 FROM joins AS j WHERE j.lineage > t.lineage AND j.version <= t.step)
 """
-
 #: Shadows each table by the rows of the policy that a run trains.
 _MINE = "WITH " + ", ".join(
     f"{table} AS (SELECT * FROM main.{table} WHERE policy = :policy)"
     for table in ("groups", "rollouts", "leases", "refusals", "trainings", "joins")
 )
-
 _WITH = f""",
          best AS MATERIALIZED (SELECT step, max(lineage) AS lineage FROM trainings GROUP BY step),
          surviving AS MATERIALIZED ({_SURVIVING})
 """
-
 _WAITING = "groups.state IN ('delivered', 'ready')"
-
 _HAS_ROLLOUTS = "groups.number IN (SELECT number FROM rollouts)"
 
 

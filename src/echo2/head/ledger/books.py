@@ -28,7 +28,6 @@ from echo2.head.decide.groups import FAILURES
 
 #: Number of versions whose times are remembered.
 VERSIONS_MAX = 16
-
 #: ECHO-2's gamma: the fleet is provisioned with this many times the workers it needs.
 GAMMA = 1.1
 
@@ -102,12 +101,9 @@ log = logging.getLogger(__name__)
 
 #: Reasons of a failed lease that are not errors.
 HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
-
 #: Maximum characters of a message, and of a traceback.
 MESSAGE_CHARS = 1000
-
 TRACEBACK_CHARS = 4000
-
 #: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
 REFUSALS_PER_WORKER = 10
 
@@ -171,7 +167,6 @@ def _has_closed(event: ev.LeaseFailed, commands: Iterable[do.Command]) -> bool:
 
 #: Minimum reward of a rollout that counts as solved in pass@k.
 SOLVED = 1.0
-
 #: Prefix of the metrics that count failed tasks, before the reason.
 FAILED_BECAUSE = "eval/num_failed/"
 

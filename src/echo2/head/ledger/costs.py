@@ -33,10 +33,8 @@ from echo2.head.ledger.schema import open_for_reading, unusable
 from echo2.head.strangers.decide.checks import CHECK_SHARE
 
 LEARNER = "learner"
-
 #: Causes that are not wasted work, in the order in which they are shown; the others are shown in between.
 FIRST, LAST = ("training", "useful"), ("standby", "idle")
-
 #: Causes that a total always lists, even if they are zero.
 ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
 
@@ -106,7 +104,6 @@ def _place(cause: str) -> tuple[int, str]:
 
 #: Cost of a check over the cost of sampling the same group, measured on a CPU (benchmarks/hostile_sampling.py).
 CHECK_PER_SAMPLED = 0.89
-
 #: Mean number of groups, all of them false, that a trusted ticket delivers until one is checked.
 GROUPS_UNTIL_FOUND = 1.0 / CHECK_SHARE
 
@@ -140,7 +137,6 @@ MEANINGS = {
     "standby": "standing by, not needed",
     "idle": "paid, but without work",
 }
-
 #: Machines that have a line of their own; the rest share one.
 MACHINES_SHOWN = 20
 

@@ -40,7 +40,6 @@ RECENT_BYTES_MAX = 32 << 20
 _COLUMNS = (
     "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, ''), is_flat"
 )
-
 #: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
 _ARROWS = {
     event: (

@@ -30,10 +30,8 @@ from echo2.core.errors import UserError, write_failed
 from echo2.head.ledger.rollout_log import Group, read_groups
 
 COLUMNS = ("prompt", "completion", "reward", "worker", "version")
-
 #: Maximum number of rows of a table, and of characters of a text in it.
 TABLE_ROWS = 32
-
 TEXT_CHARS = 2000
 
 
@@ -69,13 +67,10 @@ log = logging.getLogger(__name__)
 
 #: Flush interval of TensorBoard's files.
 TENSORBOARD_SECONDS = 5
-
 #: Steps between tables of training rollouts; every evaluation has a table.
 TABLE_STEPS = 10
-
 #: Maximum number of rows queued for a sink, and timeout for closing it.
 ROWS_MAX = 1024
-
 CLOSE_SECONDS = 30.0
 
 

@@ -28,7 +28,6 @@ from echo2.transport.limits import LOGGED_GROUPS
 
 #: Bytes read of one file; the rest is not shown.
 FILE_BYTES_MAX = 32 << 20
-
 #: Limits of the search for a task: number of files, newest first, and bytes of all these files together.
 SEARCHED_FILES, SEARCHED_BYTES = 400, 64 << 20
 
@@ -166,7 +165,6 @@ log = logging.getLogger(__name__)
 
 #: The files of the newest `KEPT_STEPS` steps are kept; of older ones, one in `KEPT_EVERY`.
 KEPT_STEPS, KEPT_EVERY = 400, 20
-
 #: Maximum number of a task's columns that are written, and characters of each.
 COLUMNS_MAX, COLUMN_CHARS_MAX = 16, 500
 

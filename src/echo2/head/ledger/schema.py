@@ -30,11 +30,9 @@ from typing import Any
 from echo2.core.errors import NoRoomError, UserError
 
 SCHEMA_VERSION = 4
-
 #: Kinds of records about strangers, stored in `meta` under POLICY.KIND.NAME: trust by ticket, pending checks by group,
 #: rests by ticket, expulsions by worker.
 STRANGERS_KINDS = ("trust", "check", "rest", "expulsion")
-
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process's lock before it fails
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(

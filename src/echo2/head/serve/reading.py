@@ -42,10 +42,8 @@ from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 #: Timeout for reading a row; a slower row is unfit.
 ROW_SECONDS = 60.0
-
 #: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again.
 AHEAD = 32
-
 KEPT = 4096
 
 
@@ -143,7 +141,7 @@ class _ReadingThread:
             call_in(job.loop, job.end, found)
 
 
-#: Maximum number of cached prompts, as of tasks (`task_reader.py`), and of their tokens (16 MiB). A delivery and a
+#: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
 #: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
 KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
 

@@ -8,7 +8,7 @@ Sends strangers' groups to the owner's machines for checking, and collects the v
 Turns a delivery into checked rollouts: tokens and logprobs come from the worker, everything else from the head.
 
 A delivery that is impossible under the run's configuration is refused here, before the planner sees it. Texts and
-rewards are added later (`scoring.py`).
+rewards are added later (`score`).
 """
 
 from __future__ import annotations
@@ -127,7 +127,6 @@ def draws_from_stream(head: Head, engine: str) -> bool:
 
 #: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
 FEED_BYTES = 8 << 20
-
 #: Maximum bytes of a stored group without its scores: the learner receives both in one message.
 GROUP_BYTES_MAX = MESSAGE_BYTES_MAX - FEED_BYTES - (1 << 20)
 

@@ -3,8 +3,8 @@
 Replays a rollout in its environment. Replies that differ from the rollout are refused, and the reward is that of the
 replay. This works because environments are deterministic.
 
-The policy's turns are cut from the rollout's tokens by the rules of `turns.py`. Whether they were sampled honestly is
-not checked here. Imports without torch.
+The policy's turns are cut from the rollout's tokens by the rules of `rollouts/turns.py`. Whether they were sampled
+honestly is not checked here. Imports without torch.
 
 Replays delivered rollouts in the run's environment at the head, and takes their rewards from it.
 
@@ -100,7 +100,6 @@ def _require(holds: bool, complaint: str) -> None:
 
 
 Result = ev.GroupDelivered | ev.LeaseFailed | ev.DeliveryMalformed
-
 #: Maximum number of concurrent rollouts in the environment's process.
 ROLLOUTS_TOGETHER_MAX = 1024
 

@@ -1,4 +1,5 @@
-"""Checks whether a run's learner and workers fit in their machines' memory (`memory.py`), and sizes the micro-batch.
+"""Checks whether a run's learner and workers fit in their machines' memory (`learner/decide/memory.py`), and sizes the
+micro-batch.
 
 The learner takes the first GPU, local workers the next ones, modulo the number of GPUs (`devices.nth_device`); on a
 machine without a GPU all processes share its memory. The result depends only on the configuration, the model and the

@@ -94,10 +94,8 @@ MASKED_DECODERS = frozenset(
     | {"mixtral", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
     | {"stablelm", "starcoder2"}
 )
-
 # Attention costs more per floating-point operation than a matrix product (softmax, memory traffic).
 ATTENTION_SLOWDOWN = 3.0
-
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,

@@ -32,7 +32,6 @@ from echo2.core.types import RolloutGroup
 from echo2.learner.core.datum import Datum
 
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
-
 STD_EPSILON = 1e-6
 
 

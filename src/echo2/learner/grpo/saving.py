@@ -34,10 +34,8 @@ from echo2.learner.link.session import HeadSession
 log = logging.getLogger(__name__)
 
 TOGETHER_MAX = 2
-
 #: TOGETHER_MAX + ALONE_MAX is one less than the deaths in a row that end a run.
 ALONE_MAX = 2
-
 #: Maximum number of groups left out in a row; beyond it the machine is at fault.
 LEFT_OUT_MAX = 3
 

@@ -1,4 +1,5 @@
-"""Receives chunks from one source: the origin, a peer that this node dials, or (`dial.py`) a peer that dials this node.
+"""Receives chunks from one source: the origin, a peer that this node dials, or (`edges.py`) a peer that dials this
+node.
 
 A source can have several requests under way. Its first failure ends all of them, and is reported once.
 """

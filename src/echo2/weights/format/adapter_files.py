@@ -25,18 +25,14 @@ from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
 
 CONFIG_FILE = "adapter_config.json"
-
 RANK_MAX = 4096
-
 ALPHA_MAX = 1e6
-
 #: Settings that may have any value: they do not change what given A and B compute, or tensors would show it.
 ANY_VALUE = frozenset(
     {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules"}
     | {"fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core"}
     | {"peft_version", "qalora_group_size", "revision", "target_modules", "task_type"}
 )
-
 #: Settings that may have these values. Other ways to begin (pissa, olora, corda, loftq, ...) change the base model.
 VALUES: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -44,7 +40,6 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "orthogonal", "eva"),
     "use_rslora": (True, False, None),
 }
-
 #: Values that switch a setting off.
 OFF: tuple[Any, ...] = (None, False, {}, [])
 
@@ -99,9 +94,7 @@ if TYPE_CHECKING:
     from echo2.config.sections import LoraConfig
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", CONFIG_FILE
-
 ALL_LINEAR = "all-linear"
-
 BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
 

@@ -23,10 +23,8 @@ from echo2.core.errors import UserError
 
 #: Safety factor between the smallest sufficient rate and the one to aim for (section 3.1).
 GAMMA = 1.1
-
 #: Share of the active workers that must have installed a snapshot for its broadcast to count as over (section 4.2).
 INSTALLED_QUANTILE = 1 / GAMMA
-
 _SLACK = 1e-9  # tolerance for quotients that would be whole numbers without rounding errors
 
 
@@ -284,7 +282,6 @@ def _ceil(value: float) -> int:
 
 
 CHUNK_BYTES = 1 << 20
-
 #: Workers that one worker sends to, and one-way latency between any two.
 FAN_OUT, LATENCY_SECONDS = 8, 0.05
 

@@ -76,16 +76,12 @@ def main_cause(waits: Iterable[LearnerWait]) -> str | None:
 
 #: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
 BATCHES_PER_RATE = 4
-
 #: Weight of a new rate in the running mean.
 NEW_RATE = 0.5
-
 #: Steps and broadcasts remembered.
 NUM_REMEMBERED = 15
-
 #: Share of its training time that the learner may wait before a bottleneck is reported.
 LITTLE_WAIT = 0.05
-
 #: Weight of the newest group in the running means of the seconds that the head spends on a group.
 GROUP_SHARE = 0.1
 

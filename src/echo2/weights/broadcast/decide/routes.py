@@ -85,28 +85,20 @@ def deal(shares: Sequence[float], num_stripes: int) -> list[int]:
 
 #: A member whose uplink is below this share of the median is a leaf.
 SLOW_UP = 0.25
-
 #: The common rate is at most this factor above the downlink of the slowest relay.
 RELAY_DOWN = 1.05
-
 #: The cost estimate assumes that every slow member gets at least this share of its downlink.
 STARVED = 0.1
-
 #: How many different relay counts are tried.
 PACES_TRIED = 24
-
 #: The origin relieves the relays if the busiest one needs more than this many times the time at the common rate.
 PACE_SLACK = 1.02
-
 #: Load moves between relays while one uses more than this share of its uplink; limit of moves per member.
 FULL_USE = 0.95
-
 MOVES_A_MEMBER = 8
-
 #: Share of the child places kept free, for the children of a relay that drops out. (In a mesh all members are
 #: neighbours already and need no new places.)
 SPARE_PLACES = 0.25
-
 #: Members examined as a possible parent outside the own colour.
 SPARE_TRIES = 64
 
