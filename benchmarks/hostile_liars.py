@@ -4,7 +4,7 @@ A `Lie` is a point in the space of what a stranger may choose: how it draws toke
 from which token on, the logprobs it reports, when it delivers, what it says of its engine, and how long it is honest
 first. Nobody lists the attacks: `random_lie` draws one, `mutated` changes it, and `hostile_search.py` looks for the
 worst. The rollouts are real ones, of a toy policy whose distributions depend on the version, the position and the token
-before. They are encoded and parsed as on the wire, and judged by `rollout.verification`.
+before. They are encoded and parsed as on the wire, and judged by `rollouts.verification`.
 """
 
 from __future__ import annotations

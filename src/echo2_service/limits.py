@@ -139,7 +139,7 @@ TABLE = (
     Limit(("ENTRIES_MAX",), "request", "own_adapters"),
     Limit(("UPLOADS_MAX",), "tenant", "accounts_api"),
     Limit(("SAMPLES_AT_ONCE", "SAMPLES_FOR_OTHERS"), "in all", "dispatch"),
-    Limit(("placing.OTHERS_SHARE",), "in all", "control.service.placing, sampler.samplers"),
+    Limit(("placing.OTHERS_SHARE",), "in all", "decide.placing, sampler.samplers"),
     Limit(("OPERATIONS_MAX",), "model", "dispatch"),
     Limit(("DATA_BYTES_MAX",), "in all", "training_data"),
     Limit(("JOURNAL_BYTES_MAX",), "model", "learner.models"),

@@ -9,8 +9,10 @@ waits, in silence fails.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import closing
 from pathlib import Path
@@ -155,7 +157,10 @@ def play(story: Story, strike: Strike, folder: Path, logs: pytest.LogCaptureFixt
 
     folder.mkdir()
     logs.clear()
-    return asyncio.run(run())
+    heard = asyncio.run(run())
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):
+        gc.collect()  # children whose killer was struck; they end as their pipes are closed
+    return heard
 
 
 @pytest.mark.parametrize("name", STORIES)

@@ -1,4 +1,4 @@
-"""What a fleet for TRL's trainer takes from its arguments, and what it refuses. The rest is integration/test_trl.py."""
+"""What a fleet for TRL's trainer takes from its arguments, and what it refuses. The rest is foreign/test_trl.py."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from echo2.core.errors import UserError, did_you_mean
 
-#: Token servers, which run beside the worker; `engines/registry.py` calls their module's `make_server(place, slots)`.
+#: Token servers, which run beside the worker. `engines/registry.py` calls `make_server(place, device, slots)` of their
+#: modules.
 SERVERS: Mapping[str, str] = {
     "vllm": "echo2.engines.servers.vllm",
 }

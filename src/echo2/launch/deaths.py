@@ -25,7 +25,7 @@ TAIL_BYTES = 64 << 10
 WORDS_CHARS_MAX = 500
 ERROR_PREFIX = "error: "
 _TRACEBACK = "Traceback (most recent call last):"
-#: A line of the log that is no error: `process_log` begins it with a time.
+#: A line of the log that is no error: `core.logs` begins it with a time.
 _LOGGED = re.compile(r"\d{4}-\d\d-\d\d ")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 

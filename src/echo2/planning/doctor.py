@@ -217,7 +217,7 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
 
 
 def _connected(host: str, port: int) -> socket.socket:
-    """Connect as a worker would: directly, or through the proxy of `proxies`. Raises OSError."""
+    """Connect as a worker would: directly, or through the proxy that gRPC would use. Raises OSError."""
     url = urlsplit(grpc_options.proxy_of(host))
     if not url.hostname:
         return socket.create_connection((host, port), DIAL_SECONDS)

@@ -1,7 +1,7 @@
 """Checks every request before its handler: first the key, then the body, which is bounded and must keep coming.
 
 A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again. Errors
-pass `words.for_tenants` here.
+pass `traffic.for_tenants` here.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class DeliveryMalformed(PlannerEvent):
 
 
 class LeaseFailed(PlannerEvent):
-    """The worker could not produce the group. `reason` is one of `leases.FAILURES`. `traceback`: of the user's
+    """The worker could not produce the group. `reason` is one of `groups.FAILURES`. `traceback`: of the user's
     environment, for display.
     """
 

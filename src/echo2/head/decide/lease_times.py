@@ -3,7 +3,7 @@ same ones again.
 
 granted    for `lease_seconds`, or for twice as long as the worker needs for all that it may hold, at its measured rate
 extended   at its deadline, while its worker is connected and its rate is not known yet. Meanwhile a free
-           worker samples the group, too (`second_leases`), so nobody waits for the slow one, and its work is not lost
+           worker samples the group, too (`granting`), so nobody waits for the slow one, and its work is not lost
            if it comes first.
 
 Both are bounded, so that an engine that hangs loses its groups: `longest` says by what.

@@ -2,8 +2,8 @@
 the learner is fed; when the run is over.
 
 `handle(event, now)` is the only input, the returned commands are the only output. The planner uses the tables beside
-it: `groups` (the state of each group), `leases` (which worker holds what), `fleet` (the workers), `evaluation`, and the
-rule in `staleness`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
+it: `groups` (the state of each group, and which worker holds what), `fleet` (the workers), the evaluations of `state`,
+and the rule in `pacing`. Read `granting` first. Sources: ECHO-2 sections 4 and 4.1 (versioned execution), RolloutPipe
 (complete groups, frontier first).
 
 The commands of step t in order:  IssueGroup (bound to t) -> GrantLeases -> AcceptDelivery -> ScoreGroup ->

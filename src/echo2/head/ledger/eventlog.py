@@ -2,7 +2,7 @@
 
 One JSON object per line. A head writes its planner's options when it starts, then one line per event: {"now": ...,
 "event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head;
-readers skip it. The log is kept in parts (`rotation`); once the oldest part is deleted, a replay begins with the first
+readers skip it. The log is kept in parts (`core.logs`); once the oldest part is deleted, a replay begins with the first
 head that started after it.
 """
 

@@ -4,7 +4,7 @@ Writes rollouts for people to read. rollouts/step_N.jsonl has a few groups of th
 their first tokens one by one, and step_N.logprobs what the learner made of these tokens; rollouts/eval_N.jsonl has all
 answers of version N to the held-out tasks, as text.
 
-Reads the rollouts that a run wrote for people (`head/ledger/rollout_log.py`), a file at a time.
+Reads them again, a file at a time.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ Where r itself has the gradient (ppo, decoupled, gspo, m2po), r is limited to RA
 clip if that is higher. `square` adds at most 2 * square * LOG_RATIO_LIMIT.
 
 Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `LOSS_PARAMS`
-(`config/rules.py`), one test by hand, one section in the docs.
+(`config/values.py`), one test by hand, one section in the docs.
 
 Shape suffixes: n = loss tokens of all sequences, flat; S = sequences.
 """

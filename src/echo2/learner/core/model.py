@@ -169,7 +169,7 @@ class Policy:
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-probability [n] of each loss token of `batch`, the entropy [n] of the distribution at the
-        token, and the log-probabilities [n, k] of the sampler's most likely tokens (see `logprobs.token_logprobs`).
+        token, and the log-probabilities [n, k] of the sampler's most likely tokens (see `token_logprobs`).
         `batch` is on this device; logits are divided by `temperature`.
         """
         # Weights are cast on use, once a pass. Autocast's cache of all cast weights would be a copy of the model.

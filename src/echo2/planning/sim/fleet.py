@@ -385,7 +385,7 @@ class SimWorker(Actor):
             return
         lease, started, numbers = sampling.lease, sampling.started, list(sampling.numbers)
         data = hashlib.sha256(self.history.digests[started] + f"{lease.seed} {numbers}".encode()).digest()
-        if sampling.newest.history != started.history:  # as `rollout.generate`
+        if sampling.newest.history != started.history:  # as `rollouts.generate`
             self.tell(rel.LeaseAbandoned(event.lease_id, "snapshot_gone", "a snapshot of another lineage came"))
             return
         result = ev.GroupDelivered(

@@ -1,4 +1,4 @@
-"""The head's part in the broadcast: serves chunks, and carries out what `control.broadcast.origin.Broadcast` decides.
+"""The head's part in the broadcast: serves chunks, and carries out what `broadcast.decide.origin.Broadcast` decides.
 
 It also collects the inputs of the plan: which workers can be dialled (by dialling back), and the rates of each worker's
 link (by answering probes, one worker at a time).

@@ -1,7 +1,7 @@
 """Serves chunks to peers: recently received chunks from memory, other stored chunks from disk, expected chunks as soon
 as they arrive.
 
-Chunks are kept as encoded messages (`transport.chunks`), so that a chunk sent to many peers is hashed, read and packed
+Chunks are kept as encoded messages (`transport.codecs`), so that a chunk sent to many peers is hashed, read and packed
 once.
 """
 

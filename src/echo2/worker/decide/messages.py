@@ -114,7 +114,7 @@ class GroupProduced(SchedulerEvent):
 
 
 class LeaseAbandoned(SchedulerEvent):
-    """This lease can't give a group. `failure` as in `leases.FAILURES`."""
+    """This lease can't give a group. `failure` as in `groups.FAILURES`."""
 
     lease_id: int
     failure: str
@@ -192,7 +192,7 @@ class Deliver(Command):
 
 
 class FailLease(Command):
-    """Tell the head that this lease gives no result. `failure` as in `leases.FAILURES`."""
+    """Tell the head that this lease gives no result. `failure` as in `groups.FAILURES`."""
 
     lease_id: int
     failure: str

@@ -173,7 +173,7 @@ class Gauge:
         self._spreading = None
 
     def bottleneck(self) -> str | None:
-        """Return what the learner mostly waits for (`learner_waits.CAUSES`), or None if it hardly waits."""
+        """Return what the learner mostly waits for (`CAUSES`), or None if it hardly waits."""
         waited = math.fsum(seconds for wait in self.waits for seconds in wait.seconds.values())
         return main_cause(self.waits) if waited > LITTLE_WAIT * math.fsum(self.train_seconds) else None
 

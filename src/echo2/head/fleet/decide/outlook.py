@@ -1,6 +1,6 @@
 """Compares the fleet with the need: the rate needed, the current rate, and the predicted wait of the learner.
 
-These are the numbers of `echo2 status` and of the metrics. They come from the same model that plans a run (`capacity`,
+These are the numbers of `echo2 status` and of the metrics. They come from the same model that plans a run (`formulas`,
 `forecast`) and that chooses workers (`standby`).
 """
 

@@ -36,7 +36,7 @@ class PayloadUnwanted(FetcherEvent):
 
 
 class RoutesSet(FetcherEvent):
-    """The origin named the source of each stripe (see `origin_commands`); may come before `PayloadWanted`."""
+    """The origin named the source of each stripe (see `origin_messages`); may come before `PayloadWanted`."""
 
     payload: PayloadId
     sources: tuple[str, ...]
@@ -57,7 +57,7 @@ class SourceAlive(FetcherEvent):
 
 
 class RequestFailed(FetcherEvent):
-    """The request to a source ended before all its chunks came. `reason`: one of `origin_events.SOURCE_FAILURES`."""
+    """The request to a source ended before all its chunks came. `reason`: one of `origin_messages.SOURCE_FAILURES`."""
 
     source: str
     reason: str
