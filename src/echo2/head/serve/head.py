@@ -1,8 +1,8 @@
 """The head: one run's control plane, around the driver (`head/ledger/driver.py`) with planner and ledger.
 
 It never imports torch, so that no training step can stall a heartbeat. `service` answers calls and turns them into
-events, `effects` carries out the planner's commands, `results` reads and scores what workers deliver, and `report` writes metrics
-and status for people.
+events, `effects` carries out the planner's commands, `results` reads and scores what workers deliver, and `report`
+writes metrics and status for people.
 """
 
 from __future__ import annotations
