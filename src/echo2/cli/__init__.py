@@ -13,7 +13,7 @@ from echo2.cli.adding import Command, add_command
 from echo2.cli.models import add_models
 from echo2.cli.planning import add_plan, add_planning
 from echo2.cli.running import add_demo, add_processes, add_run
-from echo2.cli.service import add_service
+from echo2.cli.service import NOT_INSTALLED, add_service
 from echo2.cli.watching import add_tickets, add_views
 from echo2.core.devices import NO_TORCH
 from echo2.core.errors import Echo2Error, did_you_mean
@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"error": said, "status": code}) if is_json else f"error: {said}", file=sys.stderr)
         return code
     except ModuleNotFoundError as error:
-        if error.name != "torch":
+        if error.name not in ("torch", "sqlalchemy"):
             raise
-        print(f"error: {NO_TORCH}", file=sys.stderr)
+        print(f"error: {NO_TORCH if error.name == 'torch' else NOT_INSTALLED}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 0
