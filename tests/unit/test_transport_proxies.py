@@ -41,15 +41,18 @@ class Proxy:
     target: int = 0
     asked: list[str] = field(default_factory=list)
     url: str = ""
+    writers: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection."""
+        self.writers.append(writer)
         self.asked.append((await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[0].decode())
         if not self.target:
             writer.write(b"HTTP/1.1 403 Forbidden\r\n\r\n")
             writer.close()
             return
         far_reader, far_writer = await asyncio.open_connection(LOOPBACK, self.target)
+        self.writers.append(far_writer)
         writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
         await asyncio.gather(_pass_on(reader, far_writer), _pass_on(far_reader, writer))
 
@@ -70,6 +73,9 @@ async def proxy(target: int = 0) -> AsyncIterator[Proxy]:
         yield here
     finally:
         server.close()
+        for writer in here.writers:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in here.writers), return_exceptions=True)
 
 
 @pytest.mark.parametrize("variable", READ_BY_GRPC)
