@@ -278,11 +278,11 @@ def _read_adapter_config(data: bytes) -> None:
 
     from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
     from echo2.engines.adapter import DOWN, PREFIX, UP, read_adapter
-    from echo2.weights.format.adapter_files import CONFIG_FILE
+    from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 
     shapes = {DOWN: (2, 4), UP: (4, 2)}
     tensors = {f"{PREFIX}q_proj{part}": TensorBytes("F32", shape, bytes(32)) for part, shape in shapes.items()}
-    snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, {CONFIG_FILE: data})
+    snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, {ADAPTER_CONFIG: data})
     read_adapter(snapshot, {"q_proj": (4, 4)}, torch.device("cpu"))
 
 

@@ -20,6 +20,7 @@ from echo2.core.types import TensorSource
 DEPTH_MAX = 100
 #: Bytes read at a time from a tensor that is not in memory.
 PIECE_BYTES = 16 << 20
+_CONTAINERS = frozenset([dict, list])
 
 
 def parse_json(text: str | bytes | bytearray, with_nan: bool = True) -> Any:
@@ -103,9 +104,6 @@ def refuse_unknown(keys: Iterable[str], known: Iterable[str], where: str) -> Non
         if key not in known:
             hint = did_you_mean(key, known) or f" Known: {', '.join(known)}."
             raise UserError(f"{where}: unknown key {key!r}.{hint}")
-
-
-_CONTAINERS = frozenset([dict, list])
 
 
 def _check_depth(value: Any) -> None:

@@ -32,6 +32,9 @@ LINE_CHARS_MAX = 2000
 TRACEBACK_CHARS_MAX = 20_000
 #: Lets only the owner read and write files: weights, rollouts, ledger, keys.
 PRIVATE_UMASK = 0o077
+#: Maximum bytes of a process's log, and the number of its old parts that are kept.
+LOG_BYTES_MAX = 16 << 20
+LOG_PARTS_KEPT = 3
 
 
 def keep_private() -> None:
@@ -109,11 +112,6 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         record.msg, record.args = f"{printable(record.getMessage(), LINE_CHARS_MAX - 40)} (repeated {count} times)", ()
         record.exc_info = record.exc_text = None
         super().emit(record)
-
-
-#: Maximum bytes of a process's log, and the number of its old parts that are kept.
-LOG_BYTES_MAX = 16 << 20
-LOG_PARTS_KEPT = 3
 
 
 def parts(path: Path) -> list[Path]:

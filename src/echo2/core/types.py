@@ -33,6 +33,8 @@ LOGGED_ROLLOUTS = "logged_rollouts"
 DEFAULT_LOGGED_ROLLOUTS = 8
 #: Maximum number of stop strings, and of characters in each.
 STOP_STRINGS_MAX, STOP_CHARS_MAX = 16, 128
+#: A rollout's reward, and the parts that add up to it, by name of the reward function.
+Score = tuple[float, Mapping[str, float]]
 
 
 def is_policy_id(text: str) -> bool:
@@ -136,10 +138,6 @@ class Reply:
     text: str
     reward: float
     done: bool
-
-
-#: A rollout's reward, and the parts that add up to it, by name of the reward function.
-Score = tuple[float, Mapping[str, float]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ from echo2.engines.snapshot_tensors import FLOAT_DTYPES, check_layout, copy_tens
 from echo2.weights.format.snapshot_files import read_factors
 
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+PACK_ITEMS = 1 << 17
+"""Smaller matrices are not packed."""
 
 
 class LowRank(NamedTuple):
@@ -117,10 +119,6 @@ def join(parts: list[tuple[LowRank | None, int]]) -> LowRank | None:
             column += rank
         row += outputs
     return LowRank(a_RI, b_OR)
-
-
-PACK_ITEMS = 1 << 17
-"""Smaller matrices are not packed."""
 
 
 class Linear:

@@ -39,13 +39,12 @@ PREFILL_TOKENS = 1 << 15
 PIECE_TOKENS = 1 << 8
 """Tokens of a sequence that `CompactModel.extend` reads at once; bounds the mask."""
 
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
 
 def make_engine(device: str, slots: int) -> Engine:
     """The engine `compact`."""
     return DecodeLoop(TorchDecoder(build_compact, device), slots)
-
-
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)

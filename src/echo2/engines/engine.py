@@ -22,6 +22,11 @@ from echo2.core.errors import Echo2Error, InvariantError
 from echo2.core.types import FinishReason, Rollout, SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.tokenizer import StopRule
 
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Spans = tuple[tuple[int, int], ...]
+"""((first token, policy version), ...), ascending from token 0, as `Rollout.version_spans`."""
+
 
 @dataclass(slots=True)
 class Conversation:
@@ -88,14 +93,6 @@ class Conversation:
             top_tokens=self.top_tokens,
             top_logprobs=bytes(self.top_logprobs),
         )
-
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-
-
-Spans = tuple[tuple[int, int], ...]
-"""((first token, policy version), ...), ascending from token 0, as `Rollout.version_spans`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ DROP_BELOW = 0.85
 step."""
 FIRST_TOKENS = 64
 """Tokens that a completion has room for at first; the room is doubled when it is used up."""
+KEPT_SHARE = 1 / 16
+"""Limit of all kept rows together, as a share of the device's free memory when a policy's first row is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +209,6 @@ class RowTable:
             top_tokens=array("i", b"".join(ids.tobytes() for ids in top_ids)),
             top_logprobs=b"".join(logprobs.tobytes() for logprobs in top_logprobs),
         )
-
-
-KEPT_SHARE = 1 / 16
-"""Limit of all kept rows together, as a share of the device's free memory when a policy's first row is kept."""
 
 
 class KeptCache(Protocol):

@@ -35,6 +35,10 @@ _SEARCHING = threading.Lock()
 _LOADING = threading.Lock()
 #: Decoders write this for an incomplete character.
 BROKEN = "\ufffd"
+#: Tokens decoded before the string's: for the first bytes of a character, and the first space that some decoders drop.
+MARGIN_TOKENS = 4
+#: Tokens of a whole rollout that are decoded at a time.
+BLOCK_TOKENS = 256
 
 
 class Tokenizer(Protocol):
@@ -292,12 +296,6 @@ def _tokens_with(tokenizer: Tokenizer, characters: str, special: bool) -> frozen
     ids = [token for token, is_there in enumerate(known_tokens(tokenizer)) if is_there]
     texts = (tokenizer.decode([*before, token], skip_special_tokens=not special)[length:] for token in ids)
     return frozenset(token for token, text in zip(ids, texts, strict=True) if not wanted.isdisjoint(text))
-
-
-#: Tokens decoded before the string's: for the first bytes of a character, and the first space that some decoders drop.
-MARGIN_TOKENS = 4
-#: Tokens of a whole rollout that are decoded at a time.
-BLOCK_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 FAREWELL_SECONDS = 10.0
 #: Exit statuses with a meaning of their own, which are passed on; any other becomes 1.
 TELLING_STATUSES = (2, 3)
+TOLD_TO_STOP = "the learner was told to stop"
+#: Exit status after a signal: the run is not over.
+STOPPED_STATUS = 128 + signal.SIGTERM
 
 
 @contextmanager
@@ -91,11 +94,6 @@ def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event
     if status and not is_over.is_set():  # 0: it was released, perhaps before the first rank has left
         log.error("rank %d ended with status %d, and with it this learner", rank, status)
         os._exit(status if status in TELLING_STATUSES else 1)
-
-
-TOLD_TO_STOP = "the learner was told to stop"
-#: Exit status after a signal: the run is not over.
-STOPPED_STATUS = 128 + signal.SIGTERM
 
 
 def run_learner(rundir: RunDir, ticket: str) -> int:

@@ -29,6 +29,8 @@ CARD = "README.md"
 GET_TOKEN = (
     "Run `hf auth login`, or put a token with write access in HF_TOKEN (https://huggingface.co/settings/tokens)."
 )
+#: Dtype of the weights in all checkpoints.
+STORED_DTYPE = "float32"
 
 
 def check_push(repo: str, config: Config, is_merged: bool) -> None:
@@ -184,10 +186,6 @@ def _named(texts: Iterable[str]) -> str:
     """Return the names for a cell of a table: without the directories of local files, and with "|" escaped."""
     names = [re.sub(r"(^|[\s:])/\S*/", r"\1", text) for text in texts]
     return ", ".join(f"`{name}`".replace("|", r"\|") for name in names) or "none"
-
-
-#: Dtype of the weights in all checkpoints.
-STORED_DTYPE = "float32"
 
 
 @dataclass(frozen=True, slots=True)

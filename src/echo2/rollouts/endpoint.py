@@ -38,10 +38,31 @@ from echo2.engines.engine import Completion
 from echo2.engines.tokenizer import decoded, following_tokens, rendered_tokens
 from echo2.rollouts.recorded import CallRefused, RecordedRollout
 
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+log = logging.getLogger(__name__)
+
 MESSAGES_MAX = 10_000
 TOOLS_MAX = 128
 #: The syntax of tool calls in the Qwen and Hermes families.
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+MODEL_NAME = "policy"
+#: A rollout's key, from a library that keeps one client, and so one Authorization, for all rollouts.
+KEY_HEADER = "X-Echo2-Rollout-Key"
+#: A million token ids take about 7 MB as JSON.
+BODY_BYTES_MAX = 16 << 20
+BODY_SECONDS = 30.0
+CONNECTIONS_MAX = 4096
+KEEP_ALIVE_SECONDS = 75  # above the clients' 5 s: a connection that the server drops first fails the next call
+BACKLOG = 1024
+TOKEN_ID_MAX = 2**31 - 1
+#: A longer context counts as unknown: tokenizers write 1e30 if they do not know theirs.
+TOKENS_MAX = 1 << 24
+STOP_TOKENS_MAX = 1024
+#: How long calls under way may take to end when the worker ends.
+CLOSE_SECONDS = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,29 +157,6 @@ def _message(text: str, has_tools: bool) -> dict[str, Any]:
     if calls:
         message["tool_calls"] = calls
     return message
-
-
-log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from starlette.requests import Request
-    from starlette.responses import Response
-
-MODEL_NAME = "policy"
-#: A rollout's key, from a library that keeps one client, and so one Authorization, for all rollouts.
-KEY_HEADER = "X-Echo2-Rollout-Key"
-#: A million token ids take about 7 MB as JSON.
-BODY_BYTES_MAX = 16 << 20
-BODY_SECONDS = 30.0
-CONNECTIONS_MAX = 4096
-KEEP_ALIVE_SECONDS = 75  # above the clients' 5 s: a connection that the server drops first fails the next call
-BACKLOG = 1024
-TOKEN_ID_MAX = 2**31 - 1
-#: A longer context counts as unknown: tokenizers write 1e30 if they do not know theirs.
-TOKENS_MAX = 1 << 24
-STOP_TOKENS_MAX = 1024
-#: How long calls under way may take to end when the worker ends.
-CLOSE_SECONDS = 1
 
 
 class LoopbackEndpoint:

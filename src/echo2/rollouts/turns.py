@@ -28,6 +28,11 @@ from echo2.engines.random_streams import derived_seed
 from echo2.engines.tokenizer import Tokenizer, decoded, reply_tokens, tokens_with
 from echo2.sandbox.plugins import traceback_of
 
+#: Sample number of the environments' random streams; the policy's samples have smaller numbers.
+ENVIRONMENT_SAMPLE = 1 << 32
+#: Largest absolute sum of a rollout's rewards, as on the wire.
+ROLLOUT_REWARD_MAX = 1e6
+
 
 class Lockstep:
     """The part of an `Engine` that rollouts need, for `num_rollouts` of them. Call `leave` once for each that ends."""
@@ -89,12 +94,6 @@ def _pass_on(to: asyncio.Future[Outcome], done: asyncio.Future[Outcome]) -> None
         to.set_exception(error)
     else:
         to.set_result(done.result())
-
-
-#: Sample number of the environments' random streams; the policy's samples have smaller numbers.
-ENVIRONMENT_SAMPLE = 1 << 32
-#: Largest absolute sum of a rollout's rewards, as on the wire.
-ROLLOUT_REWARD_MAX = 1e6
 
 
 class Environment(Protocol):

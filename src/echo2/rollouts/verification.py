@@ -28,6 +28,8 @@ from echo2.engines.random_streams import derived_seed, stream_keys, uniforms
 #: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
 #: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
 SURPRISE_DEVIATIONS_MAX = 7.0
+#: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
+TYPICAL_TOKENS = 256
 
 
 @runtime_checkable
@@ -63,8 +65,6 @@ class Tolerance:
 
 #: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
 TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1)}
-#: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
-TYPICAL_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,15 @@ from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.tasks.process_pool import Member, ProcessPool
 
+log = logging.getLogger(__name__)
+
 #: Bounds on one answer. A rollout's rewards may add up to no more (`rollouts/turns.py`).
 REPLY_CHARS_MAX = 1 << 18
 REPLY_REWARD_MAX = 1e6
+CALL_SECONDS = 30.0  # limit on beginning a rollout, or on answering an action
+GRACE_SECONDS = 5.0  # for an asynchronous call to be cancelled alone, before its process is killed
+DEATHS_MAX = 3  # process deaths caused by other rollouts' code that one call survives
+T = TypeVar("T")
 
 
 def load_environment(spec: str) -> Any:
@@ -156,14 +162,6 @@ class LocalEnvironment:
                 f"The environment {self._spec} gave the reward {value}; +-{REPLY_REWARD_MAX:g} is the limit."
             )
         return Reply(text, value, bool(done))
-
-
-log = logging.getLogger(__name__)
-
-CALL_SECONDS = 30.0  # limit on beginning a rollout, or on answering an action
-GRACE_SECONDS = 5.0  # for an asynchronous call to be cancelled alone, before its process is killed
-DEATHS_MAX = 3  # process deaths caused by other rollouts' code that one call survives
-T = TypeVar("T")
 
 
 @dataclass(slots=True)

@@ -21,6 +21,12 @@ from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.sources import HfRows, JsonlRows, ParquetRows, ReasoningGymRows
 from echo2.tasks.verifiers_rows import VerifiersRows
 
+BUILT_IN = {"digit_sorting": DigitSorting}
+KINDS = (
+    "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
+    f"verifiers:<taskset>, logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
+)
+
 
 class TemplateRows:
     """`rows` with a column `prompt`: the template with {column} filled in; `{{` and `}}` are braces. All columns stay.
@@ -77,13 +83,6 @@ def _parse(template: str) -> list[tuple[str, str | None]]:
         if name is not None and (not name.isidentifier() or form or conversion):
             raise UserError(f"The prompt {template!r} may have plain column names in braces only, not {name!r}.")
     return [(literal, name) for literal, name, _, _ in pieces]
-
-
-BUILT_IN = {"digit_sorting": DigitSorting}
-KINDS = (
-    "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
-    f"verifiers:<taskset>, logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
-)
 
 
 def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:

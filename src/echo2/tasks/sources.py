@@ -34,6 +34,11 @@ DIGEST_BYTES = 16
 #: Characters shown before and after the place of a mistake.
 NEAR_CHARS = 30
 ONE_OBJECT = 'Each line must be one JSON object: {"prompt": ...}.'
+DEFAULT_SPLIT = "train"
+DEFAULT_SIZE = 100_000
+# Generators whose questions depend on the order of a set of strings, which differs from process to process: after a
+# restart of the head, answers to one question would be scored against another.
+HASH_ORDERED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 
 
 class JsonlRows:
@@ -160,9 +165,6 @@ class ParquetRows:
         return f"{self._path} row {index}"
 
 
-DEFAULT_SPLIT = "train"
-
-
 class HfRows:
     """One split of a Hugging Face dataset. From the hub: owner/name, or owner/name/configuration.
 
@@ -211,12 +213,6 @@ def _pick_split(splits: Mapping[str, Any], name: str, split: str) -> Any:
         known = ", ".join(splits)
         raise UserError(f"{name} has no split {wanted!r}; it has {known}. Write {name}#<split>.")
     return splits[wanted]
-
-
-DEFAULT_SIZE = 100_000
-# Generators whose questions depend on the order of a set of strings, which differs from process to process: after a
-# restart of the head, answers to one question would be scored against another.
-HASH_ORDERED = frozenset({"isomorphic_strings", "polynomial_multiplication", "ransom_note"})
 
 
 class ReasoningGymRows:

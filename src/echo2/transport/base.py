@@ -20,6 +20,11 @@ from echo2.core.errors import PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.tickets import TICKET_ROLES
 
+_RAW = frozenset({"GiveChunk", "PutProbe"})
+_LARGE = frozenset({"Deliver", "AnswerSamples"})
+_PACED = frozenset({"FetchChunks"})
+_IN_HEADER = frozenset({"Enrol"})  # anyone with a ticket may call it
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:
@@ -51,12 +56,6 @@ class Method:
 
 Handler = Callable[[Peer, Any], Any]
 Handlers = Mapping[str, Handler]
-
-
-_RAW = frozenset({"GiveChunk", "PutProbe"})
-_LARGE = frozenset({"Deliver", "AnswerSamples"})
-_PACED = frozenset({"FetchChunks"})
-_IN_HEADER = frozenset({"Enrol"})  # anyone with a ticket may call it
 
 
 def _methods() -> dict[str, Method]:

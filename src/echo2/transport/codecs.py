@@ -36,6 +36,8 @@ NUDGE = b"\x12\x01\x00"
 _HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
 _DATA = 0x12  # field 2, bytes
 _LENGTH_BYTES_MAX = 5
+LearnerLogprobs = Mapping[int, "Sequence[array[float]]"]
+"""By group number, for each rollout the logprobs 'f' of its first tokens."""
 
 
 def pack(hash_: bytes, data: bytes | memoryview) -> bytes:
@@ -125,10 +127,6 @@ def _check_values(rollout: Rollout, width: int, vocab_size: int) -> None:
 def _require(holds: bool, complaint: str) -> None:
     if not holds:
         raise PeerError("malformed", complaint)
-
-
-LearnerLogprobs = Mapping[int, "Sequence[array[float]]"]
-"""By group number, for each rollout the logprobs 'f' of its first tokens."""
 
 
 def logged_tokens(num_rollouts: int) -> int:

@@ -23,6 +23,50 @@ from echo2.transport import limits
 VARIABLE = "grpc_proxy"
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 OTHERS = ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+#: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
+#: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
+KEEPALIVE_SECONDS = 5.0
+#: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
+#: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
+CONNECT_SECONDS = 5.0
+#: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
+#: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
+#: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
+WINDOW_BYTES = 256 << 10
+#: Size of an HTTP/2 frame. The default of 16 KiB splits a chunk of 1 MiB into sixty-four frames.
+FRAME_BYTES = 1 << 20
+#: Limit on a caller's TLS handshake.
+HANDSHAKE_SECONDS = 10.0
+#: Header that carries the request of a call without a body (`Method.in_header`).
+REQUEST_HEADER = "request-bin"
+_BOTH: list[tuple[str, Any]] = [
+    ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
+    ("grpc.http2.max_frame_size", FRAME_BYTES),
+    # No compression: 61 kB become 60 MiB. A call or answer that names an algorithm is refused; none is decompressed.
+    ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
+    ("grpc.per_message_decompression", 0),
+]
+_SERVER: list[tuple[str, Any]] = [
+    *_BOTH,
+    ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_concurrent_streams", limits.CALLS_MAX),
+]
+_CLIENT: list[tuple[str, Any]] = [
+    *_BOTH,
+    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
+    ("grpc.use_local_subchannel_pool", 1),  # each link is a connection of its own
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.enable_retries", 0),  # only the caller knows which calls may be repeated
+]
 
 
 def proxy_of(host: str) -> str:
@@ -55,54 +99,6 @@ def _is_excepted(host: str) -> bool:
 def _shown(url: str) -> str:
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}" if parts.netloc else "(no URL)"
-
-
-#: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
-#: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
-KEEPALIVE_SECONDS = 5.0
-#: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
-#: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
-CONNECT_SECONDS = 5.0
-#: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
-#: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
-#: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
-WINDOW_BYTES = 256 << 10
-#: Size of an HTTP/2 frame. The default of 16 KiB splits a chunk of 1 MiB into sixty-four frames.
-FRAME_BYTES = 1 << 20
-
-#: Limit on a caller's TLS handshake.
-HANDSHAKE_SECONDS = 10.0
-#: Header that carries the request of a call without a body (`Method.in_header`).
-REQUEST_HEADER = "request-bin"
-
-_BOTH: list[tuple[str, Any]] = [
-    ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_SECONDS * 1000)),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-    ("grpc.http2.max_frame_size", FRAME_BYTES),
-    # No compression: 61 kB become 60 MiB. A call or answer that names an algorithm is refused; none is decompressed.
-    ("grpc.compression_enabled_algorithms_bitset", 1 << grpc.Compression.NoCompression),
-    ("grpc.per_message_decompression", 0),
-]
-_SERVER: list[tuple[str, Any]] = [
-    *_BOTH,
-    ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_ping_strikes", 0),
-    ("grpc.max_concurrent_streams", limits.CALLS_MAX),
-]
-_CLIENT: list[tuple[str, Any]] = [
-    *_BOTH,
-    ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
-    ("grpc.use_local_subchannel_pool", 1),  # each link is a connection of its own
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.enable_retries", 0),  # only the caller knows which calls may be repeated
-]
 
 
 def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]]:

@@ -19,6 +19,14 @@ from echo2.config.rundir import parse_row
 from echo2.head.fleet.decide.gauge import CAUSES
 
 Row = Mapping[str, Any]
+Values = Sequence[float]
+Column = list[float | None]
+
+#: Maximum number of points of a line on a chart.
+POINTS_MAX = 500
+#: Prefixes of metrics whose names depend on the run: held-out sets, and pass@k. Number of them that a page gets.
+OPEN_PREFIXES = ("eval/accuracy/", "eval/pass@")
+OPEN_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +80,6 @@ class MetricsFile:
         return MetricsFile(tuple(rows), tuple(marks), seen)
 
 
-#: Maximum number of points of a line on a chart.
-POINTS_MAX = 500
-
-Values = Sequence[float]
-Column = list[float | None]
-
-
 def _mean(values: Values) -> float:
     return math.fsum(values) / len(values)
 
@@ -87,9 +88,6 @@ def _last(values: Values) -> float:
     return values[-1]
 
 
-#: Prefixes of metrics whose names depend on the run: held-out sets, and pass@k. Number of them that a page gets.
-OPEN_PREFIXES = ("eval/accuracy/", "eval/pass@")
-OPEN_MAX = 16
 #: By metric: how the values of several steps become one point.
 COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "eval/accuracy": _last,

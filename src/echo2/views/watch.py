@@ -23,8 +23,16 @@ from echo2.views.chart_points import ChartPoints
 from echo2.views.display import failure_lines, fleet_words, strangers_lines
 from echo2.views.run_view import RunView
 
+log = logging.getLogger(__name__)
+
 #: Workers shown per page of the fleet, and waits that are listed individually.
 WORKERS_SHOWN, WAITS_SHOWN = 50, 20
+#: Seconds between two reads of the run directories; longer if reading would take more than this share of a core.
+LOOK_SECONDS, LOOK_SHARE = 0.5, 0.1
+#: Minimum seconds between two bills, which read the ledger. A bill is only made if a step has ended since the last.
+BILL_SECONDS = 5.0
+#: Seconds without an event after which a keep-alive is sent.
+ALIVE_SECONDS = 15.0
 
 
 def run_data(view: RunView) -> dict[str, Any]:
@@ -128,16 +136,6 @@ def _worker(worker: Mapping[str, Any]) -> dict[str, Any]:
         "sent": worker.get("bytes_sent", 0),
         "received": worker.get("bytes_received", 0),
     }
-
-
-log = logging.getLogger(__name__)
-
-#: Seconds between two reads of the run directories; longer if reading would take more than this share of a core.
-LOOK_SECONDS, LOOK_SHARE = 0.5, 0.1
-#: Minimum seconds between two bills, which read the ledger. A bill is only made if a step has ended since the last.
-BILL_SECONDS = 5.0
-#: Seconds without an event after which a keep-alive is sent.
-ALIVE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)

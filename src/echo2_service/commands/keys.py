@@ -13,6 +13,8 @@ from echo2_service.commands.serve import open_database
 from echo2_service.front.access import Doorkeeper
 from echo2_service.front.database import keys
 
+_ENDS = ("expires", "revoked")
+
 
 def run(options: argparse.Namespace) -> int:
     """Add a key, revoke one, or list them.
@@ -40,6 +42,3 @@ def run(options: argparse.Namespace) -> int:
 def _line(row: dict[str, object]) -> str:
     ends = [f"{name} {datetime.fromtimestamp(float(str(row[name])), UTC):%Y-%m-%d}" for name in _ENDS if row[name]]
     return f"{row['id']}  {printable(str(row['tenant']))}  {row['scopes']}  {', '.join(ends) or 'valid'}"
-
-
-_ENDS = ("expires", "revoked")

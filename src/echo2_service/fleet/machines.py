@@ -23,6 +23,8 @@ from echo2_service.decide.placing import LOCAL, Placing
 from echo2_service.fleet.payloads import Payloads
 from echo2_service.frames import Answer, CancelCall, Request, SampleCall, encode
 
+log = logging.getLogger(__name__)
+
 
 class MachineLostError(Echo2Error):
     """The machine is gone or failed at a call, so another machine must take the call."""
@@ -141,9 +143,6 @@ def _check_pair(tokens: Ints, logprobs: Floats, rows: int, width_max: int) -> No
     is_whole = len(tokens) == len(logprobs) and len(tokens) <= rows * width_max and len(tokens) % max(1, rows) == 0
     if (tokens.typecode, logprobs.typecode) != ("i", "f") or not is_whole:
         raise PeerError("malformed", f"{len(tokens)} tokens and {len(logprobs)} logprobs in {rows} rows")
-
-
-log = logging.getLogger(__name__)
 
 
 class Samplers:

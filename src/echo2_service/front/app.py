@@ -33,6 +33,8 @@ from echo2_service.front.storage import Storage
 from echo2_service.front.work import Work
 from echo2_service.settings import Quotas
 
+log = logging.getLogger(__name__)
+
 _USAGE = "hours are not kept apart; GET /api/v1/usage tells tokens and dollars by kind of request."
 _ARCHIVE = "nothing is written outside of the service; fetch GET .../checkpoints/NAME/archive, a PEFT adapter as tar."
 _KEYS = "`echo2 keys DIR` on the service's machine lists, adds and revokes keys."
@@ -53,6 +55,10 @@ UNSERVED = {
     ("PUT", "sessions/{session}/project"): "there are no projects; each tenant has keys of its own.",
     ("GET", "sessions/{session}/trace_export"): "traces are not recorded.",
 }
+#: Seconds between cleanups.
+SWEEP_SECONDS = 10.0
+ROOT = "/api/v1/"
+NO_QUOTAS = Quotas()
 
 
 def refusing(words: str) -> Handler:
@@ -62,14 +68,6 @@ def refusing(words: str) -> Handler:
         raise PeerError("unsupported", f"{request.url.path} is not served here: {words}")
 
     return refuse
-
-
-log = logging.getLogger(__name__)
-
-#: Seconds between cleanups.
-SWEEP_SECONDS = 10.0
-ROOT = "/api/v1/"
-NO_QUOTAS = Quotas()
 
 
 class Front:

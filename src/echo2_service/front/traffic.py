@@ -12,6 +12,16 @@ from collections.abc import Callable
 from echo2.core.errors import PeerError
 from echo2_service import limits
 
+#: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
+#: and quoted paths go as a whole.
+_PATH = re.compile(
+    r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
+    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
+    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
+    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
+)
+CHARS_MAX = 2000
+
 
 class Traffic:
     """What is under way; `num_bytes` in all. For one event loop."""
@@ -71,17 +81,6 @@ class Passage:
     def end(self) -> None:
         """Forget the request."""
         self._end(self._tenant, self._num_bytes)
-
-
-#: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
-#: and quoted paths go as a whole.
-_PATH = re.compile(
-    r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
-    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
-    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
-    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
-)
-CHARS_MAX = 2000
 
 
 def for_tenants(text: str) -> str:

@@ -22,11 +22,22 @@ from echo2.core.errors import LinkError, PeerError
 from echo2.engines.engine import Completion, SampleRequest
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
+
+T = TypeVar("T")
+
 #: Size limit of an answer other than a completion.
 ANSWER_BYTES_MAX = 1 << 20
 #: Characters of a refusal that the error message quotes.
 REFUSAL_CHARS = 500
 CONNECT_SECONDS = 10.0
+#: Widest support, as in the worker's own engines: a wider top-k, or a nucleus that needs more tokens, is cut to it.
+SUPPORT_TOKENS_MAX = 4096
+#: Servers write this, or less, for a probability of 0.
+NO_LOGPROB = -9999.0
+#: Lower bound of the logprobs that are reported of likely tokens.
+LEAST_LOGPROB = -100.0
+#: Rounding may put a float32 logprob this far above 0.
+LOGPROB_SLACK = 1e-4
 
 
 class ServerLink:
@@ -80,17 +91,6 @@ class ServerLink:
     async def close(self) -> None:
         """Close every connection."""
         await self._client.aclose()
-
-
-T = TypeVar("T")
-#: Widest support, as in the worker's own engines: a wider top-k, or a nucleus that needs more tokens, is cut to it.
-SUPPORT_TOKENS_MAX = 4096
-#: Servers write this, or less, for a probability of 0.
-NO_LOGPROB = -9999.0
-#: Lower bound of the logprobs that are reported of likely tokens.
-LEAST_LOGPROB = -100.0
-#: Rounding may put a float32 logprob this far above 0.
-LOGPROB_SLACK = 1e-4
 
 
 @dataclass(frozen=True, slots=True)

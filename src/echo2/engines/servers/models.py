@@ -20,7 +20,7 @@ from echo2.core.decide.model_context import context_length, has_two_ropes
 from echo2.core.documents import safetensors_pieces
 from echo2.core.errors import PeerError, UserError, write_failed
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
-from echo2.weights.format.adapter_files import CONFIG_FILE
+from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.format.snapshot_files import end_tokens, read_config, read_factors, read_text_config
 
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -99,7 +99,7 @@ class ModelDirectories:
             ref=snapshot.ref,
             base_model=snapshot.base_model,
             directory=directory,
-            adapter=self._write(snapshot, "adapter_model.safetensors", CONFIG_FILE) if is_adapter else None,
+            adapter=self._write(snapshot, ADAPTER_WEIGHTS, ADAPTER_CONFIG) if is_adapter else None,
             rank=_rank(snapshot) if is_adapter else 0,
             dtype=dtype,
             vocab_size=_size(config, "vocab_size"),
@@ -196,5 +196,5 @@ def _context(config: Mapping[str, Any]) -> int:
 def _rank(snapshot: Snapshot) -> int:
     rank = read_factors(snapshot).rank
     if rank > RANK_MAX:
-        raise PeerError("bad_adapter", f"r in {CONFIG_FILE} of {snapshot.ref} is {rank}; 1 to {RANK_MAX} can be")
+        raise PeerError("bad_adapter", f"r in {ADAPTER_CONFIG} of {snapshot.ref} is {rank}; 1 to {RANK_MAX} can be")
     return rank

@@ -25,6 +25,11 @@ from echo2.head.strangers.decide import strangers
 
 #: Queued groups that are skipped at most for one worker, because they are reserved for other workers.
 UNITS_LEFT_MAX = 64
+#: Accepted results after which the usual duration of a lease counts as known.
+LEASES_KNOWN = 8
+#: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
+#: group in seven twice at 1.5, and stragglers cost more time at 3.
+LATE_AFTER = 2.0
 
 
 def grant(state: PlannerState, now: float) -> None:
@@ -240,13 +245,6 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
 def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
     """Whether this snapshot is valid: it belongs to the surviving history and is recent enough."""
     return ref is not None and state.published.get(ref.version) == ref
-
-
-#: Accepted results after which the usual duration of a lease counts as known.
-LEASES_KNOWN = 8
-#: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
-#: group in seven twice at 1.5, and stragglers cost more time at 3.
-LATE_AFTER = 2.0
 
 
 def grant_backup_leases(state: PlannerState, now: float) -> None:

@@ -39,6 +39,23 @@ MOVES: dict[str, frozenset[str]] = {
 UNINFORMATIVE = "uninformative"
 #: Stands for all machines of the run's owner, where a stranger is identified by its ticket.
 OWN = ""
+#: Reasons for which a worker fails a lease -> whether another try can help (a prompt stays too long, an engine may
+#: recover).
+FAILURES: dict[str, bool] = {
+    "prompt_too_long": False,
+    "environment_failed": False,
+    "log_unfit": False,
+    "engine_failed": True,
+    "snapshot_gone": True,
+    "revoked": True,
+    "busy": True,
+}
+#: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
+MAX_ATTEMPTS = 5
+#: The longest lease, as a multiple of `lease_seconds`.
+LEASE_STRETCH_MAX = 8.0
+#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
+FULL_TIMES = 2.0
 
 
 @dataclass(slots=True)
@@ -294,25 +311,6 @@ def _add(counts: dict[str, int], key: str, count: int) -> None:
     counts[key] = counts.get(key, 0) + count
     if not counts[key]:
         del counts[key]
-
-
-#: Reasons for which a worker fails a lease -> whether another try can help (a prompt stays too long, an engine may
-#: recover).
-FAILURES: dict[str, bool] = {
-    "prompt_too_long": False,
-    "environment_failed": False,
-    "log_unfit": False,
-    "engine_failed": True,
-    "snapshot_gone": True,
-    "revoked": True,
-    "busy": True,
-}
-#: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
-MAX_ATTEMPTS = 5
-#: The longest lease, as a multiple of `lease_seconds`.
-LEASE_STRETCH_MAX = 8.0
-#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
-FULL_TIMES = 2.0
 
 
 def duration(lease_seconds: float, full_seconds: float) -> float:

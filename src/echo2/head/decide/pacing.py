@@ -24,6 +24,11 @@ bursts. So workers begin with different numbers of groups, the fewest first, unt
 
 from __future__ import annotations
 
+#: Weight of a new measurement of a width in its running mean.
+NEW_SECONDS = 0.5
+#: Steps between two trials of other widths, once the best is found.
+TRIAL_EVERY = 12
+
 
 def staleness(step: int, oldest_version: int) -> int:
     """Age, in policy versions, of a group's oldest token when step `step` trains on it."""
@@ -51,12 +56,6 @@ def fixed_version(step: int, max_staleness: int, publish_every: int) -> int:
     max(0, kappa * ceil((t - S) / kappa)). It never exceeds t if kappa <= S + 1, so waiting for it can't deadlock.
     """
     return max(0, publish_every * -(-(step - max_staleness) // publish_every))
-
-
-#: Weight of a new measurement of a width in its running mean.
-NEW_SECONDS = 0.5
-#: Steps between two trials of other widths, once the best is found.
-TRIAL_EVERY = 12
 
 
 class Frontier:

@@ -18,6 +18,10 @@ from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.strangers.decide import checks, strangers
 from echo2.head.strangers.decide.standings import MALFORMED_COST, REFUSED_COST
 
+#: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
+#: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
+RESAMPLED_MAX = 2.0
+
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
     """Return None if the result is the first valid one of an open lease; otherwise (refusal, reason).
@@ -91,11 +95,6 @@ def has_result(state: PlannerState, group: GroupRef) -> bool:
         return place is None or place[1] in place[0].done
     record = state.groups.get(group.number)
     return record is None or record.state not in ("pending", "leased")
-
-
-#: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
-#: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
-RESAMPLED_MAX = 2.0
 
 
 def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> None:

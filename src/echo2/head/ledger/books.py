@@ -25,11 +25,23 @@ from echo2.core.types import RolloutGroup, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import FAILURES
+from echo2.head.fleet.decide.formulas import GAMMA
+
+log = logging.getLogger(__name__)
 
 #: Number of versions whose times are remembered.
 VERSIONS_MAX = 16
-#: ECHO-2's gamma: the fleet is provisioned with this many times the workers it needs.
-GAMMA = 1.1
+#: Reasons of a failed lease that are not errors.
+HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
+#: Maximum characters of a message, and of a traceback.
+MESSAGE_CHARS = 1000
+TRACEBACK_CHARS = 4000
+#: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
+REFUSALS_PER_WORKER = 10
+#: Minimum reward of a rollout that counts as solved in pass@k.
+SOLVED = 1.0
+#: Prefix of the metrics that count failed tasks, before the reason.
+FAILED_BECAUSE = "eval/num_failed/"
 
 
 @dataclass(slots=True)
@@ -97,17 +109,6 @@ class BroadcastTimes:
         return row
 
 
-log = logging.getLogger(__name__)
-
-#: Reasons of a failed lease that are not errors.
-HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
-#: Maximum characters of a message, and of a traceback.
-MESSAGE_CHARS = 1000
-TRACEBACK_CHARS = 4000
-#: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
-REFUSALS_PER_WORKER = 10
-
-
 @dataclass(slots=True)
 class Failure:
     """Number of failures of one kind, with message and traceback of the first."""
@@ -163,12 +164,6 @@ class Failures:
 
 def _has_closed(event: ev.LeaseFailed, commands: Iterable[do.Command]) -> bool:
     return any(isinstance(one, do.CloseLease) and one.lease_id == event.lease_id for one in commands)
-
-
-#: Minimum reward of a rollout that counts as solved in pass@k.
-SOLVED = 1.0
-#: Prefix of the metrics that count failed tasks, before the reason.
-FAILED_BECAUSE = "eval/num_failed/"
 
 
 class Evals:

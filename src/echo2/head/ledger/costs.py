@@ -37,6 +37,27 @@ LEARNER = "learner"
 FIRST, LAST = ("training", "useful"), ("standby", "idle")
 #: Causes that a total always lists, even if they are zero.
 ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
+#: Cost of a check over the cost of sampling the same group, measured on a CPU (benchmarks/hostile_sampling.py).
+CHECK_PER_SAMPLED = 0.89
+#: Mean number of groups, all of them false, that a trusted ticket delivers until one is checked.
+GROUPS_UNTIL_FOUND = 1.0 / CHECK_SHARE
+#: Explanations of the causes, shown in the table.
+MEANINGS = {
+    "training": "the learner at work",
+    "useful": "rollouts that were trained on, or wait for it",
+    "stale": "too old on arrival",
+    "failed": "could not be sampled or scored",
+    "duplicate": "another worker's result came first",
+    "late": "came after their lease had ended",
+    "malformed": "malformed",
+    "expired": "unfinished when their lease ended",
+    "lost": "lost with their worker",
+    "untrusted": "not drawn as its worker says, or of a worker of which that was found",
+    "standby": "standing by, not needed",
+    "idle": "paid, but without work",
+}
+#: Machines that have a line of their own; the rest share one.
+MACHINES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +123,6 @@ def _place(cause: str) -> tuple[int, str]:
     return (0 if cause in FIRST else 2 + LAST.index(cause) if cause in LAST else 1, cause)
 
 
-#: Cost of a check over the cost of sampling the same group, measured on a CPU (benchmarks/hostile_sampling.py).
-CHECK_PER_SAMPLED = 0.89
-#: Mean number of groups, all of them false, that a trusted ticket delivers until one is checked.
-GROUPS_UNTIL_FOUND = 1.0 / CHECK_SHARE
-
-
 @dataclass(frozen=True, slots=True)
 class CheckCosts:
     """Costs in dollars. `checks_usd`: of the checks; `cheat_usd`: paid to a trusted ticket for false groups until the
@@ -120,25 +135,6 @@ class CheckCosts:
 def check_costs(num_checks: float, usd_per_group: float) -> CheckCosts:
     """Return the costs for this number of checks and this price of sampling a group."""
     return CheckCosts(num_checks * CHECK_PER_SAMPLED * usd_per_group, GROUPS_UNTIL_FOUND * usd_per_group)
-
-
-#: Explanations of the causes, shown in the table.
-MEANINGS = {
-    "training": "the learner at work",
-    "useful": "rollouts that were trained on, or wait for it",
-    "stale": "too old on arrival",
-    "failed": "could not be sampled or scored",
-    "duplicate": "another worker's result came first",
-    "late": "came after their lease had ended",
-    "malformed": "malformed",
-    "expired": "unfinished when their lease ended",
-    "lost": "lost with their worker",
-    "untrusted": "not drawn as its worker says, or of a worker of which that was found",
-    "standby": "standing by, not needed",
-    "idle": "paid, but without work",
-}
-#: Machines that have a line of their own; the rest share one.
-MACHINES_SHOWN = 20
 
 
 def run(options: argparse.Namespace) -> int:

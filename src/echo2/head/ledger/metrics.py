@@ -29,10 +29,23 @@ from echo2.config.rundir import accuracies, read_metrics, write_atomically
 from echo2.core.errors import UserError, write_failed
 from echo2.head.ledger.rollout_log import Group, read_groups
 
+log = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+
 COLUMNS = ("prompt", "completion", "reward", "worker", "version")
 #: Maximum number of rows of a table, and of characters of a text in it.
 TABLE_ROWS = 32
 TEXT_CHARS = 2000
+#: Flush interval of TensorBoard's files.
+TENSORBOARD_SECONDS = 5
+#: Steps between tables of training rollouts; every evaluation has a table.
+TABLE_STEPS = 10
+#: Maximum number of rows queued for a sink, and timeout for closing it.
+ROWS_MAX = 1024
+CLOSE_SECONDS = 30.0
+#: Minimum number of rows kept in memory, once there are as many.
+KEPT_ROWS = 64
 
 
 def rollout_rows(folder: Path, name: str) -> list[list[Any]]:
@@ -61,17 +74,6 @@ def _prompt(group: Group) -> str:
 
 def _cut(text: str) -> str:
     return text if len(text) <= TEXT_CHARS else text[: TEXT_CHARS - 1] + "…"
-
-
-log = logging.getLogger(__name__)
-
-#: Flush interval of TensorBoard's files.
-TENSORBOARD_SECONDS = 5
-#: Steps between tables of training rollouts; every evaluation has a table.
-TABLE_STEPS = 10
-#: Maximum number of rows queued for a sink, and timeout for closing it.
-ROWS_MAX = 1024
-CLOSE_SECONDS = 30.0
 
 
 class Sink:
@@ -202,12 +204,6 @@ def _import(package: str, target: str) -> Any:
         raise UserError(
             f"run.log_to has {target}, which needs the package {package}: pip install {package}, or leave it out."
         ) from error
-
-
-Row = dict[str, Any]
-
-#: Minimum number of rows kept in memory, once there are as many.
-KEPT_ROWS = 64
 
 
 class Metrics:

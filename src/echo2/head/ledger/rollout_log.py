@@ -26,6 +26,12 @@ from echo2.learner.grpo.data import Advantage, group_advantages
 from echo2.transport.codecs import LearnerLogprobs, logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
 
+log = logging.getLogger(__name__)
+
+Group = dict[str, Any]
+#: Returns the text of each token.
+Pieces = Callable[[Sequence[int]], list[str]]
+
 #: Bytes read of one file; the rest is not shown.
 FILE_BYTES_MAX = 32 << 20
 #: Limits of the search for a task: number of files, newest first, and bytes of all these files together.
@@ -36,7 +42,10 @@ SAMPLED_GROUPS = 32
 
 _NAME = re.compile(r"(step|eval)_(\d{1,12})")
 
-Group = dict[str, Any]
+#: The files of the newest `KEPT_STEPS` steps are kept; of older ones, one in `KEPT_EVERY`.
+KEPT_STEPS, KEPT_EVERY = 400, 20
+#: Maximum number of a task's columns that are written, and characters of each.
+COLUMNS_MAX, COLUMN_CHARS_MAX = 16, 500
 
 
 class Sample(TypedDict):
@@ -159,17 +168,6 @@ def _object(text: bytes) -> dict[str, Any]:
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
-
-
-log = logging.getLogger(__name__)
-
-#: The files of the newest `KEPT_STEPS` steps are kept; of older ones, one in `KEPT_EVERY`.
-KEPT_STEPS, KEPT_EVERY = 400, 20
-#: Maximum number of a task's columns that are written, and characters of each.
-COLUMNS_MAX, COLUMN_CHARS_MAX = 16, 500
-
-#: Returns the text of each token.
-Pieces = Callable[[Sequence[int]], list[str]]
 
 
 class RolloutLog:

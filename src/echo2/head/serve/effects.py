@@ -22,6 +22,11 @@ from echo2.sandbox.plugins import traceback_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 
+log = logging.getLogger(__name__)
+
+#: Outcome of a lease without a result -> the cause under which the worker's time is counted as wasted.
+_WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
+
 
 async def orders(head: Head, presence: Presence) -> AsyncIterator[wire.Order]:
     """Yield the orders in the worker's outbox, until None ends it."""
@@ -53,12 +58,6 @@ async def _assignment(head: Head, lease: Lease) -> wire.Lease:
     params = config.sampling_params if kind == "train" else config.eval_params
     turns = (config.tasks.environment, config.sampling.max_turns)
     return messages.encode_assignment(assignment_of(lease, task, head.reader.prompt(kind, task), params, *turns))
-
-
-log = logging.getLogger(__name__)
-
-#: Outcome of a lease without a result -> the cause under which the worker's time is counted as wasted.
-_WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
 
 
 class HeadEffects:

@@ -45,6 +45,9 @@ ROW_SECONDS = 60.0
 #: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again.
 AHEAD = 32
 KEPT = 4096
+#: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
+#: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
+KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
 
 
 @dataclass(slots=True)
@@ -139,11 +142,6 @@ class _ReadingThread:
                 found = error
             self.job = None
             call_in(job.loop, job.end, found)
-
-
-#: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
-#: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
-KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
 
 
 class RunTokenizer:

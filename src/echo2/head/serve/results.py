@@ -34,6 +34,13 @@ from echo2.transport.codecs import check_top
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
 from echo2.transport.messages import encode_scores, parse_group, with_scores
 
+#: Maximum characters of a verdict, which the ticket's history stores.
+FAULT_CHARS_MAX = 300
+#: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
+FEED_BYTES = 8 << 20
+#: Maximum bytes of a stored group without its scores: the learner receives both in one message.
+GROUP_BYTES_MAX = MESSAGE_BYTES_MAX - FEED_BYTES - (1 << 20)
+
 
 async def score(head: Head, command: do.ScoreGroup) -> None:
     """Compute the rewards of a delivered group. A failure ends the group, not the run."""
@@ -64,10 +71,6 @@ async def _scored(head: Head, group: RolloutGroup) -> ev.GroupScored:
     is_read = group.group.kind == "eval" or head.train_tasks.source_of(group.cursor)
     whole = with_scores(group, texts, scores) if is_read else None
     return ev.GroupScored(group.group, is_flat, seconds, Attachment(encode_scores(scores), whole))
-
-
-#: Maximum characters of a verdict, which the ticket's history stores.
-FAULT_CHARS_MAX = 300
 
 
 async def send_check(head: Head, command: do.CheckGroup) -> None:
@@ -123,12 +126,6 @@ async def report_check(head: Head, peer: Peer, report: wire.CheckReport) -> wire
 def draws_from_stream(head: Head, engine: str) -> bool:
     """Whether the worker's engine draws tokens with the head's random numbers."""
     return (head.config.workers.engine if engine == "auto" else engine) in STREAM_ENGINES
-
-
-#: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
-FEED_BYTES = 8 << 20
-#: Maximum bytes of a stored group without its scores: the learner receives both in one message.
-GROUP_BYTES_MAX = MESSAGE_BYTES_MAX - FEED_BYTES - (1 << 20)
 
 
 async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Delivery) -> ev.GroupDelivered:

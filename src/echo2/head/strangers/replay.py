@@ -28,6 +28,10 @@ from echo2.head.decide import events as ev
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, check_sum
 from echo2.tasks.environments import Begun, EnvironmentProcess
 
+Result = ev.GroupDelivered | ev.LeaseFailed | ev.DeliveryMalformed
+#: Maximum number of concurrent rollouts in the environment's process.
+ROLLOUTS_TOGETHER_MAX = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class TurnRules:
@@ -97,11 +101,6 @@ def _turn_end(rules: TurnRules, turn_tokens: int, prompt_tokens: int, rollout: R
 def _require(holds: bool, complaint: str) -> None:
     if not holds:
         raise PeerError("malformed", f"a rollout in an environment: {complaint}")
-
-
-Result = ev.GroupDelivered | ev.LeaseFailed | ev.DeliveryMalformed
-#: Maximum number of concurrent rollouts in the environment's process.
-ROLLOUTS_TOGETHER_MAX = 1024
 
 
 class Referee:

@@ -42,6 +42,8 @@ Ints = npt.NDArray[np.int64]
 MOST_STRIPS_PER_ROW = 8
 #: Maximum tokens of a row with a mask: at most 16 KiB of mask, in float32, per token; a fraction of its activations.
 SHARED_ROW_TOKENS = 4096
+#: Data that share a prompt, each with its index among all.
+_Family = Sequence[tuple[int, Datum]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +107,6 @@ class _Strip:
     data: tuple[Datum, ...]
     losses: tuple[Ints, ...]
     places: tuple[int, ...]
-
-
-#: Data that share a prompt, each with its index among all.
-_Family = Sequence[tuple[int, Datum]]
 
 
 def _families(data: Sequence[Datum]) -> list[_Family]:

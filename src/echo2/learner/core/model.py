@@ -45,8 +45,24 @@ from echo2.learner.core.output_layer import Choice, OutputLayer, Scores, plain_s
 from echo2.weights.format.model_files import find_model, model_files, stored_weights
 from echo2.weights.format.segments import passing_bytes
 
+log = logging.getLogger(__name__)
+
 #: (choices, whether the normaliser over the vocabulary is wanted) -> the policy's scores at the batch's positions.
 Scorer = Callable[[Sequence[Choice], bool], Scores]
+# Decoders known to honour a custom mask and position ids. Others run in the plain layout.
+MASKED_DECODERS = frozenset(
+    {"arcee", "ernie4_5", "gemma", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama", "mistral"}
+    | {"mixtral", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
+    | {"stablelm", "starcoder2"}
+)
+# Attention costs more per floating-point operation than a matrix product (softmax, memory traffic).
+ATTENTION_SLOWDOWN = 3.0
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,24 +100,6 @@ def _entropy(logits_mW: Tensor) -> Tensor:
     logp_mW = logits_mW.log_softmax(-1)
     minus_mW = logp_mW.exp() * logp_mW.clamp(min=torch.finfo(logp_mW.dtype).min)
     return -minus_mW.sum(-1)
-
-
-log = logging.getLogger(__name__)
-
-# Decoders known to honour a custom mask and position ids. Others run in the plain layout.
-MASKED_DECODERS = frozenset(
-    {"arcee", "ernie4_5", "gemma", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama", "mistral"}
-    | {"mixtral", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"}
-    | {"stablelm", "starcoder2"}
-)
-# Attention costs more per floating-point operation than a matrix product (softmax, memory traffic).
-ATTENTION_SLOWDOWN = 3.0
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 class Policy:

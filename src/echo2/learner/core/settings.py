@@ -31,6 +31,11 @@ from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
 from echo2.learner.decide.memory import MICROBATCH_TOKENS_MAX, Microbatch, read_shape
 
+log = logging.getLogger(__name__)
+
+#: Number of values of a tensor that are examined.
+SAMPLE = 100_000
+
 
 def learning_rate(learner: LearnerConfig, step: int, num_steps: int) -> float:
     """Return the learning rate of step `step` (from 0) of `num_steps`."""
@@ -41,9 +46,6 @@ def learning_rate(learner: LearnerConfig, step: int, num_steps: int) -> float:
     done = (step - learner.warmup_steps) / max(1, num_steps - learner.warmup_steps)
     left = 1.0 - min(1.0, done)
     return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
-
-
-log = logging.getLogger(__name__)
 
 
 def microbatch_tokens(policy: Policy, config: Config, mesh: Mesh) -> int:
@@ -72,10 +74,6 @@ def _settled(policy: Policy, config: Config) -> Microbatch:
         log.warning("no memory forecast for %s: micro-batches have at most %d tokens", kind, tokens)
         return Microbatch(tokens, checkpointing=False)
     return settle(config, shape, machine)
-
-
-#: Number of values of a tensor that are examined.
-SAMPLE = 100_000
 
 
 def computes_in_bfloat16(setting: Literal["auto", "float32", "bfloat16"], device: torch.device) -> bool:

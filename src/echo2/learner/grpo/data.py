@@ -33,6 +33,7 @@ from echo2.learner.core.datum import Datum
 
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
 STD_EPSILON = 1e-6
+Normalisation = Literal["token", "sequence", "constant"]
 
 
 def group_advantages(rewards: Sequence[float | None], kind: Advantage) -> tuple[float, ...]:
@@ -59,9 +60,6 @@ def group_advantages(rewards: Sequence[float | None], kind: Advantage) -> tuple[
         return tuple(centred)
     std = math.sqrt(math.fsum(value * value for value in centred) / (count - 1))
     return tuple(value / (std + STD_EPSILON) for value in centred)
-
-
-Normalisation = Literal["token", "sequence", "constant"]
 
 
 @dataclass(frozen=True, slots=True)

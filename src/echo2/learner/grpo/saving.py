@@ -38,6 +38,8 @@ TOGETHER_MAX = 2
 ALONE_MAX = 2
 #: Maximum number of groups left out in a row; beyond it the machine is at fault.
 LEFT_OUT_MAX = 3
+#: Total time that a stopping learner waits for disk space.
+LAST_ROOM_SECONDS = 60.0
 
 
 @dataclass(slots=True)
@@ -131,10 +133,6 @@ def _read(path: Path) -> _Deaths:
     except (OSError, msgspec.MsgspecError, RecursionError) as error:
         log.warning("deaths are counted from nothing: %s is damaged: %s", path, error)
         return _Deaths()
-
-
-#: Total time that a stopping learner waits for disk space.
-LAST_ROOM_SECONDS = 60.0
 
 
 class Checkpoints:

@@ -28,13 +28,14 @@ from echo2.planning.sim.network import (
     TimedOut,
 )
 from echo2.planning.sim.origin import Announced, ChunkAsked, ManifestAsked, SimManifest
-from echo2.planning.sim.peering import ORIGIN, FetchTick, Peering
+from echo2.planning.sim.peering import FetchTick, Peering
 from echo2.planning.sim.provider import Returned
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 from echo2.weights.broadcast.decide import fetcher_messages as fev
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
 from echo2.worker.decide import messages as do
-from echo2.worker.decide import messages as rel
+from echo2.worker.decide import messages as wev
 from echo2.worker.decide.scheduler import WorkerScheduler
 
 #: Seconds before a worker whose connection broke dials again.
@@ -147,14 +148,14 @@ class SimWorker(Actor):
                     self._call(ev.WorkerReported(self.name, self.scheduler.installed))
                 self.post(self.scenario.heartbeat_seconds, event)
             case _Wake() if event.number == self._wakes:
-                self.tell(rel.Tick())
+                self.tell(wev.Tick())
             case Ordered() if event.epoch == self.epoch:
                 self._ordered(event.body)
             case Ordered():  # from a stream that is no longer this worker's: reset it
                 self.network.reset(self.name, event.epoch)
             case StreamBroke() if event.epoch == self.epoch:
                 self.epoch += 1
-                self.tell(rel.Disconnected())
+                self.tell(wev.Disconnected())
                 self.peering.handle(fev.OriginLost())
                 self.post(REDIAL_SECONDS, _Dial(self.epoch))
             case _Dial() if event.epoch == self.epoch and not self.scheduler.connected:
@@ -185,9 +186,9 @@ class SimWorker(Actor):
             case _Broke() if event.lease_id in self._sampling:
                 for lease_id in list(self._sampling):
                     del self._sampling[lease_id]
-                    self.tell(rel.LeaseAbandoned(lease_id, "engine_failed", "the engine broke"))
+                    self.tell(wev.LeaseAbandoned(lease_id, "engine_failed", "the engine broke"))
 
-    def tell(self, event: rel.Event) -> None:
+    def tell(self, event: wev.Event) -> None:
         """Pass an event to the scheduler, check the scheduler, and carry out its commands."""
         commands = self.scheduler.handle(event, self.world.now)
         self.world.check(self.scheduler)
@@ -244,7 +245,7 @@ class SimWorker(Actor):
 
     def _ordered(self, body: object) -> None:
         match body:
-            case rel.LeasesGranted():
+            case wev.LeasesGranted():
                 self.tell(body)
             case Announced():
                 self.peering.announced(body)
@@ -254,10 +255,10 @@ class SimWorker(Actor):
                 self._arriving(body)
             case Check():
                 self._check(body)
-            case rel.Connected():
+            case wev.Connected():
                 self.tell(body)
                 self.peering.handle(fev.OriginBack())
-            case rel.LeaseRevoked():
+            case wev.LeaseRevoked():
                 self.tell(body)
             case _:
                 raise InvariantError(f"a worker does not know {body}")
@@ -275,12 +276,12 @@ class SimWorker(Actor):
             case ev.GroupDelivered() | ev.DeliveryMalformed() if isinstance(value, Refused):
                 self._failed(body)
             case ev.GroupDelivered() | ev.DeliveryMalformed():
-                self.tell(rel.DeliveryAnswered(body.lease_id))
+                self.tell(wev.DeliveryAnswered(body.lease_id))
             case ManifestAsked():
                 if isinstance(value, Announced):
                     self.peering.announced(value)
                 else:
-                    self.tell(rel.SnapshotUnknown(body.ref))
+                    self.tell(wev.SnapshotUnknown(body.ref))
             case ChunkAsked():
                 self.peering.got(ORIGIN, body, value)
 
@@ -290,9 +291,9 @@ class SimWorker(Actor):
                 self.epoch += 1
                 self._dial()
             case ev.GroupDelivered() | ev.DeliveryMalformed():
-                self.tell(rel.DeliveryFailed(body.lease_id))
+                self.tell(wev.DeliveryFailed(body.lease_id))
             case ManifestAsked():
-                self.tell(rel.ManifestFailed())
+                self.tell(wev.ManifestFailed())
             case ChunkAsked():
                 self.peering.failed(ORIGIN, body)
             case ev.LeaseFailed():
@@ -351,7 +352,7 @@ class SimWorker(Actor):
     def _loaded(self, payload: PayloadId) -> None:
         incoming = self.scheduler.incoming
         outcome = self.peering.install(payload, None if incoming is None else incoming.payload)
-        if isinstance(outcome, rel.SnapshotInstalled):
+        if isinstance(outcome, wev.SnapshotInstalled):
             self.held = (payload.ref, *self.held[:1])
             for sampling in self._sampling.values():
                 sampling.newest = payload.ref
@@ -381,12 +382,12 @@ class SimWorker(Actor):
         if sampling is None:
             return  # aborted meanwhile
         if self.world.chance(self.spec.task_failures):
-            self.tell(rel.LeaseAbandoned(event.lease_id, "environment_failed", "the environment raised"))
+            self.tell(wev.LeaseAbandoned(event.lease_id, "environment_failed", "the environment raised"))
             return
         lease, started, numbers = sampling.lease, sampling.started, list(sampling.numbers)
         data = hashlib.sha256(self.history.digests[started] + f"{lease.seed} {numbers}".encode()).digest()
         if sampling.newest.history != started.history:  # as `rollouts.generate`
-            self.tell(rel.LeaseAbandoned(event.lease_id, "snapshot_gone", "a snapshot of another lineage came"))
+            self.tell(wev.LeaseAbandoned(event.lease_id, "snapshot_gone", "a snapshot of another lineage came"))
             return
         result = ev.GroupDelivered(
             worker_id=self.name,
@@ -400,7 +401,7 @@ class SimWorker(Actor):
             lineage=started.lineage,
             is_own=not self.spec.ticket,
         )
-        self.tell(rel.GroupProduced(event.lease_id, result))
+        self.tell(wev.GroupProduced(event.lease_id, result))
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 

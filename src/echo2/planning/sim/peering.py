@@ -18,9 +18,9 @@ from echo2.weights.broadcast.decide import fetcher_messages as do
 from echo2.weights.broadcast.decide import fetcher_messages as fev
 from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.weights.broadcast.decide.fetcher import Fetcher
-from echo2.worker.decide import messages as rel
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
+from echo2.worker.decide import messages as wev
 
-ORIGIN = ""
 #: Chunks under way from one source at a time.
 WINDOW = 4
 
@@ -60,7 +60,7 @@ class Peering:
         scenario: Scenario,
         history: History,
         call: Callable[[object], None],
-        tell: Callable[[rel.Event], None],
+        tell: Callable[[wev.Event], None],
     ) -> None:
         self.actor, self.network, self.spec, self.scenario = actor, network, spec, scenario
         self.history, self.call, self.tell = history, call, tell
@@ -103,9 +103,9 @@ class Peering:
                 self.call(bev.PayloadReceived(self.actor.name, command.payload, command.tallies))
                 if command.payload.ref.is_base_model:
                     self.base_models[command.payload.ref] = self.manifests[command.payload]
-                self.tell(rel.SnapshotWhole(command.payload))
+                self.tell(wev.SnapshotWhole(command.payload))
             case do.PayloadGone():
-                self.tell(rel.SnapshotGone(command.payload))
+                self.tell(wev.SnapshotGone(command.payload))
             case do.WakeAt():
                 self._wakes += 1
                 self.actor.post(command.at - self.actor.world.now, FetchTick(self._wakes))
@@ -125,7 +125,7 @@ class Peering:
         download = self.fetcher.download
         progress = 0.0 if download is None else 1.0 - len(download.missing) / len(download.chunks)
         manifest = body.manifest
-        self.tell(rel.SnapshotAnnounced(manifest.payload, body.asked_for, progress, manifest.base_model))
+        self.tell(wev.SnapshotAnnounced(manifest.payload, body.asked_for, progress, manifest.base_model))
 
     def arrived(self, manifest: SimManifest) -> None:
         """Store all chunks of a snapshot that arrived whole (see `Arriving`), and announce it to the scheduler."""
@@ -141,25 +141,25 @@ class Peering:
         """Return the base models on disk of which no chunk is torn."""
         return {ref for ref, manifest in self.base_models.items() if self.stored.keys() >= set(manifest.chunks)}
 
-    def install(self, payload: PayloadId, incoming: PayloadId | None) -> rel.SnapshotRefused | rel.SnapshotInstalled:
+    def install(self, payload: PayloadId, incoming: PayloadId | None) -> wev.SnapshotRefused | wev.SnapshotInstalled:
         """Load a payload, and before it the base model if the engine has another one. On disk, keep only this payload,
         the incoming one, the one announced last, and base models."""
         manifest = self.manifests[payload]
         if manifest.base_model is not None and manifest.base_model != self.base[0]:
             digest, refusal = self._decode(self.base_models[manifest.base_model], b"")
             if refusal:
-                return rel.SnapshotRefused(PayloadId(manifest.base_model), refusal)
+                return wev.SnapshotRefused(PayloadId(manifest.base_model), refusal)
             self.base = manifest.base_model, digest
         weights, refusal = self._decode(manifest, self.weights)
         if refusal:
-            return rel.SnapshotRefused(payload, refusal)
+            return wev.SnapshotRefused(payload, refusal)
         self.weights, self.installed = weights, payload
         self._cut = cut(weights, b"", self.scenario.snapshot_chunks)
         known = [payload, incoming, list(self.manifests)[-1]]
         self.manifests = {key: value for key, value in self.manifests.items() if key in known}
         kept = {chunk for one in (*self.manifests.values(), *self.base_models.values()) for chunk in one.chunks}
         self.stored = {chunk: piece for chunk, piece in self.stored.items() if chunk in kept}
-        return rel.SnapshotInstalled(payload.ref)
+        return wev.SnapshotInstalled(payload.ref)
 
     def _decode(self, manifest: SimManifest, over: bytes) -> tuple[bytes, str]:
         """Return the digest of the weights that a payload makes of the weights `over`, and why it is refused, if so."""

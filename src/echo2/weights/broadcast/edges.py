@@ -20,11 +20,14 @@ from echo2.core.types import PayloadId
 from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link, Network, Peer
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
 from echo2.weights.broadcast.payloads import REQUEST_CHUNKS_MAX, decode_payload, encode_payload
 from echo2.weights.broadcast.serving import REQUESTS_PER_PEER_MAX, Server
 from echo2.weights.broadcast.sources import FAILURE_OF, DialledSource, Intake, Source
 
 log = logging.getLogger(__name__)
+
+Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
 
 #: Timeout for an awaited peer to dial this node.
 DIALLED_WITHIN_SECONDS = 8.0
@@ -36,8 +39,9 @@ GIVE_CALLS = 16
 GIVE_SECONDS = 60.0
 #: Maximum number of the peer's requests answered at once; further requests are not read meanwhile.
 GIVES_MAX = REQUESTS_PER_PEER_MAX
-
-Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
+#: Maximum number of connections of each kind that stay open for reuse; the least recently used idle one is closed
+#: first.
+EDGES_MAX = 256
 
 
 class Dial:
@@ -186,12 +190,6 @@ class AwaitedSource(Source):
     async def close(self) -> None:
         """As `Source.close`."""
         self.cancel()
-
-
-ORIGIN = ""
-#: Maximum number of connections of each kind that stay open for reuse; the least recently used idle one is closed
-#: first.
-EDGES_MAX = 256
 
 
 class Edges:

@@ -15,6 +15,7 @@ from echo2.weights.format.manifest import HASH_BYTES
 
 #: Maximum number of chunks per request; larger demands are split into several requests.
 REQUEST_CHUNKS_MAX = 4096
+HOST_CHARS_MAX = 253
 
 
 def encode_payload(payload: PayloadId) -> wire.PayloadId:
@@ -39,9 +40,6 @@ def requested(request: wire.ChunkRequest) -> dict[bytes, None]:
     if any(len(hash_) != HASH_BYTES for hash_ in request.hashes):
         raise PeerError("malformed", f"a chunk hash that has not {HASH_BYTES} bytes")
     return dict.fromkeys(request.hashes)
-
-
-HOST_CHARS_MAX = 253
 
 
 def of_worker(hello: wire.WorkerHello, host: str) -> str:

@@ -25,8 +25,8 @@ from echo2.transport.base import Link, Network
 from echo2.weights.broadcast.decide import fetcher_messages as do
 from echo2.weights.broadcast.decide import fetcher_messages as ev
 from echo2.weights.broadcast.decide.fetcher import Fetcher
-from echo2.weights.broadcast.decide.origin_messages import Tally
-from echo2.weights.broadcast.edges import ORIGIN, Edges
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN, Tally
+from echo2.weights.broadcast.edges import Edges
 from echo2.weights.broadcast.payloads import encode_payload
 from echo2.weights.broadcast.probe import NO_LINK, Rates, measure
 from echo2.weights.broadcast.serving import ChunkCache, Server
@@ -37,6 +37,24 @@ CALL_SECONDS = 10.0
 RETRY_SECONDS = 1.0
 #: Maximum number of reports queued while the head is away; the oldest is dropped first.
 NEWS_MAX = 1000
+DISK_THREADS = 2
+#: Maximum bytes of verified chunks waiting for the disk; above it, sources are not read.
+UNWRITTEN_BYTES = 8 << 20
+#: A write of fewer bytes than this first waits `GATHERING_SECONDS` for more chunks: handing chunks to a thread and back
+#: costs more than writing one of 64 KiB.
+WRITTEN_AT_ONCE_BYTES = 1 << 20
+GATHERING_SECONDS = 0.01
+PROGRESS_SECONDS = 1.0
+#: First and longest pause before a measurement is tried again while the head measures another worker's link. The pause
+#: grows by `BUSY_GROWTH`: each try costs both ends a new connection, and a thousand workers may wait for their turn.
+BUSY_SECONDS = (0.2, 10.0)
+BUSY_GROWTH = 1.25
+#: A peer that asks for a payload unknown to this node waits this long for the payload to be announced here.
+EARLY_SECONDS = 5.0
+#: Maximum number of payloads remembered as asked for before their announcement, or as no longer expected.
+ASKED_MAX = 64
+#: Uplink rate in bytes per second reported by a worker that does not relay, so that it becomes no worker's source.
+LEAF_UP = 1.0
 
 
 class Reports:
@@ -107,28 +125,6 @@ class Reports:
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)
-
-
-DISK_THREADS = 2
-#: Maximum bytes of verified chunks waiting for the disk; above it, sources are not read.
-UNWRITTEN_BYTES = 8 << 20
-#: A write of fewer bytes than this first waits `GATHERING_SECONDS` for more chunks: handing chunks to a thread and back
-#: costs more than writing one of 64 KiB.
-WRITTEN_AT_ONCE_BYTES = 1 << 20
-GATHERING_SECONDS = 0.01
-PROGRESS_SECONDS = 1.0
-#: First and longest pause before a measurement is tried again while the head measures another worker's link. The pause
-#: grows by `BUSY_GROWTH`: each try costs both ends a new connection, and a thousand workers may wait for their turn.
-BUSY_SECONDS = (0.2, 10.0)
-BUSY_GROWTH = 1.25
-#: A peer that asks for a payload unknown to this node waits this long for the payload to be announced here.
-EARLY_SECONDS = 5.0
-#: Maximum number of payloads remembered as asked for before their announcement, or as no longer expected.
-ASKED_MAX = 64
-
-
-#: Uplink rate in bytes per second reported by a worker that does not relay, so that it becomes no worker's source.
-LEAF_UP = 1.0
 
 
 class _Fetching:

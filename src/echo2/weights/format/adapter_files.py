@@ -24,7 +24,10 @@ from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
 
-CONFIG_FILE = "adapter_config.json"
+if TYPE_CHECKING:
+    from echo2.config.sections import LoraConfig
+
+ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 RANK_MAX = 4096
 ALPHA_MAX = 1e6
 #: Settings that may have any value: they do not change what given A and B compute, or tensors would show it.
@@ -42,6 +45,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 #: Values that switch a setting off.
 OFF: tuple[Any, ...] = (None, False, {}, [])
+ALL_LINEAR = "all-linear"
+BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,21 +66,21 @@ def lora_factors(config: Any, is_trained: bool = False) -> LoraFactors:
         UserError: the adapter computes something else.
     """
     if not isinstance(config, dict):
-        raise UserError(f"{CONFIG_FILE} holds no object.")
+        raise UserError(f"{ADAPTER_CONFIG} holds no object.")
     for name in sorted(config.keys() | {"peft_type"}):
         value = config.get(name)
         known = VALUES.get(name, OFF)
         if name not in ANY_VALUE and name not in ("r", "lora_alpha") and not (_is_plain(value) and value in known):
             expected = f"; it must be {' or '.join(map(repr, known))}" if name in VALUES else ""
-            raise UserError(f"{CONFIG_FILE} has {name} = {_shown(value)}, which echo2 does not compute{expected}.")
+            raise UserError(f"{ADAPTER_CONFIG} has {name} = {_shown(value)}, which echo2 does not compute{expected}.")
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= RANK_MAX:
-        raise UserError(f"{CONFIG_FILE} has r = {_shown(rank)}; whole numbers from 1 to {RANK_MAX} are taken.")
+        raise UserError(f"{ADAPTER_CONFIG} has r = {_shown(rank)}; whole numbers from 1 to {RANK_MAX} are taken.")
     if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not abs(alpha) <= ALPHA_MAX:
-        raise UserError(f"{CONFIG_FILE} has lora_alpha = {_shown(alpha)}; numbers up to {ALPHA_MAX:g} are taken.")
+        raise UserError(f"{ADAPTER_CONFIG} has lora_alpha = {_shown(alpha)}; numbers up to {ALPHA_MAX:g} are taken.")
     if config.get("use_rslora") and is_trained:
         raise UserError(
-            f"{CONFIG_FILE} has use_rslora = True; echo2 trains with the scale alpha / r. Set it to false and "
+            f"{ADAPTER_CONFIG} has use_rslora = True; echo2 trains with the scale alpha / r. Set it to false and "
             f"lora_alpha to {alpha * math.sqrt(rank):g}, which computes the same."
         )
     return LoraFactors(rank, alpha, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
@@ -88,14 +93,6 @@ def _is_plain(value: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return repr(value)[:64]
-
-
-if TYPE_CHECKING:
-    from echo2.config.sections import LoraConfig
-
-ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", CONFIG_FILE
-ALL_LINEAR = "all-linear"
-BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
 
 def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef, within: str = "") -> bytes:

@@ -8,7 +8,7 @@ from typing import Any
 from echo2.core.documents import parse_json
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
-from echo2.weights.format.adapter_files import CONFIG_FILE, LoraFactors, lora_factors
+from echo2.weights.format.adapter_files import ADAPTER_CONFIG, LoraFactors, lora_factors
 
 
 def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def read_factors(snapshot: Snapshot) -> LoraFactors:
         PeerError: the snapshot is no LoRA adapter, or one that computes something else than engines do.
     """
     try:
-        return lora_factors(read_object(snapshot.files, CONFIG_FILE))
+        return lora_factors(read_object(snapshot.files, ADAPTER_CONFIG))
     except UserError as error:
         raise PeerError("bad_adapter", f"{snapshot.ref}: {error}") from error
 

@@ -33,6 +33,8 @@ from echo2.weights.format.segments import ReadChunk, apply_segment, gather, join
 from echo2.weights.store.packs import write_at
 from echo2.weights.store.store import ChunkStore
 
+log = logging.getLogger(__name__)
+
 #: Maximum number of segments applied at once; each takes some 60 MB.
 THREADS_MAX = 4
 
@@ -152,9 +154,6 @@ def read_files(manifest: Manifest, read_chunk: ReadChunk, base: dict[str, bytes]
             raise PeerError(reason, f"file {entry.name!r} of {manifest.payload} has other bytes than its digest says")
         files[entry.name] = data
     return files
-
-
-log = logging.getLogger(__name__)
 
 
 class KeptContent(Content):

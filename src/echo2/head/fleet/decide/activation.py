@@ -30,6 +30,8 @@ DEFICIT_SECONDS, SURPLUS_SECONDS = 30.0, 120.0
 #: exchange there is none for EXCHANGE_SECONDS.
 LEAST_SAVING, EXCHANGE_SECONDS = 0.1, 1200.0
 _SLACK = 1e-9
+#: A linked list, last kind first: (counts of the earlier kinds, count of this kind). Nodes share common prefixes.
+_Counts = tuple[Any, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +153,6 @@ def _search(items: list[Candidate], found: list[Candidate], target_rate: float, 
     if best is not None:
         chosen = [one for group, count in zip(kinds, _listed(best), strict=False) for one in group[:count]]
     return _selection(chosen, target_rate)
-
-
-#: A linked list, last kind first: (counts of the earlier kinds, count of this kind). Nodes share common prefixes.
-_Counts = tuple[Any, int] | None
 
 
 def _listed(counts: _Counts) -> list[int]:

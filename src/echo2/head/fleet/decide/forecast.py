@@ -24,6 +24,7 @@ MAX_STEPS = 120
 #: Standard deviation of the logarithm of the time to load a snapshot.
 RELOAD_SPREAD = 0.3
 _FACTOR_DRAWS = 2000
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,9 +245,6 @@ class _Walk:
             return 1.0
         self.num_draws += 1
         return math.exp(spread * normal(self.seed, self.num_draws))
-
-
-_NORMAL = NormalDist()
 
 
 def normal(seed: int, number: int) -> float:

@@ -26,6 +26,9 @@ GAMMA = 1.1
 #: Share of the active workers that must have installed a snapshot for its broadcast to count as over (section 4.2).
 INSTALLED_QUANTILE = 1 / GAMMA
 _SLACK = 1e-9  # tolerance for quotients that would be whole numbers without rounding errors
+CHUNK_BYTES = 1 << 20
+#: Workers that one worker sends to, and one-way latency between any two.
+FAN_OUT, LATENCY_SECONDS = 8, 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,11 +282,6 @@ def _least_kappa(train_seconds: float, broadcast_seconds: float) -> int:
 
 def _ceil(value: float) -> int:
     return math.ceil(value - _SLACK)
-
-
-CHUNK_BYTES = 1 << 20
-#: Workers that one worker sends to, and one-way latency between any two.
-FAN_OUT, LATENCY_SECONDS = 8, 0.05
 
 
 @dataclass(frozen=True, slots=True)

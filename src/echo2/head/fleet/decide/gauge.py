@@ -33,6 +33,16 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "held": "checks of how tokens were drawn, or room on the disk",
     }
 )
+#: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
+BATCHES_PER_RATE = 4
+#: Weight of a new rate in the running mean.
+NEW_RATE = 0.5
+#: Steps and broadcasts remembered.
+NUM_REMEMBERED = 15
+#: Share of its training time that the learner may wait before a bottleneck is reported.
+LITTLE_WAIT = 0.05
+#: Weight of the newest group in the running means of the seconds that the head spends on a group.
+GROUP_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,18 +82,6 @@ def main_cause(waits: Iterable[LearnerWait]) -> str | None:
             seconds[cause] += value
     most = max(seconds, key=seconds.__getitem__)
     return most if seconds[most] > 0 else None
-
-
-#: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
-BATCHES_PER_RATE = 4
-#: Weight of a new rate in the running mean.
-NEW_RATE = 0.5
-#: Steps and broadcasts remembered.
-NUM_REMEMBERED = 15
-#: Share of its training time that the learner may wait before a bottleneck is reported.
-LITTLE_WAIT = 0.05
-#: Weight of the newest group in the running means of the seconds that the head spends on a group.
-GROUP_SHARE = 0.1
 
 
 @dataclass(slots=True)

@@ -21,9 +21,8 @@ from echo2.core.types import PayloadId
 
 #: Why a worker gave a source up.
 SOURCE_FAILURES = ("broken", "stalled", "slow", "corrupt", "missing", "unreachable")
-
-
 ONE_MACHINE = "loopback"
+ORIGIN = ""
 
 
 class BroadcastEvent(_Event):
@@ -107,8 +106,6 @@ class SourceFailed(BroadcastEvent):
 
 
 Event = BroadcastEvent
-
-ORIGIN = ""
 
 
 class SetRoutes(Command):

@@ -32,6 +32,27 @@ from dataclasses import dataclass
 from echo2.core.errors import InvariantError
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN
 
+Routes = dict[str, list[str]]
+
+#: A member whose uplink is below this share of the median is a leaf.
+SLOW_UP = 0.25
+#: The common rate is at most this factor above the downlink of the slowest relay.
+RELAY_DOWN = 1.05
+#: The cost estimate assumes that every slow member gets at least this share of its downlink.
+STARVED = 0.1
+#: How many different relay counts are tried.
+PACES_TRIED = 24
+#: The origin relieves the relays if the busiest one needs more than this many times the time at the common rate.
+PACE_SLACK = 1.02
+#: Load moves between relays while one uses more than this share of its uplink; limit of moves per member.
+FULL_USE = 0.95
+MOVES_A_MEMBER = 8
+#: Share of the child places kept free, for the children of a relay that drops out. (In a mesh all members are
+#: neighbours already and need no new places.)
+SPARE_PLACES = 0.25
+#: Members examined as a possible parent outside the own colour.
+SPARE_TRIES = 64
+
 
 def mesh_shares(ups: Sequence[float], rate: float, count: int, origin_up: float | None) -> list[float]:
     """Return the share that each relay sends to all others of `count` members, at this rate.
@@ -83,26 +104,6 @@ def deal(shares: Sequence[float], num_stripes: int) -> list[int]:
     return owners
 
 
-#: A member whose uplink is below this share of the median is a leaf.
-SLOW_UP = 0.25
-#: The common rate is at most this factor above the downlink of the slowest relay.
-RELAY_DOWN = 1.05
-#: The cost estimate assumes that every slow member gets at least this share of its downlink.
-STARVED = 0.1
-#: How many different relay counts are tried.
-PACES_TRIED = 24
-#: The origin relieves the relays if the busiest one needs more than this many times the time at the common rate.
-PACE_SLACK = 1.02
-#: Load moves between relays while one uses more than this share of its uplink; limit of moves per member.
-FULL_USE = 0.95
-MOVES_A_MEMBER = 8
-#: Share of the child places kept free, for the children of a relay that drops out. (In a mesh all members are
-#: neighbours already and need no new places.)
-SPARE_PLACES = 0.25
-#: Members examined as a possible parent outside the own colour.
-SPARE_TRIES = 64
-
-
 @dataclass(frozen=True, slots=True)
 class Receiver:
     """A worker as route planning sees it. Rates in bytes per second, None where unknown."""
@@ -128,9 +129,6 @@ class Pace:
     slow: tuple[Receiver, ...]
     able: frozenset[str]
     rate: float
-
-
-Routes = dict[str, list[str]]
 
 
 def plan_routes(
