@@ -16,7 +16,7 @@ from echo2.planning.sim.network import SimNetwork
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import SimWorld
 from echo2.worker.decide import messages as do
-from echo2.worker.decide import messages as rel
+from echo2.worker.decide import messages as wev
 
 #: Of leases that one claims to hold, and of groups that it claims to sample together.
 CLAIMS = 10_000
@@ -89,7 +89,7 @@ class HostileWorker(SimWorker):
         return replace(joined, slots=CLAIMS, installed=SnapshotRef(RUN_POLICY, 99, CLAIMS), held_leases=held)
 
     def _ordered(self, body: object) -> None:
-        if isinstance(body, rel.LeasesGranted) and self.hostile in ("fails", "junk"):
+        if isinstance(body, wev.LeasesGranted) and self.hostile in ("fails", "junk"):
             for lease in body.leases if self.hostile == "fails" else ():
                 self.post(FAILS_AFTER_SECONDS, _Fail(lease.lease_id))
             return

@@ -1,7 +1,7 @@
 """The learner's idle ratio against the size of the fleet, for S in {1, 2, 3, 4, 6, 11}: predicted, simulated, measured.
 
 For each staleness bound, with kappa as `publish_every = "auto"` has it: the fleet that `echo2 plan` chooses, the
-largest fleet below the minimum (`capacity.mu_needed` of the mode), and smaller ones. Two things are to be seen: at the
+largest fleet below the minimum (`formulas.mu_needed` of the mode), and smaller ones. Two things are to be seen: at the
 planner's choice the learner waits at most 2 % of the time; below the minimum it visibly waits.
 
 Predicted batch by batch (`head/fleet/decide/forecast.py`) and as a fluid (`head/fleet/decide/formulas.py`); simulated
@@ -33,7 +33,7 @@ from plots import COLOURS, INK, require_matplotlib
 from recording import HERE, save
 
 from echo2.config.offers import Offer
-from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerPace, forecast
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
 from echo2.planning.sim.run import run_scenario
@@ -61,7 +61,7 @@ class Job:
     overlaps: bool = True
 
     def publish_every(self, max_staleness: int) -> int:
-        return capacity.choose_publish_every(max_staleness, self.train_seconds, self.broadcast_seconds)
+        return formulas.choose_publish_every(max_staleness, self.train_seconds, self.broadcast_seconds)
 
     def inputs(self, max_staleness: int) -> PlanInputs:
         return PlanInputs(
@@ -79,7 +79,7 @@ class Job:
             max_idle=TARGET_IDLE,
         )
 
-    def demand(self, max_staleness: int) -> capacity.Demand:
+    def demand(self, max_staleness: int) -> formulas.Demand:
         return self.inputs(max_staleness).demand(
             max_staleness, self.publish_every(max_staleness), self.broadcast_seconds
         )
@@ -133,7 +133,7 @@ SMALL = Job(48, 2, rate=2.0, spread=0.4, train_seconds=6.0, broadcast_seconds=1.
 def predicted(job: Job, max_staleness: int, shares: Sequence[float]) -> list[Row]:
     """The planner's choice, the largest fleet below the minimum, and these shares of the minimum."""
     demand = job.demand(max_staleness)
-    least = math.ceil(capacity.mu_needed(demand) / job.rate - 1e-9)
+    least = math.ceil(formulas.mu_needed(demand) / job.rate - 1e-9)
     chosen = sum(make_plan(job.inputs(max_staleness)).machines.values())
     return [
         {
@@ -143,7 +143,7 @@ def predicted(job: Job, max_staleness: int, shares: Sequence[float]) -> list[Row
             "workers": count,
             "is_choice": count == chosen,
             "is_below": count == least - 1,
-            "fluid": capacity.idle_ratio(demand, count * job.rate),
+            "fluid": formulas.idle_ratio(demand, count * job.rate),
             "forecast": forecast(demand, [WorkerPace(job.rate, count, 1, job.spread)], job.steps).steady_idle_ratio,
         }
         for count in sorted({*(max(1, round(least * share)) for share in shares), least - 1, chosen})

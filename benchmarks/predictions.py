@@ -30,7 +30,7 @@ from rich.table import Table
 
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
-from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerPace, forecast
 from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
@@ -173,7 +173,7 @@ def needed(seed: int) -> Row:
     demand = Demand(4 * count, 8, kappa, bound, train, travels + ANNOUNCE_SECONDS, overlaps)
     row: Row = {"seed": seed, "S": bound, "kappa": kappa, "overlaps": overlaps}
     for factor in (0.9, 1.1):
-        rate = factor * capacity.mu_needed(demand)
+        rate = factor * formulas.mu_needed(demand)
         scenario = Scenario(
             max_steps=STEPS,
             groups_per_step=demand.groups_per_step,
@@ -201,7 +201,7 @@ def needed(seed: int) -> Row:
             time_limit_seconds=1e6,
         )
         found = run_scenario(scenario, seed, keeps_events=False)
-        row[f"idle at {factor}"] = (capacity.idle_ratio(demand, rate), found.steady_idle_ratio)
+        row[f"idle at {factor}"] = (formulas.idle_ratio(demand, rate), found.steady_idle_ratio)
     return row
 
 

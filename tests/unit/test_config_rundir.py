@@ -27,9 +27,8 @@ from echo2.core.types import RUN_POLICY, GroupRef
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions
-from echo2.head.ledger import metrics as metric_copies
 from echo2.head.ledger.eventlog import PARTS_KEPT, EventLog, from_plain, replay, to_plain
-from echo2.head.ledger.metrics import Metrics, Row, Sink, TensorBoardSink, WandbSink
+from echo2.head.ledger.metrics import ROWS_MAX, Metrics, Row, Sink, TensorBoardSink, WandbSink
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=2, max_steps=3)
 
@@ -234,15 +233,15 @@ def test_a_sink_that_fails_costs_its_copy_alone(tmp_path: Path, caplog: pytest.L
 def test_a_sink_that_stalls_holds_up_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(metric_copies, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr("echo2.head.ledger.metrics.CLOSE_SECONDS", 0.01)
     sink = BadSink(fails=False)
     metrics = Metrics(tmp_path / "metrics.jsonl", [sink])
-    for step in range(1, metric_copies.ROWS_MAX + 10):
+    for step in range(1, ROWS_MAX + 10):
         metrics.write({"step": step})
     metrics.close()
     assert "rows behind" in caplog.text
     assert "did not end" in caplog.text
-    assert metrics.last_step == metric_copies.ROWS_MAX + 9
+    assert metrics.last_step == ROWS_MAX + 9
     sink.go_on.set()
 
 

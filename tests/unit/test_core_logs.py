@@ -47,7 +47,7 @@ def test_escape_sequences_go_whole() -> None:
 
 
 class Log:
-    """A process's log as `process_log` writes it, at times that the test says."""
+    """A process's log as `core.logs` writes it, at times that the test says."""
 
     def __init__(self) -> None:
         self.stream = io.StringIO()
@@ -141,13 +141,13 @@ def test_a_log_that_is_too_long_begins_anew_under_the_process_that_writes_it(tmp
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
 def test_what_a_process_of_a_run_writes_is_its_owners_alone(tmp_path: Path, umask: int) -> None:
-    """Every process of a run (`process_log.start`), and `echo2 run` before it makes the directory."""
+    """Every process of a run (`logs.start`), and `echo2 run` before it makes the directory."""
     code = """if True:
         import os, sys
         from pathlib import Path
         os.umask(int(sys.argv[2]))
-        from echo2.core import logs as process_log
-        process_log.start()
+        from echo2.core import logs
+        logs.start()
         from echo2.head.ledger.ledger import Ledger
         from echo2.config import Config
         from echo2.head.decide.state import PlannerOptions

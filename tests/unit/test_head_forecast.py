@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
-from echo2.head.fleet.decide import formulas as capacity
+from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerPace, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
@@ -113,14 +113,14 @@ def test_a_forecast_keeps_the_bound_and_never_beats_the_fluid(
     assert 0.0 <= found.idle_ratio < 1.0
     assert found.run_seconds >= 60 * demand.train_seconds
     if demand.pause_seconds == 0:
-        assert found.step_seconds >= capacity.step_seconds(demand, mu) * 0.93  # of 30 steps with random durations
+        assert found.step_seconds >= formulas.step_seconds(demand, mu) * 0.93  # of 30 steps with random durations
 
 
 def test_very_many_very_quick_workers_are_a_fluid() -> None:
     for bound, kappa, broadcast in ((0, 1, 0.3), (1, 1, 0.3), (2, 2, 0.5), (3, 2, 0.2)):
         demand = Demand(400, 1, kappa, bound, 1.0, broadcast)
         found = forecast(demand, [WorkerPace(rate=0.9 * 400 / 10, count=10, groups_per_batch=1)], 80)
-        assert found.step_seconds == pytest.approx(capacity.step_seconds(demand, 0.9 * 400), rel=0.02)
+        assert found.step_seconds == pytest.approx(formulas.step_seconds(demand, 0.9 * 400), rel=0.02)
 
 
 def test_the_same_inputs_give_the_same_forecast_and_a_long_run_is_extrapolated() -> None:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import formulas
-from echo2.head.fleet.decide import formulas as capacity
 from echo2.head.fleet.decide.formulas import Demand, Links
 
 #: Table 2 of the paper: R = 128 x 16 (inferred), S = 3, kappa = 2, workers pause during the broadcast.
@@ -25,7 +24,7 @@ PAPER = Demand(128, 16, 2, 3, 1631.2, 1437.0, generate_during_broadcast=False)
 
 def wait_seconds(demand: Demand, mu: float) -> float:
     """What the learner waits in a publication period: max(0, Tb + kappa R / mu - kappa T) in the paper's mode."""
-    return demand.publish_every * (capacity.step_seconds(demand, mu) - demand.train_seconds)
+    return demand.publish_every * (formulas.step_seconds(demand, mu) - demand.train_seconds)
 
 
 def staleness_bound_at(demand: Demand, mu: float) -> int:
@@ -35,9 +34,9 @@ def staleness_bound_at(demand: Demand, mu: float) -> int:
 
 
 def test_vector_1_the_smallest_rate_and_fleet() -> None:
-    assert capacity.mu_min(PAPER) == pytest.approx(2.2439, abs=5e-5)
-    assert capacity.mu_needed(PAPER) == capacity.mu_min(PAPER)
-    target = capacity.mu_target(PAPER)
+    assert formulas.mu_min(PAPER) == pytest.approx(2.2439, abs=5e-5)
+    assert formulas.mu_needed(PAPER) == formulas.mu_min(PAPER)
+    target = formulas.mu_target(PAPER)
     assert target == pytest.approx(2.4683, abs=5e-5)
     assert 9 * 0.28 >= target > 8 * 0.28
 
@@ -53,22 +52,22 @@ def test_vector_1_the_smallest_rate_and_fleet() -> None:
 )
 def test_the_table_of_section_3(publish_every: int, train_seconds: float, mu: float, target: float, bound: int) -> None:
     demand = replace(PAPER, publish_every=publish_every, max_staleness=bound, train_seconds=train_seconds)
-    assert capacity.mu_min(demand) == pytest.approx(mu, abs=6e-4)
-    assert capacity.mu_target(demand) == pytest.approx(target, abs=6e-4)
-    assert capacity.staleness_bound(publish_every, train_seconds, 1437.0) == bound
+    assert formulas.mu_min(demand) == pytest.approx(mu, abs=6e-4)
+    assert formulas.mu_target(demand) == pytest.approx(target, abs=6e-4)
+    assert formulas.staleness_bound(publish_every, train_seconds, 1437.0) == bound
 
 
 def test_vector_2_bounds_and_refusal() -> None:
-    assert [capacity.staleness_bound(kappa, 1.0, 0.881) for kappa in (2, 3, 5, 10)] == [3, 4, 6, 11]
+    assert [formulas.staleness_bound(kappa, 1.0, 0.881) for kappa in (2, 3, 5, 10)] == [3, 4, 6, 11]
     for kappa, broadcast in ((1, 1.0), (1, 1.2), (2, 2.0), (3, 3.5)):
         with pytest.raises(UserError, match=f"Publish every {math.floor(broadcast) + 1} steps or more"):
-            capacity.staleness_bound(kappa, 1.0, broadcast)
+            formulas.staleness_bound(kappa, 1.0, broadcast)
     with pytest.raises(UserError, match=r"does not exceed the 1700 s .*; 68\.8 s are missing\. Publish every 2 steps"):
-        capacity.mu_min(replace(PAPER, publish_every=1, broadcast_seconds=1700.0))
+        formulas.mu_min(replace(PAPER, publish_every=1, broadcast_seconds=1700.0))
 
 
 def test_equation_7_in_the_worked_case() -> None:
-    assert staleness_bound_at(PAPER, capacity.mu_min(PAPER)) == 3
+    assert staleness_bound_at(PAPER, formulas.mu_min(PAPER)) == 3
     assert staleness_bound_at(PAPER, 100.0) == 2  # a huge pool has the first step one step earlier
 
 
@@ -84,13 +83,13 @@ def test_vector_4_waiting_of_table_2() -> None:
 
 def test_vector_3_a_larger_bound_needs_fewer_machines() -> None:
     needed = [
-        capacity.mu_needed(replace(PAPER, publish_every=bound - 1, max_staleness=bound)) for bound in (3, 4, 6, 11)
+        formulas.mu_needed(replace(PAPER, publish_every=bound - 1, max_staleness=bound)) for bound in (3, 4, 6, 11)
     ]
     assert needed == sorted(needed, reverse=True)
     for bound, mu in zip((3, 4, 6, 11), needed, strict=True):
         demand = replace(PAPER, publish_every=bound - 1, max_staleness=bound)
-        assert capacity.idle_ratio(demand, mu) == pytest.approx(0.0, abs=1e-12)
-        assert capacity.idle_ratio(demand, mu * 0.97) > 0.005
+        assert formulas.idle_ratio(demand, mu) == pytest.approx(0.0, abs=1e-12)
+        assert formulas.idle_ratio(demand, mu * 0.97) > 0.005
 
 
 def test_vector_6_broadcast_times() -> None:
@@ -113,21 +112,21 @@ def test_vector_6_broadcast_times() -> None:
 
 
 def test_auto_is_the_paper_s_choice_where_that_is_defined_and_works_below() -> None:
-    chosen = {bound: capacity.choose_publish_every(bound, 1.0, 0.881) for bound in (0, 1, 2, 3, 4, 6, 11)}
+    chosen = {bound: formulas.choose_publish_every(bound, 1.0, 0.881) for bound in (0, 1, 2, 3, 4, 6, 11)}
     assert chosen == {0: 1, 1: 1, 2: 1, 3: 2, 4: 3, 6: 5, 11: 10}
 
 
 @given(bound=st.integers(0, 20), ratio=st.floats(0.001, 6.0))
 def test_auto_is_the_largest_within_the_bound_or_a_refusal_that_helps(bound: int, ratio: float) -> None:
-    fits = [k for k in range(1, bound + 2) if k > ratio and capacity.staleness_bound(k, 1.0, ratio) <= bound]
+    fits = [k for k in range(1, bound + 2) if k > ratio and formulas.staleness_bound(k, 1.0, ratio) <= bound]
     if fits or bound == 0:
-        assert capacity.choose_publish_every(bound, 1.0, ratio) == (max(fits) if bound else 1)
+        assert formulas.choose_publish_every(bound, 1.0, ratio) == (max(fits) if bound else 1)
         return
     with pytest.raises(UserError, match="need max_staleness >= ") as refused:
-        capacity.choose_publish_every(bound, 1.0, ratio)
+        formulas.choose_publish_every(bound, 1.0, ratio)
     needed = int(str(refused.value).partition("need max_staleness >= ")[2].split()[0])
     assert needed > bound
-    assert capacity.choose_publish_every(needed, 1.0, ratio) >= 1
+    assert formulas.choose_publish_every(needed, 1.0, ratio) >= 1
 
 
 # ---- against a fluid that is played step by step ---------------------------------------------------------------------
@@ -177,7 +176,7 @@ DEMANDS = st.builds(
 def test_the_closed_form_is_the_fluid_s_pace(demand: Demand, rate: float) -> None:
     mu = rate * demand.rollouts_per_step
     seconds, _ = play(demand, mu, 240)
-    formula = capacity.step_seconds(demand, mu)
+    formula = formulas.step_seconds(demand, mu)
     if demand.pause_seconds == 0:
         assert seconds == pytest.approx(formula, rel=0.02)
     elif demand.period_seconds > demand.pause_seconds:  # else one pause runs into the next, and the rule is refused
@@ -188,11 +187,11 @@ def test_the_closed_form_is_the_fluid_s_pace(demand: Demand, rate: float) -> Non
 @given(demand=DEMANDS.filter(lambda demand: demand.max_staleness > 0))
 def test_at_the_needed_rate_the_learner_never_waits_and_below_it_does(demand: Demand) -> None:
     try:
-        mu = capacity.mu_needed(demand)
+        mu = formulas.mu_needed(demand)
     except UserError:
         return
     assert play(demand, mu * 1.001, 240)[0] == pytest.approx(1.0, abs=2e-3)
-    assert capacity.step_seconds(demand, mu * 0.97) > 1.0
+    assert formulas.step_seconds(demand, mu * 0.97) > 1.0
     assert play(demand, mu * 0.97, 240)[0] > 1.0
 
 
@@ -205,14 +204,14 @@ def test_a_window_as_wide_as_equation_7_costs_no_waiting(
     if kappa <= broadcast:
         return
     free = Demand(8, 4, kappa, 50, 1.0, broadcast, generate_during_broadcast=overlaps)
-    mu = capacity.mu_min(free) * extra
+    mu = formulas.mu_min(free) * extra
     bound = staleness_bound_at(free, mu)
-    assert capacity.idle_ratio(replace(free, max_staleness=bound), mu) == pytest.approx(0.0, abs=1e-9)
+    assert formulas.idle_ratio(replace(free, max_staleness=bound), mu) == pytest.approx(0.0, abs=1e-9)
     if bound - 1 >= max(1, kappa - 1):
         tighter = replace(free, max_staleness=bound - 1)
-        assert tighter.lead_seconds <= 0 or capacity.mu_window(tighter) > mu * (1 - 1e-9)
+        assert tighter.lead_seconds <= 0 or formulas.mu_window(tighter) > mu * (1 - 1e-9)
     if not overlaps:
-        assert bound <= capacity.staleness_bound(kappa, 1.0, broadcast)  # (12) is at least (7)
+        assert bound <= formulas.staleness_bound(kappa, 1.0, broadcast)  # (12) is at least (7)
 
 
 # ---- on-policy, refusals ---------------------------------------------------------------------------------------------
@@ -220,10 +219,10 @@ def test_a_window_as_wide_as_equation_7_costs_no_waiting(
 
 def test_on_policy_has_its_own_formula() -> None:
     demand = Demand(8, 4, 1, 0, 2.0, 0.5)
-    assert capacity.step_seconds(demand, 32.0) == pytest.approx(2.0 + 0.5 + 1.0)
+    assert formulas.step_seconds(demand, 32.0) == pytest.approx(2.0 + 0.5 + 1.0)
     assert play(demand, 32.0, 50)[0] == pytest.approx(3.5)
     with pytest.raises(UserError, match="leaves the learner waiting at any rate"):
-        capacity.mu_needed(demand)
+        formulas.mu_needed(demand)
 
 
 @pytest.mark.parametrize("name", ["groups_per_step", "group_size", "train_seconds"])
@@ -246,25 +245,25 @@ def test_a_window_that_closes_too_early_is_refused_with_fixes_that_work(
 ) -> None:
     demand = Demand(8, 4, kappa, bound, 1.0, broadcast)
     with pytest.raises(UserError, match=r"The learner is faster than weights travel") as refused:
-        capacity.mu_needed(demand)
+        formulas.mu_needed(demand)
     text = str(refused.value)
     wider = int(re.findall(r"max_staleness >= (\d+)", text)[0])
-    assert capacity.mu_needed(replace(demand, max_staleness=wider)) > 0
+    assert formulas.mu_needed(replace(demand, max_staleness=wider)) > 0
     with pytest.raises(UserError):
-        capacity.mu_needed(replace(demand, max_staleness=wider - 1))
+        formulas.mu_needed(replace(demand, max_staleness=wider - 1))
     if "publish_every <= " in text:
         fewer = int(re.findall(r"publish_every <= (\d+)", text)[0])
-        assert capacity.mu_needed(replace(demand, publish_every=fewer)) > 0
+        assert formulas.mu_needed(replace(demand, publish_every=fewer)) > 0
     larger = float(re.findall(r"steps more than ([\d.]+) times as large", text)[0])
-    assert capacity.mu_needed(replace(demand, train_seconds=1.01 * larger)) > 0
+    assert formulas.mu_needed(replace(demand, train_seconds=1.01 * larger)) > 0
     with pytest.raises(UserError):
-        capacity.mu_needed(replace(demand, train_seconds=0.99 * larger))
+        formulas.mu_needed(replace(demand, train_seconds=0.99 * larger))
 
 
 def test_a_learner_that_is_faster_than_weights_travel_is_told_so_in_plain_words() -> None:
     """A newcomer's demo: steps of .07 s, and weights and a batch that take .47 s."""
     with pytest.raises(UserError) as refused:
-        capacity.mu_needed(Demand(8, 4, 1, 1, 0.07026, 0.4699))
+        formulas.mu_needed(Demand(8, 4, 1, 1, 0.07026, 0.4699))
     assert str(refused.value) == (
         "The learner is faster than weights travel: a step takes 0.07 s, new weights and the first rollouts 0.47 s. "
         "With max_staleness = 1 and publish_every = 1 it waits, however many workers there are. Larger steps "
@@ -277,19 +276,19 @@ def test_a_narrow_window_names_the_staleness_at_which_the_learner_sets_the_rate(
     kappa: int, bound: int, broadcast: float
 ) -> None:
     demand = Demand(8, 4, kappa, bound, 1.0, broadcast)
-    wider = int(capacity.window_limit(demand).partition("Set max_staleness >= ")[2].split(":")[0])
+    wider = int(formulas.window_limit(demand).partition("Set max_staleness >= ")[2].split(":")[0])
     for staleness, is_enough in ((wider, True), (wider - 1, False)):
         there = replace(demand, max_staleness=staleness)
-        assert (capacity.mu_needed(there) <= capacity.mu_min(there) * (1 + 1e-9)) == is_enough
-        assert (capacity.window_limit(there) == "") == is_enough
+        assert (formulas.mu_needed(there) <= formulas.mu_min(there) * (1 + 1e-9)) == is_enough
+        assert (formulas.window_limit(there) == "") == is_enough
 
 
 def test_binding_names_what_sets_the_pace() -> None:
     demand = Demand(8, 4, 1, 2, 1.0, 0.5)
-    assert capacity.binding(demand, 64.0) == "learner"
-    assert capacity.binding(demand, 16.0) == "rollouts"
-    assert capacity.binding(replace(demand, broadcast_seconds=2.5), 64.0) == "broadcast"
-    assert capacity.binding(replace(demand, max_staleness=0), 16.0) == "staleness"
+    assert formulas.binding(demand, 64.0) == "learner"
+    assert formulas.binding(demand, 16.0) == "rollouts"
+    assert formulas.binding(replace(demand, broadcast_seconds=2.5), 64.0) == "broadcast"
+    assert formulas.binding(replace(demand, max_staleness=0), 16.0) == "staleness"
 
 
 def test_no_broadcast_beats_a_worker_s_own_link() -> None:

@@ -23,7 +23,7 @@ from echo2.api.inputs import Model, Rewards, Tasks, write_resumed, write_run
 from echo2.config.rundir import STOP_WORDS, RunDir, check_directory, read_json
 from echo2.core.errors import Echo2Error, UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
-from echo2.head.ledger import rollout_log as rollouts
+from echo2.head.ledger import rollout_log
 from echo2.launch.deaths import last_error
 from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
@@ -104,13 +104,13 @@ class Run:
             UserError: no rollouts of that step were written.
         """
         folder = self.rundir.rollouts
-        steps = [int(name.removeprefix("step_")) for name in rollouts.names(folder) if name.startswith("step_")]
+        steps = [int(name.removeprefix("step_")) for name in rollout_log.names(folder) if name.startswith("step_")]
         wanted = step if step is not None else max(steps, default=0)
         if wanted not in steps:
             raise UserError(f"{self.path} has no rollouts of step {wanted}; there are of {steps[::-1] or 'none yet'}.")
         return [
             {**{name: group.get(name) for name in ("prompt", "columns", "group", "worker")}, **rollout}
-            for group in rollouts.read_groups(folder, f"step_{wanted}")
+            for group in rollout_log.read_groups(folder, f"step_{wanted}")
             for rollout in group["rollouts"]
         ]
 

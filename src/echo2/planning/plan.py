@@ -19,7 +19,6 @@ from typing import Any
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import activation, formulas
-from echo2.head.fleet.decide import formulas as capacity
 from echo2.head.fleet.decide.forecast import Prediction, WorkerPace, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
 
@@ -90,7 +89,7 @@ class PlanInputs:
     groups_per_batch: int = 8
     publish_every: int | None = None
     generate_during_broadcast: bool = True
-    gamma: float = capacity.GAMMA
+    gamma: float = formulas.GAMMA
     max_idle: float = 0.02
     budget_usd: float | None = None
     waits_for_rewards: float = 0.0
@@ -326,7 +325,7 @@ def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> fl
         median = size * inputs.group_size / offer.effective_rate / longest_of(size, offer.spread)
         batches.append(median * math.exp(-3 * offer.spread))  # 3 standard deviations: the shortest of hundreds
     demand = replace(inputs.demand(max_staleness, publish_every, seconds), rollout_seconds=min(batches))
-    return capacity.idle_ratio(demand, math.inf)
+    return formulas.idle_ratio(demand, math.inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +350,7 @@ def _draft(
     seconds = inputs.least_broadcast_seconds(publish_every)
     while True:
         demand = inputs.demand(max_staleness, publish_every, seconds)
-        needed = capacity.mu_needed(demand) if max_staleness else demand.rollouts_per_step / demand.train_seconds
+        needed = formulas.mu_needed(demand) if max_staleness else demand.rollouts_per_step / demand.train_seconds
         selection = activation.choose(pool, factor * needed)
         machines = Counter(worker_id.rpartition("#")[0] for worker_id in selection.worker_ids)
         if selection.missing_rate:
@@ -385,7 +384,7 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
     drafts = [draft for pair in _pairs(inputs) for draft in _ladder(inputs, *pair, pool, FRUGAL_FACTOR)]
 
     def least_usd(draft: _Draft) -> float:
-        pace = capacity.step_seconds(draft.demand, draft.selection.rate)
+        pace = formulas.step_seconds(draft.demand, draft.selection.rate)
         return inputs.usd_per_step(draft.selection.usd_per_hour, pace)
 
     for draft in sorted(drafts, key=least_usd):
@@ -433,7 +432,7 @@ def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
 
 def _auto_publish_every(demand: Demand) -> int | None:
     try:
-        return capacity.choose_publish_every(demand.max_staleness, demand.train_seconds, demand.broadcast_seconds)
+        return formulas.choose_publish_every(demand.max_staleness, demand.train_seconds, demand.broadcast_seconds)
     except UserError:
         return None
 
@@ -443,7 +442,7 @@ def _binds(demand: Demand, rate: float, prediction: Prediction, max_idle: float)
         return "staleness"
     if prediction.steady_idle_ratio <= max_idle:
         return "learner"
-    found = capacity.binding(demand, rate)
+    found = formulas.binding(demand, rate)
     return found if found != "learner" else "rollouts"
 
 
@@ -451,8 +450,8 @@ def _fleet_set_by(demand: Demand) -> str:
     if demand.max_staleness == 0:
         return "cost"
     plain = demand.rollouts_per_step / demand.train_seconds
-    pausing = capacity.mu_min(demand)
-    if capacity.mu_window(demand) > pausing * 1.02:
+    pausing = formulas.mu_min(demand)
+    if formulas.mu_window(demand) > pausing * 1.02:
         return "staleness"
     return "broadcast" if pausing > plain * 1.02 else "rollouts"
 

@@ -23,7 +23,7 @@ from echo2.planning.sim.provider import Provider
 from echo2.planning.sim.scenario import Scenario
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 from echo2.weights.broadcast.decide import origin_messages as bev
-from echo2.worker.decide import messages as rel
+from echo2.worker.decide import messages as wev
 
 
 class Hello(Event):
@@ -273,7 +273,7 @@ class SimHead(Actor):
                 if before is not None:
                     self.world.post(0.1, sender, StreamBroke(sender, before))
                 self.attending[sender] = body.epoch
-                self.network.order(sender, body.epoch, rel.Connected())
+                self.network.order(sender, body.epoch, wev.Connected())
                 self.origin.joined(sender, body.event.installed, body.event.ticket)
                 self.tell(body.event)
                 return None
@@ -376,10 +376,10 @@ class SimHead(Actor):
             self._effects_left -= 1
         match command:
             case do.GrantLeases():
-                self._order(command.worker_id, rel.LeasesGranted(command.leases, (None,) * len(command.leases)))
+                self._order(command.worker_id, wev.LeasesGranted(command.leases, (None,) * len(command.leases)))
             case do.RevokeLease():
                 for lease_id in command.lease_ids:
-                    self._order(command.worker_id, rel.LeaseRevoked(lease_id, command.reason))
+                    self._order(command.worker_id, wev.LeaseRevoked(lease_id, command.reason))
             case do.AnnounceSnapshot():
                 if command.ref not in self.store:
                     raise InvariantError(f"snapshot {command.ref} is announced and not stored")
