@@ -13,7 +13,7 @@ import pytest
 from starlette.routing import Route
 
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2_service.front.traffic import CHARS_MAX, for_tenants
+from echo2_service.front.entrance import ERROR_CHARS_MAX, for_tenants
 from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, serving
 from one_row_backend import OneRowBackend
@@ -32,7 +32,7 @@ OPERATIONS = ("create_model", "forward_backward", "optim_step", "save_state", "l
         ("no checkpoint 'tinker://M/weights/NAME', echo2/tiny", "no checkpoint 'tinker://M/weights/NAME', echo2/tiny"),
         ("alpha / r, and/or GET /api/v1/usage", "alpha / r, and/or GET /api/v1/usage"),
         ("GET .../checkpoints/NAME/archive", "GET .../checkpoints/NAME/archive"),
-        ("x" * 9999, "x" * CHARS_MAX),
+        ("x" * 9999, "x" * ERROR_CHARS_MAX),
     ],
 )
 def test_paths_are_taken_out_and_what_a_tenant_may_know_stays(text: str, told: str) -> None:

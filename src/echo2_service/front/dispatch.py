@@ -23,8 +23,8 @@ from echo2_service.front.access import Caller
 from echo2_service.front.bills import Bills
 from echo2_service.front.data import TrainWork
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
+from echo2_service.front.entrance import for_tenants
 from echo2_service.front.storage import ROW_BYTES
-from echo2_service.front.traffic import for_tenants
 from echo2_service.front.training_data import WITH_DATA, TrainingData
 from echo2_service.front.work import Work
 

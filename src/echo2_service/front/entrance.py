@@ -1,13 +1,14 @@
 """Checks every request before its handler: first the key, then the body, which is bounded and must keep coming.
 
 A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again. Errors
-pass `traffic.for_tenants` here.
+name no path of this machine (`for_tenants`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
@@ -22,7 +23,7 @@ from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
 from echo2_service.front.access import Caller, Doorkeeper
 from echo2_service.front.database import UNREACHED
-from echo2_service.front.traffic import Passage, Traffic, for_tenants
+from echo2_service.front.traffic import Passage, Traffic
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,15 @@ STATUS = {
     "too_large": 413,
     "rate": 429,
 }
+#: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
+#: and quoted paths go as a whole.
+_PATH = re.compile(
+    r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
+    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
+    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
+    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
+)
+ERROR_CHARS_MAX = 2000
 
 Handler: TypeAlias = Callable[[Caller, Request, bytes], Awaitable[Response]]
 WhenRefused: TypeAlias = Callable[[Caller, Request, bytes, PeerError | UserError], Awaitable[Response | None]]
@@ -152,6 +162,11 @@ def refused(error: PeerError | UserError) -> Response:
     if error.reason == "rate":
         response.headers["Retry-After"] = "1"
     return response
+
+
+def for_tenants(text: str) -> str:
+    """Return the text of an error with "..." in place of absolute paths, cut to a bounded length."""
+    return _PATH.sub(lambda found: found["kept"] or "...", text)[:ERROR_CHARS_MAX]
 
 
 async def _read(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:

@@ -29,9 +29,8 @@ from echo2_service.front.bodies import (
 from echo2_service.front.data import TrainWork, answer_as_json, read_json, read_protobuf
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.entrance import WhenRefused, answer, refused
+from echo2_service.front.entrance import WhenRefused, answer, for_tenants, refused
 from echo2_service.front.numbering import numbered
-from echo2_service.front.traffic import for_tenants
 from echo2_service.front.work import Work, sample_spec
 
 #: Seconds for which a poll is held open; the SDKs give up after 45 and poll again at once.

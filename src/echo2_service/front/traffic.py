@@ -1,26 +1,12 @@
-"""Bytes and requests under way, by tenant: bodies from their first byte, and answers until they are sent.
-
-The words that tenants read in errors: the one place where paths of this machine are taken out of them.
-"""
+"""Bytes and requests under way, by tenant: bodies from their first byte, and answers until they are sent."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 
 from echo2.core.errors import PeerError
 from echo2_service import limits
-
-#: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
-#: and quoted paths go as a whole.
-_PATH = re.compile(
-    r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
-    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
-    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
-    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
-)
-CHARS_MAX = 2000
 
 
 class Traffic:
@@ -81,8 +67,3 @@ class Passage:
     def end(self) -> None:
         """Forget the request."""
         self._end(self._tenant, self._num_bytes)
-
-
-def for_tenants(text: str) -> str:
-    """Return the text of an error with "..." in place of absolute paths, cut to a bounded length."""
-    return _PATH.sub(lambda found: found["kept"] or "...", text)[:CHARS_MAX]
