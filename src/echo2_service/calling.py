@@ -1,7 +1,5 @@
-"""The caller's side of a process that answers calls: starts the process, restarts it when it dies, and sends all
-unanswered calls again.
-
-The receiving end of a process that answers calls: reads frames from stdin until the parent process is gone.
+"""Both ends of a process that answers calls. The caller starts it, restarts it when it dies, and sends all unanswered
+calls again; the process reads them from stdin until its parent is gone.
 """
 
 from __future__ import annotations

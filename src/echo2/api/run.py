@@ -1,6 +1,5 @@
-"""A run as a Python object: its run directory and, if this session started it, its `echo2 run` process.
-
-`echo2.train`, `echo2.start` and `echo2.load`.
+"""`echo2.train`, `echo2.start`, `echo2.load`, and the object that they return: a run, its directory and, if this
+session started it, its `echo2 run` process.
 """
 
 from __future__ import annotations

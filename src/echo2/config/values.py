@@ -1,7 +1,4 @@
-"""What single settings may be: engines, the losses' parameters, targets of logs, weighted names.
-
-The names of the engines, as in `workers.engine` and `--engine`.
-"""
+"""What single settings may be: engines (also `--engine`), the losses' parameters, targets of logs, weighted names."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
-"""The logs of the processes of a run, and files that grow.
-
-Logging of the processes of a run: to stderr, one sanitised line per event; repetitions are counted.
+"""The logs of the processes of a run: one sanitised line per event, in files that are rotated.
 
 A misbehaving peer or a failing disk can cause log lines without end. So at most BURST_LINES lines of one kind are
-written per window, followed by the number of further ones.
-
-Rotates files that grow during a run, in parts of bounded size and number: `x` (the newest), `x.1`, `x.2` ... Older
-parts are deleted.
+written per window, followed by the number of further ones. A file that grows is kept in parts of bounded size and
+number: `x` (the newest), `x.1`, `x.2` ... Older parts are deleted.
 """
 
 from __future__ import annotations

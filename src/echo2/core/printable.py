@@ -1,7 +1,4 @@
-"""Makes other people's text safe for terminals, logs and tables.
-
-Formats quantities for people.
-"""
+"""Text for people: other people's text made safe for terminals, logs and tables, and quantities with their units."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""The rows that a torch engine decodes: the tokens drawn so far, which rows still run, and their results.
+"""The rows that a torch engine decodes: the tokens drawn so far, which rows still run, and their results. KV caches of
+ended rows are kept, so that a rollout's next turn prefills only its new tokens.
 
 Shape suffixes: B = rows (one per request), V = vocabulary, T = tokens of the longest completion so far, Q = different
 rules that end a completion.
-
-KV caches of ended rows, kept by a torch engine so that a rollout's next turn prefills only its new tokens.
 """
 
 from __future__ import annotations

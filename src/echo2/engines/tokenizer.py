@@ -1,6 +1,5 @@
-"""Tokenises prompts and environments' replies. Imports no library before a tokenizer is loaded, and never torch.
-
-Stop strings: one rule for all engines, and for the head, which checks that a rollout ends with one.
+"""Tokenises prompts and environments' replies, and finds stop strings: one rule for all engines, and for the head,
+which checks that a rollout ends with one. Imports no library before a tokenizer is loaded, and never torch.
 
 A sample ends with the first token that completes a stop string in its text, where special tokens stand as their names.
 Few tokens can complete a stop string. Text is decoded only behind these, and only as far back as the string can reach.

@@ -1,13 +1,11 @@
-"""`echo2 run`, from configuration file to summary: resolves, checks, starts, shows progress, sums up.
+"""`echo2 run`, from configuration file to summary: resolves, checks, starts or resumes, shows progress, sums up.
 
-Decides which settings a resumed run may change: lists the changes, and refuses those that the ledger or the
-checkpoints depend on. Names the command that resumes a run.
+A resumed run may change settings, except those that the ledger or the checkpoints depend on.
 
-`schedule.publish_every = "auto"`: finds the number with which a run starts or resumes, and the reason.
-
-The rule needs the seconds of a step and of a broadcast, as measured by the resumed run, or by another run that the user
-names. Without measurements the number is 1, which any staleness bound allows. It is settled before any process starts
-and is written to config.json, so that head and learner never differ, and no step follows two rules.
+`schedule.publish_every = "auto"` becomes a number when a run starts or resumes. The rule needs the seconds of a step
+and of a broadcast, as measured by the resumed run, or by another run that the user names. Without measurements the
+number is 1, which any staleness bound allows. It is settled before any process starts and is written to config.json, so
+that head and learner never differ, and no step follows two rules.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""`echo2 learner DIR`: runs the GRPO client from the newest checkpoint until the run is over.
-
-Starts and watches a learner's other ranks on one machine, as `torchrun` would.
+"""`echo2 learner DIR`: runs the GRPO client from the newest checkpoint until the run is over, on as many ranks as there
+are devices, which it starts and watches as `torchrun` would.
 
 All ranks end together: the others by the lifeline of the first, and the first as soon as one of the others dies. The
 supervisor then restarts the learner from its checkpoint.

@@ -1,8 +1,6 @@
-"""`echo2 export`: writes a checkpoint as a separate model directory, without a head, and uploads it if asked.
-
-`echo2 export --push`: uploads an exported directory and a model card with the Hugging Face hub's own library.
-
-The card states only facts from the run's files, and names no directories of this machine.
+"""`echo2 export`: writes a checkpoint as a separate model directory, without a head. `--push` uploads it and a model
+card with the Hugging Face hub's own library. The card states only facts from the run's files, and names no directories
+of this machine.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""`echo2 simulate`: runs a scenario file and prints the report.
-
-Rehearses a plan in the simulator: the same machines, prices and times, with the real control code.
+"""`echo2 simulate`: runs a scenario file with the real deciders and prints the report. `echo2 plan --rehearse` does so
+with the machines, prices and times of a plan.
 """
 
 from __future__ import annotations

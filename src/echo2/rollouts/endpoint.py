@@ -8,11 +8,9 @@ The key is checked before a body is read. Bodies, calls, tokens and seconds are 
 call are refused, or the run's settings replace them (docs/tasks.md). Logprobs name their token twice, as `token_id`
 (vLLM) and as the text `token_id:N` (read by renderers).
 
-Converts chat messages to tokens of a recorded rollout and back. Each message is tokenised once, when it appears.
-
-Chat clients send the whole conversation with every call. The model's own answers are recognised in it and keep the
-tokens that were sampled; only the messages after them are tokenised. A conversation with a changed message counts as
-a new conversation.
+Chat clients send the whole conversation with every call. Each message is tokenised once, when it appears: the model's
+own answers are recognised and keep the tokens that were sampled; only the messages after them are tokenised. A
+conversation with a changed message counts as a new conversation.
 """
 
 from __future__ import annotations

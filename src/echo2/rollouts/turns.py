@@ -5,12 +5,11 @@ prompt of a later turn is all tokens read and written so far: they are never tok
 turns prefills only the new ones. The environment's reply is tokenised alone, appended, and masked out of the loss. A
 rollout ends with a token sampled by the policy.
 
+`run.deterministic` requires that they do wait (`Lockstep`), with nothing else in the engine: the rounding of an engine
+depends on the shapes of its computation. In lockstep the shapes depend on these rollouts only: a turn starts when every
+unfinished rollout has asked for it.
+
 Environments run in processes of their own, never in the event loop or the decode thread. Imports without torch.
-
-Samples a batch of rollouts turn by turn, with nothing else in the engine, as `run.deterministic` requires.
-
-The rounding of an engine depends on the shapes of its computation. In lockstep the shapes depend on these rollouts
-only: a turn starts when every unfinished rollout has asked for it.
 """
 
 from __future__ import annotations

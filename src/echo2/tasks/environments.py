@@ -1,4 +1,4 @@
-"""Environments, which answer the policy's turns: the user's classes, loaded by name.
+"""Environments, which answer the policy's turns: the user's classes, loaded by name, run in child processes.
 
 An environment is a class. Each rollout gets an instance of its own, `Class(columns, seed)`: the columns of the task's
 row, and a seed that no other rollout has. The row's prompt is what the policy reads first, so all rollouts of a group
@@ -12,11 +12,10 @@ once; a plain `step` is called for one rollout at a time, in several processes i
 actions must always give the same answers. Two attributes are optional: `stop`, of the class, one ASCII character that
 ends a turn (the end token always does), and `turn_tokens`, of the class or the instance, the longest turn in tokens.
 
-A run's environment in child processes: it can stall a single call, but neither an engine nor the head.
-
-`make_handler` runs inside the child (`sandbox/child.py`). A call that takes too long is killed with everything it
-started, a process that dies is replaced, and either costs the group that made the call. The other rollouts continue:
-environments are deterministic, so each rollout is begun again in the next process and its actions are replayed.
+An environment can stall a single call, but neither an engine nor the head. `make_handler` runs inside the child
+(`sandbox/child.py`). A call that takes too long is killed with everything it started, a process that dies is replaced,
+and either costs the group that made the call. The other rollouts continue: environments are deterministic, so each
+rollout is begun again in the next process and its actions are replayed.
 """
 
 from __future__ import annotations

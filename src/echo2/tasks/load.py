@@ -1,7 +1,5 @@
-"""Loads the rows that `tasks.source` names. One function; each kind of source has a file of its own.
-
-Makes prompts from the columns of rows without a prompt: `params = {prompt = "{question}
-The answer is"}`.
+"""Loads the rows that `tasks.source` names, and makes prompts from the columns of rows without one: `params = {prompt =
+"{question} The answer is"}`.
 """
 
 from __future__ import annotations

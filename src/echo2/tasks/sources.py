@@ -1,17 +1,14 @@
 """Rows of tasks from elsewhere: files, Hugging Face datasets, reasoning-gym.
 
-Rows from one file: JSON Lines (stays on disk, found by offset) and Parquet (held in memory as Arrow). No splits.
+A file is JSON Lines, which stays on disk (rows are found by offset), or Parquet, held in memory as Arrow; it has no
+splits. A file that is edited while it is read would give other rows than it did. A line is checked whenever it is read
+again; `digest` tells whether a whole file is the one that an earlier process read.
 
-A file that is edited while it is read would give other rows than it did. A line is checked whenever it is read again;
-`digest` tells whether a whole file is the one that an earlier process read.
+A Hugging Face dataset is mapped from disk: a `save_to_disk` directory, a directory of data files, a hub id.
 
-Rows of a Hugging Face dataset, mapped from disk: a `save_to_disk` directory, a directory of data files, a hub id.
-
-Rows from a reasoning-gym generator: `prompt` is the question; the column `reasoning_gym` is for the scorer.
-
-Scorers read the whole entry, and some distinguish tuples from lists and integer keys from text, which JSON does not. So
-the entry travels as a Python literal, which `ast.literal_eval` restores exactly. `echo2/reward/text_scorers.py` reads
-this column.
+A reasoning-gym generator's `prompt` is the question; the column `reasoning_gym` is for the scorer
+(`reward/text_scorers.py`), which reads the whole entry. Some scorers distinguish tuples from lists and integer keys
+from text, which JSON does not. So the entry travels as a Python literal, which `ast.literal_eval` restores exactly.
 """
 
 from __future__ import annotations

@@ -1,18 +1,13 @@
 """Messages whose bytes are read and written by hand: chunks, likely tokens, the learner's logprobs.
 
-The message that carries a chunk (`wire.Chunk`), read and written without a copy of its data.
+A chunk (`wire.Chunk`) is read and written without a copy of its data: a relay hashes, stores and forwards the bytes of
+the same message. Only one encoding is accepted: protobuf's, with `hash` before `data`. No hash and no data: the sender
+is alive. A hash without data: the sender has no such chunk. Data without a hash: `NUDGE`, which says nothing.
 
-A relay hashes, stores and forwards the bytes of the same message. Only one encoding is accepted: protobuf's, with
-`hash` before `data`. No hash and no data: the sender is alive. A hash without data: the sender has no such chunk. Data
-without a hash: `NUDGE`, which says nothing.
-
-Checks the likely tokens that a worker reports (`types.Rollout.top_tokens`); impossible reports are refused.
-
-The logprobs of tokens that were not drawn cannot be verified here; the losses bound their influence (docs/losses.md).
+The likely tokens of a worker's report (`types.Rollout.top_tokens`) are checked; impossible reports are refused. The
+logprobs of tokens that were not drawn cannot be verified here; the losses bound their influence (docs/losses.md).
 
 Shape suffixes: m = sampled tokens of a rollout, k = most likely tokens of each.
-
-Logprobs of a step's first groups under the policy that was trained: from the learner to the head, for people.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The options of gRPC at both ends: limits, keepalive, and flow control for fast links with long delays.
+"""The options of gRPC at both ends: limits, keepalive, flow control for fast links with long delays, and proxies.
 
-Which connections go through an HTTP proxy (CONNECT). gRPC would send every address there, also loopback, as soon as
-`http_proxy` is set.
-
-A proxy is used only if `grpc_proxy` names it, and never for loopback and private addresses. `http_proxy` and
-`https_proxy` are set for browsers and package indexes; such proxies often refuse other ports than 443. `no_proxy`
-excepts hosts, as gRPC reads it.
+A proxy (CONNECT) is used only if `grpc_proxy` names it, and never for loopback and private addresses: gRPC would send
+every address to `http_proxy`. That one and `https_proxy` are set for browsers and package indexes; such proxies often
+refuse other ports than 443. `no_proxy` excepts hosts, as gRPC reads it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""The dashboard's HTTP application. Anybody with the token can see the runs; nothing can be changed here.
-
-The newest metrics of runs in Prometheus' text format: `echo2_reward_mean{run="sort"} 0.71`.
+"""The dashboard's HTTP application, with the newest metrics in Prometheus' text format. Anybody with the token can see
+the runs; nothing can be changed here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Columns of the charts over steps, downsampled: however long a run is, a chart has at most `POINTS_MAX` points.
-
-Reads metrics.jsonl while it grows, without parsing a row twice.
+metrics.jsonl is read while it grows, and no row is parsed twice.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Sends the state of runs to all open pages. Runs are read only while a page is open, once for all pages.
-
-The dashboard's data on the state of a run, as plain values; `chart_points.py` has the data of the charts.
+"""Sends the state of runs, as plain values, to all open pages; `chart_points.py` has the data of the charts. Runs are
+read only while a page is open, once for all pages.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Samples a worker's leases with its engine: one asyncio task per lease, from its start to its finished group.
+"""Samples a worker's leases with its engine, one asyncio task per lease, from its start to its finished group. A
+machine of the run's owner also checks strangers' rollouts, between the decoding steps of its own sampling.
 
 Nothing here blocks the event loop: the engine decodes in its own thread, and environments run in processes.
-
-Checks strangers' rollouts on a machine of the run's owner, between the decoding steps of its own sampling.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Decides the order in which a model's requests are carried out.
+"""Decides the order in which a model's requests are carried out, and which tenant of a shared learner comes next.
 
 A client numbers its requests 1, 2, 3, ... and sends several at once, the last chunk of a batch possibly first. A
 request waits until all earlier numbers have arrived. A number that was passed already belongs to a client that started
 counting again (for example after it loaded a state into its model); such requests run in the order of arrival.
 
-Decides which tenant of a shared learner comes next: the waiting one that has used the fewest seconds.
-
-Start-time fair queueing (Goyal, Vin, Cheng 1996) with pieces of work for packets. Tenants that wait without a gap get
-equal shares of the seconds, whatever the size of their pieces; a returning tenant gets no credit for its absence; and
-no tenant waits longer than one piece of each other tenant takes.
+The next tenant is the waiting one that has used the fewest seconds: start-time fair queueing (Goyal, Vin, Cheng 1996)
+with pieces of work for packets. Tenants that wait without a gap get equal shares of the seconds, whatever the size of
+their pieces; a returning tenant gets no credit for its absence; and no tenant waits longer than one piece of each other
+tenant takes.
 """
 
 from __future__ import annotations

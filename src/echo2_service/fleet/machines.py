@@ -1,6 +1,5 @@
-"""A sampling machine as the service sees it: the service's own sampler process, or a worker that joined by ticket.
-
-Gives each sampling call to one of the service's machines, and to another one if that machine is lost.
+"""The machines that sample for a service: its own sampler process, and workers that joined by ticket. Each call goes to
+one of them, and to another one if that machine is lost.
 """
 
 from __future__ import annotations

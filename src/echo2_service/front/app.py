@@ -1,6 +1,5 @@
-"""The service's HTTP application: routes to endpoints, and the periodic cleanup.
-
-Endpoints of the SDKs that are not served, and what to do instead. The SDKs treat the refusal as final.
+"""The service's HTTP application: routes to endpoints, the SDKs' endpoints that are not served (with what to do
+instead; the SDKs treat the refusal as final), and the periodic cleanup.
 """
 
 from __future__ import annotations

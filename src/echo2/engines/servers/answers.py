@@ -1,6 +1,6 @@
-"""Checks every token that a token server returns (id, logprob, version, support), and builds the completion.
+"""The HTTP client for one token server. Every token that it returns is checked (id, logprob, version, support).
 
-An HTTP client for one token server. Answers are bounded; errors tell a server that is gone from one that refuses.
+Answers are bounded; errors tell a server that is gone from one that refuses.
 """
 
 from __future__ import annotations

@@ -2,11 +2,10 @@
 ones, with backfill of later steps up to the staleness bound (RolloutPipe's frontier dispatch as a priority, not a
 gate).
 
-Grants an idle worker a second lease on a group that is late. The first valid result counts.
-
-A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or for `lease_seconds` while
-that is not known. Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with
-the group's seed, so that taking the first result does not favour shorter completions.
+An idle worker gets a second lease on a group that is late, and the first valid result counts. A group is late when its
+lease has run `LATE_AFTER` times as long as leases usually take, or for `lease_seconds` while that is not known.
+Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so
+that taking the first result does not favour shorter completions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The state of every training group: one record per group, and one table of the legal transitions.
+"""The state of every training group: one record per group, and one table of the legal transitions. The leases: which
+worker holds which group until when.
 
     pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
        ^------expiry------'                                      ^------------- fall-back -----'
@@ -6,9 +7,7 @@
 
 A `delivered` group waits for a reward process beside the head. A group stays bound to the step it was issued for
 through every transition. Trained groups are kept until a checkpoint covers their step, because a learner that falls
-back trains the same groups at the same step again.
-
-The leases: which worker holds which group until when. A lease is closed exactly once, with an outcome.
+back trains the same groups at the same step again. A lease is closed exactly once, with an outcome.
 """
 
 from __future__ import annotations

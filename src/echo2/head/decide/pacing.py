@@ -1,9 +1,8 @@
-"""How old a group's tokens may be, and how many groups a worker decodes at once.
+"""How old a group's tokens may be (staleness), and how many groups a worker decodes at once (its width).
 
-The staleness rule, in one place. Source: ECHO-2 sections 3.2 and 4.1; `docs/staleness.md` derives it.
-
-Symbols: t = the step that a group is bound to when it is issued (it trains version t into t + 1), x = the policy
-version of its *oldest* token, S = max_staleness, kappa = publish_every. The rule:  t - x <= S.
+Staleness: ECHO-2 sections 3.2 and 4.1; `docs/staleness.md` derives the rule. Symbols: t = the step that a group is
+bound to when it is issued (it trains version t into t + 1), x = the policy version of its *oldest* token,
+S = max_staleness, kappa = publish_every. The rule:  t - x <= S.
 
 The rule is enforced by *pacing at admission*: a group is bound to its step before it is sampled, and leased only to a
 worker whose installed version v satisfies t - v <= S. Installed versions only grow within a lineage, so every token
@@ -11,11 +10,9 @@ has x >= v, and the rule holds however long the group is queued afterwards. It i
 group is fed, and by the learner. A limit of groups in flight alone would not bound the age of a straggler; the binding
 does, because the straggler's step waits for it.
 
-Finds how many groups a worker should decode at once (the *width*) so that a step's first groups finish soon.
-
-A large width takes less time per group but finishes the first group late, and the learner waits for it. The width that
-ends a step soonest depends on the engines (whose time may or may not grow with it), the fleet and the learner. So it is
-found by trial: from the largest width downwards until the two below the best were no better, and from then on
+Width: a large one takes less time per group but finishes the first group late, and the learner waits for it. The width
+that ends a step soonest depends on the engines (whose time may or may not grow with it), the fleet and the learner. So
+it is found by trial: from the largest width downwards until the two below the best were no better, and from then on
 occasionally a neighbour of the best.
 
 Workers that begin a step together would also finish their first groups together, and the learner would get groups in

@@ -1,6 +1,5 @@
-"""Handles the end of a lease: a result that is accepted or refused, or an end without a result.
-
-Decides whether a delivered result is accepted. A refusal is one word, which is counted, and a readable reason.
+"""The end of a lease: a result that is accepted or refused, or an end without a result. A refusal is one word, which is
+counted, and a readable reason.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""The planner's state: its tables, the run's position, and the commands of the current event. Decisions are in the
-modules beside it.
+"""The planner's state: its tables, the run's position, the evaluations, and the commands of the current event.
+Decisions are in the modules beside it.
 
-Evaluations: the owner's machines sample each held-out task with one exact version. Tracks which versions are being
-evaluated, and which tasks still lack a result.
-
-Eval groups are numbered version * size + position. They are bound to no training step, and the ledger does not store
-them: after a restart of the head an unfinished evaluation starts again.
+Evaluations: the owner's machines sample each held-out task with one exact version. Eval groups are numbered
+version * size + position. They are bound to no training step, and the ledger does not store them: after a restart of
+the head an unfinished evaluation starts again.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Counts a run's groups from the ledger's raw tables. The audit shares no code with `Ledger`, so that it can find
-errors of `Ledger`.
+"""`echo2 audit`: counts a run's groups from the ledger's raw tables, and judges them. It shares no code with `Ledger`,
+so that it can find errors of `Ledger`.
 
 Invariant: issued = trained + retired + open + lost. Each term is counted independently:
 
@@ -13,8 +13,6 @@ Invariant: issued = trained + retired + open + lost. Each term is counted indepe
 
 After a fall-back, steps are trained again under a higher lineage. The training of step t in lineage L *survives* when
 no higher lineage trained step t and no learner of a higher lineage joined at a version <= t.
-
-`echo2 audit`: counts a run's groups from the ledger and judges them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
-"""The head's small books: times of broadcasts, failures, evaluations.
-
-Measures how long snapshots take from publication to installation, as the head sees it.
+"""The head's small books: how long broadcasts take, failures of the user's code and data, and evaluations.
 
 A publication starts when the learner has its copy of the weights. `t_bcast` is ECHO-2's: the time until 1/1.1 of the
 workers that attended at publication have installed the snapshot, reload included. A worker that skips a version counts
 when it has installed a newer one. Workers that joined after the publication, or left, do not count.
 
-Collects failures of the user's code and data for display: a count per kind, and the first failure in full.
-
-Collects the results of an evaluation until it is complete, and computes its metrics.
+Failures are kept for display: a count per kind, and the first failure in full.
 """
 
 from __future__ import annotations

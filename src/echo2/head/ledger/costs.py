@@ -1,14 +1,10 @@
-"""`echo2 cost DIR`: the bill of a run, from its ledger and metrics. Works on running, ended and copied runs.
-
-The bill of a run: dollars by machine and by cause, from the accounts of the head (`head/fleet/accounts.py`).
+"""`echo2 cost DIR`: the bill of a run, dollars by machine and by cause, from the accounts of the head
+(`head/fleet/accounts.py`), its ledger and metrics. Works on running, ended and copied runs.
 
 Causes of a worker: useful (results that were trained on or wait for training), each reason of refusal or loss (stale,
 duplicate, late, malformed, expired, lost, failed ...), standby, idle. Causes of the learner: training, idle. For each
-machine and for the whole run, the causes add up to the total.
-
-Estimates the cost of checking strangers' groups, and what a cheat can expect to be paid.
-
-`echo2 cost DIR`: the bill of a run, from its ledger and metrics. Works on running, ended and copied runs.
+machine and for the whole run, the causes add up to the total. What checks of strangers' groups cost, and what a cheat
+can expect to be paid, is estimated.
 """
 
 from __future__ import annotations

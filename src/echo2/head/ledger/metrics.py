@@ -1,14 +1,11 @@
-"""The rows of metrics.jsonl, and their copies in TensorBoard, Weights & Biases and Trackio.
-
-Writes metrics.jsonl, one object per training step.
+"""Writes metrics.jsonl, one object per training step, and copies it to TensorBoard, Weights & Biases and Trackio.
 
 A row's `step` is the number of completed steps: row N describes the step that made version N. `eval/*` in row N
 describes version N and is added when that evaluation ends, which may be a few steps later. Row 0 holds the evaluation
 before training.
 
-Makes tables of rollouts for services such as Weights & Biases, from the files of `rollout_log.py`.
-
-Copies metrics to TensorBoard, Weights & Biases and Trackio. A failure or stall there affects only the copy.
+A failure or stall of a service affects only the copy. Services that show tables get rollouts, too, from the files of
+`rollout_log.py`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
-"""The rollouts that a run keeps for people: how they are written and read.
+"""The rollouts that a run keeps for people: how they are written, and read a file at a time.
 
-Writes rollouts for people to read. rollouts/step_N.jsonl has a few groups of the step that makes version N, with
-their first tokens one by one, and step_N.logprobs what the learner made of these tokens; rollouts/eval_N.jsonl has all
-answers of version N to the held-out tasks, as text.
-
-Reads them again, a file at a time.
+rollouts/step_N.jsonl has a few groups of the step that makes version N, with their first tokens one by one, and
+step_N.logprobs what the learner made of these tokens; rollouts/eval_N.jsonl has all answers of version N to the
+held-out tasks, as text.
 """
 
 from __future__ import annotations

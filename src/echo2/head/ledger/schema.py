@@ -1,4 +1,5 @@
-"""The ledger's tables, the life of a group as a table, and messages for SQLite's errors.
+"""The ledger's tables, the rows that it returns after a restart, the life of a group as a table, and messages for
+SQLite's errors.
 
 Every row names the run's policy.
 
@@ -14,8 +15,6 @@ Every row names the run's policy.
 
 WAL with synchronous=NORMAL: a committed transaction survives ``kill -9``. A power failure may lose the last few
 transactions, but never the file's consistency.
-
-The rows that the ledger returns after a restart.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""Carries out the planner's commands, after the ledger has recorded what must be durable.
-
-The stream of orders to a worker: orders one by one, and all waiting leases in one message.
+"""Carries out the planner's commands, after the ledger has recorded what must be durable. A worker's orders are a
+stream: one by one, and all waiting leases in one message.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""Reads tasks and rollouts: rows, prompts, texts.
+"""Reads tasks, tokenises their prompts and decodes rollouts at the head, so that no worker is trusted with them.
 
-Tokenises prompts and decodes rollouts at the head, so that no worker is trusted with either.
-
-The tokenizer comes with the snapshots and is loaded by `engines/tokenizer.py`, without torch.
-
-Reads the user's task source on a separate thread, so that a slow row delays its lease but not the heartbeats.
+The user's task source is read on a separate thread, so that a slow row delays its lease but not the heartbeats. The
+tokenizer comes with the snapshots and is loaded by `engines/tokenizer.py`, without torch.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """What becomes of a delivery: it is checked, scored, and perhaps given to a machine of the owner for a check.
 
-Scores delivered groups: the head decodes their tokens, and separate processes compute the rewards.
-
-Sends strangers' groups to the owner's machines for checking, and collects the verdicts.
-`head/strangers/decide/checks.py` chooses the groups and acts on the verdicts.
-
-Turns a delivery into checked rollouts: tokens and logprobs come from the worker, everything else from the head.
-
-A delivery that is impossible under the run's configuration is refused here, before the planner sees it. Texts and
-rewards are added later (`score`).
+Tokens and logprobs come from the worker, everything else from the head. A delivery that is impossible under the run's
+configuration is refused here, before the planner sees it. For its score the head decodes the tokens, and separate
+processes compute the rewards. `head/strangers/decide/checks.py` chooses the groups to check and acts on the verdicts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
-"""Goes through delivered rollouts again in the run's environment.
-
-Replays a rollout in its environment. Replies that differ from the rollout are refused, and the reward is that of the
-replay. This works because environments are deterministic.
+"""Goes through delivered rollouts again in the run's environment, at the head. Replies that differ from the rollout are
+refused, and the reward is that of the replay. This works because environments are deterministic.
 
 The policy's turns are cut from the rollout's tokens by the rules of `rollouts/turns.py`. Whether they were sampled
 honestly is not checked here. Imports without torch.
-
-Replays delivered rollouts in the run's environment at the head, and takes their rewards from it.
 
 The environment runs in a separate process, as at a worker. Rollouts are replayed concurrently; if the environment hangs
 on one (30 s a call), the result of the worker that delivered it fails. A replay ends with the first rollout that fails,

@@ -1,20 +1,16 @@
 """The policy network: a Hugging Face causal language model that is loaded once and trained in place.
 
-The forward pass is transformers' own. This module adds what training needs and generation does not: scores at chosen
-positions only, prefix-tree rows, weights as bytes, and the other files of a model directory. Code that comes with a
-model (`trust_remote_code`) is never run.
-
-Shape suffixes: B = rows, T = row length, D = hidden size, u = positions that predict something, V = vocabulary,
-n = loss tokens.
-
-Logprobs under the sampler's own distribution.
+The forward pass is transformers' own. This module adds what training needs and generation does not: logprobs under the
+sampler's own distribution, at chosen positions only, prefix-tree rows, weights as bytes, and the other files of a model
+directory. Code that comes with a model (`trust_remote_code`) is never run.
 
 The sampler divides logits by the temperature and may narrow them (top-k, top-p). The ratio of the learner's to the
 sampler's probability is meaningful only if the learner does the same: a narrowed token's log-softmax runs over the
 support in the rollout, because no token outside of it could have been drawn.
 
-Shape suffixes: u = positions, n = loss tokens, m = loss tokens with a support, or without, W = widest support,
-k = the sampler's most likely tokens (score centering; only without a support).
+Shape suffixes: B = rows, T = row length, D = hidden size, V = vocabulary, u = positions that predict something,
+n = loss tokens, m = loss tokens with a support, or without, W = widest support, k = the sampler's most likely tokens
+(score centering; only without a support).
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """What the learner derives from settings: the learning rate, the micro-batch, the precision.
 
-The learning rate of a step, from `learner.lr`, `learner.warmup_steps` and `learner.lr_schedule`.
-
-Determines how many tokens one forward and backward pass may have on this machine.
-
-The precision of the learner's computation, and the precisions in which trained weights must not be held.
-
 Weights and moments are float32; matrix products may be bfloat16 (autocast). Trained weights in bfloat16 have 8 bits:
 AdamW moves a weight by about the learning rate, and a change below half of the gap between two numbers is rounded away,
 every time.

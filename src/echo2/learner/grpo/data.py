@@ -1,14 +1,5 @@
 """Turns scored groups into data: advantages, loss weights, and the divisor of the sums over a step's tokens.
 
-The normalisation has two parts, so that a step can be streamed: a weight for each token, known from its own sequence,
-and one divisor, known when the step has all its groups. The divisors:
-
-    token      N, the loss tokens of the step
-    sequence   B, the rollouts of the step; each token is weighted by 1 / (loss tokens of its rollout)
-    constant   B * max_tokens
-
-The advantage of each rollout over the others of its group.
-
 Advantages depend on no other group, so groups can be trained on one by one as they arrive. With R_i the rewards of the
 K rollouts of one group:
 
@@ -17,6 +8,13 @@ K rollouts of one group:
     rloo     R_i - mean of the other K - 1  =  K / (K - 1) * (R_i - mean)
 
 Plain float64 arithmetic with `math.fsum`, so that the result does not depend on the order of the rollouts.
+
+The normalisation has two parts, so that a step can be streamed: a weight for each token, known from its own sequence,
+and one divisor, known when the step has all its groups. The divisors:
+
+    token      N, the loss tokens of the step
+    sequence   B, the rollouts of the step; each token is weighted by 1 / (loss tokens of its rollout)
+    constant   B * max_tokens
 """
 
 from __future__ import annotations

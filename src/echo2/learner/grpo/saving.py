@@ -1,7 +1,7 @@
-"""The run's checkpoints: written in the background, durable before the head is told. The newest few, every Nth, and the
-best evaluated one are kept.
+"""What outlives a learner: the run's checkpoints, and the record of the groups on which it was training when it died.
 
-Records which groups the learner was training on when it died; the record outlives its restarts.
+Checkpoints are written in the background and are durable before the head is told. The newest few, every Nth, and the
+best evaluated one are kept.
 
 A group that was fed is in the ledger and is fed again after a restart, so a group that kills the learner (out of
 memory, a crash of a kernel) would kill every later learner. After TOGETHER_MAX deaths in a micro-batch, its groups are

@@ -1,6 +1,5 @@
-"""What happened in a simulation, as plain counts: the basis of the report and of the tests' checks.
-
-Measures the fleet while a simulation runs: connected workers, workers with a lease, duration of broadcasts.
+"""What happened in a simulation, as plain counts, and its fleet over time: the basis of the report and of the tests'
+checks.
 """
 
 from __future__ import annotations

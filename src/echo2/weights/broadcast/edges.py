@@ -1,6 +1,6 @@
 """A worker's connections to other workers: those it receives chunks from, and those it opens to send chunks.
 
-Both ends of an edge whose source can't be dialled: the source dials the peer that wants its chunks.
+A source that can't be dialled dials the peer that wants its chunks. Such an edge has two ends:
 
 Dial            at the source: connects, receives requests, sends the chunks
 AwaitedSource   at the peer: waits for the source to connect, and asks it for chunks

@@ -1,7 +1,4 @@
-"""Encodes payload names for the wire, and decodes them. Nothing in a stranger's message is trusted.
-
-Checks the addresses that workers tell of themselves.
-"""
+"""Payload names, requests for chunks and workers' addresses on the wire. Nothing in a stranger's message is trusted."""
 
 from __future__ import annotations
 

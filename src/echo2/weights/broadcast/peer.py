@@ -1,9 +1,7 @@
-"""A worker's part in the broadcast: receives chunks from its assigned sources, stores them, and relays them.
+"""A worker's part in the broadcast: receives chunks from its assigned sources, stores them, relays them, and reports.
 
 It drives `broadcast.decide.fetcher.Fetcher`: passes it events, and carries out its commands. Chunks are written on
-disk threads; the rest runs on the event loop.
-
-A worker's reports to the origin on its fetches. While the head is away, news is queued and progress is dropped.
+disk threads; the rest runs on the event loop. While the head is away, news for it is queued and progress is dropped.
 """
 
 from __future__ import annotations

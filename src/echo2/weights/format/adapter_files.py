@@ -1,6 +1,5 @@
-"""The files of a PEFT adapter directory: their names, adapter_config.json, and the layers that its targets select.
-
-What echo2 computes of a LoRA adapter in PEFT's form: the one list for training, engines and the service.
+"""The files of a PEFT adapter: their names, adapter_config.json, and the layers that its targets select. One list of
+what echo2 computes of PEFT's settings, for training, engines and the service.
 
 An adapter's adapter_config.json says more than rank and alpha: some settings change what factors A and B compute, and
 leave no trace in the tensors' names and shapes (`alpha_pattern`), or belong to another base model (`pissa`). So only

@@ -1,11 +1,11 @@
-"""A snapshot's content on disk. Payloads are applied in place, segment by segment, and each result is verified.
+"""A snapshot's content on disk, and at a worker also the payloads that lead to it (`KeptContent`), which serve other
+workers and restore the content after a crash. Payloads are applied in place, segment by segment; each result is
+verified.
 
 The tensor stream lies in one file and is never in memory as a whole: tensors are read from the file on demand. A
 payload that fails half-way leaves a mixture of two snapshots. `ref` is None then, and only a payload without a base can
 be applied. The same holds for the file of a killed process. Segments in it that have the digest of the new payload
 stay; all others are written again.
-
-A worker's content and the payloads that lead to it, which serve other workers and restore the content after a crash.
 
 Nothing here runs in the background or waits: the caller fetches, and decides when to apply, list and delete.
 """

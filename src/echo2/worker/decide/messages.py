@@ -1,11 +1,7 @@
-"""The events and commands of the worker's scheduler.
-
-The events of the worker's scheduler, as facts in the past tense.
+"""The events of the worker's scheduler, facts in the past tense, and its commands to its driver.
 
 An assignment and the result of a lease travel with the events, and come back with the commands: the scheduler does not
 look into either.
-
-The commands that the worker's scheduler can give to its driver.
 """
 
 from __future__ import annotations

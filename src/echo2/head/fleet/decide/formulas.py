@@ -6,11 +6,10 @@ mu = rollouts per second of all active workers. The paper lets every worker paus
 the old version (`generate_during_broadcast`) pause only while they load. This is a fluid model; `forecast.py` is
 discrete.
 
-Estimates how long a snapshot takes to send, before anything is measured: ECHO-2's section 6. Bits and seconds.
-
-G = bits to send, B0 = the head's uplink, Bw = a worker's link, n workers, c = bits of a chunk. A worker can't have the
-snapshot before G / Bw; a head that sends it to each worker needs n G / B0. These are lower bounds: links that lose
-packets or also carry rollouts take longer. A run measures the real time (`broadcast/t_bcast`).
+How long a snapshot takes to send, before anything is measured: section 6. G = bits to send, B0 = the head's uplink,
+Bw = a worker's link, n workers, c = bits of a chunk. A worker can't have the snapshot before G / Bw; a head that sends
+it to each worker needs n G / B0. These are lower bounds: links that lose packets or also carry rollouts take longer. A
+run measures the real time (`broadcast/t_bcast`).
 """
 
 from __future__ import annotations

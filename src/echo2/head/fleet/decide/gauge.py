@@ -1,10 +1,10 @@
-"""Measures the running fleet and learner from the planner's own events: the symbols of `formulas.py`.
+"""Measures the running fleet and learner from the planner's own events: the symbols of `formulas.py`, and why the
+learner waited for a step.
 
 A worker's rate counts only the time in which it holds leases, so that a worker without work does not look slow.
 
-Explains why the learner waited for a step: what the group that arrived last was doing meanwhile.
-
-That group is the step's critical path: if any other group had arrived sooner, the learner would have waited as long.
+A wait is explained by what the group that arrived last was doing meanwhile. That group is the step's critical path: if
+any other group had arrived sooner, the learner would have waited as long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""The events and commands of a worker's fetcher.
-
-The events of a worker's fetcher, as facts in the past tense. A source is a peer's id, or "" for the origin.
-
-The commands that a worker's fetcher can give to its driver.
+"""The events of a worker's fetcher, facts in the past tense, and its commands to its driver. A source is a peer's id,
+or "" for the origin.
 """
 
 from __future__ import annotations

@@ -1,13 +1,9 @@
-"""The events and commands of the origin's state machine (`origin.Broadcast`).
+"""The events of the origin's state machine (`origin.Broadcast`), facts in the past tense, and its commands to its
+driver.
 
-The events of the origin's state machine (`origin.Broadcast`), as facts in the past tense.
-
-Rates are in bytes per second of payload; None where nothing was measured yet.
-
-The commands that the origin's state machine can give to its driver.
-
-A payload's distinct chunks, numbered 0.. in stream order, are dealt to `len(sources)` stripes: chunk i is of stripe
-i % len(sources). A route names the source of each stripe; "" is the origin.
+Rates are in bytes per second of payload; None where nothing was measured yet. A payload's distinct chunks, numbered
+0.. in stream order, are dealt to `len(sources)` stripes: chunk i is of stripe i % len(sources). A route names the
+source of each stripe; "" is the origin.
 """
 
 from __future__ import annotations

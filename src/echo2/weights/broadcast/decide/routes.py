@@ -1,4 +1,5 @@
-"""Plans routes: the source of each stripe of a payload for each member. Stateless.
+"""Plans routes: the source of each stripe of a payload for each member, and how many stripes each relay passes on.
+Stateless.
 
 A stripe travels from the origin down a tree of members. The relays are dealt to *colours*; each colour has one tree,
 whose inner nodes are the relays of that colour, and an equal share of the stripes (the origin's streams share its
@@ -7,17 +8,14 @@ uplink evenly, so they end together). A relay has children in proportion to its 
 member that receives far slower than most does not count when the pace is set, and serves at most members that are no
 faster. Alternative schemes for comparison are in benchmarks/broadcast_schemes.py.
 
-The target rate is min(B_0, (B_0 + sum of uplinks) / n, the receivers' own downlinks). The origin itself sends the
-stripes that relays can't carry. These are the last ones: chunks are requested stripe by stripe, and the relayed stripes
-must start first.
-
-Decides how large a share of a payload each relay passes on, and which stripes.
-
 With n members of uplinks u_i and an origin of uplink B_0, all members can receive the payload at the rate
 R = min(B_0, (B_0 + sum u_i) / n): relay i gets the share u_i / ((n - 1) R) and sends it n - 1 times; the origin sends
 the rest to each member itself. No scheme is faster (Li, Chou and Zhang, Mutualcast, 2005), provided that each of the
 origin's connections gets the bandwidth it needs. Where the origin is not paced (`Broadcast.pace`), all connections get
 the same bandwidth at best, so a large share arrives late and is passed on late.
+
+The receivers' own downlinks bound the target rate, too. The origin itself sends the stripes that relays can't carry.
+These are the last ones: chunks are requested stripe by stripe, and the relayed stripes must start first.
 """
 
 from __future__ import annotations
