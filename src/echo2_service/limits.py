@@ -1,15 +1,11 @@
-"""Every limit of what a tenant can make the service read, keep, send and do, in one table.
+"""Every limit of what a tenant can make the service read, keep, send and do.
 
-`TABLE` names each limit with its scope and the place that enforces it; `tests/unit/test_service_limits.py` walks the
-table and exceeds each one as a client would. Limits of one request protect memory and the event loop; limits of a
-tenant leave room for the others; those in all are what the machine can bear. What a tenant spends and keeps on the disk
-is limited by the operator's quotas (`settings.Quotas`).
+`tests/unit/test_service_limits.py` exceeds each one as a client would. Limits of one request protect memory and the
+event loop; limits of a tenant leave room for the others; those in all are what the machine can bear. What a tenant
+spends and keeps on the disk is limited by the operator's quotas (`settings.Quotas`).
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Literal
 
 # ---- connections and bodies ------------------------------------------------------------------------------------------
 
@@ -88,60 +84,3 @@ JOURNAL_BYTES_MAX = 1 << 30
 #: Adapters that are stored a second time, in chunks, for the machines of the fleet, and their bytes; the least recently
 #: used ones go.
 FLEET_ADAPTERS_MAX, FLEET_ADAPTER_BYTES_MAX = 256, 8 << 30
-
-Scope = Literal["connection", "request", "model", "key", "tenant", "in all"]
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """`names`: of its values in this module, or of a setting. `at`: what enforces it."""
-
-    names: tuple[str, ...]
-    scope: Scope
-    at: str
-
-
-TABLE = (
-    Limit(("HEADER_BYTES_MAX",), "request", "http_server"),
-    Limit(("HEAD_SECONDS",), "connection", "http_server"),
-    Limit(("ADDRESS_CONNECTIONS_SHARE",), "in all", "http_server"),
-    Limit(("BODY_BYTES_MAX",), "request", "entrance"),
-    Limit(("ADAPTER_BYTES_MAX",), "request", "entrance"),
-    Limit(("SMALL_BODY_BYTES_MAX",), "request", "entrance"),
-    Limit(("PROGRESS_BYTES", "PROGRESS_SECONDS"), "connection", "entrance, http_server"),
-    Limit(("TENANT_BYTES_MAX",), "tenant", "traffic"),
-    Limit(("ALL_BYTES_MAX", "RESERVED_BYTES", "FEW_BYTES"), "in all", "traffic"),
-    Limit(("AT_ONCE_MAX",), "tenant", "traffic"),
-    Limit(("keys.per_minute",), "key", "access"),
-    Limit(("SESSIONS_MAX",), "tenant", "storage"),
-    Limit(("MODELS_MAX",), "tenant", "storage"),
-    Limit(("SAMPLERS_MAX",), "tenant", "storage"),
-    Limit(("CHECKPOINTS_MAX",), "tenant", "storage"),
-    Limit(("LABELS_BYTES_MAX",), "request", "bodies"),
-    Limit(("OPEN_MAX",), "tenant", "dispatch"),
-    Limit(("OPEN_BYTES_MAX",), "tenant", "dispatch"),
-    Limit(("HELD_MAX",), "model", "dispatch"),
-    Limit(("ANSWERS_BYTES_MAX",), "tenant", "app"),
-    Limit(("REFUSED_BYTES_MAX",), "tenant", "storage"),
-    Limit(("ARCHIVES_MAX",), "tenant", "accounts_api"),
-    Limit(("PAGE_MAX",), "request", "accounts_api"),
-    Limit(("bills.quota_usd",), "tenant", "bills"),
-    Limit(("bills.quota_disk_gb",), "tenant", "storage"),
-    Limit(("TENSOR_NUMBERS_MAX",), "request", "data"),
-    Limit(("NUMBERS_MAX",), "request", "data"),
-    Limit(("DATA_MAX",), "request", "data"),
-    Limit(("SAMPLES_MAX",), "request", "bodies"),
-    Limit(("SAMPLED_TOKENS_MAX",), "request", "work"),
-    Limit(("SCORES_MAX",), "request", "sampled"),
-    Limit(("STOPS_MAX", "STOP_CHARS_MAX"), "request", "work"),
-    Limit(("RANK_MAX",), "request", "bodies, own_adapters"),
-    Limit(("ADAPTER_MEMORY_BYTES",), "model", "learner.models"),
-    Limit(("ENTRIES_MAX",), "request", "own_adapters"),
-    Limit(("UPLOADS_MAX",), "tenant", "accounts_api"),
-    Limit(("SAMPLES_AT_ONCE", "SAMPLES_FOR_OTHERS"), "in all", "dispatch"),
-    Limit(("placing.OTHERS_SHARE",), "in all", "decide.placing, sampler.samplers"),
-    Limit(("OPERATIONS_MAX",), "model", "dispatch"),
-    Limit(("DATA_BYTES_MAX",), "in all", "training_data"),
-    Limit(("JOURNAL_BYTES_MAX",), "model", "learner.models"),
-    Limit(("FLEET_ADAPTERS_MAX", "FLEET_ADAPTER_BYTES_MAX"), "in all", "fleet.payloads"),
-)

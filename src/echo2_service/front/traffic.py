@@ -16,10 +16,6 @@ class Traffic:
         self._bytes, self._requests = Counter[str](), Counter[str]()
         self.num_bytes = 0
 
-    def num_requests(self, tenant: str) -> int:
-        """Return how many requests of a tenant are under way."""
-        return self._requests[tenant]
-
     def begin(self, tenant: str) -> Passage:
         """Begin a request.
 
