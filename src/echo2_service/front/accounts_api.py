@@ -26,7 +26,7 @@ from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2_service import limits
 from echo2_service.front.access import Caller
 from echo2_service.front.bills import Bills
-from echo2_service.front.bodies import AdapterBody, CopyBody, ModelIdBody, SessionBody, SessionIdBody, TtlBody, parse
+from echo2_service.front.bodies import AdapterBody, CopyBody, LabelledBody, ModelIdBody, SessionIdBody, TtlBody, parse
 from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
@@ -84,7 +84,7 @@ class AccountsApi:
 
     async def create_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a session. The ids of its models and samplers begin with the session's id."""
-        given, now = parse(SessionBody, body), self._work.clock()
+        given, now = parse(LabelledBody, body), self._work.clock()
         if given.user_metadata:
             self._storage.check(caller.tenant, 1.0, limits.LABELS_BYTES_MAX)
         self._storage.check_rows(sessions, caller.tenant)

@@ -1,4 +1,4 @@
-"""The JSON bodies of clients, typed. Unknown fields are ignored: each release of an SDK adds some."""
+"""The JSON bodies of clients, typed. Other fields are ignored: each release of an SDK adds some."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T", bound=Struct)
 
 
 class LabelledBody(Struct):
-    """A body with a client's own data.
+    """A body with a client's own data; `create_session` has nothing else that is read.
 
     Raises:
         ValueError: the data are too large.
@@ -37,13 +37,6 @@ class LabelledBody(Struct):
     def __post_init__(self) -> None:
         if self.user_metadata and (size := len(msgspec.json.encode(self.user_metadata))) > limits.LABELS_BYTES_MAX:
             raise ValueError(f"user_metadata has {size} bytes as JSON; {limits.LABELS_BYTES_MAX} are taken")
-
-
-class SessionBody(LabelledBody):
-    """`create_session`."""
-
-    tags: Annotated[list[Annotated[str, Meta(max_length=256)]], Meta(max_length=64)] = []
-    sdk_version: Annotated[str, Meta(max_length=64)] = ""
 
 
 class SessionIdBody(Struct):
@@ -57,7 +50,6 @@ class LoraBody(Struct):
 
     rank: Annotated[int, Meta(ge=1, le=limits.RANK_MAX)] = 32
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
-    train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
 
@@ -222,7 +214,6 @@ class FutureBody(Struct):
     """`retrieve_future`, `cancel_future`."""
 
     request_id: Id
-    allow_metadata_only: bool = False
 
 
 class TtlBody(Struct):
