@@ -44,7 +44,7 @@ from echo2.transport.base import METHODS, Peer, packed, parse
 from echo2.transport.codecs import check_top
 from echo2.weights.broadcast import payloads
 from echo2.weights.format.chain import compose
-from echo2.weights.format.items import apply_items, encode_items
+from echo2.weights.format.deltas import apply_items, encode_items
 from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
 from echo2.weights.format.planes import Reader, Writer
 from echo2.weights.store.store import ChunkStore

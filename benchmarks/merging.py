@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from recording import save
 
-from echo2.weights.format.items import encode_items
+from echo2.weights.format.deltas import encode_items
 from echo2.weights.format.manifest import DELTA, Segment
 from echo2.weights.format.planes import Items
 from echo2.weights.format.segments import SEGMENT_BYTES, cut_record, merge_deltas

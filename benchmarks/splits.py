@@ -1,4 +1,4 @@
-"""What it costs and saves to code items near zero by themselves (`weights/format/items.py`, the form `split`).
+"""What it costs and saves to code items near zero by themselves (`weights/format/deltas.py`, the form `split`).
 
     python benchmarks/splits.py
 
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from recording import save
 
-from echo2.weights.format import items
+from echo2.weights.format import deltas
 from echo2.weights.format.planes import Reader
 
 NUM_ITEMS = 8 << 20
@@ -45,15 +45,15 @@ def milliseconds(work: Callable[[], Any], repeats: int) -> dict[str, float]:
 
 
 def side(base: NDArray[Any], target: NDArray[Any], splits: int, repeats: int) -> dict[str, Any]:
-    record = items.encode_items(base, target, splits)
+    record = deltas.encode_items(base, target, splits)
     applied = base.copy()
-    items.apply_items(Reader(memoryview(record)), applied)
+    deltas.apply_items(Reader(memoryview(record)), applied)
     if not np.array_equal(applied, target):
         raise SystemExit("the applied record is not the target")
     return {
         "bytes": len(record),
-        "encode_ms": milliseconds(lambda: items.encode_items(base, target, splits), repeats),
-        "apply_ms": milliseconds(lambda: items.apply_items(Reader(memoryview(record)), base.copy()), repeats),
+        "encode_ms": milliseconds(lambda: deltas.encode_items(base, target, splits), repeats),
+        "apply_ms": milliseconds(lambda: deltas.apply_items(Reader(memoryview(record)), base.copy()), repeats),
     }
 
 
@@ -67,13 +67,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/splits-DATE.json)")
     options = parser.parse_args()
-    items.SPLIT_SAVES = 1 / 4096
+    deltas.SPLIT_SAVES = 1 / 4096
     draw = np.random.default_rng(0)
     masters = draw.normal(0, 0.02, NUM_ITEMS).astype(np.float32)
     base, table = cast(masters), []
     for size in STEP_SIZES:
         target = cast(masters + draw.normal(0, size, NUM_ITEMS).astype(np.float32))
-        split = side(base, target, items.MAX_SPLITS, options.repeats)
+        split = side(base, target, deltas.MAX_SPLITS, options.repeats)
         plain = side(base, target, 0, options.repeats)
         saved = plain["bytes"] - split["bytes"]
         cost = sum(split[way]["median"] - plain[way]["median"] for way in ("encode_ms", "apply_ms"))

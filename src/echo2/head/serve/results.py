@@ -16,8 +16,8 @@ from echo2.core.printable import printable
 from echo2.core.types import LOGGED_ROLLOUTS, Attachment, GroupRef, Lease, RolloutGroup, Task
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.serve.claims import check_own
 from echo2.head.serve.head import Head
-from echo2.head.serve.joining import check_own
 from echo2.reward.score import RewardFailure
 from echo2.rollouts.generate import assignment_of
 from echo2.tasks.harness_process import is_harness

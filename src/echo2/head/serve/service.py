@@ -23,7 +23,7 @@ from echo2.core.printable import printable, printable_lines
 from echo2.core.types import SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.serve import joining
+from echo2.head.serve import claims
 from echo2.head.serve.effects import orders
 from echo2.head.serve.head import Head
 from echo2.head.serve.presence import LearnerPresence, Presence, check_hello
@@ -95,14 +95,14 @@ class Service:
                 f"start the worker with --allow-environment {environment}",
             )
         if is_harness(environment):
-            joining.check_own(head, peer.peer_id)
-        joined = joining.known(head, replace(joined, draws=draws_from_stream(head, hello.engine)), hello.engine)
+            claims.check_own(head, peer.peer_id)
+        joined = claims.known(head, replace(joined, draws=draws_from_stream(head, hello.engine)), hello.engine)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         presence = Presence(
             asyncio.Queue(),
             printable(hello.host),
-            joining.process_id(hello.pid),
+            claims.process_id(hello.pid),
             printable(hello.engine, 50),
             printable(hello.device, 50),
             wire.WorkerReport(),
@@ -185,7 +185,7 @@ class Service:
 
     async def fail_lease(self, peer: Peer, failed: wire.LeaseFailed) -> wire.Empty:
         lease_id = messages.whole_number("lease_id", failed.lease_id)
-        joining.check_not_expelled(self._head, peer.peer_id)
+        claims.check_not_expelled(self._head, peer.peer_id)
         word = failed.reason if failed.reason.isidentifier() and len(failed.reason) <= 50 else "unspecified"
         first, _, rest = failed.detail.partition("\n")
         detail, worker = printable(first, DETAIL_CHARS_MAX), self._head.planner.fleet.get(peer.peer_id)
@@ -198,7 +198,7 @@ class Service:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
         if not self._head.reader.is_loaded:
             raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
-        joining.delivers(self._head, peer.peer_id)
+        claims.delivers(self._head, peer.peer_id)
         replies: list[wire.DeliveryReply] = []
         while len(replies) < len(deliveries.items):
             part = deliveries.items[len(replies) : len(replies) + READ_TOGETHER_MAX]
@@ -236,7 +236,7 @@ class Service:
     async def _read(self, peer: Peer, delivery: wire.Delivery) -> _Result:
         """Return the event that tells the planner of a result."""
         head, lease_id = self._head, messages.whole_number("lease_id", delivery.lease_id)
-        joining.check_not_expelled(head, peer.peer_id)
+        claims.check_not_expelled(head, peer.peer_id)
         held = head.planner.leases.get(lease_id)
         event: _Result
         try:
@@ -259,7 +259,7 @@ class Service:
                 return wire.DeliveryReply(accepted=True, reason=command.reason)
             if isinstance(command, do.RefuseDelivery):
                 return wire.DeliveryReply(accepted=False, reason=f"{command.refusal}: {command.reason}")
-        joining.check_not_expelled(self._head, event.worker_id)
+        claims.check_not_expelled(self._head, event.worker_id)
         return wire.DeliveryReply(accepted=False, reason="late: the run is over")
 
     async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:

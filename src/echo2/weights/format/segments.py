@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import SnapshotRef, TensorSource
-from echo2.weights.format.items import SPLIT, apply_items, encode_items
+from echo2.weights.format.deltas import SPLIT, apply_items, encode_items
 from echo2.weights.format.manifest import (
     DELTA,
     MAX_CHUNK_BYTES,
