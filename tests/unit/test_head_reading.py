@@ -370,7 +370,7 @@ def test_a_model_without_a_tokenizer_is_the_owners_mistake() -> None:
 
 WITHOUT_TORCH = """
 import asyncio, pathlib, sys
-from echo2.head.serve.process import forbid_torch
+from echo2.core.devices import forbid_torch
 forbid_torch()
 from echo2.head.serve.reading import RunTokenizer
 from echo2.core.types import GroupRef, Message, Rollout, RolloutGroup, Task

@@ -116,7 +116,8 @@ def _run(options: argparse.Namespace) -> int:
 def _head(options: argparse.Namespace) -> int:
     import asyncio
 
-    from echo2.head.serve.process import forbid_torch, run_head
+    from echo2.core.devices import forbid_torch
+    from echo2.head.serve.process import run_head
     from echo2.launch import start as launch
 
     begin_process()

@@ -31,6 +31,14 @@ def require_torch() -> None:
         raise UserError(NO_TORCH)
 
 
+def forbid_torch() -> None:
+    """Make `import torch` fail in this process: it takes seconds and hundreds of megabytes. `transformers` reads
+    tokenizers without torch; its notice about that is switched off.
+    """
+    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+
 def this_machine() -> Hardware:
     """Return the memory of this machine, or of the container that limits it, and of each GPU. GPUs are reported only
     where torch and an NVIDIA driver are installed.

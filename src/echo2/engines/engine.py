@@ -4,7 +4,7 @@ The same contract holds for engines in this process and for token servers. A req
 token ids in, token ids out, with the logprob and the version of every token. Each request is submitted, awaited,
 finished and aborted independently of the others, and weights may be updated while requests run.
 
-`registry.py` lists the engines.
+`config/values.py` lists the engines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The registry of engines. An engine is a module with a function `make_engine(device, slots)` (a token server:
-`make_server(place, device, slots)`) and a line in `config/values.py`.
+"""Makes an engine by its name. The names stand in `config/values.py`, each with a module that has a function
+`make_engine(device, slots)` (a token server: `make_server(place, device, slots)`).
 """
 
 from __future__ import annotations

@@ -8,9 +8,8 @@ import time
 from pathlib import Path
 
 from echo2.config.rundir import claimed
-from echo2.core.devices import require_torch
+from echo2.core.devices import forbid_torch, require_torch
 from echo2.core.errors import UserError
-from echo2.head.serve.process import forbid_torch
 from echo2_service import tiny_model
 from echo2_service.fleet.door import FleetDoor
 from echo2_service.fleet.processes import LocalBackend

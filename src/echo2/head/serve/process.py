@@ -6,8 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import os
-import sys
 
 from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.core import logs
@@ -43,14 +41,6 @@ async def run_head(rundir: RunDir) -> None:
     """
     with claimed(rundir.path, "head"):
         await _serve(rundir)
-
-
-def forbid_torch() -> None:
-    """Make `import torch` fail in this process: it takes seconds and hundreds of megabytes. `transformers` reads
-    tokenizers without torch; its notice about that is switched off.
-    """
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # Python's own way to stop an import
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 async def _serve(rundir: RunDir) -> None:
