@@ -52,7 +52,7 @@ class Origin:
         self._routes: dict[str, tuple[str, ...]] = {}
         dialler = GrpcNetwork(self._identity.credentials)
         options = BroadcastOptions(SCHEMES[node["broadcast"]["scheme"]], node["broadcast"]["fan_out"])
-        self._origin = OriginNode(store, options, self._order, dialler.to_peer, _failed)
+        self._origin = OriginNode(store, self._order, dialler.to_peer, _failed, options=options)
 
     async def run(self) -> None:
         host = self._described["addresses"][self._described["name"]]

@@ -125,10 +125,10 @@ class Fleet:
             dial = self.memory.member("head").to_peer
         self.origin = OriginNode(
             self.origin_store,
-            BroadcastOptions(SCHEMES[options.pop("scheme", "trees")], **options),
             self._order,
             dial,
             self.errors.append,
+            options=BroadcastOptions(SCHEMES[options.pop("scheme", "trees")], **options),
         )
         if self.identity is not None:
             port = int(self._address.rpartition(":")[2] or 0)

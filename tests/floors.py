@@ -33,7 +33,7 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
 #: All that the service may import of the core.
 SEAMS = frozenset(
     {"echo2.cli.adding"}
-    | {"echo2.config.rundir", "echo2.config.sections", "echo2.config.values"}
+    | {"echo2.config.rundir", "echo2.config.sections"}
     | {
         "echo2.core.addresses",
         "echo2.core.background",
@@ -74,7 +74,6 @@ SEAMS = frozenset(
     }
     | {"echo2.views.app", "echo2.views.serve"}
     | {
-        "echo2.weights.broadcast.decide.origin",
         "echo2.weights.broadcast.distribution",
         "echo2.weights.broadcast.origin",
         "echo2.weights.broadcast.peer",

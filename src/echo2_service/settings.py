@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from echo2.config.values import host_and_port
+from echo2.core.addresses import host_and_port
 from echo2.core.documents import read_tables
 from echo2.core.errors import UserError
 

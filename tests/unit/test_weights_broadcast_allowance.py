@@ -16,7 +16,6 @@ from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.weights.broadcast import serving
-from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.broadcast.payloads import encode_payload
 from echo2.weights.broadcast.serving import COPIES, COPIES_BYTES_MIN, COPIES_SECONDS, Allowance
@@ -72,7 +71,7 @@ def test_origin_gives_strangers_so_many_copies_and_the_owner_any_number(
         name = blake3(data).digest()
         store.put(name, data)
         dial = MemoryNetwork().member("head").to_peer
-        origin = OriginNode(store, BroadcastOptions(), lambda *_: None, dial, lambda error: None)
+        origin = OriginNode(store, lambda *_: None, dial, lambda error: None)
         for worker_id, ticket in (("w-own", ""), ("w-bad", "t-1"), ("w-good", "t-2")):
             origin.joined(worker_id, wire.WorkerHello(), LOOPBACK, ticket)
         fetch, request = origin.handlers()["FetchChunks"], wire.ChunkRequest(hashes=[name], payload=PAYLOAD)

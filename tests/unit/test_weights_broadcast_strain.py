@@ -20,7 +20,6 @@ from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.edges import EDGES_MAX, GIVES_MAX, REDIAL_SECONDS, AwaitedSource
 from echo2.weights.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
 from echo2.weights.broadcast.payloads import encode_payload
@@ -145,7 +144,7 @@ def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
     async def scenario() -> None:
         seconds = 0.0
         dial, store = MemoryNetwork().member("head").to_peer, ChunkStore(tmp_path)
-        origin = OriginNode(store, BroadcastOptions(), lambda worker_id, order: None, dial, fail, lambda: seconds)
+        origin = OriginNode(store, lambda worker_id, order: None, dial, fail, lambda: seconds)
         put = origin.handlers()["PutProbe"]
         greedy, other = Peer("w-1", "worker"), Peer("w-2", "worker")
         while seconds < TURN_MAX_SECONDS:
@@ -170,7 +169,7 @@ def test_no_link_is_measured_while_weights_are_on_it(tmp_path: Path) -> None:
     async def scenario() -> None:
         store, data = ChunkStore(tmp_path), b"a" * 1000
         store.put(blake3(data).digest(), data)
-        origin = OriginNode(store, BroadcastOptions(), lambda *_: None, MemoryNetwork().member("head").to_peer, fail)
+        origin = OriginNode(store, lambda *_: None, MemoryNetwork().member("head").to_peer, fail)
         put, fetch = origin.handlers()["PutProbe"], origin.handlers()["FetchChunks"]
         request = wire.ChunkRequest(hashes=[blake3(data).digest()], payload=PAYLOAD)
         async with aclosing(fetch(Peer("w-1", "worker"), request)) as messages:
@@ -200,7 +199,7 @@ def test_who_joins_again_and_again_is_dialled_back_once_at_a_time(tmp_path: Path
         port = await network.member("w-1").listen(LOOPBACK, 0, {"GiveChunk": never}, lambda peer_id: None)
         dial = network.member("head").to_peer
         store = ChunkStore(tmp_path)
-        origin = OriginNode(store, BroadcastOptions(), lambda worker_id, order: None, dial, fail)
+        origin = OriginNode(store, lambda worker_id, order: None, dial, fail)
         for _ in range(20):
             origin.joined("w-1", wire.WorkerHello(listen_port=port), LOOPBACK)
             await until(lambda: waiting == 1, "one is under way")

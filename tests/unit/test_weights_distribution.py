@@ -19,7 +19,6 @@ from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import RunIdentity, verify_manifest
-from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.broadcast.payloads import encode_payload
@@ -52,7 +51,7 @@ class Fleet:
         self.notices: dict[str, list[PayloadId]] = {name: [] for name in installed}
         self.routes: dict[str, list[int]] = {name: [] for name in installed}
         store = ChunkStore(path / "store")
-        self.origin = OriginNode(store, BroadcastOptions(), self._order, MemoryNetwork().member("head").to_peer, fail)
+        self.origin = OriginNode(store, self._order, MemoryNetwork().member("head").to_peer, fail)
         self.archive = Archive(store)
         self.telling: list[asyncio.Future[None]] = []
         self.distribution = Distribution(

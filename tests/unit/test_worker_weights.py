@@ -34,7 +34,6 @@ from echo2.transport.base import Peer
 from echo2.transport.grpc_link import Membership, join
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
-from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.format.chain import compose
@@ -101,7 +100,7 @@ class Head:
     def __init__(self, path: Path) -> None:
         self.identity = RunIdentity.create_or_load(path / "identity")
         store = ChunkStore(path / "head")
-        self.origin = OriginNode(store, BroadcastOptions(), self._order, MemoryNetwork().member("head").to_peer, fail)
+        self.origin = OriginNode(store, self._order, MemoryNetwork().member("head").to_peer, fail)
         self.archive = Archive(store)
         self.worker: Worker | None = None
         self.weights: WorkerWeights | None = None

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from echo2.config.values import ENGINES, host_and_port, weighted
-from echo2.core.addresses import is_loopback
+from echo2.config.values import ENGINES, weighted
+from echo2.core.addresses import host_and_port, is_loopback
 from echo2.core.errors import InvariantError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 

@@ -80,18 +80,6 @@ def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
     return values
 
 
-def host_and_port(text: str, setting: str, example: str) -> tuple[str, int]:
-    """HOST:PORT to listen on; an IPv6 address may stand in brackets.
-
-    Raises:
-        UserError: it is not.
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
-        raise UserError(f"{setting} = {text!r}: expected HOST:PORT, for example {example}.")
-    return host.strip("[]"), int(port)
-
-
 def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]:
     """(weight, name) of an entry of a list in which each may have a weight: "name" has 1, "0.2 * name" has 0.2.
 

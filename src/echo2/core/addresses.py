@@ -9,6 +9,8 @@ import ipaddress
 import re
 import socket
 
+from echo2.core.errors import UserError
+
 PORT_MAX = 65535
 LOOPBACK = "127.0.0.1"
 #: Ends of host names that exist only in a private network (RFC 6761, 6762, 8375, and ICANN's .internal).
@@ -29,6 +31,18 @@ def split(address: str) -> tuple[str, int]:
         return address.strip("[]"), 0
     port = int(match["port"] or 0)
     return match["v6"] or match["host"], port if port <= PORT_MAX else 0
+
+
+def host_and_port(text: str, setting: str, example: str) -> tuple[str, int]:
+    """HOST:PORT to listen on; an IPv6 address may stand in brackets.
+
+    Raises:
+        UserError: it is not.
+    """
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > PORT_MAX:
+        raise UserError(f"{setting} = {text!r}: expected HOST:PORT, for example {example}.")
+    return host.strip("[]"), int(port)
 
 
 def family(host: str) -> socket.AddressFamily:

@@ -13,8 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from echo2.config.values import host_and_port
-from echo2.core.addresses import is_loopback, split
+from echo2.core.addresses import host_and_port, is_loopback, split
 from echo2.core.background import spawn
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef

@@ -19,7 +19,6 @@ from echo2.core.types import Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
-from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.format.encoder import Encoder
@@ -45,7 +44,7 @@ class Payloads:
     ) -> None:
         store = ChunkStore(directory)
         self._archive, self._directories = Archive(store), directories
-        origin = OriginNode(store, BroadcastOptions(), order, GrpcNetwork(identity.credentials).to_peer, on_error)
+        origin = OriginNode(store, order, GrpcNetwork(identity.credentials).to_peer, on_error)
         self.distribution = Distribution(
             self._archive, origin, identity, order, lambda _: None, partial(spawn, on_error=on_error)
         )

@@ -44,7 +44,6 @@ from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, trai
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
-from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.store.archive import Archive
@@ -124,7 +123,7 @@ class Head:
         store = ChunkStore(self.rundir.snapshots)
         archive = Archive(store)
         dial = GrpcNetwork(self.identity.credentials).to_peer
-        origin = OriginNode(store, BroadcastOptions(), self.order, dial, self.fail)
+        origin = OriginNode(store, self.order, dial, self.fail)
         return Distribution(archive, origin, self.identity, self.order, self.attending, self.spawn)
 
     def _machines(self, offers: Mapping[str, Offer]) -> Machines:

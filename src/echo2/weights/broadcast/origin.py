@@ -73,14 +73,14 @@ class OriginNode:
     def __init__(
         self,
         store: ChunkStore,
-        options: BroadcastOptions,
         order: Callable[[str, wire.Order], None],
         dial: Callable[[str, str], Link],
         on_error: Callable[[BaseException], None],
         now: Callable[[], float] = time.monotonic,
+        options: BroadcastOptions | None = None,
     ) -> None:
         self._order, self._dial, self._on_error, self._now = order, dial, on_error, now
-        self._machine = Broadcast(options)
+        self._machine = Broadcast(options or BroadcastOptions())
         self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
         self._cache = ChunkCache(store, self._disk)
         self._server = Server(self._cache, lambda payload: False, self._machine.pace, self._is_own)
