@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from echo2.core.errors import PeerError
 from echo2.core.types import SamplingParams
 from echo2.engines.random_streams import stream_keys, uniforms
-from echo2.engines.sampler import MAX_SUPPORT_TOKENS, Draw, Sampler, invert, narrow
+from echo2.engines.sampler import Draw, Sampler, invert, narrow
+from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -162,12 +163,12 @@ def test_rows_with_different_parameters_do_not_disturb_each_other() -> None:
 
 def test_the_nucleus_of_a_flat_distribution_is_cut_at_the_named_limit() -> None:
     logits, _ = narrow(
-        torch.zeros((1, MAX_SUPPORT_TOKENS * 2)),
-        torch.tensor([[MAX_SUPPORT_TOKENS]]),
+        torch.zeros((1, SUPPORT_WIDTH_MAX * 2)),
+        torch.tensor([[SUPPORT_WIDTH_MAX]]),
         torch.tensor([[0.9]]),
         torch.tensor([[0.0]]),
     )
-    assert int(logits.isfinite().sum()) == MAX_SUPPORT_TOKENS
+    assert int(logits.isfinite().sum()) == SUPPORT_WIDTH_MAX
 
 
 def test_impossible_tokens_are_not_drawn_at_the_ends_of_the_unit_interval() -> None:

@@ -10,8 +10,9 @@ import pytest
 from echo2.core.types import RUN_POLICY, GroupRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.ledger.books import MESSAGE_CHARS, REFUSALS_PER_WORKER, TRACEBACK_CHARS, Failures
+from echo2.head.ledger.books import MESSAGE_CHARS, REFUSALS_PER_WORKER, Failures
 from echo2.head.serve import report
+from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PROTOCOL_VERSION
 from head_cases import OpenHead, delivery, rows, sample, settings, until

@@ -20,8 +20,8 @@ from echo2.learner.grpo.client import GrpoClient
 from echo2.learner.grpo.step_meter import StepMeter
 from echo2.reward.score import Scorer
 from echo2.rollouts.generate import sample_groups
-from echo2.rollouts.logged import LEAST_LOGPROB, logged_rollouts
-from echo2.transport import limits, messages
+from echo2.rollouts.logged import logged_rollouts
+from echo2.transport import messages
 from learner_cases import config_of, data_of, tiny_policy
 from rollout_cases import END, assigned, load, snapshot_of, tiny_module
 
@@ -195,7 +195,3 @@ def test_with_estimated_probabilities_a_log_has_the_gradient_of_the_policys_own_
     assert max(float(gradient.abs().max()) for gradient in found.values()) > 0.1
     for name, parameter in policy.module.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-5, atol=1e-6)  # logprobs travel as float32
-
-
-def test_the_wire_takes_the_least_logprob_that_a_log_is_cut_to() -> None:
-    assert LEAST_LOGPROB == limits.LOGPROB_MIN

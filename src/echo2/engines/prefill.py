@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from echo2.engines.engine import Prefill, PrefillRequest
-from echo2.engines.sampler import MAX_SUPPORT_TOKENS
+from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 TILE_ITEMS = 1 << 22
 """Logits processed at once (tokens x vocabulary; at least one token): some 100 MB with intermediate results."""
@@ -127,7 +127,7 @@ def _support_error(
 ) -> Tensor:
     """Return by how much probability [N] the supports miss the most likely tokens, or hold too few or too many."""
     params, vocab, width = request.params, logits_NV.shape[1], is_in_NW.shape[1]
-    top_k = min(params.top_k or vocab, vocab, MAX_SUPPORT_TOKENS)
+    top_k = min(params.top_k or vocab, vocab, SUPPORT_WIDTH_MAX)
     best_NW = logits_NV.topk(min(max(width + 1, top_k if params.top_k else 0), vocab), dim=-1).values
     total_N1 = (best_NW[:, :top_k] if params.top_k else logits_NV).logsumexp(-1, keepdim=True)
     size_N = is_in_NW.sum(-1)

@@ -23,11 +23,8 @@ from torch import Tensor
 from echo2.core.errors import PeerError
 from echo2.core.types import SamplingParams
 from echo2.engines.random_streams import Keys, uniforms
+from echo2.transport.limits import LOGPROB_MIN, SUPPORT_WIDTH_MAX
 
-MAX_SUPPORT_TOKENS = 4096
-"""Widest support. A wider top-k, or a nucleus that needs more tokens, is cut to it; the reported support is exact."""
-LEAST_LOGPROB = -100.0
-"""Lower bound of the logprobs that are reported of likely tokens: in a tiny vocabulary some of them are smaller."""
 MAX_SAMPLER_ITEMS = 1 << 26
 """Logits worked on at once (rows x vocabulary); more rows are done in slices. Bounds the sampler's memory."""
 
@@ -56,7 +53,7 @@ class Sampler:
         temperatures = [p.temperature if p.temperature > 0.0 else 1.0 for p in params]
         self._temperature_B1 = torch.tensor(temperatures, device=device)[:, None]
         self._is_tempered = any(temperature != 1.0 for temperature in temperatures)
-        self._top_k_B1 = torch.tensor([p.top_k or MAX_SUPPORT_TOKENS for p in params], device=device)[:, None]
+        self._top_k_B1 = torch.tensor([p.top_k or SUPPORT_WIDTH_MAX for p in params], device=device)[:, None]
         self._top_p_B1 = torch.tensor([p.top_p for p in params], device=device)[:, None]
         self._min_p_B1 = torch.tensor([p.min_p for p in params], device=device)[:, None]
         kinds = np.array([_kind(p) for p in params])
@@ -120,7 +117,7 @@ class Sampler:
         if not widest:
             return
         logprobs_BW, ids_BW = logprobs_BV.topk(widest, dim=-1)
-        ids, logprobs = ids_BW.int().cpu().numpy(), logprobs_BW.clamp(min=LEAST_LOGPROB).half().cpu().numpy()
+        ids, logprobs = ids_BW.int().cpu().numpy(), logprobs_BW.clamp(min=LOGPROB_MIN).half().cpu().numpy()
         for place, row in enumerate(rows.tolist()):
             if width := self._params[row].top_logprobs:
                 tops[row] = ids[place, :width], logprobs[place, :width]
@@ -148,13 +145,13 @@ def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tens
     The nucleus is the smallest set of most likely tokens with at least the share top-p of the mass that top-k leaves.
     Min-p cuts tokens less likely than this share of the most likely token's probability (arXiv 2407.01082).
     """
-    width = min(logits_BV.shape[1], MAX_SUPPORT_TOKENS, int(top_k_B1.max()))
+    width = min(logits_BV.shape[1], SUPPORT_WIDTH_MAX, int(top_k_B1.max()))
     logits_BW, ids_BW = logits_BV.topk(width, dim=-1)
     rank_W = torch.arange(width, device=logits_BV.device)
     logits_BW = logits_BW.masked_fill(rank_W >= top_k_B1, float("-inf"))
     # Without top-k the mass is that of all tokens, not only of the first W.
     is_cut_by_k_B1 = top_k_B1 < logits_BV.shape[1]
-    is_cut_by_k_B1 &= top_k_B1 < MAX_SUPPORT_TOKENS
+    is_cut_by_k_B1 &= top_k_B1 < SUPPORT_WIDTH_MAX
     total_B1 = torch.where(is_cut_by_k_B1, logits_BW.logsumexp(-1, True), logits_BV.logsumexp(-1, True))
     mass_BW = (logits_BW - total_B1).exp().double()
     mass_before_BW = mass_BW.cumsum(-1) - mass_BW

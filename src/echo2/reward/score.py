@@ -26,14 +26,10 @@ from echo2.core.printable import shown
 from echo2.core.types import Rollout, Task
 from echo2.reward.load import RewardFunction, load_reward
 from echo2.sandbox.plugins import innermost_line
+from echo2.transport.limits import REWARD_MAX
 
 #: Fields beside the score that are kept for one function.
 FIELDS_MAX = 16
-#: Absolute value of a score and of a reward, as in `transport/limits.py`: beyond it, one rollout would outweigh all the
-#: others of its step.
-REWARD_MAX = 1e6
-
-
 #: Exceptions that the next try raises, too: the program is wrong, not what it calls. Everything else is tried again,
 #: also what a program makes of a service's bad answer (KeyError, ValueError).
 FINAL = (

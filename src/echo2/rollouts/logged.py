@@ -25,9 +25,7 @@ from echo2.core.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 from echo2.engines.engine import Engine, RequestFailure, SampleRequest
 from echo2.engines.tokenizer import Tokenizer, is_known
 from echo2.rollouts.turns import Lockstep
-
-#: Lower bound of a logged token's logprob, as on the wire. Smaller values are errors in the log, and are raised to it.
-LEAST_LOGPROB = -100.0
+from echo2.transport.limits import LOGPROB_MIN
 
 
 def read_log(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
@@ -149,7 +147,7 @@ def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, versio
         raise UserError(f"A logged completion must be text, got {entry['completion']!r}.")
     return Rollout(
         tokens=array("i", tokens),
-        logprobs=array("f", [max(LEAST_LOGPROB, value) for value in logprobs]),
+        logprobs=array("f", [max(LOGPROB_MIN, value) for value in logprobs]),
         loss_mask=b"\x01" * len(tokens),
         version_spans=((0, version),),
         finish=finish,

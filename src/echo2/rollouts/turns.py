@@ -26,11 +26,10 @@ from echo2.engines.engine import Conversation, Engine, Outcome, RequestFailure, 
 from echo2.engines.random_streams import derived_seed
 from echo2.engines.tokenizer import Tokenizer, decoded, reply_tokens, tokens_with
 from echo2.sandbox.plugins import traceback_of
+from echo2.transport.limits import REWARD_MAX
 
 #: Sample number of the environments' random streams; the policy's samples have smaller numbers.
 ENVIRONMENT_SAMPLE = 1 << 32
-#: Largest absolute sum of a rollout's rewards, as on the wire.
-ROLLOUT_REWARD_MAX = 1e6
 
 
 class Lockstep:
@@ -181,8 +180,8 @@ async def _play(
 
 def check_sum(reward: float) -> None:
     """Raises UserError if the sum of an environment's rewards is beyond the limit."""
-    if not abs(reward) <= ROLLOUT_REWARD_MAX:  # refuses NaN too
+    if not abs(reward) <= REWARD_MAX:  # refuses NaN too
         raise UserError(
-            f"The environment's rewards add up to {reward:g} over a rollout; +-{ROLLOUT_REWARD_MAX:g} is "
+            f"The environment's rewards add up to {reward:g} over a rollout; +-{REWARD_MAX:g} is "
             "the most. Scale them down."
         )

@@ -40,12 +40,11 @@ from echo2.sandbox.child import Handler
 from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.tasks.process_pool import Member, ProcessPool
+from echo2.transport.limits import REWARD_MAX
 
 log = logging.getLogger(__name__)
 
-#: Bounds on one answer. A rollout's rewards may add up to no more (`rollouts/turns.py`).
 REPLY_CHARS_MAX = 1 << 18
-REPLY_REWARD_MAX = 1e6
 CALL_SECONDS = 30.0  # limit on beginning a rollout, or on answering an action
 GRACE_SECONDS = 5.0  # for an asynchronous call to be cancelled alone, before its process is killed
 DEATHS_MAX = 3  # process deaths caused by other rollouts' code that one call survives
@@ -156,10 +155,8 @@ class LocalEnvironment:
             value = float(reward)
         except (UnicodeEncodeError, TypeError, ValueError, OverflowError) as error:
             raise self._failure(f"answered {shown(answer)}", error) from error
-        if not math.isfinite(value) or abs(value) > REPLY_REWARD_MAX:
-            raise UserError(
-                f"The environment {self._spec} gave the reward {value}; +-{REPLY_REWARD_MAX:g} is the limit."
-            )
+        if not math.isfinite(value) or abs(value) > REWARD_MAX:
+            raise UserError(f"The environment {self._spec} gave the reward {value}; +-{REWARD_MAX:g} is the limit.")
         return Reply(text, value, bool(done))
 
 

@@ -93,7 +93,8 @@ TEXT_CHARS_MAX = 8 << 20
 NAME_CHARS_MAX = 200
 #: Version spans of one rollout.
 VERSION_SPANS_MAX = 10_000
-#: Tokens in the support of one token: where top-k and top-p leave more, the sampler truncates the support to this size.
+#: Tokens in the support of one token: where top-k and top-p leave more, the sampler truncates the
+#: support to this size. The reported support is exact.
 SUPPORT_WIDTH_MAX = 4096
 #: Likely tokens reported with each sampled token; the bound of `learner.loss_params.score_centering`.
 TOP_WIDTH_MAX = 1024
@@ -103,11 +104,13 @@ TURNS_MAX = 10_000
 NUMBER_MAX = 2**53
 #: Largest duration that a peer may report: four months.
 DURATION_SECONDS_MAX = 1e7
-#: Absolute value of a reward and of each of its parts; the bound of `reward/score.py`.
+#: Absolute value of a reward, of each of its parts, and of what an environment gives for one action: beyond it, one
+#: rollout would outweigh all the others of its step.
 REWARD_MAX = 1e6
 #: Price that a worker may report; the most expensive machine for rent costs a hundredth of it.
 PRICE_MAX_USD_PER_HOUR = 10_000.0
-#: Smallest behaviour logprob. Sampling with 32 random bits gives about -25 at least; logged logprobs are clipped here.
+#: Smallest behaviour logprob. Sampling with 32 random bits gives about -25 at least; those of likely
+#: tokens and of logs are clipped here.
 LOGPROB_MIN = -100.0
 #: Rounding error by which a logprob may exceed 0.
 LOGPROB_SLACK = 1e-4

@@ -20,6 +20,7 @@ import msgspec
 
 from echo2.core.errors import LinkError, PeerError
 from echo2.engines.engine import Completion, SampleRequest
+from echo2.transport.limits import LOGPROB_MIN, LOGPROB_SLACK, SUPPORT_WIDTH_MAX
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
 
@@ -30,14 +31,8 @@ ANSWER_BYTES_MAX = 1 << 20
 #: Characters of a refusal that the error message quotes.
 REFUSAL_CHARS = 500
 CONNECT_SECONDS = 10.0
-#: Widest support, as in the worker's own engines: a wider top-k, or a nucleus that needs more tokens, is cut to it.
-SUPPORT_TOKENS_MAX = 4096
 #: Servers write this, or less, for a probability of 0.
 NO_LOGPROB = -9999.0
-#: Lower bound of the logprobs that are reported of likely tokens.
-LEAST_LOGPROB = -100.0
-#: Rounding may put a float32 logprob this far above 0.
-LOGPROB_SLACK = 1e-4
 
 
 class ServerLink:
@@ -132,7 +127,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 def width_of(request: SampleRequest, served: Served) -> int:
     """Return the largest support that a narrowed token may have."""
-    return min(request.params.top_k or SUPPORT_TOKENS_MAX, SUPPORT_TOKENS_MAX, served.vocab_size)
+    return min(request.params.top_k or SUPPORT_WIDTH_MAX, SUPPORT_WIDTH_MAX, served.vocab_size)
 
 
 def room_of(request: SampleRequest, served: Served) -> int:
@@ -203,7 +198,7 @@ def _tops(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[array[i
         _check_tokens([token for token, _ in top], served)
     flat = [entry for top in tops for entry in top]
     _require(all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for _, logprob in flat), "a logprob is no logprob")
-    logprobs = struct.pack(f"<{len(flat)}e", *(max(LEAST_LOGPROB, logprob) for _, logprob in flat))
+    logprobs = struct.pack(f"<{len(flat)}e", *(max(LOGPROB_MIN, logprob) for _, logprob in flat))
     return array("i", (token for token, _ in flat)), logprobs
 
 

@@ -27,7 +27,6 @@ from echo2.engines.engine import Completion, SampleRequest
 from echo2.engines.random_streams import stream_keys
 from echo2.engines.servers.answers import (
     NO_LOGPROB,
-    SUPPORT_TOKENS_MAX,
     Drawn,
     Served,
     ServerLink,
@@ -38,6 +37,7 @@ from echo2.engines.servers.answers import (
 )
 from echo2.engines.servers.models import ServedModel
 from echo2.engines.servers.process import ServerProcess
+from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 #: Seconds until a started server must answer: it loads torch and weights, and on a GPU captures its graphs.
 START_SECONDS = 1800.0
@@ -243,7 +243,7 @@ class VllmServer:
             *(python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model.directory)),
             *("--uds", str(socket), "--tokens-only", "--enable-scale-out", "--skip-tokenizer-init"),
             *("--disable-uvicorn-access-log", "--disable-log-stats"),
-            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(SUPPORT_TOKENS_MAX)),
+            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", str(SUPPORT_WIDTH_MAX)),
             *("--generation-config", "vllm", "--dtype", model.dtype, "--max-num-seqs", str(self._slots)),
             *(("--max-model-len", str(model.max_positions)) if model.has_two_ropes else ()),
             *(("--return-sampling-mask",) if self._on_gpu else ("--enforce-eager",)),

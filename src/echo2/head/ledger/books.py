@@ -22,6 +22,7 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import FAILURES
 from echo2.head.fleet.decide.formulas import GAMMA
+from echo2.sandbox.plugins import TRACEBACK_CHARS
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,8 @@ log = logging.getLogger(__name__)
 VERSIONS_MAX = 16
 #: Reasons of a failed lease that are not errors.
 HARMLESS = frozenset({"snapshot_gone", "revoked", "busy"})
-#: Maximum characters of a message, and of a traceback.
+#: Maximum characters of a message.
 MESSAGE_CHARS = 1000
-TRACEBACK_CHARS = 4000
 #: Maximum number of refused snapshots counted and logged per worker, which chooses the text of the message.
 REFUSALS_PER_WORKER = 10
 #: Minimum reward of a rollout that counts as solved in pass@k.

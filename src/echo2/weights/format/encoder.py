@@ -16,6 +16,7 @@ from echo2.weights.format.manifest import FORMAT, RAW, FileEntry, Manifest, Segm
 from echo2.weights.format.segments import (
     SEGMENT_BYTES,
     Bytes,
+    Chunks,
     chunk_bytes_for,
     cut_record,
     cut_stream,
@@ -24,7 +25,6 @@ from echo2.weights.format.segments import (
     tensor_index,
 )
 
-Chunks = dict[bytes, memoryview]
 Keep = Callable[[int, Bytes, Segment, Chunks], None]
 """Called with (offset in the tensor stream, the segment's bytes, the encoded segment, its distinct chunks by hash)."""
 
