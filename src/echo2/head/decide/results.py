@@ -56,7 +56,7 @@ def is_from_before(state: PlannerState, lease: Lease) -> bool:
     """Whether a lease was granted before the learner fell back or a new head took over, or up to a lease later: its
     worker may not have heard.
     """
-    return lease.deadline - lease.seconds < state.took_over_at + state.options.lease_seconds
+    return lease.granted_at < state.took_over_at + state.options.lease_seconds
 
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
