@@ -128,7 +128,8 @@ def test_after_a_restart_a_worker_that_does_not_return_is_waited_for_a_few_heart
     desk = restarted(3.0 * SECONDS)
     lost_at = desk.now + LOST_AFTER_HEARTBEATS * OPTIONS.heartbeat_seconds
     assert of(do.CloseLease, wait_until(desk, lost_at - 0.1)) == []
-    assert [command.outcome for command in of(do.CloseLease, wait_until(desk, lost_at))] == ["lost"]
+    closed = of(do.CloseLease, wait_until(desk, lost_at))
+    assert [(command.outcome, command.held_seconds) for command in closed] == [("lost", lost_at)]
     desk = restarted(LEASE_STRETCH_MAX * SECONDS)  # nobody may hold a lease so long
     assert 2 not in desk.open()
 
