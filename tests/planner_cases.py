@@ -18,8 +18,10 @@ OPTIONS = PlannerOptions(groups_per_step=2, group_size=4, max_steps=10, groups_p
 class Desk:
     """A planner with a clock and shorthand for its events."""
 
-    def __init__(self, options: PlannerOptions = OPTIONS, started: ev.HeadStarted | None = None) -> None:
-        self.planner, self.now, self.leases = Planner(options), 0.0, dict[int, tuple[str, Lease]]()
+    def __init__(
+        self, options: PlannerOptions = OPTIONS, started: ev.HeadStarted | None = None, now: float = 0.0
+    ) -> None:
+        self.planner, self.now, self.leases = Planner(options), now, dict[int, tuple[str, Lease]]()
         self.group_size = options.group_size
         self.tell(started or ev.HeadStarted())
 

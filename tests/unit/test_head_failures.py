@@ -61,7 +61,14 @@ def test_what_leases_say_counts_by_kind_and_what_is_nobodys_mistake_does_not() -
     failures = Failures()
     group = GroupRef(RUN_POLICY, "train", 0)
     closed = do.CloseLease(
-        cause=1, policy=RUN_POLICY, reason="it failed", lease_id=1, group=group, worker_id="w", outcome="failed"
+        cause=1,
+        policy=RUN_POLICY,
+        reason="it failed",
+        lease_id=1,
+        group=group,
+        worker_id="w",
+        outcome="failed",
+        held_seconds=1.0,
     )
     for reason in ("environment_failed", "busy", "revoked", "made_up", "environment_failed"):
         failures.see(ev.LeaseFailed("w", 1, reason, f"{reason} here"), [closed])

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide.groups import FULL_TIMES, LEASE_STRETCH_MAX
-from echo2.head.decide.lease_times import STRANGER_STRETCH
+from echo2.head.decide.lease_times import FULL_TIMES, LEASE_STRETCH_MAX, STRANGER_STRETCH
+from echo2.head.fleet.decide.fleet import LOST_AFTER_HEARTBEATS
 from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 from planner_cases import OPTIONS, Desk, of, running
@@ -90,11 +90,58 @@ def test_a_free_worker_samples_the_groups_of_a_slow_one_too_and_the_first_result
     assert not of(do.AcceptDelivery, desk.deliver(granted[0].leases[0].lease_id))
 
 
-def test_a_worker_whose_connection_is_closed_is_not_waited_for() -> None:
-    desk = running(QUIET)
+def test_a_worker_whose_connection_is_closed_keeps_its_leases_until_it_counts_as_lost() -> None:
+    desk = running(replace(QUIET, heartbeat_seconds=SECONDS))
+    desk.now = 0.5 * SECONDS
     desk.tell(ev.WorkerDetached("a", "its stream closed"))
-    assert of(do.CloseLease, wait_until(desk, SECONDS - 1.0)) == []
-    assert {command.outcome for command in of(do.CloseLease, wait_until(desk, SECONDS))} == {"expired"}
+    lost_at = desk.planner.fleet.silence.get("a")
+    assert lost_at is not None
+    assert lost_at > SECONDS
+    assert of(do.CloseLease, wait_until(desk, lost_at - 1.0)) == []
+    assert {command.outcome for command in of(do.CloseLease, wait_until(desk, lost_at))} == {"lost"}
+
+
+def restarted(at: float) -> Desk:
+    """A second head that starts at this time: worker `a` holds lease 2, and the learner waits."""
+    lease = ev.RecoveredLease(2, 0, "a", 0.0, SECONDS)
+    group = ev.RecoveredGroup(0, 0, "open")
+    started = ev.HeadStarted(next_number=1, next_lease_id=3, groups=(group,), leases=(lease,), published=(FIRST,))
+    desk = Desk(started=started, now=at)
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    return desk
+
+
+@pytest.mark.parametrize("at", [0.5 * SECONDS, 3.0 * SECONDS])
+def test_a_slow_worker_keeps_its_leases_over_a_restart_of_the_head(at: float) -> None:
+    """It had been extended before, or its deadline passed while there was no head."""
+    desk = restarted(at)
+    desk.now += OPTIONS.heartbeat_seconds
+    desk.join("a", held=(2,))
+    desk.planner.fleet.silence.drop("a")  # it is heard of
+    wait_until(desk, LEASE_STRETCH_MAX * SECONDS - 1.0)
+    assert 2 in desk.open()
+    closed = of(do.CloseLease, wait_until(desk, LEASE_STRETCH_MAX * SECONDS))
+    assert (2, "expired") in {(command.lease_id, command.outcome) for command in closed}
+
+
+def test_after_a_restart_a_worker_that_does_not_return_is_waited_for_a_few_heartbeats_only() -> None:
+    desk = restarted(3.0 * SECONDS)
+    lost_at = desk.now + LOST_AFTER_HEARTBEATS * OPTIONS.heartbeat_seconds
+    assert of(do.CloseLease, wait_until(desk, lost_at - 0.1)) == []
+    closed = of(do.CloseLease, wait_until(desk, lost_at))
+    assert [(command.outcome, command.held_seconds) for command in closed] == [("lost", lost_at)]
+    desk = restarted(LEASE_STRETCH_MAX * SECONDS)  # nobody may hold a lease so long
+    assert 2 not in desk.open()
+
+
+def test_a_stranger_gains_a_few_heartbeats_at_most_by_a_restart_of_the_head() -> None:
+    desk = restarted(3.0 * SECONDS)
+    lost_at = desk.now + LOST_AFTER_HEARTBEATS * OPTIONS.heartbeat_seconds
+    desk.now += OPTIONS.heartbeat_seconds
+    desk.join("own")
+    desk.tell(ev.WorkerJoined("a", 16, 0.5, FIRST, ticket="t", held_leases=(2,)))
+    closed = of(do.CloseLease, wait_until(desk, lost_at))
+    assert [(command.lease_id, command.outcome) for command in closed] == [(2, "expired")]
 
 
 @pytest.mark.parametrize(("has_own", "most"), [(True, 1.0), (False, STRANGER_STRETCH)])

@@ -21,6 +21,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, Lease, Message, Reply, Rollou
 from echo2.engines.random_streams import derived_seed
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer, tokens_with
+from echo2.head.decide.lease_times import LEASE_STRETCH_MAX
 from echo2.head.strangers.replay import TurnRules, retrace
 from echo2.rollouts.generate import sample_groups
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE
@@ -292,10 +293,12 @@ def test_a_replay_ends_with_the_first_rollout_that_is_refused(tmp_path: Path) ->
 
 def test_a_replay_ends_with_its_lease(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with parrot(tmp_path, lease_seconds=2.0) as open_head, playing(open_head, tmp_path) as leases:
+        async with parrot(tmp_path, lease_seconds=0.25) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             ((_, reason),) = await open_head.deliver(delivery(leases[0], [HANGS] * 4))
             assert reason.startswith("late: ")
+            granted_at = leases[0].deadline - leases[0].seconds
+            assert open_head.head.clock.now() - granted_at >= LEASE_STRETCH_MAX * 0.25  # so long its worker may hold it
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

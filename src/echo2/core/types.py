@@ -129,6 +129,11 @@ class Lease:
     seconds: float
     seed: int
 
+    @property
+    def granted_at(self) -> float:
+        """When it was granted, in seconds of the head's clock."""
+        return self.deadline - self.seconds
+
 
 @dataclass(frozen=True, slots=True)
 class Reply:

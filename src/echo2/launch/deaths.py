@@ -47,7 +47,7 @@ class Deaths:
         """Count a death. `words`: the last words, if any; `was_up`: the head had heard of this process;
         `now`: Unix time; `ending`: how it ended."""
         best = self.best or progress
-        if any(now > before for now, before in zip(progress, best, strict=True)):
+        if any(reached > before for reached, before in zip(progress, best, strict=True)):
             self.num = self.num_at_start = 0
         is_same = _NUMBERS.sub("#", words) == _NUMBERS.sub("#", self.words)
         if was_up or not words:

@@ -86,7 +86,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         try:
             found = _scores(scorer.score(*group_of(group)))
         except UserError as error:
-            found = failed(error) | {"may_pass": isinstance(error, RewardFailure) and error.may_pass}
+            found = _failed(error)
         return found | {"seconds": time.perf_counter() - began}
 
     async def score_together(request: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             problem = f"The reward functions took longer than {seconds:g} s for task {task.cursor}"
             found = failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
         except UserError as error:
-            found = failed(error) | {"may_pass": isinstance(error, RewardFailure) and error.may_pass}
+            found = _failed(error)
         return found | {"seconds": time.perf_counter() - began}
 
     said = {"is_async": scorer.is_async, "takes_tokens": scorer.takes_tokens}
@@ -112,3 +112,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
 
 def _scores(scored: Sequence[Rollout]) -> dict[str, Any]:
     return {"scores": [[rollout.reward, dict(rollout.reward_parts)] for rollout in scored]}
+
+
+def _failed(error: UserError) -> dict[str, Any]:
+    return failed(error) | {"may_pass": isinstance(error, RewardFailure) and error.may_pass}

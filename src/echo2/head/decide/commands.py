@@ -36,12 +36,13 @@ class GrantLeases(PolicyCommand):
 
 
 class CloseLease(PolicyCommand):
-    """Durable: the lease ended this way (accepted, expired, lost, failed, ...)."""
+    """Durable: the lease ended this way (accepted, expired, lost, failed, ...), after so many seconds."""
 
     lease_id: int
     group: GroupRef
     worker_id: str
     outcome: str
+    held_seconds: float
 
 
 class RevokeLease(PolicyCommand):

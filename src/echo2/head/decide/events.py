@@ -32,6 +32,7 @@ class RecoveredLease:
     lease_id: int
     number: int
     worker_id: str
+    granted_at: float
     deadline: float
 
 

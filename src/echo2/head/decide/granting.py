@@ -16,8 +16,8 @@ from collections.abc import Container, Iterator
 from echo2.core.decide.seeds import group_seed
 from echo2.core.types import GroupRef, Lease, SnapshotRef
 from echo2.head.decide import commands as do
-from echo2.head.decide import pacing, results
-from echo2.head.decide.groups import PlannedGroup, duration
+from echo2.head.decide import lease_times, pacing, results
+from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import LOOK_AHEAD, Kind, Worker
 from echo2.head.strangers.decide import strangers
@@ -101,8 +101,9 @@ def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> 
     if taken is None:
         return []
     version = taken[0].ref.version
+    seconds = lease_times.granted_seconds(state, worker)
     leases = [
-        new_lease(state, state.evaluation.group(version, at), version, at, samples, now, worker) for at in taken[1]
+        new_lease(state, state.evaluation.group(version, at), version, at, samples, now, seconds) for at in taken[1]
     ]
     for lease in leases:
         state.open_lease(worker.worker_id, lease)
@@ -114,8 +115,9 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     if not strangers.has_credit(state, worker):
         return []
     leases: list[Lease] = []
+    seconds = lease_times.granted_seconds(state, worker)
     for record in next_unit(state, worker):
-        lease = lease_of(state, record, now, worker)
+        lease = lease_of(state, record, now, seconds)
         state.open_lease(worker.worker_id, lease)
         if record.state == "pending":
             state.groups.move(record, "leased")
@@ -128,26 +130,18 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     return leases
 
 
-def lease_of(state: PlannerState, record: PlannedGroup, now: float, worker: Worker | None = None) -> Lease:
-    """Return a lease on this train group for this worker, not yet in the table."""
+def lease_of(state: PlannerState, record: PlannedGroup, granted_at: float, seconds: float) -> Lease:
+    """Return a lease on this train group, not yet in the table."""
     number = record.number
-    return new_lease(state, state.train_group(number), record.step, number, state.options.group_size, now, worker)
+    size = state.options.group_size
+    return new_lease(state, state.train_group(number), record.step, number, size, granted_at, seconds)
 
 
 def new_lease(
-    state: PlannerState,
-    group: GroupRef,
-    step: int,
-    cursor: int,
-    num_samples: int,
-    now: float,
-    worker: Worker | None = None,
+    state: PlannerState, group: GroupRef, step: int, cursor: int, num_samples: int, granted_at: float, seconds: float
 ) -> Lease:
-    """Return a lease on a group, not yet in the table. An evaluation samples with exactly version `step`. `worker`:
-    who gets it; None: unknown."""
+    """Return a lease on a group, not yet in the table. An evaluation samples with exactly version `step`."""
     options = state.options
-    full_seconds = state.fleet.full_seconds(worker) if worker is not None and worker.is_own else 0.0
-    seconds = duration(options.lease_seconds, full_seconds)
     exact = step if group.kind == "eval" else None
     if group.kind == "train" and options.deterministic:
         exact = pacing.fixed_version(step, options.max_staleness, options.publish_every)
@@ -159,7 +153,7 @@ def new_lease(
         num_samples=num_samples,
         min_version=pacing.min_version(step, options.max_staleness) if exact is None else exact,
         exact_version=exact,
-        deadline=now + seconds,
+        deadline=granted_at + seconds,
         seconds=seconds,
         seed=group_seed(options.seed, group),
     )
@@ -253,7 +247,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
         record = state.groups.get(late.group.number)
         if worker is None or record is None:
             return
-        lease = lease_of(state, record, now, worker)
+        lease = lease_of(state, record, now, lease_times.granted_seconds(state, worker))
         state.open_lease(worker.worker_id, lease)
         reason = f"group {late.group.number} is late at {holder}: the first result counts"
         state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
@@ -279,7 +273,7 @@ def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
         held = state.leases.of_group(state.train_group(record.number)) if record.state in ("pending", "leased") else ()
         for worker_id, lease in filter(None, map(state.leases.get, held)):
             if lease.lease_id == max(held):
-                found.append((lease.deadline - lease.seconds + after, lease, worker_id))
+                found.append((lease.granted_at + after, lease, worker_id))
     return sorted(found, key=lambda late: (late[0], late[1].lease_id))
 
 

@@ -33,7 +33,6 @@ MOVES: dict[str, frozenset[str]] = {
     "retired": frozenset(),
 }
 
-
 #: Reason for retiring a group whose rewards are all equal: it has no gradient, and dynamic sampling replaces it.
 UNINFORMATIVE = "uninformative"
 #: Stands for all machines of the run's owner, where a stranger is identified by its ticket.
@@ -51,10 +50,6 @@ FAILURES: dict[str, bool] = {
 }
 #: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
 MAX_ATTEMPTS = 5
-#: The longest lease, as a multiple of `lease_seconds`.
-LEASE_STRETCH_MAX = 8.0
-#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
-FULL_TIMES = 2.0
 
 
 @dataclass(slots=True)
@@ -312,11 +307,6 @@ def _add(counts: dict[str, int], key: str, count: int) -> None:
         del counts[key]
 
 
-def duration(lease_seconds: float, full_seconds: float) -> float:
-    """Return how long a lease of a worker of the owner lasts, which needs `full_seconds` for all that it may hold."""
-    return min(LEASE_STRETCH_MAX * lease_seconds, max(lease_seconds, FULL_TIMES * full_seconds))
-
-
 @dataclass(slots=True)
 class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
@@ -355,8 +345,7 @@ class LeaseTable:
     def extend(self, lease_id: int, deadline: float) -> None:
         """Move the deadline of an open lease."""
         worker_id, lease = self._open[lease_id]
-        seconds = lease.seconds + deadline - lease.deadline
-        self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=seconds)
+        self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=deadline - lease.granted_at)
         self.deadlines.set(lease_id, deadline)
 
     def get(self, lease_id: int) -> tuple[str, Lease] | None:

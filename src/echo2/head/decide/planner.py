@@ -180,8 +180,8 @@ class Planner(PlannerState):
         record = self.groups.get(old.number)
         if record is None:
             raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
-        lease = granting.lease_of(self, record, now)
-        self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id, deadline=old.deadline))
+        lease = granting.lease_of(self, record, old.granted_at, old.deadline - old.granted_at)
+        self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id))
         if record.state == "pending":
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:

@@ -59,7 +59,7 @@ def is_from_before(state: PlannerState, lease: Lease) -> bool:
     """Whether a lease was granted before the learner fell back or a new head took over, or up to a lease later: its
     worker may not have heard.
     """
-    return lease.deadline - lease.seconds < state.took_over_at + state.options.lease_seconds
+    return lease.granted_at < state.took_over_at + state.options.lease_seconds
 
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
@@ -103,7 +103,7 @@ def end_lease(state: PlannerState, lease_id: int, outcome: str, reason: str) -> 
     if state.leases.get(lease_id) is None:
         return
     worker_id, lease = state.close_lease(lease_id)
-    state.emit(do.CloseLease, reason, lease_id=lease_id, group=lease.group, worker_id=worker_id, outcome=outcome)
+    _emit_closed(state, worker_id, lease, outcome, reason)
     if lease.group.kind == "eval":
         if state.evaluation.put_back(lease.group) >= MAX_ATTEMPTS and outcome != "retired":
             give_up(state, lease.group, "gave_up", f"{MAX_ATTEMPTS} leases brought no result; the last: {reason}")
@@ -158,7 +158,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         slots = state.fleet.at_once(worker) * state.options.group_size
         state.gauge.delivered(worker, event.num_samples, slots, not state.options.deterministic, now)
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None
-    _accept(state, event)
+    _accept(state, event, lease)
     if record is not None:
         record.oldest_version, record.worker_id, record.delivered_at = event.oldest_version, event.worker_id, now
         state.groups.move(record, "delivered")
@@ -173,7 +173,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
 
 
-def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
+def _accept(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> None:
     """Accept the result for its group, and close its lease."""
     reason = "the first valid result for this group"
     state.emit(
@@ -188,8 +188,18 @@ def _accept(state: PlannerState, event: ev.GroupDelivered) -> None:
         seconds=event.seconds,
         rollouts=event.rollouts,
     )
+    _emit_closed(state, event.worker_id, lease, "accepted", reason)
+
+
+def _emit_closed(state: PlannerState, worker_id: str, lease: Lease, outcome: str, reason: str) -> None:
     state.emit(
-        do.CloseLease, reason, lease_id=event.lease_id, group=event.group, worker_id=event.worker_id, outcome="accepted"
+        do.CloseLease,
+        reason,
+        lease_id=lease.lease_id,
+        group=lease.group,
+        worker_id=worker_id,
+        outcome=outcome,
+        held_seconds=strangers.held_seconds(state, lease),
     )
 
 

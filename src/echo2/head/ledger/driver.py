@@ -209,7 +209,8 @@ def _head_started(state: LedgerState, stored: Stored) -> ev.HeadStarted:
             for group in state.groups
         ),
         leases=tuple(
-            ev.RecoveredLease(lease.lease_id, lease.number, lease.worker_id, lease.deadline) for lease in state.leases
+            ev.RecoveredLease(lease.lease_id, lease.number, lease.worker_id, lease.granted_at, lease.deadline)
+            for lease in state.leases
         ),
         published=tuple(sorted(stored.published)),
         # A kill during a fall-back may leave evaluations of later versions, which no longer count.

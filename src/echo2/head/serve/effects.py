@@ -78,15 +78,16 @@ class HeadEffects:
             case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
                 pass  # recorded by the ledger
             case do.GrantLeases():
-                self._grant(command, now)
+                head.grant(command.worker_id, command.leases)
             case do.CloseLease():
-                self._close_lease(command, now)
+                if command.outcome in _WASTED:
+                    head.costs.wasted_lease(command.worker_id, _WASTED[command.outcome], command.held_seconds)
             case do.RevokeLease():
                 for lease_id in command.lease_ids:
                     revoked = wire.LeaseRevoked(lease_id=lease_id, reason=command.reason)
                     head.order(command.worker_id, wire.Order(revoked=revoked))
             case do.AcceptDelivery():
-                head.costs.useful(command.worker_id, min(command.seconds, head.seconds_of(command.lease_id)), now)
+                head.costs.useful(command.worker_id, command.seconds, now)
             case do.RefuseDelivery():
                 head.costs.wasted(command.worker_id, command.refusal, command.seconds, now)
             case do.ScoreGroup():
@@ -139,16 +140,6 @@ class HeadEffects:
                 head.machines.give_back(command.offer, command.worker_id)
             case _:
                 raise InvariantError(f"the head does not know {command}")
-
-    def _grant(self, command: do.GrantLeases, now: float) -> None:
-        for lease in command.leases:
-            self._head.granted[lease.lease_id] = (command.worker_id, now)
-        self._head.grant(command.worker_id, command.leases)
-
-    def _close_lease(self, command: do.CloseLease, now: float) -> None:
-        worker_id, granted_at = self._head.granted.pop(command.lease_id, ("", now))
-        if worker_id and command.outcome in _WASTED:
-            self._head.costs.wasted_lease(worker_id, _WASTED[command.outcome], now - granted_at)
 
     def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
         head = self._head

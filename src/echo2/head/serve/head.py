@@ -75,7 +75,6 @@ class Head:
         planned = planner_options(config, len(held_out) if held_out is not None else 0, offers)
         # A new seed at each start: earlier checks must not reveal which groups will be checked.
         self.options = replace(planned, check_seed=secrets.randbits(63))
-        self.granted: dict[int, tuple[str, float]] = {}  # open leases granted by this head: worker, time of grant
         self.driver = Driver(self.options, self.ledger, effects(self))
         self.planner = self.driver.planner
         self.log = EventLog(rundir.events, self.options)
@@ -328,11 +327,6 @@ class Head:
         else:
             presence.unsent = list(leases)
             self._put(presence, presence.unsent)
-
-    def seconds_of(self, lease_id: int) -> float:
-        """Return the seconds since an open lease was granted; `lease_seconds` if an earlier head granted it."""
-        granted = self.granted.get(lease_id)
-        return self.options.lease_seconds if granted is None else self.clock.now() - granted[1]
 
     @staticmethod
     def _put(presence: Presence, order: wire.Order | list[Lease]) -> None:

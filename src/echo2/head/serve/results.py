@@ -16,6 +16,7 @@ from echo2.core.printable import printable
 from echo2.core.types import LOGGED_ROLLOUTS, Attachment, GroupRef, Lease, RolloutGroup, Task
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.decide import lease_times
 from echo2.head.serve.claims import check_own
 from echo2.head.serve.head import Head
 from echo2.reward.score import RewardFailure
@@ -133,7 +134,7 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     """
     task, config = await head.tasks.task(lease.group, lease.cursor), head.config
     params = config.sampling_params if lease.group.kind == "train" else config.eval_params
-    seconds = head.seconds_of(lease.lease_id)
+    seconds = max(0.0, head.clock.now() - lease.granted_at)
     if by_harness := is_harness(config.tasks.environment):
         check_own(head, worker_id)
         group = messages.decode_played(delivery, lease, worker_id, seconds)
@@ -155,8 +156,9 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
     elif head.referee is not None:
         is_chat = not isinstance(task.prompt, str)
         rules = head.reader.turn_rules(await head.referee.stop(), is_chat, config.sampling.max_turns, params.max_tokens)
-        seconds_left = lease.deadline - head.clock.now()
-        group = await head.referee.judged(rules, lease, task, group, seconds_left)
+        worker = head.planner.fleet.get(worker_id)
+        until = lease.deadline if worker is None else lease_times.ends_at(head.planner, worker, lease)
+        group = await head.referee.judged(rules, lease, task, group, until - head.clock.now())
     elif not by_harness:
         head.reader.check_ends(group, params.max_tokens)
     member = head.identity.member(worker_id)

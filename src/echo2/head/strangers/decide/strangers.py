@@ -226,7 +226,7 @@ def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | No
 
 def held_seconds(state: PlannerState, lease: Lease) -> float:
     """Return for how many seconds this lease has been held."""
-    return max(0.0, state.now - (lease.deadline - lease.seconds))
+    return max(0.0, state.now - lease.granted_at)
 
 
 def recover(state: PlannerState, event: ev.HeadStarted) -> None:
