@@ -177,12 +177,11 @@ types: $(INSTALLED)
 proto: $(INSTALLED)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto src/echo2_service/tinker.proto
 
-bench: $(INSTALLED) $(MODEL)/config.json
-	$(PY) benchmarks/time_to_accuracy.py
+bench: bench-time_to_accuracy
 
 # One benchmark: `make bench-idle_ratio`, with its flags in ARGS. What each measures: its first lines.
 bench-%: $(INSTALLED) $(MODEL)/config.json
-	$(PY) benchmarks/$*.py $(ARGS)
+	PYTHONPATH="$$(echo benchmarks benchmarks/* tests | tr ' ' :)" $(PY) $(wildcard benchmarks/$*.py benchmarks/*/$*.py) $(ARGS)
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -39,6 +40,11 @@ def commit() -> str:
 
 #: As a benchmark begins (it imports this): when, with which code, on what.
 STARTED = (datetime.now(UTC), time.perf_counter(), commit(), machine())
+
+
+def child_environment() -> dict[str, str]:
+    """The environment of a child that runs a benchmark: it finds the modules that this process finds."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def save(name: str, figures: dict[str, Any], out: Path | None) -> Path:

@@ -1,7 +1,7 @@
 """The same jobs at two commits of this repository, in turn, on one machine in one sitting: is it still as good?
 
-    python benchmarks/two_commits.py 0cf4962                   # against the commit that is checked out; half an hour
-    python benchmarks/two_commits.py 0cf4962 --only demo --rounds 5
+    make bench-two_commits ARGS=0cf4962                   # against the commit that is checked out; half an hour
+    make bench-two_commits ARGS='0cf4962 --only demo --rounds 5'
 
     demo        `echo2 run` of the demo: seconds from the first step to the last, held-out accuracy at the end,
                 seconds until `THRESHOLD` is reached, the learner's idle ratio, CPU seconds of all processes
@@ -44,7 +44,8 @@ def run(tree: Path, *words: str) -> subprocess.CompletedProcess[str]:
     Raises:
         CalledProcessError: it failed.
     """
-    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    folders = [tree / "src", tree / "benchmarks", *(tree / "benchmarks").iterdir()]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
     environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     done = subprocess.run([sys.executable, *words], cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -105,7 +106,7 @@ def broadcast(tree: Path, work: Path) -> Figures:
 def benchmark(tree: Path, work: Path, name: str, *words: str) -> dict[str, Any]:
     """The figures that one of the commit's own benchmarks writes down."""
     out = work / "figures.json"
-    run(tree, f"benchmarks/{name}", *words, "--out", str(out))
+    run(tree, str(next((tree / "benchmarks").rglob(name))), *words, "--out", str(out))
     figures: dict[str, Any] = json.loads(out.read_text())
     return figures
 

@@ -53,7 +53,7 @@ def missing_names(page: Path) -> Iterator[str]:
         if not re.fullmatch(r"[\w./-]+\.(py|proto)", path):
             continue
         places = [REPOSITORY / path, SOURCE / PACKAGE / path, *(REPOSITORY / "tests").rglob(path)]
-        places += (REPOSITORY / "benchmarks").glob(path)
+        places += (REPOSITORY / "benchmarks").rglob(path)
         found = next((place for place in places if place.is_file()), None)
         if found is None and ("/" in path or path.startswith("test_")):
             yield code

@@ -20,7 +20,7 @@ NOT_RUN = {
     r"worker ": "joins a run of somebody: test_worker_script.py",
     r"(head|learner) ": "a part of a run, alone: test_runs.py",
     r".*--workers\.engine vllm": "needs vLLM: make vllm",
-    r"simulate simulations/churn_spot": "takes minutes: benchmarks/churn.py",
+    r"simulate simulations/churn_spot": "takes minutes",
     r"serve ": "waits for clients: make test-foreign",
     r".*\[": "says what may be written, and is no command",
 }

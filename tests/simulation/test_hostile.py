@@ -1,5 +1,5 @@
 """What strangers that mean harm cost a run: its time beside the same run without them. The figures are of
-`benchmarks/hostile_fleet.py`.
+`benchmarks/strangers/hostile_fleet.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Inputs on which a reader once failed, read again: `benchmarks/fuzz.py` put them below tests/corpus. And the fuzzer
+"""Inputs on which a reader once failed, read again: `make bench-fuzz` put them below tests/corpus. And the fuzzer
 itself: its targets read what is valid, and it finds what is there to be found."""
 
 from __future__ import annotations

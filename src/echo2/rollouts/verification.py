@@ -63,7 +63,7 @@ class Tolerance:
     mean_logprob: float
 
 
-#: By bits of the computing dtype. Set by false-alarm rates (benchmarks/hostile_sampling.py, docs/security.md).
+#: By bits of the computing dtype. Set by false-alarm rates (`make bench-hostile_sampling`, docs/security.md).
 TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1)}
 
 

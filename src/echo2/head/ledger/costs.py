@@ -33,7 +33,7 @@ LEARNER = "learner"
 FIRST, LAST = ("training", "useful"), ("standby", "idle")
 #: Causes that a total always lists, even if they are zero.
 ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
-#: Cost of a check over the cost of sampling the same group, measured on a CPU (benchmarks/hostile_sampling.py).
+#: Cost of a check over the cost of sampling the same group, measured on a CPU (`make bench-hostile_sampling`).
 CHECK_PER_SAMPLED = 0.89
 #: Mean number of groups, all of them false, that a trusted ticket delivers until one is checked.
 GROUPS_UNTIL_FOUND = 1.0 / CHECK_SHARE

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-#: Positions and tokens of the vocabulary in a tile: its logits are 32 MiB in float32. See benchmarks/output_layer.py.
+#: Positions and tokens of the vocabulary in a tile: its logits are 32 MiB in float32. See `make bench-output_layer`.
 TILE = (1024, 8192)
 #: Choices are processed together while they hold no more tokens than this; the bounds are numbers of choices.
 #: Neighbouring choices share tokens, and the row of a token is read once for all of them.

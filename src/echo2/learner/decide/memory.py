@@ -31,10 +31,10 @@ LOGITS_BYTES = 200_000_000
 #: Snapshots and checkpoints are written from the weights in segments of 16 MB, a few at a time.
 PUBLISHING_BYTES = 200_000_000
 #: The learner starts to train when a micro-batch is full. A micro-batch larger than this makes no step faster
-#: (benchmarks/microbatch.py).
+#: (benchmarks/learning/microbatch.py).
 MICROBATCH_TOKENS_MAX: Mapping[str, int] = {"cpu": 2048, "gpu": 16_384}
 #: On a CPU, the limit of a micro-batch's activations in bytes, but at least CPU_TOKENS_MIN tokens: more gain no speed
-#: (benchmarks/microbatch.py), and other processes share the machine's memory.
+#: (benchmarks/learning/microbatch.py), and other processes share the machine's memory.
 CPU_ACTIVATIONS_BYTES, CPU_TOKENS_MIN = GB, 256
 #: If fewer tokens than this fit, activations are checkpointed where that makes more tokens fit.
 CHECKPOINT_BELOW_TOKENS = 2048

@@ -40,7 +40,7 @@ from echo2.worker.decide.scheduler import WorkerScheduler
 
 #: Seconds before a worker whose connection broke dials again.
 REDIAL_SECONDS = 1.0
-#: Time of checking a group, as a share of the time of sampling it (benchmarks/hostile_sampling.py, on a CPU).
+#: Time of checking a group, as a share of the time of sampling it (benchmarks/strangers/hostile_sampling.py, on a CPU).
 CHECK_COST = 0.9
 
 

@@ -32,7 +32,7 @@ from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.strangers.decide import strangers
 from echo2.head.strangers.decide.trust import CLEAN_TO_LEAVE, SURPRISE_MAX, DrawnCheck, OpenCheck, Trust, first
 
-#: Share of the groups of a ticket that are checked (benchmarks/hostile_sampling.py).
+#: Share of the groups of a ticket that are checked (benchmarks/strangers/hostile_sampling.py).
 CHECK_SHARE = 0.05
 #: A check without a verdict is overdue after this many lease durations, and given up after as many more as the second.
 OVERDUE_LEASES, LATE_LEASES = 0.5, 1.0

@@ -6,7 +6,7 @@ whose inner nodes are the relays of that colour, and an equal share of the strip
 uplink evenly, so they end together). A relay has children in proportion to its uplink. With n <= fan_out + 1 members (a
 *mesh*) each relay is a colour of its own, with a share that its uplink carries: origin -> root -> all other members. A
 member that receives far slower than most does not count when the pace is set, and serves at most members that are no
-faster. Alternative schemes for comparison are in benchmarks/broadcast_schemes.py.
+faster. Alternative schemes for comparison are in benchmarks/broadcast/broadcast_schemes.py.
 
 With n members of uplinks u_i and an origin of uplink B_0, all members can receive the payload at the rate
 R = min(B_0, (B_0 + sum u_i) / n): relay i gets the share u_i / ((n - 1) R) and sends it n - 1 times; the origin sends

@@ -1,0 +1,156 @@
+"""A run with a head, a learner and workers as processes of their own, whose speeds are set.
+
+All is as `echo2 run` starts it (gRPC, mutual TLS, leases, ledger, snapshots), but for two parts: workers have the fake
+engine, which sleeps for as long as its tokens would take, and which takes a new snapshot `broadcast_seconds` after that
+is there; the trainer sleeps for what is left of `train_seconds`. So many of them fit on two cores.
+
+    python idle_nodes.py learner|worker SETTINGS    # how `measure` starts them
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import paced_run
+
+MAX_TOKENS = 12
+#: Of rollouts that are spread evenly over 1..MAX_TOKENS.
+MEAN_TOKENS = (1 + MAX_TOKENS) / 2
+
+CONFIG = """
+[run]
+max_steps = {steps}
+[model]
+path = "{model}"
+[tasks]
+source = "digit_sorting"
+params = {{split = "train"}}
+[reward]
+functions = ["exact_match"]
+[sampling]
+group_size = {group_size}
+max_tokens = {max_tokens}
+groups_per_batch = 1
+[schedule]
+groups_per_step = {groups_per_step}
+max_staleness = {max_staleness}
+publish_every = {publish_every}
+[learner]
+lr = 0.0
+tokens_per_microbatch = 1_000_000
+checkpoint_every = {steps}
+[workers]
+count = 0
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """One run. `rate`: rollouts a second of one worker."""
+
+    workers: int
+    rate: float
+    max_staleness: int
+    publish_every: int
+    groups_per_step: int
+    group_size: int
+    train_seconds: float
+    broadcast_seconds: float
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Over the second half of the steps. `idle_ratio`: the learner's waiting over its time; `live_prediction`: what the
+    head said meanwhile that it should be. `broadcast_seconds`: median time until 1 / 1.1 of the workers had a version.
+    `cpu_share`: of all cores, whoever used them.
+    """
+
+    idle_ratio: float
+    live_prediction: float | None
+    step_seconds: float
+    train_seconds: float
+    broadcast_seconds: float
+    max_staleness: int
+    mean_staleness: float
+    cpu_share: float
+
+
+def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
+    """Run it in `directory`.
+
+    Raises:
+        RuntimeError: a process died, or nothing went on; with its log.
+    """
+    text = CONFIG.format(**asdict(fleet), model=model.resolve(), max_tokens=MAX_TOKENS)
+    share = paced_run.run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
+    out = directory / "run"
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return _summed_up([json.loads(line) for line in lines], share)
+
+
+def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
+    late = [row for row in rows if "time/step" in row][len(rows) // 2 :]
+    seconds = sum(row["time/step"] for row in late)
+    said = [row["learner/idle_predicted"] for row in late if row.get("learner/idle_predicted") is not None]
+    arrived = [row["broadcast/t_bcast"] for row in late if row.get("broadcast/t_bcast") is not None]
+    return Measured(
+        idle_ratio=sum(row["time/wait_for_batch"] for row in late) / seconds,
+        live_prediction=statistics.median(said) if said else None,
+        step_seconds=seconds / len(late),
+        train_seconds=statistics.median(row["time/train"] for row in late),
+        broadcast_seconds=statistics.median(arrived) if arrived else 0.0,
+        max_staleness=max(row["off_policy/max"] for row in late),
+        mean_staleness=statistics.fmean(row["off_policy/mean"] for row in late),
+        cpu_share=cpu_share,
+    )
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def run_worker(settings: Mapping[str, Any]) -> None:
+    """A worker whose engine has a speed."""
+    from echo2.core.types import Snapshot
+    from echo2.engines.fake_engine import FakeDecoder
+    from echo2.worker.process import WorkerOptions
+
+    class SlowDecoder(FakeDecoder):
+        def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
+            time.sleep(settings["broadcast_seconds"])
+            return super().load(snapshot, base)
+
+    def make_decoder() -> SlowDecoder:
+        return SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep)
+
+    paced_run.run_worker(settings, make_decoder, WorkerOptions(engine="fake"))
+
+
+def run_learner(settings: Mapping[str, Any]) -> None:
+    """A learner whose steps take a set time."""
+    from echo2.config.rundir import RunDir
+    from echo2.core.types import RolloutGroup
+    from echo2.learner import process as learner_process
+    from echo2.learner.grpo.client import GrpoClient
+    from echo2.learner.grpo.loss_stats import LossStats
+
+    @paced_run.in_place_of(learner_process, GrpoClient)
+    class SteadyTrainer(GrpoClient):
+        def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+            until = time.monotonic() + settings["train_seconds"] * len(groups) / settings["groups_per_step"]
+            stats = super().forward_backward(groups)
+            time.sleep(max(0.0, until - time.monotonic()))
+            return stats
+
+    learner_process.run_learner(RunDir(Path(settings["run"])), "")
+
+
+if __name__ == "__main__":
+    {"worker": run_worker, "learner": run_learner}[sys.argv[1]](json.loads(sys.argv[2]))
