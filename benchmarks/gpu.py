@@ -193,7 +193,9 @@ def table(result: Result) -> str:
     for name, found in result.figures["sections"].items():
         state = "not run: " + found["not_run"] if "not_run" in found else f"{found.get('seconds', 0.0)} s"
         lines.append(f"{name} ({state}){' stopped ' + found['stopped'] if 'stopped' in found else ''}")
-        lines += [f"   {shown(row)}" for row in found["rows"]]
+        for row in found["rows"]:
+            lines.append(f"   {shown(row)}")
+            lines += [f"      said: {row['said'][-600:]}"] if row.get("said") else []
         if "error" in found:
             lines.append("   FAILED: " + " | ".join(found["error"].strip().splitlines()[-4:])[-700:])
     return "\n".join(lines)

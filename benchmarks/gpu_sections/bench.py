@@ -64,7 +64,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 TINY = {
-    "vocab_size": 64,
+    "vocab_size": 128,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,

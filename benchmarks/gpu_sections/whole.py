@@ -43,7 +43,7 @@ groups_per_step = {groups}
 max_staleness = 2
 [learner]
 lr = 1e-6
-checkpoint_every = 0
+checkpoint_every = 1000
 [workers]
 count = 1
 """
@@ -82,10 +82,12 @@ def random_model(bench: Bench, folder: Path) -> Path:
     """Write a model of Qwen3-0.6B's shape, with the demo's tokenizer, and the configuration of a run of it."""
     from echo2.demo.digit_sorting import CHARACTERS
     from echo2.demo.small_models import character_tokenizer
+    from transformers.utils.logging import disable_progress_bar
 
     model = folder / "model"
     policy = bench.policy("0.6B", "bfloat16")
     character_tokenizer(CHARACTERS, unknown="<unk>").save_pretrained(model)
+    disable_progress_bar()
     policy.module.save_pretrained(model)
     (folder / "reward.py").write_text(REWARD)
     steps, max_tokens, groups = bench.pick((8, 256, 16), (2, 16, 4), (2, 4, 2))
