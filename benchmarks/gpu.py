@@ -55,12 +55,12 @@ SECTIONS = (
     Section("mixture", "mixture", "run", (70.0, 15.0)),
     Section("run", "whole", "run", (200.0, 60.0)),
 )
-BUDGETS = {"full": 540.0, "smoke": 100.0, "tiny": 60.0}
+BUDGETS = {"full": 540.0, "smoke": 110.0, "tiny": 600.0}
 #: Beginning of the messages of errors after which a process can't use the device any more.
 LOST_DEVICE = ("CUDA error", "CUDA driver error", "cuBLAS error")
 
 
-class TimeOver(Exception):  # noqa: N818 - no fault
+class TimeOver(Exception):
     """The section's time is over."""
 
 
@@ -134,6 +134,7 @@ def run_section(section: Section, bench: Any, result: Result, seconds: float) ->
     usable = True
     try:
         with at_most(seconds):
+            bench.forget_peak()
             getattr(importlib.import_module(f"gpu_sections.{section.module}"), section.function)(bench)
     except TimeOver:
         found["stopped"] = f"after its {seconds:.0f} s"
@@ -150,7 +151,7 @@ def run_section(section: Section, bench: Any, result: Result, seconds: float) ->
 def run_all(names: list[str], options: argparse.Namespace, result: Result) -> None:
     """Run the sections of these names, while there is time."""
     import torch
-
+    from gpu_sections import whole
     from gpu_sections.bench import Bench
 
     size = "tiny" if options.tiny else "smoke" if options.smoke else "full"
@@ -163,11 +164,13 @@ def run_all(names: list[str], options: argparse.Namespace, result: Result) -> No
         print(f"   {shown(row)}", flush=True)
         result.write()
 
+    if "run" in names and not options.tiny:
+        whole.begin(whole.HEADS[size])
     bench = Bench(device, size, record, ceilings=dict(result.figures.get("ceilings", {})))  # type: ignore[arg-type]
     for at, section in enumerate(one for one in SECTIONS if one.name in names):
         current = section.name
-        limit, left = section.seconds[bool(options.smoke)], result.figures["ends_at"] - time.time() - 3.0
-        if left < limit / 4:
+        limit, left = section.seconds[not bench.is_full], result.figures["ends_at"] - time.time() - 3.0
+        if left < (0.0 if options.tiny else limit / 4):
             result.section(current)["not_run"] = f"{left:.0f} s were left"
             result.write()
             continue
@@ -175,7 +178,6 @@ def run_all(names: list[str], options: argparse.Namespace, result: Result) -> No
         if not run_section(section, bench, result, min(limit, left)):
             others = names[names.index(section.name) + 1 :] if at + 1 < len(names) else []
             continue_in_new_process(others, options)
-        bench.forget_peak()
 
 
 def continue_in_new_process(names: list[str], options: argparse.Namespace) -> None:
@@ -217,7 +219,8 @@ def main() -> int:
         parser.error(f"--sections: there is no {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     size = "tiny" if options.tiny else "smoke" if options.smoke else "full"
     previous = json.loads(options.out.read_text()) if options.goes_on else None
-    ends_at = previous["ends_at"] if previous else began + (options.budget_seconds or BUDGETS[size])
+    budget = BUDGETS[size] if options.budget_seconds is None else options.budget_seconds
+    ends_at = previous["ends_at"] if previous else began + budget
     result = Result(options.out, ends_at, previous)
     if previous is None:
         result.figures |= {"size": size, "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit()}
@@ -225,7 +228,7 @@ def main() -> int:
         print(json.dumps(result.figures["machine"]), flush=True)
     result.write()
     run_all([name for name in names if name in wanted], options, result)
-    result.figures["took_seconds"] = round(time.time() - ends_at + (options.budget_seconds or BUDGETS[size]), 1)
+    result.figures["took_seconds"] = round(time.time() - ends_at + budget, 1)
     result.write()
     print(f"\n{table(result)}\nwritten to {options.out}")
     return any("error" in found for found in result.figures["sections"].values())

@@ -7,6 +7,7 @@ bfloat16, not of the delta.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import tempfile
 import time
 from pathlib import Path
@@ -117,7 +118,7 @@ async def swap(bench: Bench, decoder: TorchDecoder, content: Content, policy: Po
         future.cancel()
     await engine.close()
     ticks = [at for at, _ in times if at >= started - before]
-    gaps = [after - at for at, after in zip(ticks, ticks[1:], strict=False)]
+    gaps = [after - at for at, after in itertools.pairwise(ticks)]
     new = [at for at, version in times if version == 4]
     return {
         "what": "swap",

@@ -37,6 +37,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is 
 
 CUDA = torch.device("cuda:0")
 
+
 def policy_on(device: torch.device, module: torch.nn.Module | None = None) -> Policy:
     """The same weights on every device."""
     module = module or tiny_module(hidden=32, layers=2)

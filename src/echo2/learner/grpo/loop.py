@@ -20,7 +20,6 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-
 from echo2.config.rundir import CRASH_RECORD
 from echo2.core.devices import compute_deterministically
 from echo2.core.errors import LinkError, PeerError
