@@ -26,7 +26,7 @@ WIRE := src/echo2/transport
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo smollm serve-demo docs test quick test-foreign test-all vllm verifiers openenv lint types proto bench clean
+.PHONY: demo smollm serve-demo docs gpu-wheels test quick test-foreign test-all vllm verifiers openenv lint types proto bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -166,6 +166,20 @@ docs: .venv-docs/.installed
 	@echo "build/docs/index.html"
 
 .venv-docs/.installed: PACKAGES = mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
+
+# What `python benchmarks/gpu.py` and tests/gpu need on a machine without network that has torch, transformers, accelerate
+# and peft: wheels of these versions for CPython 3.12. bitsandbytes is not among them: alone it has more than 60 MB.
+# There: pip install --no-index --no-deps --target SITE .gpu-wheels/*.whl, and PYTHONPATH=src:SITE.
+GPU_PACKAGES := anyio blake3 cffi cryptography grpcio h11 httpcore2 httpx2 idna landlockpy msgspec protobuf pycparser rich
+GPU_PACKAGES += seccompy starlette truststore typing_extensions uvicorn zstandard
+GPU_SYSTEMS := manylinux1 manylinux2014 $(foreach number,17 24 26 27 28 31 34 35 39,manylinux_2_$(number))
+GPU_PINS = $(shell $(PY) -m pip freeze | grep -iE '^($(subst $() ,|,$(strip $(GPU_PACKAGES))))==')
+
+gpu-wheels: $(INSTALLED)
+	@rm -rf .gpu-wheels
+	@$(PY) -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	  --implementation cp $(GPU_SYSTEMS:%=--platform %_x86_64) --dest .gpu-wheels $(GPU_PINS)
+	@du -sh .gpu-wheels
 
 lint: $(INSTALLED)
 	$(PY) -m ruff check

@@ -32,7 +32,10 @@ def commit() -> str:
     """The commit, with `+` when the tree differs from it."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)
+        try:
+            done = subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, check=False)
+        except OSError:  # there is no git
+            return ""
         return done.stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "none") + ("+" if git("status", "--porcelain") else "")

@@ -6,6 +6,9 @@ import ctypes
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,12 +18,17 @@ from echo2.core.types import Hardware
 if TYPE_CHECKING:
     import torch
 
-#: Part of the error message of torch's CPU allocator, which has no exception type of its own.
-CPU_MEMORY_IS_FULL = "can't allocate memory"
+#: Parts of the messages of errors that have no exception type of their own: of torch's CPU allocator, and of libraries
+#: that allocate on a GPU by themselves.
+MEMORY_IS_FULL = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+#: cuBLAS computes the same bits each time only with a workspace of this kind, which it reads when it is first used.
+WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 #: M_MMAP_THRESHOLD of malloc.h.
 MALLOC_MMAP_THRESHOLD = -3
 NO_TORCH = "This command computes with torch, which is not installed here: pip install 'echo2[train]'."
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+#: One of these exists where torch may find a GPU: NVIDIA's driver, its device in a container, WSL, AMD's driver.
+GPU_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -41,12 +49,12 @@ def forbid_torch() -> None:
 
 def this_machine() -> Hardware:
     """Return the memory of this machine, or of the container that limits it, and of each GPU. GPUs are reported only
-    where torch and an NVIDIA driver are installed.
+    where torch and a GPU's driver are installed.
     """
     total = _number(MEMINFO) * 1024
     bound = _number(CGROUP / "memory.max")
     memory_bytes = min(total, bound) if bound else total
-    if not NVIDIA_DRIVER.exists() or importlib.util.find_spec("torch") is None:
+    if not any(sign.exists() for sign in GPU_SIGNS) or importlib.util.find_spec("torch") is None:
         return Hardware(memory_bytes)
     import torch
 
@@ -76,7 +84,54 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that a device, or the machine, has no memory left."""
     import torch
 
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or CPU_MEMORY_IS_FULL in str(error)
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return any(part in str(error) for part in MEMORY_IS_FULL)
+
+
+def compute_deterministically() -> None:
+    """From now on, the same computation on a GPU gives the same bits. Call it before the first matrix product there."""
+    import torch
+
+    os.environ.setdefault(WORKSPACE_VARIABLE, WORKSPACE)
+    torch.use_deterministic_algorithms(True)
+
+
+class Beside:
+    """Work on a device beside what is queued there: it follows only what was queued when this was made. Copies of
+    weights would otherwise wait, piece by piece, for passes that neither read nor write them. On a CPU this does
+    nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._ready: torch.cuda.Event | None = None
+        self._device = device
+        if device.type == "cuda":
+            import torch
+
+            self._ready = torch.cuda.Event()
+            self._ready.record(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """Inside, work of this thread is done beside the rest. It is done when the context ends."""
+        if self._ready is None:
+            yield
+            return
+        import torch
+
+        stream = _second_stream(self._device)
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    import torch
+
+    return torch.cuda.Stream(device)
 
 
 def pick_device(name: str) -> torch.device:
@@ -88,8 +143,8 @@ def pick_device(name: str) -> torch.device:
     import torch
 
     try:
-        device = torch.device(nth_device(name, torch.cuda.device_count()))
-        torch.empty(0, device=device)
+        # "cuda" becomes "cuda:0", as tensors there have it.
+        device = torch.empty(0, device=nth_device(name, torch.cuda.device_count())).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"The device {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
     return device

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo2.core.devices import free_memory_bytes, is_out_of_memory, pick_device
+from echo2.core.devices import Beside, free_memory_bytes, is_out_of_memory, pick_device
 from echo2.core.errors import InvariantError, PeerError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.adapter import Adapter, read_adapter
@@ -216,7 +216,8 @@ class TorchDecoder:
             return False
         try:
             model = self._build_model(snapshot, self._device)
-            copy_tensors(snapshot, model.places)
+            with Beside(self._device).work():  # decoding goes on meanwhile
+                copy_tensors(snapshot, model.places)
             if num_bytes <= share * free:
                 model.pack()
         except (MemoryError, RuntimeError) as error:

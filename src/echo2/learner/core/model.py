@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echo2.core.decide.model_context import context_length
-from echo2.core.devices import pick_device
+from echo2.core.devices import Beside, pick_device
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
@@ -314,19 +314,20 @@ def _tree_mask(ends_BT: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stored(tensor: Tensor, dtype: torch.dtype | None = None) -> StoredTensor:
-    """Return the tensor for writing to a file or sending. It is read on demand, and copied only if it is on a device,
-    not contiguous, or cast to `dtype` as a floating-point tensor.
+    """Return the tensor for writing to a file or sending, as the work queued so far leaves it. It is read on demand,
+    and copied only if it is on a device, not contiguous, or cast to `dtype` as a floating-point tensor.
     """
     dtype = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    width = dtype.itemsize
+    width, beside = dtype.itemsize, Beside(tensor.device)
 
     def read(start: int, stop: int) -> memoryview:
-        items = tensor.detach().reshape(-1)[start // width : stop // width]
-        if items.device.type == "cpu" and items.dtype == dtype:
-            return _raw_bytes(items)
-        buffer = passing_bytes(stop - start)
-        torch.frombuffer(buffer, dtype=dtype).copy_(items)
-        return buffer
+        with beside.work():
+            items = tensor.detach().reshape(-1)[start // width : stop // width]
+            if items.device.type == "cpu" and items.dtype == dtype:
+                return _raw_bytes(items)
+            buffer = passing_bytes(stop - start)
+            torch.frombuffer(buffer, dtype=dtype).copy_(items)
+            return buffer
 
     return StoredTensor(SAFETENSORS_NAMES[dtype], tuple(tensor.shape), tensor.numel() * width, read)
 

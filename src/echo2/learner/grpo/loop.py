@@ -20,9 +20,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from echo2.config.rundir import CRASH_RECORD
+from echo2.core.devices import compute_deterministically
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core import checkpoint
@@ -56,7 +55,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
     """
     # On a CPU all algorithms are deterministic.
     if client.config.run.deterministic and client.policy.device.type == "cuda":
-        torch.use_deterministic_algorithms(True)
+        compute_deterministically()
     saves = Checkpoints(checkpoints, client, head)
     recorded = _Recorded(client.version)
     try:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
+from echo2.core.devices import compute_deterministically
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.mesh import Mesh
@@ -91,7 +91,7 @@ def follow(client: GrpoClient, mesh: Mesh, lend: Callable[[int, LentWeights], No
         UserError: see the verbs.
     """
     if client.config.run.deterministic and client.policy.device.type == "cuda":
-        torch.use_deterministic_algorithms(True)
+        compute_deterministically()
     saving: Saving | None = None
     while (order := msgspec.msgpack.decode(mesh.broadcast(), type=Order)).verb != "end":
         if order.verb == "save_state":

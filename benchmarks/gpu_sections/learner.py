@@ -1,0 +1,170 @@
+"""The learner: tokens a second, share of the device's arithmetic, and peak memory beside the forecast.
+
+The trainer and the loss are those of a run; weights and rollouts are random. A step is one pass over the micro-batch,
+forward and backward, and one AdamW step. Peak: bytes of tensors, without what the process and the device's context
+take, which the forecast counts, too.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from array import array
+from dataclasses import dataclass
+
+from gpu_sections.bench import Bench, Row
+
+from echo2.config.sections import LoraConfig
+from echo2.core.types import Snapshot, SnapshotRef
+from echo2.learner.core.adapters import BaseModel
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.losses import make_loss
+from echo2.learner.core.model import Policy
+from echo2.learner.core.trainer import AdamParams, Trainer
+from echo2.learner.decide.memory import PROCESS_BYTES, LearnerSetup, read_shape
+from echo2.learner.grpo.client import GrpoLoss
+
+PROMPT = 64
+LORA_RANK = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Rows of `length` tokens, a micro-batch of `rows`. `lora`: an adapter over a base in bfloat16."""
+
+    shape: str
+    rows: int
+    length: int
+    checkpointing: bool
+    lora: bool = False
+
+
+CASES = (
+    Case("0.6B", 8, 2048, False),
+    Case("0.6B", 8, 2048, True),
+    Case("1.7B", 8, 2048, False),
+    Case("8B", 8, 2048, True, lora=True),
+    Case("1.7B", 8, 2048, True),
+    Case("0.6B", 64, 256, False),
+    Case("8B", 4, 2048, False, lora=True),
+    Case("0.6B", 2, 8192, False),
+)
+
+
+def run(bench: Bench) -> None:
+    """Measure the cases, the most telling first."""
+    cases = bench.pick(CASES, CASES[:4], (CASES[0], CASES[3]))
+    for case in cases:
+        if bench.left() < bench.pick(20.0, 3.0, 0.0):
+            bench.record({"shape": case.shape, "not_run": "the time was over"})
+            continue
+        measured(bench, case)
+
+
+def measured(bench: Bench, case: Case) -> None:
+    """Measure one case and record it; a case without enough memory is recorded as such."""
+    bench.forget_peak()
+    row: Row = {"shape": case.shape, "trained": "LoRA" if case.lora else "all", "checkpointing": case.checkpointing}
+    try:
+        bench.record(row | _steps(bench, case))
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        bench.record(row | {"failed": str(error).splitlines()[0][:200]})
+
+
+def data_of(vocab: int, rows: int, length: int, seed: int = 0) -> list[Datum]:
+    """Return random rollouts in groups of eight, each group with a prompt of its own."""
+    rng = random.Random(seed)
+
+    def tokens(count: int) -> array[int]:
+        return array("i", [rng.randrange(2, vocab) for _ in range(count)])
+
+    prompts = [tokens(min(PROMPT, length // 2)) for _ in range(-(-rows // 8))]
+    data = []
+    for number in range(rows):
+        prompt = prompts[number // 8]
+        count = length - len(prompt) + 1  # the last token is not run
+        data.append(
+            Datum(
+                prompt,
+                tokens(count),
+                b"\x01" * count,
+                advantages=array("d", [rng.choice((-1.0, 1.0))]) * count,
+                behaviour_logprobs=array("f", [-11.9]) * count,
+                version_spans=((0, 0),),
+            )
+        )
+    return data
+
+
+def _steps(bench: Bench, case: Case) -> Row:
+    rows, length = bench.pick((case.rows, case.length), (case.rows, 256), (2, 32))
+    policy = trained(bench, case.shape, case.lora)
+    checkpointing = case.checkpointing and policy.checkpoint_activations()
+    data = data_of(policy.vocab_size, rows, length)
+    trainer = Trainer(2 * rows * length)
+    trainer.add("it", policy)
+    run_tokens = trainer.num_tokens_run("it", data)
+    loss = GrpoLoss(make_loss("dppo"), 0.0)
+    passes, updates = [], []
+    for number in range(bench.pick(5, 2, 2)):
+        bench.sync()
+        started = time.perf_counter()
+        done = trainer.forward_backward("it", data, loss)
+        bench.sync()
+        middle = time.perf_counter()
+        trainer.optim_step("it", AdamParams(1e-6, grad_clip=1.0), float(run_tokens))
+        bench.sync()
+        if number:
+            passes.append(middle - started)
+            updates.append(time.perf_counter() - middle)
+        assert len(done.outputs) == 1, "memory ran out: the micro-batch was cut"
+        if bench.left() < 5.0 and passes:
+            break
+    seconds = statistics.median(passes)
+    found: Row = {
+        "rows": rows,
+        "length": length,
+        "tokens_run": run_tokens,
+        "tokens_s": run_tokens / seconds,
+        "pass_seconds": seconds,
+        "optim_seconds": statistics.median(updates),
+        "peak_gb": bench.peak() / 1e9,
+    }
+    flops = flops_per_token(policy, length, case.lora)
+    if "tflops" in bench.ceilings:
+        found["mfu_of_measured"] = flops * run_tokens / seconds / 1e12 / bench.ceilings["tflops"]
+    shape = read_shape(bench.values(case.shape))
+    if shape is not None:
+        setup = LearnerSetup(shape, policy.computes_in_bfloat16, lora_rank=LORA_RANK if case.lora else 0)
+        found["forecast_gb"] = (setup.needed(run_tokens, checkpointing) - PROCESS_BYTES) / 1e9
+    return found
+
+
+def trained(bench: Bench, shape: str, lora: bool) -> Policy:
+    """Return the policy that is trained: the model in float32, or an adapter over it in bfloat16."""
+    policy = bench.policy(shape, "bfloat16" if lora else "float32")
+    if not lora:
+        return policy
+    base = BaseModel(policy, Snapshot(SnapshotRef("", 0, 0), {}, policy.files))
+    adapter = base.adapter(LoraConfig(rank=LORA_RANK), 0)
+    adapter.computes_in_bfloat16 = True
+    return adapter
+
+
+def flops_per_token(policy: Policy, length: int, lora: bool) -> float:
+    """Return the arithmetic of a token, forward and backward, that no implementation can leave out: products with the
+    weights (of a mixture: of the experts that a token uses) and causal attention; nothing is counted twice for being
+    computed again. Under an adapter the gradients of the frozen weights are not computed.
+    """
+    config = policy.module.config
+    used = 0.0
+    for name, parameter in policy.module.named_parameters():
+        if parameter.dim() < 2 or (name.endswith("embed_tokens.weight") and not config.tie_word_embeddings):
+            continue
+        share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1.0
+        used += share * parameter.numel()
+    attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
+    return (4 if lora else 6) * used + 3 * attention

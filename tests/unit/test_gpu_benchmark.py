@@ -1,0 +1,57 @@
+"""The command that measures a GPU, at a tiny size on the CPU: every row is there, and a fault costs one section."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from house import REPOSITORY
+
+COMMAND = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu.py")]
+#: All but whole runs, which tests/integration starts in plenty.
+SECTIONS = ("ceilings", "learner", "head", "engines", "weights", "mismatch", "mixture")
+
+
+def measured(out: Path, *flags: str, environment: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
+    env = os.environ | (environment or {})
+    done = subprocess.run([*COMMAND, "--out", str(out), *flags], capture_output=True, text=True, timeout=200, env=env)
+    return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
+
+
+def test_every_section_gives_its_rows(tmp_path: Path) -> None:
+    status, result, told = measured(tmp_path / "gpu.json", "--tiny", "--sections", ",".join(SECTIONS))
+    assert status == 0, told
+    sections = result["sections"]
+    assert tuple(sections) == SECTIONS
+    assert not [name for name, found in sections.items() if "error" in found or not found["rows"]]
+    names = {name: {key for row in found["rows"] for key in row} for name, found in sections.items()}
+    assert {"tflops", "copy_gb_s"} <= names["ceilings"]
+    assert {"tokens_s", "mfu_of_measured", "peak_gb", "forecast_gb"} <= names["learner"]
+    assert {"seconds", "beside_gb"} <= names["head"]
+    assert {"tokens_s", "of_bound", "prefill_tokens_s"} <= names["engines"]
+    assert {"encode_gb_s", "apply_gb_s", "pause_seconds", "to_first_token_seconds"} <= names["weights"]
+    assert {"mean_log_ratio", "largest_log_ratio"} <= names["mismatch"]
+    exact = [row for row in sections["mismatch"]["rows"] if row["dtype"] == "float32"]
+    assert exact[0]["largest_log_ratio"] < 1e-4
+    assert names["learner"] | names["engines"] | names["mismatch"] >= names["mixture"]
+
+
+def test_a_section_that_fails_costs_no_other_one(tmp_path: Path) -> None:
+    """Without a GPU no section of the smoke size finds its device; each is recorded."""
+    flags = "--smoke", "--sections", "ceilings,head"
+    status, result, told = measured(tmp_path / "gpu.json", *flags, environment={"CUDA_VISIBLE_DEVICES": ""})
+    assert status == 1, told
+    errors = [found["error"].splitlines()[-1] for found in result["sections"].values()]
+    assert len(errors) == 2
+    assert all(error in told for error in errors)
+
+
+def test_a_section_without_time_is_named(tmp_path: Path) -> None:
+    flags = "--tiny", "--sections", "head", "--budget-seconds", "0"
+    status, result, told = measured(tmp_path / "gpu.json", *flags)
+    assert result["sections"]["head"]["not_run"] in told
+    assert status == 0
