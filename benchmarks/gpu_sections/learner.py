@@ -167,4 +167,4 @@ def flops_per_token(policy: Policy, length: int, lora: bool) -> float:
         share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1.0
         used += share * parameter.numel()
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
-    return (4 if lora else 6) * used + 3 * attention
+    return float((4 if lora else 6) * used + 3 * attention)
