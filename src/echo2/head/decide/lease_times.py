@@ -43,7 +43,7 @@ def ends_at(state: PlannerState, worker: Worker, lease: Lease) -> float:
 def _longest(state: PlannerState, worker: Worker) -> float:
     seconds = state.options.lease_seconds
     if worker.is_own or worker.ticket == UNKNOWN:
-        return granted_seconds(state, worker) if worker.rate > 0 else LEASE_STRETCH_MAX * seconds
+        return granted_seconds(state, worker) if worker.speed.rate > 0 else LEASE_STRETCH_MAX * seconds
     return seconds * (1.0 if strangers.own_can_work(state) else STRANGER_STRETCH)
 
 
