@@ -391,7 +391,7 @@ class LeaseTable:
         self.changed[worker_id] = None
         self.deadlines.set(lease.lease_id, lease.deadline)
 
-    def extend(self, lease_id: int, deadline: float) -> None:
+    def prolong(self, lease_id: int, deadline: float) -> None:
         """Move the deadline of an open lease."""
         worker_id, lease = self._open[lease_id]
         self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=deadline - lease.granted_at)

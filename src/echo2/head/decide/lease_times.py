@@ -53,7 +53,7 @@ def extend(state: PlannerState, lease_id: int, now: float) -> bool:
     worker = state.fleet.get(worker_id)
     if lease is None or worker is None or (until := ends_at(state, worker, lease)) <= now:
         return False
-    state.leases.extend(lease_id, until)
+    state.leases.prolong(lease_id, until)
     return True
 
 

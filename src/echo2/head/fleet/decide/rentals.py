@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from echo2.head.fleet.decide.activation import ActivationLoop
+from echo2.head.fleet.decide.activation import ActivationLoop, Candidate, Change
 
 #: Seconds between two reviews of the fleet: the cost of each grows with the fleet.
 LOOK_SECONDS = 5.0
@@ -24,9 +24,9 @@ class Rentals:
     worker that is lost: the offer of its machine, and the time of the loss.
     """
 
-    loop: ActivationLoop = field(default_factory=ActivationLoop)
     next_at: float = 0.0
     needed_rate: float | None = None
+    _loop: ActivationLoop = field(default_factory=ActivationLoop)
     _rented: dict[str, list[float]] = field(default_factory=dict)
     _failures: dict[str, tuple[int, float]] = field(default_factory=dict)
     _lost: dict[str, tuple[str, float]] = field(default_factory=dict)
@@ -39,6 +39,10 @@ class Rentals:
         """Set the needed rate. Return whether it is the first one."""
         is_first, self.needed_rate = self.needed_rate is None, rate
         return is_first
+
+    def change(self, rate: float, candidates: Sequence[Candidate], now: float) -> Change:
+        """Return whom to activate and to release, with this needed rate."""
+        return self._loop.update(now, rate, candidates)
 
     def rent(self, offer: str, now: float) -> None:
         """A machine of this offer was rented, and is waited for."""

@@ -64,7 +64,7 @@ def look(state: PlannerState, now: float) -> None:
     if rentals.need(needed):
         _release_unneeded(state, candidates, needed, now)
         candidates = list_candidates(state, now)
-    change = rentals.loop.update(now, needed, candidates)
+    change = rentals.change(needed, candidates, now)
     for worker_id in change.activate:
         activate(state, worker_id, change.reason)
     for worker_id in change.release:
