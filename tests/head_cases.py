@@ -72,12 +72,12 @@ class OpenHead:
         self.service = Service(self.head)
         await self.head.reward.start()
         await self.head.start()
-        version = self.head.planner.version
+        version = self.head.planner.training.version
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=version, vocab_size=VOCAB)
         self.session = self.service.learner_hello(LEARNER, hello)
         self.epoch = (await anext(self.session)).epoch
         self.learn()
-        if not self.head.planner.published:
+        if not self.head.planner.snapshots.published:
             await self.publish(0)
         return self
 
@@ -118,7 +118,7 @@ class OpenHead:
         self._tasks.append(asyncio.ensure_future(self._learn()))
 
     async def _learn(self) -> None:
-        wanted = wire.TakeGroups(step=self.head.planner.version, epoch=self.epoch)
+        wanted = wire.TakeGroups(step=self.head.planner.training.version, epoch=self.epoch)
         async for fed in self.service.take_groups(LEARNER, wanted):
             self.fed.extend(map(parse_group, fed.groups))
 

@@ -39,6 +39,11 @@ DECIDE_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"
 DECIDE_CORE = ("echo2.core.types", "echo2.core.errors")
 PORT_LIKE = re.compile(r"port|bound|sockname")
 BARE_TASKS = frozenset({"create_task", "ensure_future"})
+#: Methods that change a container. Verbs of the head's own tables have other names.
+MUTATORS = frozenset(
+    {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "put_nowait"}
+    | {"remove", "setdefault", "update"}
+)
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 
 
@@ -329,6 +334,30 @@ def except_complaints(source: Source) -> list[str]:
     return found
 
 
+def ownership_complaints(source: Source) -> list[str]:
+    """In the head, an object's fields are written in the file of its class, by its verbs. Other files read them."""
+    if source.room != "head" or not source.decides:
+        return []
+    tree = source.parse()
+    stores = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    own = {store.attr for store in stores if ast.unparse(store.value) == "self"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            own |= {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
+    found = []
+    for node in ast.walk(tree):
+        target: ast.AST = node
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+            target = node.func.value
+        elif not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
+            continue
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self" and target.attr not in own:
+            found.append(f"{source.path}:{node.lineno}: writes a field of another file's object: {ast.unparse(node)}")
+    return found
+
+
 def background_complaints(source: Source) -> list[str]:
     """Background work is begun by `background.py` alone, or in a TaskGroup: a bare task fails in silence. What
     `awaited` returns is awaited by somebody, so it is not thrown away, and an `on_error` does something.
@@ -407,6 +436,7 @@ def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionD
 
 RULES = (
     background_complaints,
+    ownership_complaints,
     floor_complaints,
     folder_complaints,
     seam_complaints,

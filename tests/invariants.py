@@ -84,7 +84,7 @@ def check_planner(planner: Planner) -> None:
     """Raise InvariantError on the first rule that does not hold."""
     check_groups(planner.groups)
     check_leases(planner.leases)
-    if not planner.has_unsettled:
+    if not planner.leases.changed:
         check_fleet(planner.fleet)
     overdue_at = [check.until for check in planner.trust.open.values()]
     if overdue_at != sorted(overdue_at):
@@ -117,11 +117,11 @@ def _check_group(planner: Planner, record: PlannedGroup) -> None:
         raise InvariantError(f"group {record.number} is leased by nobody")
     if record.state == "retired" and num_leases:
         raise InvariantError(f"group {record.number} is retired and leased")
-    if record.state == "trained" and record.step >= planner.version:
+    if record.state == "trained" and record.step >= planner.training.version:
         raise InvariantError(
-            f"group {record.number} is trained at step {record.step}; the run stands at {planner.version}"
+            f"group {record.number} is trained at step {record.step}; the run stands at {planner.training.version}"
         )
-    if record.step < planner.version and record.state not in ("trained", "retired"):
+    if record.step < planner.training.version and record.state not in ("trained", "retired"):
         raise InvariantError(f"group {record.number} of step {record.step} was left behind {record.state}")
     if record.state in ("fed", "trained"):
         age = pacing.staleness(record.step, record.oldest_version or 0)

@@ -125,6 +125,12 @@ BROKEN = [
     (house.background_complaints, "echo2.core.types", "made(asyncio.ensure_future)"),
     (house.background_complaints, "echo2.core.types", "awaited(f())"),
     (house.background_complaints, "echo2.core.types", "spawn(f(), lambda error: None)"),
+    (house.ownership_complaints, "echo2.head.decide.results", "state.training.version = 3"),
+    (house.ownership_complaints, "echo2.head.decide.results", "state.version += 1"),
+    (house.ownership_complaints, "echo2.head.decide.planner", "class P:\n    def f(self): self.groups.next_number = 3"),
+    (house.ownership_complaints, "echo2.head.decide.results", "state.snapshots.published[3] = ref"),
+    (house.ownership_complaints, "echo2.head.decide.results", "del state.rounds[3]"),
+    (house.ownership_complaints, "echo2.head.decide.results", "state.rounds.pop(worker_id, None)"),
     (house.annotation_complaints, "echo2.core.types", "def f(x) -> int: return x"),
     (house.annotation_complaints, "echo2.core.types", "class A:\n    async def f(self, x: int): return x"),
 ]

@@ -136,7 +136,7 @@ class World:
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=0, vocab_size=VOCABULARY)
         self.session: Any = self.handlers["LearnerHello"](LEARNER, hello)
         self.epoch = (await anext(self.session)).epoch  # 1: what the samples say
-        request, content = snapshot(self.head.planner.lineage)
+        request, content = snapshot(self.head.planner.training.lineage)
         await self.handlers["OfferChunks"](LEARNER, wire.ChunkOffer(hashes=content, epoch=1))
         for hash_, data in content.items():
             chunk = wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1)

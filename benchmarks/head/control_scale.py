@@ -209,7 +209,7 @@ def measure(num_workers: int, num_events: int, seed: int) -> dict[str, Any]:
     while driver.now < 180.0:
         driver.step()
     driver.nanoseconds, first, since = {}, driver.planner.num_events, driver.now
-    version = driver.planner.version
+    version = driver.planner.training.version
     gc.collect()
     gc.freeze()  # a head does this once it is warm; without it, a full collection looks at every object ever made
     while driver.now < since + 4 * TRAIN_SECONDS or driver.planner.num_events < first + num_events:
@@ -224,7 +224,7 @@ def measure(num_workers: int, num_events: int, seed: int) -> dict[str, Any]:
         "events_per_second": num_events / (total / 1e9),
         "core_share": total / 1e9 / (driver.now - since),
         "simulated_seconds": driver.now - since,
-        "steps_trained": driver.planner.version - version,
+        "steps_trained": driver.planner.training.version - version,
         "open_leases": len(driver.planner.leases.open_leases()),
         "planner_bytes": deep_bytes(driver.planner),
         "microseconds": {

@@ -47,7 +47,7 @@ def test_every_live_worker_gets_the_newest_version_in_the_end(first: int) -> Non
     behind: list[str] = []
     for seed in range(first, first + SEEDS_A_BLOCK):
         head, workers, history = run_and_settle(seed)
-        newest = head.driver.planner.published[max(head.driver.planner.published)]
+        newest = head.driver.planner.snapshots.published[max(head.driver.planner.snapshots.published)]
         for worker in workers:
             scenario = worker.scenario
             # A link that loses a tenth of its messages, or weights that are torn again and again, may take longer.

@@ -210,7 +210,7 @@ def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long()
     desk = Desk(CHECKED, ev.HeadStarted(published=(FIRST,), rests=(rest.rest,), expulsions=expulsions))
     assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds - 1) is not None
     assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds + 1) is None
-    assert desk.planner.conducts.expel("s", "again", desk.now) == 2 * gone.seconds
+    assert desk.planner.conducts.expel("s", "again", desk.now) == (2 * gone.seconds, 2)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
     joins(desk, "own")
     assert not of(do.GrantLeases, joins(desk, "another", "ticket-s"))  # with another key, by the same ticket
@@ -274,7 +274,7 @@ def test_random_worlds_with_liars(seed: int) -> None:
             commands = joins(desk, "own")
             commands += desk.tell(ev.WorkerReported("own", SnapshotRef(RUN_POLICY, 1, step)))
         asked += of(do.CheckGroup, commands)
-        if desk.planner.step_ended:
+        if desk.planner.training.has_all:
             numbers = tuple(r.number for r in desk.planner.groups.of_step(step) if r.state == "fed")
             assert len(numbers) == 6, seed
             step += 1
@@ -379,7 +379,7 @@ def _complete(desk: Desk, step: int) -> None:
     """Everybody delivers what it holds of the step, sampled with its version, until the learner has it; all install
     what comes of it."""
     desk.tell(ev.GroupsWanted(step))
-    while not desk.planner.step_ended:
+    while not desk.planner.training.has_all:
         lease_id = next(one for one in desk.open() if desk.leases[one][1].step == step)
         for asked in of(do.CheckGroup, desk.deliver(lease_id, step)):
             answers(desk, asked)

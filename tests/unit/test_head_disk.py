@@ -135,13 +135,13 @@ def test_pauses_at_any_instant_delay_a_run_and_change_nothing_else(pauses: list[
             commands = desk.join() if word == "join" else desk.tell(event)
             if moment == "delivered":
                 commands += [c for lease_id in desk.open()[:1] for c in desk.deliver(lease_id, step)]
-            assert desk.planner.paused is None or not [c for c in commands if isinstance(c, PAUSED)]
+            assert desk.planner.health.paused is None or not [c for c in commands if isinstance(c, PAUSED)]
         desk.tell(ev.DiskFreed())
         desk.join(version=step)
         desk.train(step)
         desk.publish(step + 1)
         desk.join(version=step + 1)
-    assert desk.planner.version == OPTIONS.max_steps
+    assert desk.planner.training.version == OPTIONS.max_steps
     trained = [record.number for record in desk.planner.groups if record.state == "trained"]
     assert len(trained) == len(set(trained))
 

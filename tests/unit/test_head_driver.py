@@ -152,7 +152,7 @@ def test_a_restart_finds_what_was_recorded(ledger: MortalLedger) -> None:
     again = Driver(OPTIONS, ledger, Effects(ledger))
     commands = again.start(Stored((SNAPSHOT,), evaluated=(0, 7)), 9.0)
     assert [command.group.number for command in commands if isinstance(command, do.ScoreGroup)] == [0]
-    assert (again.planner.version, again.planner.checkpoint_version) == (0, 0)
+    assert (again.planner.training.version, again.planner.training.checkpoint_version) == (0, 0)
     assert again.planner.evaluation.evaluated == {0}, "7 is of a history that a fall-back undid"
     assert len(again.planner.leases) == len(driver.planner.leases)
 

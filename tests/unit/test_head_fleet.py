@@ -16,9 +16,9 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions, RentableOffer
-from echo2.head.fleet.decide.fleet import Worker
-from echo2.head.fleet.decide.gauge import Gauge, rate_now
+from echo2.head.fleet.decide.gauge import Gauge
 from echo2.head.fleet.decide.outlook import outlook, predicted_idle_ratio
+from echo2.head.fleet.decide.throughput import Throughput
 from invariants import check
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
@@ -68,8 +68,8 @@ class Hall:
 
     def train_a_step(self) -> None:
         """The workers sample until the step has its groups, and for the 30 s that its training takes."""
-        step = self.planner.version
-        while not self.planner.step_ended:
+        step = self.planner.training.version
+        while not self.planner.training.has_all:
             self.sample()
         for _ in range(3):
             self.sample()
@@ -145,11 +145,11 @@ def test_everybody_works_until_something_is_measured_and_then_the_cheapest_that_
     assert hall.planner.fleet.num_active == 8
     hall.train_a_step()
     hall.sample()
-    fleet, activation = hall.planner.fleet, hall.planner.activation
+    fleet, activation = hall.planner.fleet, hall.planner.rentals
     assert activation is not None
     assert activation.needed_rate == pytest.approx(1.1 * 32 / 30.0, rel=0.05)
     assert 0 < fleet.num_active < 8
-    rate = sum(worker.rate for worker in fleet.active())
+    rate = sum(worker.speed.rate for worker in fleet.active())
     assert rate >= activation.needed_rate
 
 
@@ -183,8 +183,8 @@ def test_a_lost_worker_is_replaced_at_the_next_look() -> None:
     activated = of(do.ActivateWorker, hall.tell(ev.Tick()))
     assert activated
     assert not {command.worker_id for command in activated} & set(active)
-    assert hall.planner.activation is not None
-    assert sum(worker.rate for worker in hall.planner.fleet.active()) >= (hall.planner.activation.needed_rate or 1e9)
+    assert hall.planner.rentals is not None
+    assert sum(worker.speed.rate for worker in hall.planner.fleet.active()) >= (hall.planner.rentals.needed_rate or 1e9)
 
 
 def test_a_worker_that_joins_later_stands_by_and_keeps_its_place_when_it_comes_back() -> None:
@@ -199,7 +199,7 @@ def test_a_worker_that_joins_later_stands_by_and_keeps_its_place_when_it_comes_b
     back = hall.planner.fleet.get(active)
     assert back is not None
     assert not back.standby
-    assert back.rate > 0
+    assert back.speed.rate > 0
 
 
 def test_a_worker_whose_link_is_cut_every_now_and_then_is_measured_all_the_same() -> None:
@@ -213,7 +213,7 @@ def test_a_worker_whose_link_is_cut_every_now_and_then_is_measured_all_the_same(
         hall.tell(ev.WorkerJoined("w0", 4, 1.0, FIRST, held))
     worker = hall.planner.fleet.get("w0")
     assert worker is not None
-    assert worker.rate == pytest.approx(0.2, abs=0.02)  # two groups of two in twenty seconds
+    assert worker.speed.rate == pytest.approx(0.2, abs=0.02)  # two groups of two in twenty seconds
 
 
 def test_a_worker_that_lost_its_leases_is_measured_from_its_return() -> None:
@@ -226,7 +226,7 @@ def test_a_worker_that_lost_its_leases_is_measured_from_its_return() -> None:
         hall.sample()
     worker = hall.planner.fleet.get("w0")
     assert worker is not None
-    assert 0.4 <= worker.rate <= 0.5  # .4, and what was under way at the first reading counts half
+    assert 0.4 <= worker.speed.rate <= 0.5  # .4, and what was under way at the first reading counts half
 
 
 def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs_them() -> None:
@@ -377,10 +377,10 @@ def test_no_more_machines_are_out_than_the_offer_has_those_included_whose_worker
 def test_a_lost_worker_that_comes_back_is_not_taken_for_a_machine_that_is_on_its_way() -> None:
     hall = restarted((ev.RecoveredMachine("spot", "r0"), ev.RecoveredMachine("spot")))
     hall.join("r0", offer="spot")
-    assert hall.planner.activation is not None
-    assert len(hall.planner.activation.rents["spot"]) == 1
+    assert hall.planner.rentals is not None
+    assert hall.planner.rentals.num_coming("spot") == 1
     hall.join("r1", offer="spot")
-    assert hall.planner.activation.rents["spot"] == []
+    assert hall.planner.rentals.num_coming("spot") == 0
 
 
 # ---- outlook ---------------------------------------------------------------------------------------------------------
@@ -402,7 +402,7 @@ def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees
     assert found.short is not None
     assert found.short < 0
     assert found.text == f"{-found.short} workers over"
-    assert found.rate == pytest.approx(sum(worker.rate for worker in planner.fleet))
+    assert found.rate == pytest.approx(sum(worker.speed.rate for worker in planner.fleet))
     assert idle == pytest.approx(0.0, abs=0.01)
     for number in range(1, 8):
         hall.tell(ev.WorkerLeft(f"w{number}", "gone"))
@@ -445,24 +445,23 @@ def test_where_the_staleness_bound_is_the_limit_status_says_so_as_a_plan_does() 
 
 
 def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
-    steady, changing = [Worker(name, 4, 0.0, None, 0.0, busy_since=0.0, occupancy=1.0) for name in "ab"]
-    gauge, now = Gauge(), 0.0
+    steady, changing = [Throughput(share=1.0, busy_since=0.0) for _ in range(2)]
+    now = 0.0
     for turn in range(40):
         now += 10.0
-        gauge.delivered(steady, 16, 4, False, now)
-        gauge.delivered(changing, 16 if turn % 2 else 8, 2, False, now)
+        steady.deliver(16, 4, 0, now)
+        changing.deliver(16 if turn % 2 else 8, 2, 0, now)
     assert steady.rate == pytest.approx(1.6)
-    assert steady.rate_variance == pytest.approx(0.0, abs=1e-12)
-    assert 0.2 < math.sqrt(changing.rate_variance) < 0.8
+    assert steady.variance == pytest.approx(0.0, abs=1e-12)
+    assert 0.2 < math.sqrt(changing.variance) < 0.8
 
 
 def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> None:
     """A machine that never finishes within its leases gives no result, and must not pass for one like the others."""
-    worker = Worker("w", 8, 0.2, None, 0.0, busy_since=0.0, occupancy=1.0)
-    assert rate_now(worker, 1.0, 32, 20.0) == 1.0
-    assert rate_now(worker, 1.0, 32, 128.0) == pytest.approx(0.25)
-    worker.rate = 1.0  # then a second batch may be waiting
-    assert rate_now(worker, 1.0, 32, 128.0) == pytest.approx(0.5)
+    assert Throughput(share=1.0, busy_since=0.0).current(1.0, 32, 20.0) == 1.0
+    assert Throughput(share=1.0, busy_since=0.0).current(1.0, 32, 128.0) == pytest.approx(0.25)
+    measured = Throughput(rate=1.0, share=1.0, busy_since=0.0)  # then a second batch may be waiting
+    assert measured.current(1.0, 32, 128.0) == pytest.approx(0.5)
 
 
 def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_those_who_are_released() -> None:

@@ -48,7 +48,7 @@ class Story:
 
     def delivers(self, now: float, name: str = "w") -> GroupRef:
         lease = self.held[name].pop(0)
-        installed = self.planner.version
+        installed = self.planner.training.version
         self.at(now, ev.GroupDelivered(name, lease.lease_id, lease.group, 2, installed, installed, 9))
         return lease.group
 
@@ -62,7 +62,7 @@ def test_a_wait_is_told_by_what_the_last_group_went_through() -> None:
     story.joins(3.0)
     group = story.delivers(13.0)
     story.at(20.0, ev.GroupScored(group))
-    assert story.planner.step_ended
+    assert story.planner.training.has_all
     assert story.waits == {"lease": 3.0, "sampling": 10.0, "rewards": 7.0}
 
 
@@ -93,7 +93,7 @@ def test_what_came_before_the_learner_asked_is_no_wait() -> None:
     story.at(4.0, ev.GroupScored(first))
     story.at(30.0, ev.StepTrained(0, (first.number,)))
     story.at(30.0, ev.GroupsWanted(1))
-    assert story.planner.step_ended
+    assert story.planner.training.has_all
     assert story.waits == {}
 
 

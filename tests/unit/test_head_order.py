@@ -32,12 +32,12 @@ def desk_with(options: PlannerOptions, workers: str) -> Desk:
 def step_forward(desk: Desk, step: int) -> None:
     """Train the step and let every worker have the next version."""
     fed = of(do.FeedGroup, desk.tell(ev.GroupsWanted(step)))
-    while not desk.planner.step_ended:
+    while not desk.planner.training.has_all:
         fed += of(do.FeedGroup, desk.deliver(desk.open()[0], step))
     desk.tell(ev.StepTrained(step, tuple(command.number for command in fed)))
     desk.publish(step + 1)
     for worker in list(desk.planner.fleet):
-        desk.tell(ev.WorkerReported(worker.worker_id, desk.planner.published[step + 1]))
+        desk.tell(ev.WorkerReported(worker.worker_id, desk.planner.snapshots.published[step + 1]))
 
 
 def sizes(desk: Desk) -> dict[str, int]:
@@ -134,7 +134,7 @@ def test_every_group_of_a_step_is_leased_once_whatever_the_width() -> None:
         desk.tell(ev.StepTrained(step, tuple(sorted(numbers))))
         desk.publish(step + 1)
         for worker_id in "abc":
-            desk.tell(ev.WorkerReported(worker_id, desk.planner.published[step + 1]))
+            desk.tell(ev.WorkerReported(worker_id, desk.planner.snapshots.published[step + 1]))
 
 
 def test_a_step_with_an_evaluation_says_nothing_about_its_batches() -> None:

@@ -118,7 +118,7 @@ def test_the_second_result_is_a_duplicate_and_one_after_the_deadline_is_late() -
 
 def test_an_expired_lease_is_revoked_and_its_group_goes_to_another() -> None:
     desk = running()
-    desk.planner.fleet.get("a").rate = 1.0  # it hangs, else it would keep them (`test_head_lease_times`)
+    desk.planner.fleet.get("a").speed.rate = 1.0  # it hangs, else it would keep them (`test_head_lease_times`)
     desk.join("b")
     for desk.now in range(0, 121, 5):
         commands = desk.tell(
@@ -139,7 +139,7 @@ def test_a_worker_that_fails_rests_while_another_attends_and_its_word_alone_reti
     for lease_id in (2, 3, 4):
         commands = desk.tell(ev.LeaseFailed("a", lease_id, "engine_failed", "out of memory"))
         assert "a" not in {grant.worker_id for grant in of(do.GrantLeases, commands)}
-    assert desk.planner.over is None
+    assert desk.planner.health.over is None
 
 
 def test_a_result_is_fed_once_it_is_scored() -> None:
@@ -381,7 +381,7 @@ def test_a_restarted_head_drops_snapshots_of_an_abandoned_history() -> None:
         SnapshotRef(RUN_POLICY, 1, 1),
         SnapshotRef(RUN_POLICY, 1, 5),
     ]
-    assert planner.published == {1: SnapshotRef(RUN_POLICY, 2, 1)}
+    assert planner.snapshots.published == {1: SnapshotRef(RUN_POLICY, 2, 1)}
 
 
 def test_a_restarted_head_completes_a_unit_that_was_issued_in_part() -> None:
@@ -439,7 +439,7 @@ def test_groups_that_wait_for_rewards_are_the_first_wait_with_the_seconds_each_t
     reason = "step 0: 1 group sampled (2 with those of later steps), waiting for your reward function (2 s each)"
     assert desk.planner.waits(0.0)[0].reason == reason
     desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 2), seconds=4.0))
-    assert desk.planner.reward_seconds == pytest.approx(2.2)
+    assert desk.planner.gauge.rewards.mean == pytest.approx(2.2)
 
 
 def test_unfit_rows_end_a_run_only_where_no_row_between_them_is_fit() -> None:

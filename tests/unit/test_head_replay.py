@@ -308,7 +308,7 @@ def test_the_planner_hears_how_long_the_environment_took(tmp_path: Path) -> None
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             await open_head.deliver(delivery(leases[0], [attempt()] * 4))
-            assert (open_head.head.planner.replay_time.own or 0.0) > 0
+            assert (open_head.head.planner.gauge.replay.own or 0.0) > 0
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

@@ -74,7 +74,7 @@ def test_what_the_fleet_must_do_counts_what_is_replaced() -> None:
     desk = running(RESAMPLING)
     desk.deliver(1, is_flat=True)
     desk.deliver(2)
-    while not desk.planner.step_ended:
+    while not desk.planner.training.has_all:
         desk.deliver(next(i for i in desk.open() if desk.leases[i][1].step == 0))
     fed_numbers = tuple(record.number for record in desk.planner.groups.of_step(0) if record.state == "fed")
     desk.tell(ev.StepTrained(0, fed_numbers, busy_seconds=2.0))

@@ -40,7 +40,7 @@ def test_a_learner_that_trains_has_its_step_recorded_and_its_checkpoint_awaited(
             assert one.head.outcome is None
             report = wire.StepReport(step=0, groups=[one.fed[0].group.number], metrics_json=b"{}", epoch=one.epoch)
             await one.service.report_step(LEARNER, report)
-            assert one.head.planner.version == 1
+            assert one.head.planner.training.version == 1
             (stop,) = [fed async for fed in one.service.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=one.epoch))]
             assert (stop.done.stop, stop.done.reason) == (True, "enough")
             assert one.head.outcome is None

@@ -116,7 +116,7 @@ def test_a_ticket_supplies_half_of_a_step_while_a_machine_of_the_owner_works() -
     desk.tell(ev.WorkerLeft("own", "it goes"))
     while any(held_by(desk, "s")):
         desk.deliver(held_by(desk, "s")[0])
-    assert desk.planner.step_ended
+    assert desk.planner.training.has_all
 
 
 def test_a_group_that_is_late_at_a_stranger_goes_to_an_idle_worker_whatever_the_setting() -> None:
@@ -129,7 +129,7 @@ def test_a_group_that_is_late_at_a_stranger_goes_to_an_idle_worker_whatever_the_
     (grant,) = [one for one in of(do.GrantLeases, commands) if "is late at s" in one.reason]
     assert (grant.worker_id, grant.leases[0].group) == ("own", desk.leases[late][1].group)
     assert desk.now < WIDE.lease_seconds / 2
-    assert desk.planner.step_ended
+    assert desk.planner.training.has_all
 
 
 def test_what_a_stranger_claims_to_sample_together_is_what_the_run_asks_for_at_most() -> None:
@@ -156,7 +156,7 @@ def test_strangers_alone_never_stop_a_run_which_says_what_it_waits_for() -> None
         if held_by(desk, "s"):
             desk.deliver(held_by(desk, "s")[0])
         wait(desk, 5.0)
-    assert desk.planner.step_ended  # and it goes on when somebody does good work
+    assert desk.planner.training.has_all  # and it goes on when somebody does good work
 
 
 def test_failures_of_machines_of_the_owner_still_stop_it() -> None:
@@ -226,7 +226,7 @@ def test_the_last_group_of_a_step_that_can_not_be_replaced_is_not_given_up_on_st
         if held_by(desk, "s"):
             fail(desk, "s", "prompt_too_long")
         wait(desk, 61.0)
-    assert desk.planner.over is None
+    assert desk.planner.health.over is None
     assert desk.planner.groups.num_live(0) == 1
 
 
@@ -355,7 +355,7 @@ def test_prompts_that_cannot_be_made_stop_a_run_of_strangers_too() -> None:
     for _ in range(WIDE.max_failures):
         group = desk.leases[held_by(desk, "s")[0]][1].group
         desk.tell(ev.GroupUnfit(group, "bad_task", "no chat template"))
-    assert "no chat template" in (desk.planner.over or "")
+    assert "no chat template" in (desk.planner.health.over or "")
 
 
 def test_seconds_that_the_head_spends_on_a_reward_which_fails_cost_credit() -> None:
@@ -424,7 +424,7 @@ def test_groups_that_were_blamed_are_in_no_mean() -> None:
     """Where all are strangers, their groups are all there is to compare with."""
     desk = desk_with(("s", "t"), ("r", "u"), options=replace(WIDE, groups_per_step=1000))
     desk.tell(scored(desk, "r", 1.0), scored(desk, "s", 50.0))
-    assert desk.planner.reward_seconds == 1.0
+    assert desk.planner.gauge.rewards.mean == 1.0
     assert desk.planner.standings.rests.get("t") == desk.now + 40.0
 
 
@@ -433,7 +433,7 @@ def test_a_machine_of_the_owner_is_never_blamed_for_slow_rewards() -> None:
     credit = desk.planner.standings.of("t").credit
     desk.tell(scored(desk, "own", 500.0))
     assert desk.planner.standings.of("t").credit == credit
-    assert desk.planner.reward_seconds == pytest.approx(2.0 * 0.9 + 500.0 * 0.1)
+    assert desk.planner.gauge.rewards.mean == pytest.approx(2.0 * 0.9 + 500.0 * 0.1)
 
 
 @pytest.mark.parametrize("outcome", ["accepted", "failed", "malformed", "late"])

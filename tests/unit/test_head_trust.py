@@ -168,8 +168,8 @@ def test_a_machine_that_strangers_need_does_not_stand_by() -> None:
     """Nobody else can check newcomers. Their measured rate would suffice, but says nothing while they have no leases:
     the run would wait for ever."""
     desk = desk_with("s", activation=True)
-    assert desk.planner.activation is not None
-    desk.planner.activation.needed_rate = 0.01
+    assert desk.planner.rentals is not None
+    desk.planner.rentals.needed_rate = 0.01
     brings(desk, "s")
     desk.tell(ev.WorkerLeft("own", "its owner ended it"))
     desk.now += OVERDUE_LEASES * CHECKED.lease_seconds

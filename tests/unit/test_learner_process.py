@@ -63,8 +63,15 @@ async def train_step(one: OpenHead, step: int) -> wire.StepReport:
 def standing(one: OpenHead) -> tuple[Any, ...]:
     """All that a second learner could spoil."""
     planner = one.head.planner
-    published, rows_ = dict(planner.published), [row["step"] for row in read_metrics(one.head.rundir.metrics)]
-    return planner.version, planner.lineage, published, rows_, planner.checkpoint_version, one.head.outcome
+    published, rows_ = dict(planner.snapshots.published), [row["step"] for row in read_metrics(one.head.rundir.metrics)]
+    return (
+        planner.training.version,
+        planner.training.lineage,
+        published,
+        rows_,
+        planner.training.checkpoint_version,
+        one.head.outcome,
+    )
 
 
 def test_a_copy_of_the_learner_is_refused_and_the_run_goes_on(tmp_path: Path) -> None:
@@ -118,9 +125,9 @@ def test_a_learner_that_comes_back_ends_its_own_old_streams(tmp_path: Path) -> N
             with pytest.raises(StopAsyncIteration):
                 await anext(one.session)
             assert one.head.learner is not None
-            assert (one.head.learner.epoch, one.head.planner.learner_joined) == (welcome.epoch, True)
+            assert (one.head.learner.epoch, one.head.planner.training.learner_joined) == (welcome.epoch, True)
             await again.aclose()
-            assert (one.head.learner, one.head.planner.learner_joined) == (None, False)
+            assert (one.head.learner, one.head.planner.training.learner_joined) == (None, False)
 
     run(scenario())
 
@@ -177,7 +184,7 @@ def test_a_learner_that_does_not_hear_that_its_step_is_recorded_falls_back_to_no
             link.mend()
             monkeypatch.setattr(sending, "FIRST_PAUSE_SECONDS", 0.0)
             await client.report_checkpoint(0, 0, [0])
-            assert (one.head.planner.version, one.head.planner.lineage, client.lineage) == (1, 1, 1)
+            assert (one.head.planner.training.version, one.head.planner.training.lineage, client.lineage) == (1, 1, 1)
             reporting.cancel()
             await client.report_step(0, numbers, {}, {})
             assert standing(one)[:4] == before[:4]

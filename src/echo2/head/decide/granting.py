@@ -40,7 +40,7 @@ def grant(state: PlannerState, now: float) -> None:
     shrinks while leases are granted: once there is nothing for one worker, there is nothing for its whole kind.
     """
     state.settle(now)
-    if not state.published:
+    if not state.snapshots.published:
         return
     grants: dict[tuple[str, str, int], list[Lease]] = {}
     for depth in range(LOOK_AHEAD):
@@ -67,7 +67,7 @@ def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Wor
     firsts = (
         ranking.first()
         for kind, ranking in state.fleet.rankings(depth).items()
-        if kind not in served and (state.options.deterministic or is_published(state, kind[0]))
+        if kind not in served and (state.options.deterministic or state.snapshots.has(kind[0]))
     )
     best = min((rank for rank in firsts if rank is not None), default=None)
     return None if best is None else state.fleet.get(best[-1])
@@ -88,22 +88,22 @@ def is_plenty(state: PlannerState, worker: Worker) -> bool:
     if state.fleet.num_active == 1:
         return True
     last = min(last_step(state, worker.installed), state.options.max_steps - 1)
-    num_unleased = sum(room(state, step) for step in range(state.version, last + 1))
+    num_unleased = sum(room(state, step) for step in range(state.training.version, last + 1))
     return num_unleased + state.groups.num_queued >= state.fleet.active_groups
 
 
 def eval_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
     """Lease held-out tasks to a machine of the owner; results of strangers would be no evidence."""
-    if not worker.is_own or worker.installed is None or not is_published(state, worker.installed):
+    if not worker.is_own or worker.installed is None or not state.snapshots.has(worker.installed):
         return []
     samples = state.options.eval_samples
     taken = state.evaluation.take(worker.installed.version, -(-state.fleet.room(worker, depth) // samples))
     if taken is None:
         return []
-    version = taken[0].ref.version
+    version, positions = taken
     seconds = lease_times.granted_seconds(state, worker)
     leases = [
-        new_lease(state, state.evaluation.group(version, at), version, at, samples, now, seconds) for at in taken[1]
+        new_lease(state, state.evaluation.group(version, at), version, at, samples, now, seconds) for at in positions
     ]
     for lease in leases:
         state.open_lease(worker.worker_id, lease)
@@ -119,14 +119,12 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     for record in next_unit(state, worker):
         lease = lease_of(state, record, now, seconds)
         state.open_lease(worker.worker_id, lease)
-        if record.state == "pending":
-            state.groups.move(record, "leased")
-            record.leased_at = now
+        state.groups.lease(record, now)
         leases.append(lease)
     if state.frontier is not None and leases:
         state.frontier.leased(leases[0].step, now)
         if not worker.samples:
-            worker.first_groups = state.frontier.begin(leases[0].step, state.fleet.num_active)
+            state.fleet.begin_step(worker, state.frontier.begin(leases[0].step, state.fleet.num_active))
     return leases
 
 
@@ -162,7 +160,7 @@ def new_lease(
 def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
     """Return the groups to lease to this worker, taken from the queue or new: the earliest it may sample."""
     last = min(last_step(state, worker.installed), state.options.max_steps - 1)
-    with_room: Iterator[int] = (step for step in range(state.version, last + 1) if room(state, step) > 0)
+    with_room: Iterator[int] = (step for step in range(state.training.version, last + 1) if room(state, step) > 0)
     if state.options.deterministic:  # groups are numbered step by step
         with_room = itertools.islice(with_room, 1)
     new_step = next((step for step in with_room if strangers.may_supply(state, worker, step)), None)
@@ -188,8 +186,7 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
 def issue_unit(state: PlannerState, step: int) -> None:
     """Issue new groups of `step` up to the end of a unit, or of the step."""
     while room(state, step) > 0:
-        record = state.groups.issue(step)
-        record.issued_at = state.now
+        record = state.groups.issue(step, state.now)
         state.emit(do.IssueGroup, f"step {step} still needs groups", number=record.number, step=step)
         if state.groups.next_number % state.groups.groups_per_unit == 0:
             break
@@ -202,8 +199,9 @@ def mend_units(state: PlannerState) -> None:
     """
     if not state.options.deterministic:
         return
-    last = state.groups.get(state.groups.next_number - 1)
-    if last is not None and last.step >= state.version and state.groups.next_number % state.groups.groups_per_unit != 0:
+    number = state.groups.next_number
+    last = state.groups.get(number - 1)
+    if last is not None and last.step >= state.training.version and number % state.groups.groups_per_unit != 0:
         issue_unit(state, last.step)
     for record in list(state.groups):
         if record.state == "pending":
@@ -223,21 +221,16 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
     """Return the last step that a worker with this snapshot may sample for (rule 1, pacing at admission); -1: none."""
     options = state.options
     if options.deterministic:
-        last = max(state.published) + options.max_staleness
-        while last >= state.version:
+        last = max(state.snapshots.published) + options.max_staleness
+        while last >= state.training.version:
             needed = pacing.fixed_version(last, options.max_staleness, options.publish_every)
-            if needed in state.retained:
+            if needed in state.snapshots.retained:
                 break
             last -= 1
         return last
-    if installed is None or not is_published(state, installed):
+    if installed is None or not state.snapshots.has(installed):
         return -1
     return pacing.last_step(installed.version, options.max_staleness)
-
-
-def is_published(state: PlannerState, ref: SnapshotRef | None) -> bool:
-    """Whether this snapshot is valid: it belongs to the surviving history and is recent enough."""
-    return ref is not None and state.published.get(ref.version) == ref
 
 
 def grant_backup_leases(state: PlannerState, now: float) -> None:
@@ -262,10 +255,8 @@ def next_at(state: PlannerState) -> float | None:
 
 def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
     """Return when the last lease on each missing group becomes late: (time, lease, worker), sorted by time."""
-    usual, step = state.gauge.lease_seconds, state.wanted_step
-    if step is None or state.step_ended or not state.fleet.num_free:
-        return []
-    if state.options.deterministic:
+    usual, step = state.gauge.lease_seconds, state.training.open_step
+    if step is None or not state.fleet.num_free or state.options.deterministic:
         return []
     after = LATE_AFTER * usual if state.gauge.num_leases >= LEASES_KNOWN else state.options.lease_seconds
     found = []
@@ -281,9 +272,9 @@ def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
     """Return an idle worker that may sample this step, other than the late worker and those of its ticket; preferably
     the owner's, and with a newer snapshot.
     """
-    step, late = state.wanted_step or 0, state.fleet.get(holder)
+    step, late = state.training.wanted_step or 0, state.fleet.get(holder)
     ticket = "" if late is None else late.ticket
-    kinds = [kind for kind in state.fleet.rankings(0) if is_published(state, kind[0])]
+    kinds = [kind for kind in state.fleet.rankings(0) if state.snapshots.has(kind[0])]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
         first = state.fleet.rankings(0)[kind].first()
         worker = None if first is None else state.fleet.get(first[-1])

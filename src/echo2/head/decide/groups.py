@@ -77,6 +77,21 @@ class PlannedGroup:
     delivered_at: float = -math.inf
     ready_at: float = -math.inf
 
+    def count_try(self, owner: str, is_counted: bool) -> None:
+        """Record that a lease of this owner gave no result. `is_counted`: against the group."""
+        self.attempts += is_counted
+        self.tried_by[owner] = None
+
+    def fail(self, voice: str) -> dict[str, None]:
+        """Record who reported that it can't be produced. Return all who did."""
+        self.failed_by[voice] = None
+        return self.failed_by
+
+    def forgive(self) -> None:
+        """Forget failed tries."""
+        self.attempts = 0
+        self.failed_by.clear()
+
 
 @dataclass(slots=True)
 class StepGroups:
@@ -106,18 +121,22 @@ class GroupBook:
     """
 
     groups_per_unit: int = 1
-    next_number: int = 0
+    next_number: int = 0  # of the next group; the ledger may have forgotten earlier ones
     _records: dict[int, PlannedGroup] = field(default_factory=dict)
     _by_step: dict[int, StepGroups] = field(default_factory=dict)
     _pending: list[tuple[int, int]] = field(default_factory=list)
     _is_pending: set[tuple[int, int]] = field(default_factory=set)
 
-    def issue(self, step: int) -> PlannedGroup:
+    def issue(self, step: int, now: float) -> PlannedGroup:
         """Add a new pending group for `step`."""
-        record = PlannedGroup(self.next_number, step)
+        record = PlannedGroup(self.next_number, step, issued_at=now)
         self._add(record)
         self.push_pending(record)
         return record
+
+    def start_at(self, number: int) -> None:
+        """Number further groups from here on: an earlier head issued those before."""
+        self.next_number = max(self.next_number, number)
 
     def restore(self, record: PlannedGroup) -> None:
         """Add a group from the ledger."""
@@ -221,6 +240,22 @@ class GroupBook:
         elif state == "retired":
             of_step.num_live -= 1
 
+    def lease(self, record: PlannedGroup, now: float) -> None:
+        """Record that a group is leased; a further lease changes nothing."""
+        if record.state == "pending":
+            self.move(record, "leased")
+            record.leased_at = now
+
+    def deliver(self, record: PlannedGroup, worker_id: str, oldest_version: int, now: float) -> None:
+        """Record that a group has its result."""
+        record.oldest_version, record.worker_id, record.delivered_at = oldest_version, worker_id, now
+        self.move(record, "delivered")
+
+    def score(self, record: PlannedGroup, is_flat: bool, now: float) -> None:
+        """Record that the rewards of a group are known."""
+        self.move(record, "ready")
+        record.is_flat, record.ready_at = is_flat, now
+
     def hold(self, record: PlannedGroup) -> None:
         """Do not feed this group, even when it is ready, until `let_go`."""
         record.is_held = True
@@ -310,17 +345,30 @@ def _add(counts: dict[str, int], key: str, count: int) -> None:
 @dataclass(slots=True)
 class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
-    `next_id`: no lease has had this id or a later one. `installed_at`: the newest weights that its worker had said it
-    has when it got the lease; None if there are none.
+    `next_id`: no lease has had this id or a later one; `first_id`: the first lease of this head, which may not know
+    earlier ones. `installed_at`: the newest weights that its worker had said it has when it got the lease; None if
+    there are none. `changed`: workers whose leases changed since `take_changed`.
     """
 
     next_id: int = 1
+    first_id: int = 1
     _open: dict[int, tuple[str, Lease]] = field(default_factory=dict)
     _by_group: dict[GroupRef, dict[int, None]] = field(default_factory=dict)
     _by_worker: dict[str, dict[int, None]] = field(default_factory=dict)
     _samples: dict[str, int] = field(default_factory=dict)
     installed_at: dict[int, SnapshotRef | None] = field(default_factory=dict)
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
+    changed: dict[str, None] = field(default_factory=dict)
+
+    def start_at(self, lease_id: int) -> None:
+        """Number further leases from here on: an earlier head granted those before."""
+        self.next_id = self.first_id = max(self.next_id, lease_id)
+
+    def take_changed(self) -> list[str]:
+        """Return the workers whose leases changed since the last call."""
+        changed = list(self.changed)
+        self.changed.clear()
+        return changed
 
     def take_id(self) -> int:
         """Return an id that no lease has had."""
@@ -340,9 +388,10 @@ class LeaseTable:
         self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
         self._by_worker.setdefault(worker_id, {})[lease.lease_id] = None
         self._samples[worker_id] = self._samples.get(worker_id, 0) + lease.num_samples
+        self.changed[worker_id] = None
         self.deadlines.set(lease.lease_id, lease.deadline)
 
-    def extend(self, lease_id: int, deadline: float) -> None:
+    def prolong(self, lease_id: int, deadline: float) -> None:
         """Move the deadline of an open lease."""
         worker_id, lease = self._open[lease_id]
         self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=deadline - lease.granted_at)
@@ -355,6 +404,7 @@ class LeaseTable:
     def close(self, lease_id: int) -> tuple[str, Lease]:
         """Remove an open lease and return (worker, lease)."""
         worker_id, lease = self._open.pop(lease_id)
+        self.changed[worker_id] = None
         self.deadlines.drop(lease_id)
         del self.installed_at[lease_id]
         self._samples[worker_id] -= lease.num_samples

@@ -43,7 +43,7 @@ def ends_at(state: PlannerState, worker: Worker, lease: Lease) -> float:
 def _longest(state: PlannerState, worker: Worker) -> float:
     seconds = state.options.lease_seconds
     if worker.is_own or worker.ticket == UNKNOWN:
-        return granted_seconds(state, worker) if worker.rate > 0 else LEASE_STRETCH_MAX * seconds
+        return granted_seconds(state, worker) if worker.speed.rate > 0 else LEASE_STRETCH_MAX * seconds
     return seconds * (1.0 if strangers.own_can_work(state) else STRANGER_STRETCH)
 
 
@@ -53,7 +53,7 @@ def extend(state: PlannerState, lease_id: int, now: float) -> bool:
     worker = state.fleet.get(worker_id)
     if lease is None or worker is None or (until := ends_at(state, worker, lease)) <= now:
         return False
-    state.leases.extend(lease_id, until)
+    state.leases.prolong(lease_id, until)
     return True
 
 

@@ -12,6 +12,7 @@ KeepScores -> FeedGroup -> EndStep -> RecordStep.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from echo2.core.errors import InvariantError
@@ -21,6 +22,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide import granting, pacing, results
 from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.state import PlannerOptions, PlannerState
+from echo2.head.decide.training import Training
 from echo2.head.decide.waits import list_waits
 from echo2.head.fleet.decide import standby, workers
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
@@ -42,9 +44,8 @@ class Planner(PlannerState):
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """Handle one event at time `now` (seconds, never decreasing) and return the commands, in order."""
-        self.begin(event)
-        self.now = now
-        any_change = self.has_unsettled or not isinstance(event, ev.WorkerReported | ev.WorkersHeard)
+        self.begin_at(event, now)
+        any_change = bool(self.leases.changed) or not isinstance(event, ev.WorkerReported | ev.WorkersHeard)
         if isinstance(event, ev.WorkersHeard):
             workers.workers_heard(self, event.worker_ids, now)
         if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
@@ -64,7 +65,7 @@ class Planner(PlannerState):
             case ev.LearnerJoined():
                 self._learner_joined(event.version)
             case ev.LearnerLost():
-                self.learner_joined, self.wanted_step, self.wanted_since = False, None, now
+                self.training.lose(now)
             case ev.GroupsWanted():
                 self._groups_wanted(event.step, now)
             case ev.StepTrained():
@@ -95,11 +96,12 @@ class Planner(PlannerState):
             case ev.GroupChecked():
                 checks.checked(self, event)
             case ev.RentFailed():
-                standby.rent_failed(self, event.offer, now)
+                if self.rentals is not None:
+                    self.rentals.fail(event.offer, now)
             case ev.DiskFull():
-                self.paused = Wait("head", "disk", now, None, event.reason)
+                self.health.pause(Wait("head", "disk", now, None, event.reason))
             case ev.DiskFreed():
-                self.paused = None
+                self.health.pause(None)
 
     def _advance(self, now: float) -> None:
         """Emit all commands that the event may have made possible."""
@@ -108,23 +110,24 @@ class Planner(PlannerState):
         workers.expel(self, now)
         self._finish_evals(now)
         self.settle(now)
-        if self.over is None and self.paused is None:
+        if self.health.over is None and self.health.paused is None:
             granting.grant(self, now)
             granting.grant_backup_leases(self, now)
             self._feed(now)
-        if self.over is None:
+        if self.health.over is None:
             self._finish()
 
     def _ask_for_wake(self) -> None:
         heaps = (self.leases.deadlines, self.fleet.silence, self.fleet.rests, self.standings.rests)
         dues = [at for heap in heaps if (at := heap.first()) is not None]
-        if (overdue_at := checks.next_at(self)) is not None:
+        if (overdue_at := self.trust.next_at()) is not None:
             dues.append(overdue_at)
-        if self.evaluation.rounds and self.skips_evals_at is not None:
-            dues.append(self.skips_evals_at)
-        if self.options.offers and self.learner_joined and self.activation is not None and self.over is None:
-            dues.append(self.activation.next_at)  # there may be no worker whose reports wake it
-        if self.paused is None and (late_at := granting.next_at(self)) is not None:
+        if self.evaluation.rounds and self.evaluation.gives_up_at is not None:
+            dues.append(self.evaluation.gives_up_at)
+        is_open = self.training.learner_joined and self.health.over is None
+        if self.options.offers and self.rentals is not None and is_open:
+            dues.append(self.rentals.next_at)  # there may be no worker whose reports wake it
+        if self.health.paused is None and (late_at := granting.next_at(self)) is not None:
             dues.append(late_at)
         if dues:
             self.wake_at(min(dues), "next deadline of a lease or of a silent worker")
@@ -132,21 +135,17 @@ class Planner(PlannerState):
     # ---- start, learner --------------------------------------------------------------------------------------------
 
     def _start(self, event: ev.HeadStarted, now: float) -> None:
-        self.version, self.lineage, self.oldest_kept = event.version, event.lineage, event.oldest_kept
-        self.checkpoint_version, self.wanted_since = event.checkpoint_version, now
-        self.groups.next_number = event.next_number
-        self.leases.next_id = max(self.leases.next_id, event.next_lease_id)
-        self.first_lease_id = event.next_lease_id
+        self.training = Training(
+            event.version, event.lineage, event.checkpoint_version, event.oldest_kept, wanted_since=now
+        )
+        self.groups.start_at(event.next_number)
+        self.leases.start_at(event.next_lease_id)
         if event.next_lease_id > 1:
-            self.took_over_at = now
-        self.evaluation.evaluated = set(event.evaluated)
+            self.training.replaces_weights(now)
+        self.evaluation.restore(event.evaluated)
         for ticket, trust in event.trust:
             self.trust.put(ticket, trust)
-        self.published = {ref.version: ref for ref in sorted(event.published) if ref.version <= event.version}
-        for ref in event.published:
-            if self.published.get(ref.version) != ref:
-                self.emit(do.DropSnapshot, "of a history that was abandoned", ref=ref)
-        self.retained = dict(self.published)
+        self._drop(self.snapshots.restore(event.published, event.version), "of a history that was abandoned")
         standby.recover(self, event.machines, now)
         for old in event.groups:
             record = PlannedGroup(
@@ -169,7 +168,7 @@ class Planner(PlannerState):
         granting.mend_units(self)
         for record in list(self.groups):
             results.replace_flat(self, record)  # scored, but the head was killed before it was retired
-        for ref in self.retained.values():
+        for ref in self.snapshots.retained.values():
             if self.evaluation.is_due(ref.version):
                 self._start_eval(ref, now)
 
@@ -185,78 +184,71 @@ class Planner(PlannerState):
         if record.state == "pending":
             self.groups.move(record, "leased")
         if (worker := self.fleet.get(old.worker_id)) is None:
-            worker = Worker(old.worker_id, 1, 0.0, None, now, detached=True)
-            worker.ticket = UNKNOWN
+            worker = Worker(old.worker_id, 1, 0.0, None, now, UNKNOWN, detached_at=now)
             self.fleet.join(worker, now)
-        worker.unmeasured_samples += lease.num_samples
+        worker.speed.carry(lease.num_samples)
 
     def _learner_joined(self, version: int) -> None:
-        if version > self.version:
+        training = self.training
+        if version > training.version:
             reason = (
-                f"the learner holds version {version}, the ledger knows {self.version} trained steps: "
+                f"the learner holds version {version}, the ledger knows {training.version} trained steps: "
                 "this checkpoint belongs to another run or to a newer ledger"
             )
             self.emit(do.RefuseLearner, reason)
             return
-        if version < self.oldest_kept:
+        if version < training.oldest_kept:
             reason = (
-                f"the learner holds version {version}; the groups of steps before {self.oldest_kept} were let go when "
-                f"checkpoint {self.oldest_kept} covered them: resume from that one or a later one"
+                f"the learner holds version {version}; the groups of steps before {training.oldest_kept} were let go "
+                f"when checkpoint {training.oldest_kept} covered them: resume from that one or a later one"
             )
             self.emit(do.RefuseLearner, reason)
             return
-        self.learner_joined, self.wanted_step = True, None
+        training.join()
         if self.frontier is not None:
             self.frontier.interrupted()
-        if version < self.version:
+        if version < training.version:
             self._fall_back(version)
         else:
             reason = f"the learner stands at version {version}"
-            self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+            self.emit(do.RecordLearner, reason, version=version, lineage=training.lineage)
 
     def _fall_back(self, version: int) -> None:
         """Handle a learner that fell back: the steps from `version` on are trained again, with the same groups; the old
         results of these steps no longer count.
         """
-        reason = f"the learner fell back from version {self.version} to its checkpoint {version}"
-        self.took_over_at = self.now
-        self.version, self.lineage = version, self.lineage + 1
+        reason = f"the learner fell back from version {self.training.version} to its checkpoint {version}"
+        self.training.fall_back(version, self.now)
         for record in list(self.groups):
             if record.step >= version and record.state == "trained":
                 self.groups.move(record, "ready")
-        for later in [v for v in self.published if v > version]:
-            del self.published[later]
-            if later in self.retained:
-                self.emit(do.DropSnapshot, "its step is trained again", ref=self.retained.pop(later))
+        self._drop(self.snapshots.fall_back(version), "its step is trained again")
         self.evaluation.forget_after(version)
-        self.checkpoint_version = min(self.checkpoint_version, version)
-        self.emit(do.RecordLearner, reason, version=version, lineage=self.lineage)
+        self.emit(do.RecordLearner, reason, version=version, lineage=self.training.lineage)
         attending = tuple(worker.worker_id for worker in self.fleet.active())
         workers.announce_newest(self, "later ones count no more", attending)
 
     def _groups_wanted(self, step: int, now: float) -> None:
-        if step != self.version or not self.learner_joined:
-            self.emit(
-                do.RefuseLearner, f"the learner asks for the groups of step {step}; the run stands at {self.version}"
-            )
+        version = self.training.version
+        if step != version or not self.training.learner_joined:
+            self.emit(do.RefuseLearner, f"the learner asks for the groups of step {step}; the run stands at {version}")
             return
-        self.wanted_step, self.wanted_since, self.step_ended = step, now, False
+        self.training.want(step, now)
         self._num_passed = 0
         for record in self.groups.of_step(step):
             if record.state == "fed":
                 self.groups.move(record, "ready")
 
     def _step_trained(self, event: ev.StepTrained, now: float) -> None:
-        if event.step < self.version:
+        training = self.training
+        if event.step < training.version:
             return  # a repeated report: the answer to the first one was lost
         fed = tuple(sorted(record.number for record in self.groups.of_step(event.step) if record.state == "fed"))
-        if event.step != self.version or tuple(sorted(event.numbers)) != fed or not self.step_ended:
-            raise InvariantError(
-                f"the learner reports step {event.step} with groups {event.numbers}; step {self.version} was fed {fed}"
-            )
-        self.emit(
-            do.RecordStep, "the learner finished the step", step=event.step, lineage=self.lineage, numbers=event.numbers
-        )
+        if event.step != training.version or tuple(sorted(event.numbers)) != fed or not training.has_all:
+            said = f"the learner reports step {event.step} with groups {event.numbers}"
+            raise InvariantError(f"{said}; step {training.version} was fed {fed}")
+        reason = "the learner finished the step"
+        self.emit(do.RecordStep, reason, step=event.step, lineage=training.lineage, numbers=event.numbers)
         for found in event.mismatches:
             self.conducts.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise)
         self.gauge.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
@@ -267,20 +259,19 @@ class Planner(PlannerState):
             record = self.groups.get(number)
             assert record is not None
             self.groups.move(record, "trained")
-        self.version, self.wanted_step = event.step + 1, None
+        training.train()
 
     def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
-        if ref.lineage != self.lineage or ref.version > self.version:
-            self.emit(do.DropSnapshot, f"published for lineage {ref.lineage}; the run is at {self.lineage}", ref=ref)
+        training = self.training
+        if ref.lineage != training.lineage or ref.version > training.version:
+            self._drop([ref], f"published for lineage {ref.lineage}; the run is at {training.lineage}")
             return
-        if self.published.get(ref.version, ref) != ref:
-            self.took_over_at = now  # workers may still have this version of the previous lineage
-        self.published[ref.version] = self.retained[ref.version] = ref
-        self.published_at = now
+        if self.snapshots.publish(ref, now):
+            training.replaces_weights(now)
         self.gauge.published(ref, now)
         if self.evaluation.is_due(ref.version):
             self._start_eval(ref, now)
-        if ref.version == max(self.retained):
+        if ref == self.snapshots.newest_retained():
             reason = f"version {ref.version} is published"
             workers.announce_newest(self, reason, tuple(worker.worker_id for worker in self.fleet.active()))
         self._drop_snapshots()
@@ -289,31 +280,24 @@ class Planner(PlannerState):
         """Drop old snapshots, except the newest few, those that an evaluation needs, and in deterministic mode those
         that open steps need.
         """
-        options = self.options
-        keep = set(sorted(self.retained)[-options.keep_snapshots :]) | set(self.evaluation.rounds)
-        oldest = self.version
+        options, oldest = self.options, self.training.version
         if options.deterministic:
-            oldest = pacing.fixed_version(self.version, options.max_staleness, options.publish_every)
-        for version in sorted(self.retained):
-            if version not in keep and version < oldest:
-                self.emit(do.DropSnapshot, "no open step or evaluation needs it", ref=self.retained.pop(version))
-        for version in [
-            v for v in self.published if v < self.version - options.max_staleness - 2 * options.publish_every
-        ]:
-            if version not in self.retained:
-                del self.published[version]
+            oldest = pacing.fixed_version(oldest, options.max_staleness, options.publish_every)
+        oldest_installed = self.training.version - options.max_staleness - 2 * options.publish_every
+        old = self.snapshots.drop_old(self.evaluation.rounds, options.keep_snapshots, oldest, oldest_installed)
+        self._drop(old, "no open step or evaluation needs it")
+
+    def _drop(self, refs: Iterable[SnapshotRef], reason: str) -> None:
+        for ref in refs:
+            self.emit(do.DropSnapshot, reason, ref=ref)
 
     def _checkpoint_saved(self, event: ev.CheckpointSaved) -> None:
-        # Reports may come twice and out of order; only the newest counts.
-        self.checkpoint_version = max(self.checkpoint_version, event.version)
-        self.oldest_kept = max(self.oldest_kept, event.oldest_kept)
-        self.emit(
-            do.RecordCheckpoint,
-            f"a checkpoint of version {event.version} is durable",
-            version=self.checkpoint_version,
-            oldest_kept=self.oldest_kept,
-        )
-        self.groups.forget_below(self.oldest_kept)
+        training = self.training
+        training.save(event.version, event.oldest_kept)
+        reason = f"a checkpoint of version {event.version} is durable"
+        saved = {"version": training.checkpoint_version, "oldest_kept": training.oldest_kept}
+        self.emit(do.RecordCheckpoint, reason, **saved)
+        self.groups.forget_below(training.oldest_kept)
 
     # ---- feeding ---------------------------------------------------------------------------------------------------
 
@@ -321,8 +305,8 @@ class Planner(PlannerState):
         """Feed the learner the ready groups of the step that it waits for: in the order in which they became ready, or
         in deterministic mode in issue order.
         """
-        step = self.wanted_step
-        if step is None or self.step_ended or step >= self.options.max_steps:
+        step = self.training.open_step
+        if step is None or step >= self.options.max_steps:
             return
         while (record := self._next_to_feed(step)) is not None:
             if not pacing.may_train(step, record.oldest_version or 0, self.options.max_staleness):
@@ -352,8 +336,8 @@ class Planner(PlannerState):
             return
         for record in live:
             results.release(self, self.train_group(record.number), "its step has all its groups")
-        since = now if self.wanted_since is None else self.wanted_since
-        self.step_ended, self.wanted_since = True, None
+        since = now if self.training.wanted_since is None else self.training.wanted_since
+        self.training.end_step()
         self.gauge.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
         last = self.groups.highest_number(step)
         cursor = self.groups.next_number if last is None else last + 1
@@ -368,33 +352,23 @@ class Planner(PlannerState):
         self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
 
     def _finish_evals(self, now: float) -> None:
-        if self.evaluation.rounds and self._lacks_own(now):
-            seconds = EVAL_WAIT_LEASES * self.options.lease_seconds
+        if not self.evaluation.rounds:
+            return
+        seconds = EVAL_WAIT_LEASES * self.options.lease_seconds
+        is_here = any(not (worker.detached or worker.standby) for worker in self.fleet.own())
+        if self.evaluation.lacks_machine(is_here, now, seconds):
             reason = f"no machine of the owner has been connected for {seconds:.0f} s, and no other may evaluate"
-            for version in list(self.evaluation.rounds):
-                self.evaluation.skip(version)
+            for version in self.evaluation.skip_all():
                 self.emit(do.SkipEval, reason, version=version)
-        for version in [v for v, round_ in self.evaluation.rounds.items() if round_.is_finished]:
-            round_ = self.evaluation.rounds.pop(version)
-            self.evaluation.evaluated.add(version)
+        for round_ in self.evaluation.pop_finished():
             reason = "every held-out task has a result or has failed"
-            self.emit(do.FinishEval, reason, version=version, failed=round_.failed)
-
-    def _lacks_own(self, now: float) -> bool:
-        """Whether no machine of the owner has been available for evaluations for too long."""
-        if any(not (worker.detached or worker.standby) for worker in self.fleet.own()):
-            self.skips_evals_at = None
-            return False
-        if self.skips_evals_at is None:
-            self.skips_evals_at = now + EVAL_WAIT_LEASES * self.options.lease_seconds
-        return now >= self.skips_evals_at
+            self.emit(do.FinishEval, reason, version=round_.ref.version, failed=round_.failed)
 
     def _finish(self) -> None:
-        last = self.options.max_steps
-        evaluated = not self.options.eval_size or last in self.evaluation.evaluated | self.evaluation.skipped
-        if self.version >= last and self.checkpoint_version >= last and evaluated and not self.evaluation.rounds:
-            self.over = "all steps are trained"
-            self.emit(do.FinishRun, self.over)
+        last, training = self.options.max_steps, self.training
+        if training.version >= last and training.checkpoint_version >= last and self.evaluation.is_over:
+            self.health.end("all steps are trained")
+            self.emit(do.FinishRun, "all steps are trained")
 
     # ---- queries ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ counted, and a readable reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from echo2.core.types import GroupRef, Lease
 from echo2.head.decide import commands as do
@@ -59,7 +59,7 @@ def is_from_before(state: PlannerState, lease: Lease) -> bool:
     """Whether a lease was granted before the learner fell back or a new head took over, or up to a lease later: its
     worker may not have heard.
     """
-    return lease.granted_at < state.took_over_at + state.options.lease_seconds
+    return lease.granted_at < state.training.took_over_at + state.options.lease_seconds
 
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
@@ -76,11 +76,11 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
     worker = state.fleet.get(event.worker_id)
     if state.options.deterministic or (worker is not None and worker.is_own):
         return None
-    had = state.leases.installed_at.get(event.lease_id)
+    had = state.leases.installed_at[event.lease_id]
     if had is not None and had.lineage == event.lineage and event.oldest_version < had.version:
         return f"tokens of version {event.oldest_version}; the worker had version {had.version} when it got the lease"
     for version in (event.oldest_version, *event.versions_between, event.newest_version):
-        ref = state.published.get(version)
+        ref = state.snapshots.published.get(version)
         if ref is None or ref.lineage != event.lineage:
             named = f"version {version} of lineage {event.lineage}"
             return f"sampled with {named}, which is not published: nobody can check it"
@@ -90,8 +90,7 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
 def has_result(state: PlannerState, group: GroupRef) -> bool:
     """Whether no further result is expected for this group: it has a valid one, or was given up."""
     if group.kind == "eval":
-        place = state.evaluation.locate(group)
-        return place is None or place[1] in place[0].done
+        return state.evaluation.is_done(group)
     record = state.groups.get(group.number)
     return record is None or record.state not in ("pending", "leased")
 
@@ -151,21 +150,18 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
     if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
         state.gauge.lease_done(strangers.held_seconds(state, lease))
-    state.conducts.of(event.worker_id).sampled_with = state.newest_had(event.worker_id, event.newest_version)
+    state.conducts.succeed(event.worker_id, state.newest_had(event.worker_id, event.newest_version))
     if worker is not None:
-        worker.failures_in_a_row = 0
-        worker.first_groups = None
-        slots = state.fleet.at_once(worker) * state.options.group_size
-        state.gauge.delivered(worker, event.num_samples, slots, not state.options.deterministic, now)
+        seconds = state.fleet.deliver(worker, event.num_samples, not state.options.deterministic, now)
+        state.gauge.batch_done(seconds)
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None
     _accept(state, event, lease)
     if record is not None:
-        record.oldest_version, record.worker_id, record.delivered_at = event.oldest_version, event.worker_id, now
-        state.groups.move(record, "delivered")
+        state.groups.deliver(record, event.worker_id, event.oldest_version, now)
         if not state.options.deterministic:  # there, other leases keep their batch's shape
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
         if not event.logged:
-            checks.delivered(state, record, worker, state.published.get(event.newest_version))
+            checks.delivered(state, record, worker, state.snapshots.published.get(event.newest_version))
     is_retired = record is not None and record.state == "retired"
     strangers.brought(state, worker, is_held=record is not None and (record.is_held or is_retired))
     if is_retired:
@@ -235,7 +231,7 @@ def _refuse(
         num_tokens=num_tokens,
         seconds=seconds,
     )
-    if cost == MALFORMED_COST or event.lease_id >= state.first_lease_id:  # else an earlier head may have granted it
+    if cost == MALFORMED_COST or event.lease_id >= state.leases.first_id:  # else an earlier head may have granted it
         state.conducts.refused(event.worker_id, cost, reason, state.now)
     held = state.leases.get(event.lease_id)
     if held is not None and held[0] == event.worker_id:
@@ -264,8 +260,12 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
         state.fleet.rest(worker, now)
     if FAILURES[reason] or has_result(state, group):
         return
-    failed_by = _failed_by(state, group)
-    failed_by[_voice(worker, event.worker_id)] = None
+    voice, record = _voice(worker, event.worker_id), state.groups.get(group.number)
+    failed_by: Mapping[str, None] = {}
+    if group.kind == "eval":
+        failed_by = state.evaluation.fail(group, voice)
+    elif record is not None:
+        failed_by = record.fail(voice)
     is_heard = worker is None or worker.is_own or not strangers.own_can_work(state)
     others = (one for one in state.fleet.active() if one.is_own or group.kind == "train")
     if (len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others):
@@ -277,32 +277,22 @@ def _voice(worker: Worker | None, worker_id: str) -> str:
     return worker_id if worker is None or worker.is_own else f"ticket {worker.ticket}"
 
 
-def _failed_by(state: PlannerState, group: GroupRef) -> dict[str, None]:
-    """Return the voices that reported that this group can't be produced."""
-    if group.kind == "eval":
-        place = state.evaluation.locate(group)
-        return place[0].failed_by.setdefault(place[1], {}) if place is not None else {}
-    record = state.groups.get(group.number)
-    return record.failed_by if record is not None else {}
-
-
 def scored(state: PlannerState, event: ev.GroupScored) -> None:
     """Handle the rewards of a group: it becomes ready, or is replaced if it is uninformative. Does nothing if the group
     was given up or scored meanwhile.
     """
     group = event.group
     waste.scored(state, event)
-    state.failures_in_a_row = state.failed_at_strangers = 0
-    place = state.evaluation.locate(group) if group.kind == "eval" else None
+    state.health.succeed()
     record = state.groups.get(group.number) if group.kind == "train" else None
-    if (place is None or place[1] in place[0].done) and (record is None or record.state != "delivered"):
+    if group.kind == "eval":
+        if not state.evaluation.finish(group):
+            return
+    elif record is None or record.state != "delivered":
         return
     state.emit(do.KeepScores, "its rewards are known", group=group, is_flat=event.is_flat, scores=event.scores)
-    if place is not None:
-        place[0].done.add(place[1])
     if record is not None:
-        state.groups.move(record, "ready")
-        record.is_flat, record.ready_at = event.is_flat, state.now
+        state.groups.score(record, event.is_flat, state.now)
         replace_flat(state, record)
 
 
@@ -328,11 +318,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
     """
     is_own_word = True
     if group.kind == "eval":
-        place = state.evaluation.locate(group)
-        if place is not None and place[1] not in place[0].done:
-            place[0].done.add(place[1])
-            place[0].failed[why] = place[0].failed.get(why, 0) + 1
-            place[0].waiting.pop(place[1], None)
+        state.evaluation.finish(group, why)
         take_back(state, state.leases.of_group(group), detail, "retired")
     else:
         record = state.groups.get(group.number)
@@ -343,19 +329,18 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
             if (ticket := waste.sole_supplier(state, record)) is not None:
                 strangers.blame(state, ticket, seconds, int(seconds))
         elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
-            record.attempts = 0  # strangers alone can't retire the last group of a step without replacements
-            record.failed_by.clear()
+            record.forgive()  # strangers alone can't retire the last group of a step without replacements
             return
         state.groups.retire(record, why)
         take_back(state, state.leases.of_group(group), detail, "retired")
         state.emit(do.RetireGroup, detail, number=group.number, why=why)
     if not is_own_word:
-        state.failed_at_strangers, state.last_failure = state.failed_at_strangers + 1, f"{why}: {detail}"
+        state.health.fail_at_strangers(f"{why}: {detail}")
         return
     if why == "bad_task":  # found before sampling; good rows take longer and come later: count by number
         num_in_a_row = state.groups.num_alike(group.number) if group.kind == "train" else 0
     else:
-        num_in_a_row = state.failures_in_a_row = state.failures_in_a_row + 1
+        num_in_a_row = state.health.fail()
     if num_in_a_row >= state.options.max_failures:
         stop(state, f"{num_in_a_row} groups failed in a row ({why}). The last: {detail}")
 
@@ -373,6 +358,5 @@ def _is_own_word(record: PlannedGroup, why: str) -> bool:
 
 def stop(state: PlannerState, reason: str) -> None:
     """Stop the run; the first reason counts."""
-    if state.over is None:
-        state.over = reason
+    if state.health.end(reason):
         state.emit(do.StopRun, reason)

@@ -13,15 +13,16 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
     """Return all waits: a pause of the run, the learner's waits, missing valid results of strangers, waits for detached
     workers, waits of idle and standby workers, and those of evaluations.
     """
-    waits = [*([state.paused] if state.paused else []), *_learner_waits(state), *_waits_for_good_work(state, now)]
+    waits = [state.health.paused] if state.health.paused else []
+    waits += [*_learner_waits(state), *_waits_for_good_work(state, now)]
     for worker in state.fleet:
         until = state.fleet.silence.get(worker.worker_id)
-        if worker.detached:
+        if worker.detached_at is not None:
             reason = "its connection is closed; its leases go to others if it does not come back"
             waits.append(Wait("head", worker.worker_id, worker.detached_at, until, reason))
-        elif worker.standby:
+        elif worker.standby_since is not None:
             reason = "it stands by: the active workers suffice"
-            waits.append(Wait(worker.worker_id, "head", worker.standby_since or worker.joined_at, None, reason))
+            waits.append(Wait(worker.worker_id, "head", worker.standby_since, None, reason))
         elif worker.idle_since is not None:
             name, reason = _why_idle(state, worker)
             waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
@@ -48,11 +49,12 @@ def _evaluation_waits(state: PlannerState) -> list[Wait]:
 
 
 def _learner_waits(state: PlannerState) -> list[Wait]:
-    if not state.learner_joined and state.version >= state.options.max_steps:
+    training = state.training
+    if not training.learner_joined and training.version >= state.options.max_steps:
         return []  # the learner has ended; the last evaluation is running
-    if not state.learner_joined:
-        return [Wait("head", "learner", state.wanted_since or 0.0, None, "no learner is connected")]
-    step, since = state.wanted_step, state.wanted_since
+    if not training.learner_joined:
+        return [Wait("head", "learner", training.wanted_since or 0.0, None, "no learner is connected")]
+    step, since = training.wanted_step, training.wanted_since
     if step is None or since is None:
         return []
     if step >= state.options.max_steps:
@@ -101,16 +103,17 @@ def _why_unscored(state: PlannerState, step: int, num_unscored: int) -> str:
 
 
 def _for_rewards(state: PlannerState) -> str:
-    each = f" ({state.reward_seconds:.3g} s each)" if state.reward_seconds is not None else ""
+    seconds = state.gauge.rewards.mean
+    each = f" ({seconds:.3g} s each)" if seconds is not None else ""
     return f"waiting for your reward function{each}"
 
 
 def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
     """Return the waits for results that strangers fail to deliver, and for expelled workers."""
-    waits = []
-    if state.failed_at_strangers >= state.options.max_failures:
-        reason = f"{state.failed_at_strangers} groups failed at strangers' machines in a row; the last: "
-        waits.append(Wait("head", "workers", state.wanted_since or 0.0, None, reason + state.last_failure))
+    waits, health = [], state.health
+    if health.num_failed_at_strangers >= state.options.max_failures:
+        reason = f"{health.num_failed_at_strangers} groups failed at strangers' machines in a row; the last: "
+        waits.append(Wait("head", "workers", state.training.wanted_since or 0.0, None, reason + health.last_failure))
     return waits + [
         Wait(name, "head", one.at, one.expelled_until, f"it is expelled: {one.expelled_for}")
         for name, one in state.conducts.expelled(now)
@@ -127,10 +130,10 @@ def _coming(worker: Worker, newest: SnapshotRef) -> str:
 def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
     """Return whom an idle worker waits for, and why."""
     installed = worker.installed
-    if not state.published:
+    newest = state.snapshots.newest()
+    if newest is None:
         return "learner", "no snapshot is published yet"
-    newest = state.published[max(state.published)]
-    if installed is None or state.published.get(installed.version) != installed:
+    if installed is None or not state.snapshots.has(installed):
         return "head", _coming(worker, newest)
     last = installed.version + state.options.max_staleness
     if not worker.is_own and (until := state.standings.rests.get(worker.ticket)) is not None:

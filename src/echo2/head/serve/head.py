@@ -236,7 +236,7 @@ class Head:
         stored = Stored(tuple(published), evaluated, machines)
         self.driver.start(stored, self.clock.now())
         self.log.flush()
-        self.metrics.truncate(self.planner.version)  # a kill may have preceded this after a fall-back
+        self.metrics.truncate(self.planner.training.version)  # a kill may have preceded this after a fall-back
 
     async def read_files(self, ref: SnapshotRef) -> None:
         """Load the tokenizer of a snapshot, unless one is loaded.

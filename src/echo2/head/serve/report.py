@@ -40,7 +40,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         **learner_metrics,
         **{f"reward/source/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(by_source.items())},
         **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
-        "time/reward": head.planner.reward_seconds or 0.0,
+        "time/reward": head.planner.gauge.rewards.mean or 0.0,
         "reward/retried": head.failures.count("reward_retried"),
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
@@ -162,7 +162,7 @@ def status(head: Head) -> dict[str, Any]:
                 "attends": not worker.detached,
                 "standby": worker.standby,
                 "offer": worker.offer,
-                "rate": worker.rate,
+                "rate": worker.speed.rate,
                 "useful_groups": head.costs.useful_groups(worker.worker_id),
                 "price_usd_per_hour": worker.price_usd_per_hour,
                 "is_own": worker.is_own,
@@ -183,15 +183,15 @@ def status(head: Head) -> dict[str, Any]:
         else {"pid": learner.pid, "host": learner.host, "device": learner.device, "doing": learner.doing},
         "workers": workers,
         "policy": planner.options.policy,
-        "version": planner.version,
-        "lineage": planner.lineage,
+        "version": planner.training.version,
+        "lineage": planner.training.lineage,
         "max_steps": planner.options.max_steps,
         "max_staleness": planner.options.max_staleness,
-        "published": max(planner.published, default=None),
-        "checkpoint": planner.checkpoint_version if planner.checkpoint_version >= 0 else None,
+        "published": max(planner.snapshots.published, default=None),
+        "checkpoint": planner.training.checkpoint_version if planner.training.checkpoint_version >= 0 else None,
         "groups": _group_counts(head),
         "broadcast": {**head.broadcast_times.metrics(), **head.traffic(), "suspects": dict(suspects)},
-        "paused": planner.paused.reason if planner.paused else "",
+        "paused": planner.health.paused.reason if planner.health.paused else "",
         "waits": [_told(head, asdict(wait)) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
         "cost_usd": head.costs.cum_usd(now),
@@ -233,7 +233,7 @@ def _pause_seconds(head: Head) -> float:
 def _group_counts(head: Head) -> dict[str, int]:
     counts: dict[str, int] = {}
     for record in head.planner.groups:
-        if record.step >= head.planner.version:
+        if record.step >= head.planner.training.version:
             counts[record.state] = counts.get(record.state, 0) + 1
     return counts
 
@@ -257,7 +257,7 @@ def summary(head: Head) -> dict[str, Any]:
         "outcome": head.outcome,
         "directory": str(head.rundir.path),
         "checkpoint": newest_checkpoint(head.rundir.checkpoints),
-        "steps": head.planner.version,
+        "steps": head.planner.training.version,
         "eval_before": rows[0]["eval/accuracy"] if rows else None,
         "eval_after": rows[-1]["eval/accuracy"] if rows else None,
         "eval_failed": {row["step"]: found for row in written if (found := _failed_tasks(row))},

@@ -142,8 +142,10 @@ async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire
         prompt = head.reader.prompt(lease.group.kind, task)
         group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
     told = group.rollouts
-    if not 0 < group.lineage <= head.planner.lineage:
-        raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.lineage}")
+    if not 0 < group.lineage <= head.planner.training.lineage:
+        raise PeerError(
+            "malformed", f"sampled in lineage {group.lineage}; the run is in {head.planner.training.lineage}"
+        )
     # A harness's rollout may begin with a prompt of its own, which max_tokens does not bound.
     head.reader.check_lengths(group, TOKENS_MAX if by_harness else params.max_tokens)
     messages.check_turns(group, config.sampling.max_turns if config.tasks.environment else 1, by_harness)

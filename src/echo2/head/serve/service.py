@@ -308,9 +308,9 @@ class Service:
         head.costs.joined("learner", head.config.learner.price_usd_per_hour, head.clock.now())
         planner = head.planner
         welcome = wire.LearnerWelcome(
-            lineage=planner.lineage,
+            lineage=planner.training.lineage,
             max_steps=planner.options.max_steps,
-            published=sorted(planner.retained),
+            published=sorted(planner.snapshots.retained),
             epoch=epoch,
             base_models=[ref.policy for ref in head.distribution.archive.retained if ref.is_base_model],
         )
@@ -372,7 +372,7 @@ class Service:
         version = report.step + 1
         # One row, for the newest step only: a report may arrive late or twice. After a kill before this line the step
         # has no row, but the learner got no answer and reports the step again.
-        if head.planner.version == version and head.metrics.last_step < version:
+        if head.planner.training.version == version and head.metrics.last_step < version:
             head.metrics.write(step_row(head, version, metrics))
             head.rollout_log.trained(version, logprobs)
         head.save_books()
@@ -403,7 +403,7 @@ class Service:
             return wire.Empty()
         if manifest.ref.policy != head.options.policy:
             raise PeerError("malformed", f"a snapshot of {manifest.ref.policy}; this run's is {head.options.policy}")
-        is_known = head.planner.published.get(manifest.ref.version) == manifest.ref
+        is_known = head.planner.snapshots.published.get(manifest.ref.version) == manifest.ref
         await head.distribution.archive.take(manifest)
         await head.read_files(manifest.ref)
         if is_known:  # an anchor, after its delta

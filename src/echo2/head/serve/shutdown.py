@@ -33,7 +33,7 @@ def stop(head: Head, reason: str) -> None:
     if head.stopping or head.outcome is not None:
         return
     head.stopping = reason
-    log.info("stopping: %s; the learner saves a checkpoint of step %d", reason, head.planner.version)
+    log.info("stopping: %s; the learner saves a checkpoint of step %d", reason, head.planner.training.version)
     if head.learner is not None:
         head.learner.orders.put_nowait(wire.LearnerWelcome(stop=reason))
         if head.learner.feed is not None:
@@ -57,13 +57,15 @@ async def _end_when_saved(head: Head) -> None:
                 if head.learner is not None:
                     here_at = head.clock.now()
     except TimeoutError:
-        log.warning("the learner saved no checkpoint of step %d within %.0f s", head.planner.version, SAVE_SECONDS)
+        log.warning(
+            "the learner saved no checkpoint of step %d within %.0f s", head.planner.training.version, SAVE_SECONDS
+        )
     head.end("stopped", head.stopping)
 
 
 def has_saved(head: Head) -> bool:
     """Whether a checkpoint covers every recorded step, or nothing was trained and no learner is connected."""
-    version = head.planner.version
+    version = head.planner.training.version
     if version == 0 and head.learner is None:
         return True
-    return head.planner.checkpoint_version >= version or newest_checkpoint(head.rundir.checkpoints) == version
+    return head.planner.training.checkpoint_version >= version or newest_checkpoint(head.rundir.checkpoints) == version

@@ -306,7 +306,7 @@ class SimHead(Actor):
         if refused is not None:
             return refused
         self.learner_known, self.learner_epoch = True, None
-        return Welcome(self.planner.lineage, tuple(sorted(self.planner.retained)))
+        return Welcome(self.planner.training.lineage, tuple(sorted(self.planner.snapshots.retained)))
 
     def _answer_learner(self, body: object) -> object:
         match body:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.types import SnapshotRef
+from echo2.head.fleet.decide.throughput import Throughput
 
 #: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
 UNKNOWN = "unknown"
@@ -35,12 +36,11 @@ Place = tuple[int, Kind]
 @dataclass(slots=True)
 class Worker:
     """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
-    begins a step, until one of them is delivered (`frontier`); None: no such limit. `detached`: its connection is
-    closed, and it may return. `ticket`: with which a stranger joined; empty for machines of the run's owner. `standby`:
-    it waits to be activated and gets no leases. `offer`: from which its machine was rented; `returned`: the machine is
-    being returned. `samples`: leased to it and not delivered yet. `rate`: rollouts per second while it has work, 0
-    until measured, and its variance; `gauge` computes both from the four fields that follow. `refused`: the snapshot
-    that it could not install, and why. `draws`: its engine draws from the head's random numbers.
+    begins a step, until one of them is delivered (`frontier`); None: no such limit. `detached_at`: when its connection
+    closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's owner.
+    `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine was
+    rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
+    snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers.
     """
 
     worker_id: str
@@ -49,22 +49,14 @@ class Worker:
     installed: SnapshotRef | None
     joined_at: float
     ticket: str = ""
-    detached: bool = False
-    detached_at: float = 0.0
+    detached_at: float | None = None
     failures_in_a_row: int = 0
     idle_since: float | None = None
-    standby: bool = False
     standby_since: float | None = None
     offer: str = ""
     returned: bool = False
     samples: int = 0
-    rate: float = 0.0
-    rate_variance: float = 0.0
-    done_samples: int = 0
-    busy_seconds: float = 0.0
-    busy_since: float | None = None
-    occupancy: float = 0.0
-    unmeasured_samples: int = 0
+    speed: Throughput = field(default_factory=Throughput)
     refused: str = ""
     first_groups: int | None = None
     draws: bool = False
@@ -73,6 +65,20 @@ class Worker:
     def is_own(self) -> bool:
         """Whether the worker is a machine of the run's owner."""
         return not self.ticket
+
+    @property
+    def detached(self) -> bool:
+        """Whether its connection is closed; it may return."""
+        return self.detached_at is not None
+
+    @property
+    def standby(self) -> bool:
+        """Whether it waits to be activated."""
+        return self.standby_since is not None
+
+    def return_machine(self) -> None:
+        """Its machine is being returned."""
+        self.returned = True
 
 
 @dataclass(slots=True)
@@ -122,9 +128,53 @@ class Fleet:
         """Record that the worker is alive: it counts as lost only after another period of silence."""
         self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
 
+    def report(self, worker: Worker, installed: SnapshotRef | None, refused: str, now: float) -> bool:
+        """Record what a worker says it has installed, and refused. Return whether the installed snapshot changed."""
+        self.heard(worker.worker_id, now)
+        is_new = installed != worker.installed
+        worker.installed, worker.refused = installed, refused
+        if is_new:
+            self.file(worker)
+        return is_new
+
+    def load(self, worker: Worker, num_samples: int, now: float) -> None:
+        """Record how many samples a worker holds."""
+        worker.samples = num_samples
+        self.file(worker)
+        worker.speed.use(num_samples, self.at_once(worker) * self.group_size, now)
+        if not worker.detached:
+            worker.idle_since = None if num_samples else now if worker.idle_since is None else worker.idle_since
+
+    def begin_step(self, worker: Worker, num_groups: int | None) -> None:
+        """Limit the groups with which a worker begins a step."""
+        worker.first_groups = num_groups
+
+    def deliver(self, worker: Worker, num_samples: int, is_continuous: bool, now: float) -> float:
+        """Record an accepted result of a worker. Return the seconds of a batch if its rate was measured, else 0.
+        `is_continuous`: slots are refilled one by one.
+        """
+        worker.failures_in_a_row, worker.first_groups = 0, None
+        num_left = worker.samples if is_continuous else 0
+        return worker.speed.deliver(num_samples, self.at_once(worker) * self.group_size, num_left, now)
+
+    def set_failures(self, worker: Worker, num_failures: int) -> None:
+        """Set a stranger's failures in a row: other workers of its ticket come before it."""
+        worker.failures_in_a_row = num_failures
+        self.file(worker)
+
+    def activate(self, worker: Worker) -> None:
+        """End a worker's standby."""
+        worker.standby_since = None
+        self.file(worker)
+
+    def stand_by(self, worker: Worker, now: float) -> None:
+        """Give the worker no more leases; it finishes those that it has."""
+        worker.standby_since = now
+        self.file(worker)
+
     def detach(self, worker: Worker, now: float) -> None:
         """Record a closed connection: the worker counts as lost after the grace period unless it comes back."""
-        worker.detached, worker.detached_at = True, now
+        worker.detached_at = now
         self.silence.set(worker.worker_id, now + GRACE_HEARTBEATS * self.heartbeat_seconds)
         self.file(worker)
 
@@ -152,7 +202,7 @@ class Fleet:
                 self.file(worker)
         return bool(rested)
 
-    def remove(self, worker_id: str) -> None:
+    def lose(self, worker_id: str) -> None:
         """Remove the worker with this id, if present."""
         self._own.pop(worker_id, None)
         if self._workers.pop(worker_id, None) is not None:
@@ -190,7 +240,7 @@ class Fleet:
     def full_seconds(self, worker: Worker) -> float:
         """Return the seconds that a worker needs for all groups that it may hold, by its measured rate; 0: unknown."""
         samples = LOOK_AHEAD * self.at_once(worker) * self.group_size
-        return samples / worker.rate if worker.rate > 0 else 0.0
+        return samples / worker.speed.rate if worker.speed.rate > 0 else 0.0
 
     def room(self, worker: Worker, depth: int) -> int:
         """Return how many more rollouts this worker may get: to fill its slots (depth 0), or also to wait at the worker

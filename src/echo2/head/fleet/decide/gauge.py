@@ -1,8 +1,6 @@
 """Measures the running fleet and learner from the planner's own events: the symbols of `formulas.py`, and why the
 learner waited for a step.
 
-A worker's rate counts only the time in which it holds leases, so that a worker without work does not look slow.
-
 A wait is explained by what the group that arrived last was doing meanwhile. That group is the step's critical path: if
 any other group had arrived sooner, the learner would have waited as long.
 """
@@ -19,7 +17,6 @@ from types import MappingProxyType
 
 from echo2.core.types import SnapshotRef
 from echo2.head.decide.groups import PlannedGroup
-from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE
 
 #: What the last group waited for, with a description for the operator.
@@ -33,10 +30,6 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "held": "checks of how tokens were drawn, or room on the disk",
     }
 )
-#: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
-BATCHES_PER_RATE = 4
-#: Weight of a new rate in the running mean.
-NEW_RATE = 0.5
 #: Steps and broadcasts remembered.
 NUM_REMEMBERED = 15
 #: Share of its training time that the learner may wait before a bottleneck is reported.
@@ -113,7 +106,8 @@ def _moved(mean: float | None, value: float) -> float:
 class Gauge:
     """Measurements of recent steps. `train_seconds`: training time; `waits`: what the learner waited for before each
     step; `replaced`: groups that dynamic sampling retired. `broadcasts`: seconds from a publication until enough
-    workers had installed it.
+    workers had installed it. `rewards`, `replay`: seconds of the reward functions, and of the environment's replay,
+    for a group.
     """
 
     train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
@@ -124,6 +118,8 @@ class Gauge:
     batch_seconds: float = 0.0
     lease_seconds: float = 0.0
     num_leases: int = 0
+    rewards: UsualSeconds = field(default_factory=UsualSeconds)
+    replay: UsualSeconds = field(default_factory=UsualSeconds)
     _training_since: float | None = None
     _spreading: tuple[SnapshotRef, float] | None = None
     _num_installed: int = 0
@@ -193,51 +189,7 @@ class Gauge:
         self.num_leases += 1
         self.lease_seconds += (seconds - self.lease_seconds) * max(0.05, 1.0 / self.num_leases)
 
-    def delivered(
-        self, worker: Worker, num_samples: int, samples_per_batch: int, is_continuous: bool, now: float
-    ) -> None:
-        """Record a result of a worker. Work that it had when it joined began earlier and does not count."""
-        if worker.unmeasured_samples > 0:
-            worker.unmeasured_samples -= num_samples
-            worker.done_samples, worker.busy_seconds = 0, 0.0
-            worker.busy_since = None if worker.busy_since is None else now
-            return
-        worker.done_samples += num_samples
-        if worker.done_samples < (BATCHES_PER_RATE if worker.rate else 1) * samples_per_batch:
-            return
-        seconds = busy_seconds(worker, now)
+    def batch_done(self, seconds: float) -> None:
+        """Record the seconds of a worker's batch; 0: its rate was not measured."""
         if seconds > 0:
-            # The first time, slots started empty and their content is now half done on average; later both cancel out.
-            begun = min(worker.samples, samples_per_batch) / 2 if is_continuous and not worker.rate else 0.0
-            rate = (worker.done_samples + begun) / seconds
-            known, difference = worker.rate > 0, rate - worker.rate
-            worker.rate += difference * (NEW_RATE if known else 1.0)
-            if known:
-                worker.rate_variance = (1 - NEW_RATE) * (worker.rate_variance + NEW_RATE * difference**2)
-            batch = seconds * samples_per_batch / worker.done_samples
-            self.batch_seconds += (batch - self.batch_seconds) * (0.1 if self.batch_seconds else 1.0)
-        worker.done_samples, worker.busy_seconds = 0, 0.0
-        worker.busy_since = None if worker.busy_since is None else now
-
-
-def busy_seconds(worker: Worker, now: float) -> float:
-    """Seconds for which the worker was busy since its rate was last measured, weighted by the share of slots in use. A
-    worker that lacks work for some slots therefore does not look slow.
-    """
-    return worker.busy_seconds + ((now - worker.busy_since) * worker.occupancy if worker.busy_since is not None else 0)
-
-
-def is_occupied(worker: Worker, num_slots: int, now: float) -> None:
-    """Record how many of the worker's `num_slots` slots are used from now on."""
-    worker.busy_seconds = busy_seconds(worker, now)
-    worker.occupancy = min(1.0, worker.samples / num_slots)
-    worker.busy_since = now if worker.samples else None
-
-
-def rate_now(worker: Worker, assumed_rate: float, samples_per_batch: int, now: float) -> float:
-    """Current rollouts per second: as measured or assumed, or less if the current work already takes longer than that.
-    A measured worker may have one batch and part of another in progress; a worker without results is at its first.
-    """
-    rate, seconds = worker.rate or assumed_rate, busy_seconds(worker, now)
-    under_way = (2 if worker.rate else 1) * samples_per_batch
-    return min(rate, (worker.done_samples + under_way) / seconds) if seconds > 0 else rate
+            self.batch_seconds += (seconds - self.batch_seconds) * (0.1 if self.batch_seconds else 1.0)

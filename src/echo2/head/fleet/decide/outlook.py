@@ -65,10 +65,10 @@ def outlook(state: PlannerState, now: float) -> Outlook:
         active=len(workers),
         standby=state.fleet.num_attending - len(workers),
         rate=math.fsum(one.rate for one in active),
-        rate_sd=math.sqrt(math.fsum(worker.rate_variance for worker in workers)),
+        rate_sd=math.sqrt(math.fsum(worker.speed.variance for worker in workers)),
         needed_rate=needed,
         short=num_short(active, needed) if rated and needed is not None else None,
-        reward_seconds=state.reward_seconds if state.gauge.bottleneck() == "rewards" else None,
+        reward_seconds=state.gauge.rewards.mean if state.gauge.bottleneck() == "rewards" else None,
         limit=_limit(state),
     )
 
@@ -112,4 +112,4 @@ def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
 
 def _spread(worker: Worker) -> float:
     """Estimate the standard deviation of the logarithm of the worker's durations from its rate and variance."""
-    return min(1.0, math.sqrt(worker.rate_variance) / worker.rate) if worker.rate > 0 else 0.0
+    return min(1.0, math.sqrt(worker.speed.variance) / worker.speed.rate) if worker.speed.rate > 0 else 0.0

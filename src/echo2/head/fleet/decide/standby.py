@@ -15,24 +15,16 @@ from collections.abc import Iterable
 from echo2.core.errors import UserError
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide.state import Activation, PlannerState
+from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.activation import Candidate, aim, choose
 from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.fleet.decide.formulas import Demand, mu_target
-from echo2.head.fleet.decide.gauge import rate_now
+from echo2.head.fleet.decide.rentals import RENT_SECONDS, RETURN_SECONDS, Rentals
 from echo2.head.fleet.decide.workers import announce_newest, stand_by
 from echo2.head.strangers.decide import strangers
 
-#: Seconds between two reviews of the fleet: the cost of each grows with the fleet.
-LOOK_SECONDS = 5.0
-#: Seconds after which a rented machine that has not joined is given up.
-RENT_SECONDS = 900.0
-#: Seconds that a rented machine is on standby, or without its worker, before it is returned.
-RETURN_SECONDS = 300.0
 #: Seconds that the learner waits without any worker before the first machine is rented.
 ALONE_SECONDS = 60.0
-#: Seconds between two tries of an offer whose hook fails: the first value, doubled at each failure up to the second.
-RETRY_SECONDS = (15.0, 900.0)
 #: A target above this multiple of R / T counts as infinite: the staleness window is too narrow, and renting machines
 #: does not widen it.
 MOST_FACTOR = 10.0
@@ -44,39 +36,35 @@ def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: f
     """Restore machines that an earlier head rented. A machine without a worker is still waited for. A known worker
     counts as away until it returns; if it does not, its machine is returned.
     """
-    activation = state.activation
-    if activation is None:
+    if state.rentals is None:
         return
     for machine in machines:
         if machine.worker_id:
-            activation.gone[machine.worker_id] = (machine.offer, now)
+            state.rentals.lose(machine.worker_id, machine.offer, now)
         else:
-            activation.rents.setdefault(machine.offer, []).append(now)
+            state.rentals.rent(machine.offer, now)
 
 
 def look(state: PlannerState, now: float) -> None:
     """Activate, release, rent and return machines, if a review of the fleet is due."""
-    activation = state.activation
-    if activation is None or now < activation.next_at:
+    rentals, training = state.rentals, state.training
+    if rentals is None or now < rentals.next_at or not (len(state.fleet) or state.options.offers):
         return
+    rentals.reviewed(now)
     if state.options.offers:
-        activation.next_at = now + LOOK_SECONDS
-        _return_unneeded(state, activation, now)
-    if not len(state.fleet) and state.options.offers:
-        since = state.wanted_since
-        if state.wanted_step is not None and since is not None and now - since >= ALONE_SECONDS:
-            _rent(state, activation, activation.needed_rate or LEAST_RATE, now)
+        _return_unneeded(state, rentals, now)
     if not len(state.fleet):
+        since = training.wanted_since
+        if training.wanted_step is not None and since is not None and now - since >= ALONE_SECONDS:
+            _rent(state, rentals, rentals.needed_rate or LEAST_RATE, now)
         return
-    activation.next_at = now + LOOK_SECONDS
     needed, candidates = needed_rate(state), list_candidates(state, now)
     if needed is None or not any(one.rate > 0 for one in candidates):
         return
-    is_first, activation.needed_rate = activation.needed_rate is None, needed
-    if is_first:
+    if rentals.need(needed):
         _release_unneeded(state, candidates, needed, now)
         candidates = list_candidates(state, now)
-    change = activation.loop.update(now, needed, candidates)
+    change = rentals.change(needed, candidates, now)
     for worker_id in change.activate:
         activate(state, worker_id, change.reason)
     for worker_id in change.release:
@@ -84,7 +72,7 @@ def look(state: PlannerState, now: float) -> None:
     if change.activate:
         announce_newest(state, "newest when the workers were activated", change.activate)
     if state.options.offers and change.short_rate > 0 and state.gauge.bottleneck() != "rewards":
-        _rent(state, activation, change.short_rate, now)
+        _rent(state, rentals, change.short_rate, now)
 
 
 def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: float, now: float) -> None:
@@ -130,12 +118,12 @@ def list_candidates(state: PlannerState, now: float) -> list[Candidate]:
     """Return all connected workers, and active ones that may return. A rate not yet measured is estimated from the
     other workers, in proportion to slots.
     """
-    known = [worker.rate / worker.slots for worker in state.fleet if worker.rate]
+    known = [worker.speed.rate / worker.slots for worker in state.fleet if worker.speed.rate]
     each = statistics.median(known) if known else 0.0
     return [
         Candidate(
             worker.worker_id,
-            rate_now(worker, each * worker.slots, state.fleet.at_once(worker) * state.options.group_size, now),
+            worker.speed.current(each * worker.slots, state.fleet.at_once(worker) * state.options.group_size, now),
             worker.price_usd_per_hour,
             not worker.standby,
         )
@@ -148,8 +136,7 @@ def activate(state: PlannerState, worker_id: str, reason: str) -> None:
     """Activate a worker on standby."""
     worker = state.fleet.get(worker_id)
     if worker is not None and worker.standby:
-        worker.standby, worker.standby_since = False, None
-        state.fleet.file(worker)
+        state.fleet.activate(worker)
         state.emit(do.ActivateWorker, reason, worker_id=worker_id)
 
 
@@ -165,7 +152,7 @@ def keep_last(state: PlannerState) -> None:
     """Beside strangers, keep a machine of the owner active, and one that can check them: only such a machine can
     evaluate, and strangers are limited and checked only beside it.
     """
-    if state.activation is None or len(state.fleet) == len(state.fleet.own()) or any(strangers.checkers(state)):
+    if state.rentals is None or len(state.fleet) == len(state.fleet.own()) or any(strangers.checkers(state)):
         return  # usually by the first machine: this runs at every event
     for pool in _kinds(state):
         if pool and all(one.standby for one in pool):
@@ -186,19 +173,7 @@ def _kinds(state: PlannerState) -> tuple[list[Worker], list[Worker]]:
     return own, [one for one in own if one.draws]
 
 
-def rent_failed(state: PlannerState, offer: str, now: float) -> None:
-    """Skip this offer for a while, longer after each failure in a row; others may be used instead."""
-    activation = state.activation
-    if activation is None:
-        return
-    if rents := activation.rents.get(offer):
-        rents.pop()
-    num_failures = activation.failures.get(offer, (0, 0.0))[0] + 1
-    seconds = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2.0 ** (num_failures - 1))
-    activation.failures[offer] = (num_failures, now + seconds)
-
-
-def _rent(state: PlannerState, activation: Activation, short_rate: float, now: float) -> None:
+def _rent(state: PlannerState, rentals: Rentals, short_rate: float, now: float) -> None:
     """Rent the cheapest machines on offer that close the gap, less those already rented but not joined. If no rate is
     enough, rents one machine if there are no workers, and otherwise none.
     """
@@ -207,40 +182,28 @@ def _rent(state: PlannerState, activation: Activation, short_rate: float, now: f
     present = [worker.offer for worker in state.fleet]
     pool, coming = [], 0.0
     for offer in state.options.offers:
-        rents = activation.rents.setdefault(offer.name, [])
-        coming += offer.rate * len(rents)
-        if now < activation.failures.get(offer.name, (0, 0.0))[1]:
-            continue
-        num_away = sum(1 for name, _ in activation.gone.values() if name == offer.name)
-        num_left = offer.count - len(rents) - present.count(offer.name) - num_away
+        coming += offer.rate * rentals.num_coming(offer.name)
+        num_left = 0 if rentals.is_skipped(offer.name, now) else offer.count - rentals.num_out(offer.name, present)
         pool += [Candidate(f"{offer.name}/{n}", offer.rate, offer.price_usd_per_hour) for n in range(num_left)]
     missing = LEAST_RATE if short_rate == math.inf else short_rate
     if missing <= coming or not pool:
         return
     for machine in choose(pool, missing - coming).worker_ids:
         name = machine.rpartition("/")[0]
-        activation.rents[name].append(now)
+        rentals.rent(name, now)
         reason = f"the connected workers are {missing:.4g} rollouts/s short" if present else "no worker is connected"
         state.emit(do.RentMachine, reason, offer=name)
 
 
-def _return_unneeded(state: PlannerState, activation: Activation, now: float) -> None:
-    for name, rents in activation.rents.items():
-        while rents and now - rents[0] >= RENT_SECONDS:
-            del rents[0]
-            state.emit(do.ReturnMachine, f"no worker joined within {RENT_SECONDS:.0f} s", offer=name, worker_id="")
+def _return_unneeded(state: PlannerState, rentals: Rentals, now: float) -> None:
+    for name in rentals.pop_overdue(now):
+        state.emit(do.ReturnMachine, f"no worker joined within {RENT_SECONDS:.0f} s", offer=name, worker_id="")
     for worker in state.fleet:
         since = worker.standby_since
-        if worker.offer and worker.standby and not worker.returned and _is_long_ago(since, now):
-            worker.returned = True  # request the return only once
+        if worker.offer and not worker.returned and since is not None and now - since >= RETURN_SECONDS:
+            worker.return_machine()  # requested only once
             reason = f"it has stood by for {RETURN_SECONDS:.0f} s"
             state.emit(do.ReturnMachine, reason, offer=worker.offer, worker_id=worker.worker_id)
-    for worker_id, (offer, since) in list(activation.gone.items()):
-        if _is_long_ago(since, now):
-            del activation.gone[worker_id]
-            reason = f"its worker has been lost for {RETURN_SECONDS:.0f} s"
-            state.emit(do.ReturnMachine, reason, offer=offer, worker_id=worker_id)
-
-
-def _is_long_ago(since: float | None, now: float) -> bool:
-    return since is not None and now - since >= RETURN_SECONDS
+    for worker_id, offer in rentals.pop_lost(now):
+        reason = f"its worker has been lost for {RETURN_SECONDS:.0f} s"
+        state.emit(do.ReturnMachine, reason, offer=offer, worker_id=worker_id)

@@ -11,7 +11,8 @@ from echo2.head.decide import lease_times
 from echo2.head.decide.results import end_lease
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import Worker
-from echo2.head.strangers.decide import checks, strangers
+from echo2.head.fleet.decide.throughput import Throughput
+from echo2.head.strangers.decide import strangers
 
 #: Minimum limit of leases that a returning worker may claim to hold; otherwise twice the most that it is ever granted.
 CLAIMS_MIN = 64
@@ -19,29 +20,34 @@ CLAIMS_MIN = 64
 
 def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> None:
     """A worker joined or returned: end the leases that it no longer has, and add it to the fleet."""
-    checks.interrupted(state, event.worker_id, is_gone=False)
+    state.trust.interrupt(event.worker_id, is_gone=False)
     lost = [lease_id for lease_id in state.leases.of_worker(event.worker_id) if lease_id not in event.held_leases]
     for lease_id in lost:
         end_lease(state, lease_id, "lost", "the worker came back without it")
     most = state.options.groups_per_batch * state.options.group_size
-    slots = min(event.slots, most) if event.ticket else event.slots
-    installed = state.own_snapshot(event.installed)
-    worker = Worker(event.worker_id, slots, event.price_usd_per_hour, installed, now, idle_since=now)
-    worker.samples, worker.offer = state.leases.samples_of(event.worker_id), event.offer
-    worker.ticket, worker.draws = event.ticket, event.draws
-    if not worker.is_own:
-        worker.failures_in_a_row = state.conducts.of(event.worker_id).num_failed
-    before = state.fleet.get(event.worker_id)
-    if before is not None:
-        worker.rate, worker.rate_variance, worker.returned = before.rate, before.rate_variance, before.returned
-    if before is not None and not lost:  # it kept working, so its measurements continue
-        worker.done_samples, worker.unmeasured_samples = before.done_samples, before.unmeasured_samples
-        worker.busy_seconds, worker.busy_since = before.busy_seconds, before.busy_since
-        worker.occupancy = before.occupancy
+    before, installed = state.fleet.get(event.worker_id), state.own_snapshot(event.installed)
+    samples = state.leases.samples_of(event.worker_id)
+    if before is not None and not lost:
+        speed = before.speed  # it kept working, so its measurements continue
     else:
-        worker.unmeasured_samples = worker.samples
-    worker.standby = _joins_standing_by(state, event, before)
-    worker.standby_since = now if worker.standby else None
+        known = Throughput() if before is None else before.speed
+        speed = Throughput(known.rate, known.variance, num_unmeasured=samples)
+    worker = Worker(
+        event.worker_id,
+        min(event.slots, most) if event.ticket else event.slots,
+        event.price_usd_per_hour,
+        installed,
+        now,
+        event.ticket,
+        failures_in_a_row=state.conducts.of(event.worker_id).num_failed if event.ticket else 0,
+        idle_since=now,
+        standby_since=now if _joins_standing_by(state, event, before) else None,
+        offer=event.offer,
+        returned=before is not None and before.returned,
+        samples=samples,
+        speed=speed,
+        draws=event.draws,
+    )
     state.fleet.join(worker, now)
     if installed is not None and not worker.standby and (before is None or before.installed != installed):
         state.gauge.installed(installed, state.fleet.num_active, now)
@@ -65,23 +71,16 @@ def _joins_standing_by(state: PlannerState, event: ev.WorkerJoined, before: Work
     """Whether a joining worker starts on standby. A returning one continues as before. A new one is active at once if
     the needed rate is unknown or its machine was just rented; otherwise it waits to be activated.
     """
-    activation = state.activation
-    if activation is None:
-        return before is not None and before.standby
-    was_lost = activation.gone.pop(event.worker_id, None) is not None
+    rentals, is_known = state.rentals, before is not None
+    is_new_machine = rentals is not None and rentals.join(event.worker_id, event.offer, is_known)
     if before is not None:
         return before.standby
-    if not was_lost and (rents := activation.rents.get(event.offer)):
-        rents.pop(0)
-        activation.failures.pop(event.offer, None)
-        return False
-    return activation.needed_rate is not None
+    return rentals is not None and not is_new_machine and rentals.needed_rate is not None
 
 
 def announce_newest(state: PlannerState, reason: str, worker_ids: tuple[str, ...]) -> None:
     """Tell these workers the newest available snapshot."""
-    if state.retained and worker_ids:
-        ref = state.retained[max(state.retained)]
+    if worker_ids and (ref := state.snapshots.newest_retained()) is not None:
         state.emit(do.AnnounceSnapshot, reason, ref=ref, worker_ids=worker_ids)
 
 
@@ -98,22 +97,16 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
     worker = state.fleet.get(event.worker_id)
     if worker is None or worker.detached:
         return False
-    state.fleet.heard(event.worker_id, now)
-    worker.refused = event.refused
     installed = state.own_snapshot(event.installed)
-    if worker.installed == installed:
-        return False
-    worker.installed = installed
-    state.fleet.file(worker)
-    if installed is not None and not worker.standby:
+    is_new = state.fleet.report(worker, installed, event.refused, now)
+    if is_new and installed is not None and not worker.standby:
         state.gauge.installed(installed, state.fleet.num_active, now)
-    return True
+    return is_new
 
 
 def stand_by(state: PlannerState, worker: Worker, now: float) -> None:
     """Give the worker no more leases; it finishes those that it has."""
-    worker.standby, worker.standby_since = True, now
-    state.fleet.file(worker)
+    state.fleet.stand_by(worker, now)
     state.gauge.fewer_active(state.fleet.num_active, now)
 
 
@@ -122,12 +115,12 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) ->
     worker = state.fleet.get(worker_id)
     if worker is None:
         return
-    if state.activation is not None and worker.offer and not worker.returned:
-        state.activation.gone[worker_id] = (worker.offer, now)
+    if state.rentals is not None and worker.offer and not worker.returned:
+        state.rentals.lose(worker_id, worker.offer, now)
     for lease_id in state.leases.of_worker(worker_id):
         end_lease(state, lease_id, "lost", reason)
-    state.fleet.remove(worker_id)
-    checks.interrupted(state, worker_id, is_gone=True)
+    state.fleet.lose(worker_id)
+    state.trust.interrupt(worker_id, is_gone=True)
     state.gauge.fewer_active(state.fleet.num_active, now)
     state.emit(do.WorkerGone, reason, worker_id=worker_id)
 
@@ -159,6 +152,5 @@ def expire(state: PlannerState, now: float) -> bool:
 
 def expel(state: PlannerState, now: float) -> None:
     """Expel workers with too many refusals or wrong logprobs."""
-    to_expel, state.conducts.to_expel = state.conducts.to_expel, {}
-    for worker_id, reason in to_expel.items():
+    for worker_id, reason in state.conducts.take_to_expel() if state.conducts.to_expel else ():
         lose_worker(state, worker_id, strangers.expel(state, worker_id, reason), now)

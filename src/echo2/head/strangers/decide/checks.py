@@ -30,7 +30,7 @@ from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.strangers.decide import strangers
-from echo2.head.strangers.decide.trust import CLEAN_TO_LEAVE, SURPRISE_MAX, DrawnCheck, OpenCheck, Trust, first
+from echo2.head.strangers.decide.trust import CLEAN_TO_LEAVE, SURPRISE_MAX, DrawnCheck, OpenCheck, Trust
 
 #: Share of the groups of a ticket that are checked (benchmarks/strangers/hostile_sampling.py).
 CHECK_SHARE = 0.05
@@ -90,24 +90,11 @@ def _close(state: PlannerState, number: int, reason: str) -> None:
         state.emit(do.EndCheck, reason, number=number)
 
 
-def interrupted(state: PlannerState, worker_id: str, is_gone: bool) -> None:
-    """Ask again for the checks of a machine whose connection began anew: an order, or a process, may have been lost. Of
-    one that is gone no late verdict comes either.
-    """
-    for check in state.trust.open.values():
-        if check.checker == worker_id:
-            check.checker = ""
-    for check in list(state.trust.late.values()):
-        if check.checker == worker_id and is_gone:
-            del state.trust.late[check.drawn.number]
-
-
 def assign(state: PlannerState) -> None:
     """Give each idle machine of the owner that can check one check, the oldest first."""
     if all(check.checker for check in state.trust.open.values()):
         return
-    busy = {check.checker for check in (*state.trust.open.values(), *state.trust.late.values())}
-    free = [worker for worker in strangers.checkers(state) if worker.worker_id not in busy]
+    free = state.trust.free_checkers(strangers.checkers(state))
     for check in state.trust.open.values() if free else ():
         if check.checker:
             continue
@@ -118,7 +105,7 @@ def assign(state: PlannerState) -> None:
             continue
         chosen = min(able, key=lambda one: (one.installed, one.joined_at, one.worker_id))
         free.remove(chosen)
-        check.checker = chosen.worker_id
+        check.give_to(chosen.worker_id)
         state.emit(
             do.CheckGroup,
             f"group {check.drawn.number} of {check.drawn.worker_id} is to be checked",
@@ -132,18 +119,18 @@ def assign(state: PlannerState) -> None:
 def checked(state: PlannerState, event: ev.GroupChecked) -> None:
     """Handle a verdict. Ignores verdicts that were not requested or were given up."""
     number = event.group.number
-    check = state.trust.open.get(number) or state.trust.late.get(number)
-    if check is None or check.checker != event.worker_id:
+    check = state.trust.asked(number, event.worker_id)
+    if check is None:
         return
-    is_late = state.trust.late.pop(number, None) is not None
+    is_late = state.trust.end_late(number)
     missed = event.missed or _why_undecided(event)
     if missed:
         if is_late:
             return
-        check.missed_by += (event.worker_id,)
+        check.miss(event.worker_id)
         others = any(one.worker_id not in check.missed_by for one in strangers.checkers(state))
         if len(check.missed_by) < TRIES_MAX and others:
-            check.checker = ""  # another machine may still hold these weights
+            check.give_to("")  # another machine may still hold these weights
         else:
             _missed(state, check, missed)
         return
@@ -177,23 +164,13 @@ def _why_undecided(event: ev.GroupChecked) -> str:
 
 def expire(state: PlannerState, now: float) -> bool:
     """Wait no longer for overdue checks, and give up late ones. Returns whether there were any."""
-    is_any, late = False, state.trust.late
-    while (check := first(state.trust.open)) is not None and check.until <= now:
+    is_any = False
+    while (check := state.trust.first_open()) is not None and check.until <= now:
         if check.checker:
-            check.until = now + LATE_LEASES * state.options.lease_seconds
-            late[check.drawn.number] = check
+            state.trust.wait_longer(check, now + LATE_LEASES * state.options.lease_seconds)
         _missed(state, check, "no verdict came in time")
         is_any = True
-    while (check := first(late)) is not None and check.until <= now:
-        del late[check.drawn.number]
-        is_any = True
-    return is_any
-
-
-def next_at(state: PlannerState) -> float | None:
-    """Return the time at which the next check becomes overdue or is given up, or None."""
-    nexts = [check.until for check in (first(state.trust.open), first(state.trust.late)) if check is not None]
-    return min(nexts, default=None)
+    return state.trust.expire_late(now) or is_any
 
 
 def _record(state: PlannerState, ticket: str, trust: Trust, reason: str) -> None:
@@ -237,7 +214,7 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
     if not is_again:
         return
     for worker in [worker for worker in state.fleet if worker.ticket == check.drawn.ticket]:
-        state.conducts.to_expel[worker.worker_id] = f"its rollouts were not drawn as it says; {reason}"
+        state.conducts.distrust(worker.worker_id, f"its rollouts were not drawn as it says; {reason}")
     strangers.rest(state, check.drawn.ticket, EXPELLED_REST_SECONDS, "its workers are expelled")
 
 

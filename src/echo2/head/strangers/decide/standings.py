@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.types import SnapshotRef
+from echo2.head.strangers.decide.trust import TicketRest
 
 #: Refusals that a worker may cause in a burst; refusals added per granted lease; refusals restored per second. An
 #: honest worker's result is refused at most once per lease (late, duplicate), or twice if the answer was lost.
@@ -25,6 +26,9 @@ MISMATCH_MAX, MISMATCH_TOKENS = 0.1, 1024.0
 #: checked. It is about six standard deviations of honest sampling, but no proof of fraud: groups without a gradient are
 #: not measured, and the others contain more rare tokens.
 SURPRISE_ODD = 0.3
+#: Credit that a ticket loses by a lease without a result; a result earns 1. A ticket with more than a third of its
+#: leases failing gets fewer and fewer.
+LOST_CREDIT = 2
 #: Accepted results that cancel one rest of a ticket: its next rest is half as long.
 RESULTS_PER_PARDON = 16
 #: Workers whose conduct is remembered; the least recently used are dropped first.
@@ -65,6 +69,37 @@ class Standings:
             self.of(ticket).num_held -= 1
         return ticket
 
+    def earn(self, ticket: str, most: int) -> bool:
+        """Raise the credit of this ticket, up to `most`. Return whether its results cancelled a rest."""
+        standing = self.of(ticket)
+        standing.credit = min(standing.credit + 1, most)
+        standing.num_good += 1
+        is_pardoned = standing.num_good >= RESULTS_PER_PARDON
+        if is_pardoned:
+            standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
+        return is_pardoned
+
+    def blame(self, ticket: str, more: int) -> bool:
+        """Reduce the credit of this ticket, by `more` beyond the usual. Return whether it must rest now."""
+        standing = self.of(ticket)
+        standing.credit = max(0, standing.credit - LOST_CREDIT - more)
+        standing.num_good = 0
+        return standing.credit == 0 and not self.is_resting(ticket)
+
+    def is_resting(self, ticket: str) -> bool:
+        """Whether this ticket gets no leases for a while."""
+        return self.rests.get(ticket) is not None
+
+    def restore(self, old: TicketRest, now: float) -> None:
+        """Restore a rest from before a restart of the head."""
+        self.of(old.ticket).num_rests = old.num_rests
+        if old.until > now:
+            self.rests.set(old.ticket, old.until)
+
+    def recorded(self, ticket: str) -> TicketRest:
+        """Return the rest of this ticket, as the ledger stores it."""
+        return TicketRest(ticket, self.rests.get(ticket) or 0.0, self.of(ticket).num_rests)
+
     def rest(self, ticket: str, until: float, is_fault: bool = True) -> None:
         """Give the ticket no leases until then, or until a longer rest ends. `is_fault`: its next rest is longer."""
         self.of(ticket).num_rests += is_fault
@@ -102,7 +137,7 @@ class Conduct:
 
 @dataclass(slots=True)
 class Conducts:
-    """The conducts by worker. `to_expel`: workers to expel now -> reason."""
+    """The conducts by worker. `to_expel`: workers to expel now -> reason, until `take_to_expel`."""
 
     to_expel: dict[str, str] = field(default_factory=dict)
     _of: dict[str, Conduct] = field(default_factory=dict)
@@ -115,6 +150,32 @@ class Conducts:
             del self._of[next(iter(self._of))]
         return conduct
 
+    def take_to_expel(self) -> list[tuple[str, str]]:
+        """Return the workers to expel now, with reasons, once."""
+        to_expel = list(self.to_expel.items())
+        self.to_expel.clear()
+        return to_expel
+
+    def distrust(self, worker_id: str, reason: str) -> None:
+        """Have the worker expelled."""
+        self.to_expel[worker_id] = reason
+
+    def succeed(self, worker_id: str, newest: SnapshotRef | None) -> None:
+        """Record an accepted result. `newest`: the newest weights that the worker has had."""
+        conduct = self.of(worker_id)
+        conduct.num_failed, conduct.sampled_with = 0, newest
+
+    def fail(self, worker_id: str) -> int:
+        """Record a lease without a result. Return how many in a row."""
+        conduct = self.of(worker_id)
+        conduct.num_failed += 1
+        return conduct.num_failed
+
+    def restore(self, worker_id: str, num_expelled: int, until: float, reason: str) -> None:
+        """Restore an expulsion from before a restart of the head."""
+        conduct = self.of(worker_id)
+        conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = num_expelled, until, reason
+
     def granted(self, worker_id: str) -> None:
         """Record a granted lease, which adds to the refusals that the worker may cause."""
         self.of(worker_id).patience += PATIENCE_PER_LEASE
@@ -126,9 +187,10 @@ class Conducts:
         conduct.patience += back - cost
         conduct.at, conduct.num_refused = now, conduct.num_refused + 1
         if conduct.patience < 0:
-            self.to_expel[worker_id] = (
+            self.distrust(
+                worker_id,
                 f"{conduct.num_refused} of its results and reports were refused, too many for its leases; the last: "
-                f"{reason}"
+                f"{reason}",
             )
 
     def measured(self, worker_id: str, num_tokens: float, abs_log_ratio: float, surprise: float = 0.0) -> None:
@@ -143,20 +205,21 @@ class Conducts:
             return
         conduct.mismatch, conduct.surprise, conduct.measured = total / tokens, surprises / tokens, (0.0, 0.0, 0.0)
         if conduct.mismatch > MISMATCH_MAX:
-            self.to_expel[worker_id] = (
+            self.distrust(
+                worker_id,
                 f"its logprobs are {conduct.mismatch:.3g} nats a token away from the learner's for the same weights, "
                 f"over {tokens:.0f} tokens; {MISMATCH_MAX:g} is allowed. Its engine samples from other weights, or "
-                "reports logprobs of another distribution than it samples from (temperature, top-k, top-p)"
+                "reports logprobs of another distribution than it samples from (temperature, top-k, top-p)",
             )
 
-    def expel(self, worker_id: str, reason: str, now: float) -> float:
-        """Expel the worker and return for how many seconds."""
+    def expel(self, worker_id: str, reason: str, now: float) -> tuple[float, int]:
+        """Expel the worker. Return for how many seconds, and how often it has been expelled."""
         conduct = self.of(worker_id)
         seconds = min(EXPELLED_SECONDS[1], EXPELLED_SECONDS[0] * 2.0 ** min(conduct.num_expelled, 10))
         conduct.num_refused, conduct.num_expelled = 0, conduct.num_expelled + 1
         conduct.patience, conduct.at, conduct.expelled_until = PATIENCE, now, now + seconds
         conduct.expelled_for = reason
-        return seconds
+        return seconds, conduct.num_expelled
 
     def mismatch(self, worker_id: str) -> float | None:
         """Return the mean |log ratio| of this worker at lag 0, in nats per token; None if there were too few tokens."""

@@ -27,11 +27,7 @@ from echo2.head.decide.groups import OWN, PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.strangers.decide.standings import RESULTS_PER_PARDON
-from echo2.head.strangers.decide.trust import TicketRest
 
-#: Credit that a ticket loses by a lease without a result; a result earns 1. A ticket with more than a third of its
-#: leases failing gets fewer and fewer.
-LOST_CREDIT = 2
 #: Bounds of the rest of a ticket without credit: minimum; maximum; maximum if no other worker can sample.
 REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
 #: Leases in a row without a result after which a machine of the owner counts as one that can't work.
@@ -67,8 +63,8 @@ def own_can_work(state: PlannerState) -> bool:
 def _can_work(state: PlannerState, worker: Worker) -> bool:
     if worker.detached or worker.standby or worker.failures_in_a_row >= OWN_FAILURES_MAX:
         return False
-    since = max(worker.joined_at, state.published_at)
-    return _can_sample(state, worker, state.version) or state.now - since < state.options.lease_seconds
+    since = max(worker.joined_at, state.snapshots.published_at)
+    return _can_sample(state, worker, state.training.version) or state.now - since < state.options.lease_seconds
 
 
 def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
@@ -76,8 +72,7 @@ def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
     if state.options.deterministic:
         return True
     ref = worker.installed
-    is_valid = ref is not None and state.published.get(ref.version) == ref
-    return is_valid and ref is not None and ref.version + state.options.max_staleness >= step
+    return ref is not None and state.snapshots.has(ref) and ref.version + state.options.max_staleness >= step
 
 
 def checkers(state: PlannerState) -> Iterator[Worker]:
@@ -104,16 +99,13 @@ def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterabl
     failed = {owner, *tried_by}
     if OWN not in failed and own_can_work(state):
         return True
+    there = (worker for worker in state.fleet if not (worker.is_own or worker.detached or worker.standby))
     return any(
-        owner_of(worker) not in failed and not is_resting(state, worker) and _can_sample(state, worker, step)
-        for worker in state.fleet
-        if not (worker.is_own or worker.detached or worker.standby)
+        worker.ticket not in failed
+        and not state.standings.is_resting(worker.ticket)
+        and _can_sample(state, worker, step)
+        for worker in there
     )
-
-
-def is_resting(state: PlannerState, worker: Worker) -> bool:
-    """Whether the worker's ticket gets no leases for a while."""
-    return state.standings.rests.get(worker.ticket) is not None
 
 
 # ---- permissions -------------------------------------------------------------------------------------------------
@@ -121,7 +113,7 @@ def is_resting(state: PlannerState, worker: Worker) -> bool:
 
 def has_credit(state: PlannerState, worker: Worker) -> bool:
     """Whether the worker's ticket may hold another lease."""
-    if worker.is_own or is_resting(state, worker):
+    if worker.is_own or state.standings.is_resting(worker.ticket):
         return worker.is_own
     standing = state.standings.of(worker.ticket)
     num_used = standing.num_held + state.trust.num_held(worker.ticket)
@@ -151,21 +143,14 @@ def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[Planned
 
 def brought(state: PlannerState, worker: Worker | None, is_held: bool) -> None:
     """Record that a result of this worker was accepted. `is_held`: it earns nothing before it is checked."""
-    if worker is None or worker.is_own:
-        return
-    state.conducts.of(worker.worker_id).num_failed = 0
-    if not is_held:
+    if worker is not None and not worker.is_own and not is_held:
         earn(state, worker.ticket)
 
 
 def earn(state: PlannerState, ticket: str) -> None:
     """Record that a result of this ticket is good."""
-    standing = state.standings.of(ticket)
     most = state.options.groups_per_step * (state.options.max_staleness + 1)
-    standing.credit = min(standing.credit + 1, max(2, most))
-    standing.num_good += 1
-    if standing.num_good >= RESULTS_PER_PARDON:
-        standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
+    if state.standings.earn(ticket, max(2, most)):
         _record(state, ticket, f"{RESULTS_PER_PARDON} of its results make up for a rest")
 
 
@@ -173,10 +158,7 @@ def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> N
     """Record that a lease of this worker gave no result: it rests, and other workers of its ticket come before it."""
     if worker is not None and not worker.is_own:
         state.fleet.rest(worker, state.now)
-        conduct = state.conducts.of(worker.worker_id)
-        conduct.num_failed += 1
-        worker.failures_in_a_row = conduct.num_failed
-        state.fleet.file(worker)
+        state.fleet.set_failures(worker, state.conducts.fail(worker.worker_id))
         blame(state, worker.ticket, held_seconds)
 
 
@@ -188,13 +170,11 @@ def blame(
     reason: str = "too many of its leases brought nothing",
 ) -> None:
     """Reduce the credit of this ticket, by `more` beyond the usual; with no credit left, it rests."""
-    standing = state.standings.of(ticket)
-    standing.credit = max(0, standing.credit - LOST_CREDIT - more)
-    standing.num_good = 0
-    if standing.credit == 0 and state.standings.rests.get(ticket) is None:
-        is_alone = not others_can_try(state, ticket, state.version)
+    if state.standings.blame(ticket, more):
+        is_alone = not others_can_try(state, ticket, state.training.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
-        seconds = min(most, max(REST_SECONDS, held_seconds) * 2.0 ** min(standing.num_rests, 20))
+        doubled = 2.0 ** min(state.standings.of(ticket).num_rests, 20)
+        seconds = min(most, max(REST_SECONDS, held_seconds) * doubled)
         rest(state, ticket, seconds, reason)
 
 
@@ -211,17 +191,14 @@ def _record(state: PlannerState, ticket: str, reason: str) -> None:
     is unknown.
     """
     if ticket != UNKNOWN:
-        until = state.standings.rests.get(ticket) or 0.0
-        state.emit(do.RecordRest, reason, rest=TicketRest(ticket, until, state.standings.of(ticket).num_rests))
+        state.emit(do.RecordRest, reason, rest=state.standings.recorded(ticket))
 
 
 def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
     """Record that a lease on this group gave no result. A ticket's tries count once while others can try."""
     owner = owner_of(worker)
     is_again = owner != OWN and owner in record.tried_by
-    if not (is_again and others_can_try(state, owner, record.step, record.tried_by)):
-        record.attempts += 1
-    record.tried_by[owner] = None
+    record.count_try(owner, not (is_again and others_can_try(state, owner, record.step, record.tried_by)))
 
 
 def held_seconds(state: PlannerState, lease: Lease) -> float:
@@ -232,17 +209,13 @@ def held_seconds(state: PlannerState, lease: Lease) -> float:
 def recover(state: PlannerState, event: ev.HeadStarted) -> None:
     """Restore rests and expulsions from before a restart of the head."""
     for old in event.rests:
-        state.standings.of(old.ticket).num_rests = old.num_rests
-        if old.until > state.now:
-            state.standings.rests.set(old.ticket, old.until)
+        state.standings.restore(old, state.now)
     for gone in sorted(event.expulsions, key=lambda gone: gone.until):  # the book keeps the latest
-        conduct = state.conducts.of(gone.worker_id)
-        conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = gone.num_expelled, gone.until, gone.reason
+        state.conducts.restore(gone.worker_id, gone.num_expelled, gone.until, gone.reason)
 
 
 def expel(state: PlannerState, worker_id: str, reason: str) -> str:
     """Refuse everything from this worker for a while. Return the reason for ending its leases."""
-    seconds = state.conducts.expel(worker_id, reason, state.now)
-    num_expelled = state.conducts.of(worker_id).num_expelled
+    seconds, num_expelled = state.conducts.expel(worker_id, reason, state.now)
     state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_expelled=num_expelled)
     return f"expelled for {seconds:.0f} s: {reason}"

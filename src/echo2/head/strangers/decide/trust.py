@@ -4,11 +4,14 @@ checks are recorded in the ledger and outlive the head.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from echo2.core.types import SnapshotRef
+from echo2.head.fleet.decide.fleet import Worker
 
 #: Clean checks after which a ticket is no longer a newcomer.
 NEWCOMER_CHECKS = 4
@@ -140,6 +143,14 @@ class OpenCheck:
     checker: str = ""
     missed_by: tuple[str, ...] = ()
 
+    def give_to(self, worker_id: str) -> None:
+        """Have this worker check the group; empty: nobody yet."""
+        self.checker = worker_id
+
+    def miss(self, worker_id: str) -> None:
+        """Record that this worker could not check it."""
+        self.missed_by += (worker_id,)
+
 
 @dataclass(slots=True)
 class TrustBook:
@@ -167,6 +178,49 @@ class TrustBook:
                 del self._num_held[check.drawn.ticket]
         return check
 
+    def asked(self, number: int, checker: str) -> OpenCheck | None:
+        """Return the check of this group, open or late, if this worker does it."""
+        check = self.open.get(number) or self.late.get(number)
+        return check if check is not None and check.checker == checker else None
+
+    def free_checkers(self, workers: Iterable[Worker]) -> list[Worker]:
+        """Return those of the workers that check nothing, also nothing late."""
+        busy = {check.checker for check in (*self.open.values(), *self.late.values())}
+        return [worker for worker in workers if worker.worker_id not in busy]
+
+    def interrupt(self, worker_id: str, is_gone: bool) -> None:
+        """Ask others for the open checks of this worker. Of one that is gone no late verdict comes either."""
+        for check in self.open.values():
+            if check.checker == worker_id:
+                check.give_to("")
+        if is_gone:
+            self.late = {number: one for number, one in self.late.items() if one.checker != worker_id}
+
+    def wait_longer(self, check: OpenCheck, until: float) -> None:
+        """Wait until then for the late verdict of an overdue check."""
+        check.until = until
+        self.late[check.drawn.number] = check
+
+    def end_late(self, number: int) -> bool:
+        """Forget a late check. Return whether there was one of this group."""
+        return self.late.pop(number, None) is not None
+
+    def expire_late(self, now: float) -> bool:
+        """Give up the late checks that are overdue again. Return whether there were any."""
+        ended = list(itertools.takewhile(lambda number: self.late[number].until <= now, self.late))
+        for number in ended:
+            del self.late[number]
+        return bool(ended)
+
+    def next_at(self) -> float | None:
+        """Return the time at which the next check becomes overdue or is given up, or None."""
+        firsts = (next(iter(checks.values()), None) for checks in (self.open, self.late))
+        return min((check.until for check in firsts if check is not None), default=None)
+
+    def first_open(self) -> OpenCheck | None:
+        """Return the open check that ends first, or None."""
+        return next(iter(self.open.values()), None)
+
     def num_held(self, ticket: str) -> int:
         """Return how many groups of the ticket wait for a verdict before they may be trained."""
         return self._num_held.get(ticket, 0)
@@ -185,8 +239,3 @@ class TrustBook:
     def all(self) -> dict[str, Trust]:
         """Return the trust in every ticket that has delivered a group."""
         return dict(self._of)
-
-
-def first(checks: dict[int, OpenCheck]) -> OpenCheck | None:
-    """Return the check that ends first, or None."""
-    return next(iter(checks.values()), None)
