@@ -294,7 +294,10 @@ def causal(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, the division in float32."""
+    """x / rms(x) * weight over the last dimension, the division in float32. On a GPU it is one kernel instead of six:
+    there a step takes as long as its kernels are many."""
+    if x.is_cuda:
+        return weight * functional.rms_norm(x, x.shape[-1:], eps=eps)
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * (wide * scale).to(x.dtype)

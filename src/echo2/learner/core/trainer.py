@@ -101,8 +101,8 @@ class OptimStep:
 class _Trained:
     """A policy, the function that runs computations with its weights, and its optimizer (None: it is never trained).
     `readers`: background readers of the weights (a checkpoint being written, a snapshot being encoded); their results
-    are checked elsewhere. `reached`: the parameters that already have their gradient from the backward pass under way, by name: their own
-    hooks fill it, and a hook that led to its parameter would keep it for ever.
+    are checked elsewhere. `reached`: names of the parameters that already have their gradient from the backward pass
+    under way. Their hooks fill it; a hook that led to its own parameter would keep it for ever.
     """
 
     policy: Policy
