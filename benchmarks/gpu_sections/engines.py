@@ -54,7 +54,7 @@ def run(bench: Bench) -> None:
     for shape in bench.pick(("0.6B", "1.7B"), ("0.6B",), ("0.6B",)):
         snapshot = snapshot_of(bench.policy(shape, "bfloat16"))
         for engine in BUILD:
-            if bench.left() < bench.pick(15.0, 2.0, 0.0):
+            if bench.left() < bench.pick(6.0, 2.0, 0.0):
                 bench.record({"shape": shape, "engine": engine, "not_run": "the time was over"})
                 continue
             measured(bench, shape, engine, snapshot)

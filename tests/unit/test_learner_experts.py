@@ -35,13 +35,14 @@ def test_stacked_weights_are_converted_where_autocast_is_on() -> None:
     again = copy.deepcopy(module)
     with torch.no_grad():
         again.weight.mul_(2.0)
-    assert module(torch.ones(3)).item() == 18.0 and again(torch.ones(3)).item() == 36.0
+    assert [one(torch.ones(3)).item() for one in (module, again)] == [18.0, 36.0]
     with torch.autocast("cpu", torch.bfloat16):
         module(torch.ones(3)).backward()
         assert again(torch.ones(3)).item() == 36.0
     assert module.seen == again.seen == [torch.float32, torch.bfloat16]
     assert module.weight.dtype == torch.float32
-    assert module.weight.grad is not None and module.weight.grad.dtype == torch.float32
+    assert module.weight.grad is not None
+    assert module.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
