@@ -29,8 +29,7 @@ from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
-from echo2.learner.grpo import loop
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient, train
 from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.sending import OtherRanks, RankSender
@@ -182,7 +181,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         host = here.first_host if is_loopback(here.first_host) else ""
         others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, host)
         mesh.broadcast(others.meeting(here.first_host, ticket))
-    resumed = loop.resume(client, rundir.checkpoints)
+    resumed = client.resume(rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 
     info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
@@ -192,7 +191,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
-        reason = loop.train(client, session, rundir.checkpoints)
+        reason = train(client, session, rundir.checkpoints)
         log.info("the run is over: %s", reason)
         if isinstance(client, LeadingClient):
             client.end()
