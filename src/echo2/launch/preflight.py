@@ -19,11 +19,11 @@ from echo2.config.offers import Offer
 from echo2.config.rundir import check_directory, holds_run, read_json
 from echo2.config.values import LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
-from echo2.core.decide.model_context import context_length
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
 from echo2.engines.architecture import read_architecture
+from echo2.engines.model_values import read_context
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.planner_options import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
@@ -38,7 +38,6 @@ from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
 from echo2.weights.format.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
 from echo2.weights.format.model_files import linear_layers, tensor_shapes
-from echo2.weights.format.snapshot_files import read_config
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
@@ -199,7 +198,7 @@ def check_prompts(config: Config) -> None:
         files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
         asyncio.run(reader.load(files))
         reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
-        context = context_length(read_config(files))
+        context = read_context(files)
         if context is not None:
             sets = (config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)
             for names, params in sets:
