@@ -15,8 +15,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,7 +31,7 @@ from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
-from echo2.engines.model_values import values_of
+from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.rows import Limits
 from echo2.engines.snapshot_tensors import computing_dtype
 from echo2.engines.torch_engine import Cache, TorchDecoder
@@ -233,11 +231,7 @@ def _read_layout(
     config_json: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: torch.dtype
 ) -> tuple[Any, HubLayout]:
     """Return transformers' configuration, and where tensors of these shapes go. Kept, for each version asks for it."""
-    from transformers import AutoConfig
-
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(config_json)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = transformers_config(config_json)
     return config, hub_layout(config, dict(shapes), dtype if dtype in HALVES else torch.bfloat16)
 
 

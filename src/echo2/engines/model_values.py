@@ -6,7 +6,10 @@ takes up to three seconds to import, of which a process that loads a tokenizer s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from echo2.core.decide.model_config import context_length, text_part
@@ -47,12 +50,22 @@ def all_values(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     if "model_type" not in config:
         return text_part(config)
-    from transformers import CONFIG_MAPPING  # takes three seconds where torch is installed
-
     try:
-        return values_of(CONFIG_MAPPING[config["model_type"]].from_dict(dict(config)))
+        return values_of(transformers_config(json.dumps(dict(config)).encode()))
     except Exception:  # each class fails in its own way; whoever needs a value says which one config.json lacks
         return text_part(config)
+
+
+def transformers_config(config_json: bytes) -> Any:
+    """Return transformers' configuration of a config.json. Code that comes with a model is never run.
+
+    Raises: as transformers, which does not know the model or refuses a value.
+    """
+    from transformers import AutoConfig  # takes three seconds where torch is installed
+
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_bytes(config_json)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def values_of(config: Any) -> dict[str, Any]:
