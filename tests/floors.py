@@ -37,7 +37,6 @@ SEAMS = frozenset(
     | {
         "echo2.core.addresses",
         "echo2.core.background",
-        "echo2.core.decide.model_context",
         "echo2.core.devices",
         "echo2.core.disk",
         "echo2.core.documents",
@@ -50,6 +49,7 @@ SEAMS = frozenset(
         "echo2.engines.decode_loop",
         "echo2.engines.engine",
         "echo2.engines.many_policies",
+        "echo2.engines.model_values",
         "echo2.engines.text_scores",
         "echo2.engines.tokenizer",
     }
@@ -81,7 +81,6 @@ SEAMS = frozenset(
         "echo2.weights.format.encoder",
         "echo2.weights.format.manifest",
         "echo2.weights.format.model_files",
-        "echo2.weights.format.snapshot_files",
         "echo2.weights.store.archive",
         "echo2.weights.store.content",
         "echo2.weights.store.store",

@@ -354,7 +354,7 @@ def ownership_complaints(source: Source) -> list[str]:
         while isinstance(target, ast.Subscript):
             target = target.value
         if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self" and target.attr not in own:
-            found.append(f"{source.path}:{node.lineno}: writes a field of another file's object: {ast.unparse(node)}")
+            found.append(f"{source.path}:{target.lineno}: writes a field of another file's object: {ast.unparse(node)}")
     return found
 
 

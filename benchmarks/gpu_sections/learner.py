@@ -13,7 +13,6 @@ import time
 from array import array
 from dataclasses import dataclass
 
-from echo2.learner.grpo.client import GrpoLoss
 from gpu_sections.bench import Bench, Row
 
 from echo2.config.sections import LoraConfig
@@ -24,6 +23,7 @@ from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import Policy
 from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.learner.decide.memory import PROCESS_BYTES, LearnerSetup, read_shape
+from echo2.learner.grpo.reference import GrpoLoss
 
 PROMPT = 64
 LORA_RANK = 16

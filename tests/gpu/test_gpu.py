@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from echo2.learner.grpo.client import GrpoClient, GrpoLoss
 
 from echo2.config.sections import LoraConfig
 from echo2.core.devices import compute_deterministically, free_memory_bytes, is_out_of_memory, pick_device, this_machine
@@ -29,6 +28,8 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import DTYPES, Policy
 from echo2.learner.core.trainer import AdamParams, Trainer
+from echo2.learner.grpo.loop import GrpoClient
+from echo2.learner.grpo.reference import GrpoLoss
 from learner_cases import VOCAB, config_of, data_of, random_group, tiny_module
 from rollout_cases import FAMILIES
 from rollout_cases import tiny_module as family_module

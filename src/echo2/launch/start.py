@@ -32,7 +32,7 @@ from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
 from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
-from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained
+from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained, engine_here
 from echo2.launch.supervisor import Supervisor
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.tasks.harness_process import OWN
@@ -253,6 +253,7 @@ def run(
         check_prompts(config)
         if has_learner:
             check_trained(config)
+        print(f"note: {engine_here(config)}", file=sys.stderr)
         print(configuration.to_json(config))
         return 0
     with claimed(where, "run"):
@@ -280,7 +281,7 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
         arguments += ["--allow-environment", config.tasks.environment]
     supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
     console = Console(stderr=True)
-    for line in joining(rundir, config):
+    for line in [*joining(rundir, config), escape(str(engine_here(config)))]:
         console.print(line, highlight=False, soft_wrap=True)
     page = _page(rundir, console) if has_page else nullcontext()
     with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:

@@ -23,7 +23,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
 from echo2.engines.engine import Engine
 from echo2.learner.core.model_size import num_parameters
-from echo2.worker.alone import LocalSampler, load_engine, reward_processes
+from echo2.worker.alone import LocalSampler, load_engine, local_engine, reward_processes
 
 if TYPE_CHECKING:
     from echo2.engines.tokenizer import Tokenizer
@@ -73,11 +73,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--seconds {options.seconds} must be above 0.")
     config = _config(options)
     slots = config.sampling.groups_per_batch * config.sampling.group_size
+    choice = local_engine(config, config.model.path)
     engine, tokenizer = load_engine(config, config.model.path, slots)
     measured = measure_engine(config, engine, tokenizer, options.seconds, time.perf_counter)
     if options.json:
-        print(json.dumps({"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, **asdict(measured)}))
+        told = {"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, "engine": choice.name}
+        print(json.dumps({**told, **asdict(measured)}))
     else:
+        print(f"# {choice}")
         print(as_offer(options.name, options.price_usd_per_hour, measured))
     return 0
 

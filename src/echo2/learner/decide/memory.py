@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from echo2.core.decide.model_context import context_length
+from echo2.core.decide.model_config import context_length
 
 GB = 1_000_000_000
 #: By `model.snapshot_dtype`.
