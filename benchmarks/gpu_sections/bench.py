@@ -143,13 +143,13 @@ class Bench:
         """Return the bytes of tensors that exist."""
         return torch.cuda.memory_allocated() if self.device.type == "cuda" else 0
 
-    def policy(self, name: str, dtype: str = "float32", seed: int = 0) -> Policy:
+    def policy(self, name: str, dtype: str = "float32", seed: int = 0, **changes: Any) -> Policy:
         """Make a policy of this shape with random weights, on the device. Its matrix products are bfloat16 where its
         weights are float32, as a learner's on a GPU."""
         from transformers import AutoConfig
 
         torch.manual_seed(seed)
-        config = AutoConfig.for_model(**self.values(name))
+        config = AutoConfig.for_model(**self.values(name) | changes)
         with self.device:
             module = text_module(config, DTYPES[dtype])
         with torch.no_grad():

@@ -1,6 +1,6 @@
 """The learner: tokens a second, share of the device's arithmetic, and peak memory beside the forecast.
 
-The trainer and the loss are those of a run; weights and rollouts are random. A step is one pass over the micro-batch,
+The trainer and the loss are those of a run; weights and rollouts are random. A step is all passes over the rows,
 forward and backward, and one AdamW step. Peak: bytes of tensors, without what the process and the device's context
 take, which the forecast counts, too.
 """
@@ -11,9 +11,11 @@ import random
 import statistics
 import time
 from array import array
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from gpu_sections.bench import Bench, Row
+from gpu_sections.engines import cudnn_attention
 
 from echo2.config.sections import LoraConfig
 from echo2.core.types import Snapshot, SnapshotRef
@@ -31,16 +33,19 @@ LORA_RANK = 16
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Rows of `length` tokens, a micro-batch of `rows`. `lora`: an adapter over a base in bfloat16."""
+    """`rows` rows of `length` tokens, in micro-batches as large as shared prompts allow. `lora`: an adapter over a base
+    in bfloat16. `experts_as_they_are`: a mixture's grouped products stay in the weights' dtype, float32."""
 
     shape: str
     rows: int
     length: int
     checkpointing: bool
     lora: bool = False
+    experts_as_they_are: bool = False
 
 
 CASES = (
+    Case("0.6B", 32, 1024, False),
     Case("0.6B", 8, 2048, False),
     Case("0.6B", 8, 2048, True),
     Case("1.7B", 8, 2048, False),
@@ -48,24 +53,44 @@ CASES = (
     Case("1.7B", 8, 2048, True),
     Case("0.6B", 64, 256, False),
     Case("8B", 4, 2048, False, lora=True),
-    Case("0.6B", 2, 8192, False),
 )
 
 
 def run(bench: Bench) -> None:
     """Measure the cases, the most telling first."""
-    cases = bench.pick(CASES, CASES[:4], (CASES[0], CASES[3]))
+    for allowed in (False, True):
+        with cudnn_attention() if allowed else nullcontext():
+            bench.record({"attention": "cuDNN allowed" if allowed else "without cuDNN", **of_new_shapes(bench)})
+    cases = bench.pick(CASES, CASES[1:5], (CASES[1], CASES[4]))
     for case in cases:
-        if bench.left() < bench.pick(20.0, 3.0, 0.0):
+        if bench.left() < bench.pick(8.0, 3.0, 0.0):
             bench.record({"shape": case.shape, "not_run": "the time was over"})
             continue
         measured(bench, case)
 
 
+def of_new_shapes(bench: Bench) -> Row:
+    """Measure passes of which each has another length, as a run's have."""
+    policy, passes = trained(bench, "0.6B", False), bench.pick(8, 4, 2)
+    trainer = Trainer(bench.pick(16_384, 16_384, 256))
+    trainer.add("it", policy)
+    lengths = [bench.pick(512, 256, 16) - 3 * number for number in range(passes + 1)]
+    loss, found = GrpoLoss(make_loss("dppo"), 0.0), []
+    for length in lengths:
+        data = data_of(policy.vocab_size, 4, length)
+        bench.sync()
+        started = time.perf_counter()
+        trainer.forward_backward("it", data, loss)
+        bench.sync()
+        found.append(time.perf_counter() - started)
+    return {"shape": "0.6B", "passes of new lengths": passes, "rows": 4, "pass_seconds": statistics.median(found[1:])}
+
+
 def measured(bench: Bench, case: Case) -> None:
     """Measure one case and record it; a case without enough memory is recorded as such."""
     bench.forget_peak()
-    row: Row = {"shape": case.shape, "trained": "LoRA" if case.lora else "all", "checkpointing": case.checkpointing}
+    row: Row = {"shape": case.shape, **({"experts": "float32"} if case.experts_as_they_are else {})}
+    row |= {"trained": "LoRA" if case.lora else "all", "checkpointing": case.checkpointing}
     try:
         bench.record(row | _steps(bench, case))
     except RuntimeError as error:
@@ -102,9 +127,14 @@ def data_of(vocab: int, rows: int, length: int, seed: int = 0) -> list[Datum]:
 def _steps(bench: Bench, case: Case) -> Row:
     rows, length = bench.pick((case.rows, case.length), (case.rows, 256), (2, 32))
     policy = trained(bench, case.shape, case.lora)
+    if case.experts_as_they_are:
+        for part in policy.module.modules():
+            vars(part).pop("forward", None)  # `follow_autocast`
+    bench.forget_peak()  # that of making random weights is none of the learner's
     checkpointing = case.checkpointing and policy.checkpoint_activations()
     data = data_of(policy.vocab_size, rows, length)
-    trainer = Trainer(2 * rows * length)
+    most = bench.pick(16_384, 16_384, 2 * rows * length)
+    trainer = Trainer(most)
     trainer.add("it", policy)
     run_tokens = trainer.num_tokens_run("it", data)
     loss = GrpoLoss(make_loss("dppo"), 0.0)
@@ -120,7 +150,7 @@ def _steps(bench: Bench, case: Case) -> Row:
         if number:
             passes.append(middle - started)
             updates.append(time.perf_counter() - middle)
-        assert len(done.outputs) == 1, "memory ran out: the micro-batch was cut"
+        assert trainer.tokens_per_microbatch == most, "memory ran out: the micro-batch was cut"
         if bench.left() < 5.0 and passes:
             break
     seconds = statistics.median(passes)
@@ -128,6 +158,7 @@ def _steps(bench: Bench, case: Case) -> Row:
         "rows": rows,
         "length": length,
         "tokens_run": run_tokens,
+        "passes": len(done.outputs),
         "tokens_s": run_tokens / seconds,
         "pass_seconds": seconds,
         "optim_seconds": statistics.median(updates),
@@ -139,7 +170,7 @@ def _steps(bench: Bench, case: Case) -> Row:
     shape = read_shape(bench.values(case.shape))
     if shape is not None:
         setup = LearnerSetup(shape, policy.computes_in_bfloat16, lora_rank=LORA_RANK if case.lora else 0)
-        found["forecast_gb"] = (setup.needed(run_tokens, checkpointing) - PROCESS_BYTES) / 1e9
+        found["forecast_gb"] = (setup.needed(run_tokens // len(done.outputs), checkpointing) - PROCESS_BYTES) / 1e9
     return found
 
 

@@ -9,7 +9,8 @@ from gpu_sections.learner import Case
 
 def run(bench: Bench) -> None:
     """Measure the learner, the engine, and the log ratios at lag 0."""
-    learner.measured(bench, Case("mixture", 4, 2048, False))
+    for as_they_are in (False, True):
+        learner.measured(bench, Case("mixture", 16, 512, False, experts_as_they_are=as_they_are))
     snapshot = snapshot_of(bench.policy("mixture", "bfloat16"))
     engines.measured(bench, "mixture", "transformers", snapshot)
     del snapshot

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ count = 1
 """
 
 
+#: With less time left, the random model has real widths and two layers.
+ALL_LAYERS_SECONDS = 180.0
+#: Lines of the logs that end a stage of the start.
+STAGES = (
+    ("head.log", "listening on"),
+    ("learner.log", "fresh at version"),
+    ("worker-*.log", "joined as"),
+    ("worker-*.log", "installed;"),
+)
 _building: tuple[subprocess.Popen[bytes], Path] | None = None
 
 
@@ -68,7 +78,7 @@ def begin(heads: str) -> None:
 def run(bench: Bench) -> None:
     """Run both models."""
     with tempfile.TemporaryDirectory() as name:
-        for one in bench.pick((sorting, hashing), (hashing, sorting), (hashing,)):
+        for one in bench.pick((hashing, sorting), (hashing, sorting), (hashing,)):
             if bench.left() < bench.pick(30.0, 15.0, 0.0):
                 bench.record({"model": one.__name__, "not_run": f"{bench.left():.0f} s were left"})
             else:
@@ -92,11 +102,12 @@ def sorting(bench: Bench, folder: Path) -> None:
 
 def hashing(bench: Bench, folder: Path) -> None:
     """Run random weights, whose rewards are random, too."""
-    config = random_model(bench, folder)
-    bench.record({"model": "0.6B, random"} | started(bench, config, folder / "random", []))
+    layers = bench.values("0.6B")["num_hidden_layers"] if bench.left() > ALL_LAYERS_SECONDS else 2
+    config = random_model(bench, folder, layers)
+    bench.record({"model": "0.6B, random", "layers": layers} | started(bench, config, folder / "random", []))
 
 
-def random_model(bench: Bench, folder: Path) -> Path:
+def random_model(bench: Bench, folder: Path, layers: int) -> Path:
     """Write a model of Qwen3-0.6B's shape, with the demo's tokenizer, and the configuration of a run of it."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -104,12 +115,12 @@ def random_model(bench: Bench, folder: Path) -> Path:
     from echo2.demo.small_models import character_tokenizer
 
     model = folder / "model"
-    policy = bench.policy("0.6B", "bfloat16")
+    policy = bench.policy("0.6B", "bfloat16", num_hidden_layers=layers)
     character_tokenizer(CHARACTERS, unknown="<unk>").save_pretrained(model)
     disable_progress_bar()
     policy.module.save_pretrained(model)
     (folder / "reward.py").write_text(REWARD)
-    steps, max_tokens, groups = bench.pick((8, 256, 16), (2, 16, 4), (2, 4, 2))
+    steps, max_tokens, groups = bench.pick((6, 128, 8), (2, 16, 4), (2, 4, 2))
     config = folder / "random.toml"
     values = {"steps": steps, "max_tokens": max_tokens, "groups": groups}
     config.write_text(CONFIG.format(model=model, reward=folder / "reward.py", **values))
@@ -130,18 +141,19 @@ def environment() -> dict[str, str]:
 def started(bench: Bench, config: Path, out: Path, flags: list[str]) -> Row:
     """Run `echo2 run` to its end, or to that of the section; return what it says of itself."""
     command = [sys.executable, "-m", "echo2", "run", str(config), "--out", str(out), "--json", *flags]
-    began = time.monotonic()
+    began, clock = time.monotonic(), time.time()
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=REPOSITORY
     ) as process:
         try:
-            told, errors = process.communicate(timeout=max(5.0, bench.left() - 5.0))
+            told, errors = process.communicate(timeout=max(5.0, bench.left() - 8.0))
             status: int | str = process.returncode
         except subprocess.TimeoutExpired:
             process.terminate()
             told, errors = process.communicate(timeout=30.0)
             status = "not over when the time was"
     row: Row = {"status": status, "seconds": time.monotonic() - began, **_summary(told), **_rows(out)}
+    row["stages"] = _stages(out, clock)
     if status != 0:
         row["said"] = errors[-1500:]
         row["logs"] = {path.name: path.read_text()[-1500:] for path in sorted(out.glob("logs/*.log"))}
@@ -156,12 +168,33 @@ def _summary(told: str) -> dict[str, Any]:
 
 
 def _rows(out: Path) -> dict[str, Any]:
-    """Return medians of the run's metrics: seconds of a step's parts."""
+    """Return what came before the first step, and medians of the steps behind it: seconds of a step's parts, and the
+    share of its time that the learner waited.
+    """
     path = out / "metrics.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    found: dict[str, Any] = {}
-    for name in sorted({name for row in rows for name in row if name.startswith("time/")} | {"learner/idle_ratio"}):
-        values = sorted(row[name] for row in rows if isinstance(row.get(name), int | float))
-        if values:
-            found[name] = values[len(values) // 2]
+    rows = [row for row in rows if "time/since_start" in row]
+    if not rows:
+        return {}
+    found: dict[str, Any] = {"to_first_step_seconds": rows[0]["time/since_start"]}
+    later = rows[1:]
+    for name in sorted({name for row in later for name in row if name.startswith("time/")} | {"learner/idle_ratio"}):
+        values = sorted(row[name] for row in later if isinstance(row.get(name), int | float))
+        if values and name not in ("time/since_start", "time/unix"):
+            found[f"later {name}"] = values[len(values) // 2]
+    waited = sum(row.get("time/wait_for_batch", 0.0) for row in later)
+    if took := sum(row.get("time/step", 0.0) for row in later):
+        found["later_idle"] = waited / took
+    return found
+
+
+def _stages(out: Path, began: float) -> dict[str, float]:
+    """Return the seconds from the command to the first line of each kind in the logs: where the start goes."""
+    found: dict[str, float] = {}
+    for log, words in STAGES:
+        for path in sorted((out / "logs").glob(log)):
+            for line in path.read_text().splitlines():
+                if words in line and words not in found:
+                    at = datetime.strptime(line[:23], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+                    found[words] = round(at - began, 1)
     return found

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
 from echo2.learner.core.settings import microbatch_tokens
-from echo2.learner.core.trainer import Trainer
+from echo2.learner.core.trainer import AdamParams, Trainer
 from learner_cases import data_of, random_group, tiny_module, tiny_policy
 
 TESTS = str(Path(__file__).parents[1])
@@ -95,6 +97,19 @@ def test_gradients_of_the_vocabulary_are_made_when_the_activations_are_gone(tied
     assert len(made) == len(list(policy.module.parameters()))
 
 
+def test_a_policy_that_is_gone_leaves_no_weights() -> None:
+    """A tensor's hooks keep what they refer to, and no collector of cycles looks into them."""
+    policy, trainer = tiny_policy(), Trainer(1000)
+    trainer.add("it", policy)
+    trainer.forward_backward("it", data_for(0), imitate)
+    trainer.optim_step("it", AdamParams(1e-3))
+    kept = [weakref.ref(parameter) for parameter in policy.module.parameters()]
+    trainer.remove("it")
+    del policy
+    gc.collect()
+    assert [one for one in kept if one() is not None] == []
+
+
 #: The process may take 150 MB more than it has when the second pass begins; the kernel refuses the rest.
 LIMITED = """
 import json, random, resource, sys
@@ -102,7 +117,7 @@ sys.path.append(sys.argv[1])
 import torch
 from echo2.core.errors import UserError
 from echo2.learner.core.model import Policy
-from echo2.learner.core.trainer import Trainer
+from echo2.learner.core.trainer import AdamParams, Trainer
 from learner_cases import tiny_module
 from array import array
 from echo2.learner.core.datum import Datum

@@ -137,6 +137,10 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 def pick_device(name: str) -> torch.device:
     """Return the torch device of a name: cpu, cuda, cuda:0 ..., auto (the first GPU, if any) or auto:N (`nth_device`).
 
+    From then on, attention on a GPU never runs in cuDNN, which torch prefers on some cards. cuDNN builds a plan for
+    each new shape, in tens of milliseconds. An engine has a new shape at every token, a learner at most micro-batches.
+    torch's other kernels take any shape (benchmarks/gpu.py measures both).
+
     Raises:
         UserError: the name is unknown, or there is no such device.
     """
@@ -147,6 +151,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.empty(0, device=nth_device(name, torch.cuda.device_count())).device
     except (RuntimeError, AssertionError) as error:
         raise UserError(f"The device {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
+    if device.type == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

@@ -36,6 +36,7 @@ from echo2.core.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
 from echo2.engines.model_values import values_of
 from echo2.learner.core.batch import PackedBatch
+from echo2.learner.core.experts import follow_autocast
 from echo2.learner.core.loading import SAFETENSORS_NAMES, load_module, outline_module
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.output_layer import Choice, OutputLayer, Scores, plain_scores, tiled_scores
@@ -122,6 +123,7 @@ class Policy:
         tensors = itertools.chain(module.parameters(), module.buffers())
         is_there = all(tensor.device == device for tensor in tensors)  # a sharded module must not move
         self.module: Any = (module if is_there else module.to(device)).eval()
+        follow_autocast(self.module)
         self.device = device
         self.layout = layout or identity_layout(module)
         self.others = others

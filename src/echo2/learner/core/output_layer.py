@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-#: Positions and tokens of the vocabulary in a tile: its logits are 32 MiB in float32. See `make bench-output_layer`.
-TILE = (1024, 8192)
+#: Positions and tokens of the vocabulary in a tile. Its logits are 32 MiB in float32 on a CPU (`make
+#: bench-output_layer`), and 128 MiB on a GPU, which smaller products leave idle (benchmarks/gpu.py).
+TILE, GPU_TILE = (1024, 8192), (4096, 8192)
 #: Choices are processed together while they hold no more tokens than this; the bounds are numbers of choices.
 #: Neighbouring choices share tokens, and the row of a token is read once for all of them.
 CHOSEN_TOGETHER, CHOICES_TOGETHER = 16_384, (64, 2048)
@@ -85,14 +86,16 @@ def tiled_scores(
     choices: Sequence[Choice],
     temperature: float = 1.0,
     wants_total: bool = True,
-    tile: tuple[int, int] = TILE,
+    tile: tuple[int, int] | None = None,
 ) -> Scores:
-    """Compute scores from hidden states. Without `wants_total` there is no pass over the vocabulary."""
+    """Compute scores from hidden states. Without `wants_total` there is no pass over the vocabulary. `tile`: positions
+    and tokens of a tile, by default those of the device's type.
+    """
     device = hidden_uD.device.type
     if torch.is_autocast_enabled(device):
         hidden_uD = hidden_uD.to(torch.get_autocast_dtype(device))
     curve = _Curve(layer.scale / temperature, None if layer.softcap is None else layer.softcap / temperature)
-    cut = _Cut(tuple(choices), wants_total, *tile)
+    cut = _Cut(tuple(choices), wants_total, *(tile or (GPU_TILE if hidden_uD.is_cuda else TILE)))
     apply: Any = _Tiled.apply
     layer = layer.with_late_gradients() if layer.waiting is None else layer
     inputs = hidden_uD, layer.weight_VD, layer.bias_V
@@ -252,17 +255,15 @@ class _Logits:
         mean_row_uD = torch.zeros_like(self.hidden_uD, dtype=self.sums) if wants_gradient else None
         total_u.fill_(float("-inf"))
         for at, _, weight_CD, logits_RC in self._tiles():
-            top_R1 = logits_RC.amax(1, keepdim=True)
-            part_RC = (logits_RC - top_R1).exp_()
-            sum_R = part_RC.sum(1)
-            new_R = torch.logaddexp(total_u[at], sum_R.log() + top_R1[:, 0])
-            kept_R, scale_R = (total_u[at] - new_R).exp_(), (top_R1[:, 0] - new_R).exp_()
+            share_RC = logits_RC.softmax(1)  # one kernel; the greatest share is 1 / sum exp(logit - greatest logit)
+            of_tile_R = logits_RC.amax(1) - share_RC.amax(1).log()
+            new_R = torch.logaddexp(total_u[at], of_tile_R)
+            kept_R, scale_R = (total_u[at] - new_R).exp_(), (of_tile_R - new_R).exp_()
             total_u[at] = new_R
-            mean_u[at] = kept_R * mean_u[at] + scale_R * torch.linalg.vecdot(part_RC, logits_RC)
+            mean_u[at] = kept_R * mean_u[at] + scale_R * torch.linalg.vecdot(share_RC, logits_RC)
             if mean_row_uD is not None:
-                slope = self.curve.slope(logits_RC)
-                part_RC.mul_(scale_R[:, None]).mul_(slope)
-                _add_product(mean_row_uD[at].mul_(kept_R[:, None]), part_RC.to(weight_CD.dtype), weight_CD)
+                factor_RC = self._factor(share_RC, scale_R, logits_RC, weight_CD.dtype)
+                _add_product(mean_row_uD[at].mul_(kept_R[:, None]), factor_RC, weight_CD)
         return total_u, total_u - mean_u, mean_row_uD
 
     def add_total_gradients(self, into: _Gradients, total_u: Tensor, grad_u: Tensor) -> None:
@@ -270,12 +271,24 @@ class _Logits:
         if into.weight_VD is None and into.bias_V is None:
             return
         for at, ids, weight_CD, logits_RC in self._tiles():
-            slope = self.curve.slope(logits_RC)
-            grad_RC = logits_RC.sub_(total_u[at, None]).exp_().mul_(grad_u[at, None]).mul_(slope)
+            share_RC = (logits_RC if self.curve.limit is None else logits_RC.clone()).sub_(total_u[at, None]).exp_()
+            dtype = weight_CD.dtype if into.bias_V is None else self.sums
+            factor_RC = self._factor(share_RC, grad_u[at], logits_RC, dtype)
             if into.weight_VD is not None:
-                _add_product(into.weight_VD[ids], grad_RC.to(weight_CD.dtype).t(), self.hidden_uD[at])
+                _add_product(into.weight_VD[ids], factor_RC.to(weight_CD.dtype).t(), self.hidden_uD[at])
             if into.bias_V is not None:
-                into.bias_V[ids] += grad_RC.sum(0)
+                into.bias_V[ids] += factor_RC.sum(0)
+
+    def _factor(self, share_RC: Tensor, scale_R: Tensor, logits_RC: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the shares, which are overwritten, times their row's scale and the curve's slope, rounded to `dtype`
+        once; without a softcap in one pass over the tile.
+        """
+        if self.curve.limit is not None:
+            share_RC.mul_(self.curve.slope(logits_RC))
+        elif self.curve.gain != 1.0:
+            scale_R = scale_R * self.curve.gain
+        out = share_RC if share_RC.dtype == dtype else torch.empty_like(share_RC, dtype=dtype)
+        return torch.mul(share_RC, scale_R[:, None], out=out)
 
     def chosen(self, choice: Choice) -> Tensor:
         """Return the logits [m, W] of a choice."""

@@ -101,7 +101,8 @@ class OptimStep:
 class _Trained:
     """A policy, the function that runs computations with its weights, and its optimizer (None: it is never trained).
     `readers`: background readers of the weights (a checkpoint being written, a snapshot being encoded); their results
-    are checked elsewhere. `reached`: parameters that already have their gradient from the backward pass under way.
+    are checked elsewhere. `reached`: names of the parameters that already have their gradient from the backward pass
+    under way. Their hooks fill it; a hook that led to its own parameter would keep it for ever.
     """
 
     policy: Policy
@@ -110,7 +111,7 @@ class _Trained:
     parameters: dict[str, torch.nn.Parameter]
     optimizer: torch.optim.AdamW | None
     readers: list[Future[Any]] = field(default_factory=list)
-    reached: set[Tensor] = field(default_factory=set)
+    reached: set[str] = field(default_factory=set)
 
 
 class Trainer:
@@ -143,8 +144,8 @@ class Trainer:
             map_large_blocks()
         trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
         with policy.engaged():  # an adapter that is not engaged takes no gradients
-            for parameter in parameters.values() if is_trained else ():
-                parameter.register_post_accumulate_grad_hook(trained.reached.add)
+            for key, parameter in parameters.items() if is_trained else ():
+                parameter.register_post_accumulate_grad_hook(partial(_note, trained.reached, key))
 
     def remove(self, name: str) -> None:
         """Forget a policy, its gradients and its optimizer, once no background reader uses its weights.
@@ -368,7 +369,7 @@ class Trainer:
         shares_prompts = trained.layout != "plain"
         parts = shares(data, self._mesh.size)
         done: list[T] = []
-        waiting: list[tuple[Sequence[Datum], frozenset[Tensor]]] = [(parts[self._mesh.rank], frozenset())]
+        waiting: list[tuple[Sequence[Datum], frozenset[str]]] = [(parts[self._mesh.rank], frozenset())]
         while waiting:
             part, reached = waiting.pop()
             pieces = microbatches(part, self.tokens_per_microbatch, shares_prompts)
@@ -377,7 +378,7 @@ class Trainer:
                 continue
             trained.reached.clear()
             try:
-                with trained.policy.engaged(), _gradients_left(reached):
+                with trained.policy.engaged(), _gradients_left([trained.parameters[key] for key in reached]):
                     done.append(run(part))
                 continue
             except (MemoryError, RuntimeError) as error:
@@ -419,8 +420,12 @@ class Trainer:
         return collate(part, trained.layout, policy.pair_cost, self.tokens_per_microbatch).to(policy.device, dtype)
 
 
+def _note(reached: set[str], key: str, _: Tensor) -> None:
+    reached.add(key)
+
+
 @contextmanager
-def _gradients_left(reached: frozenset[Tensor]) -> Iterator[None]:
+def _gradients_left(reached: Sequence[Tensor]) -> Iterator[None]:
     """Inside, these parameters take no gradients: they already have those of the data."""
     for parameter in reached:
         parameter.requires_grad_(False)

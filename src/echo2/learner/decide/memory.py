@@ -26,8 +26,9 @@ GB = 1_000_000_000
 BYTES_PER_VALUE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 #: Python, torch and transformers before a model is loaded; on a GPU the context and the kernels' workspaces.
 PROCESS_BYTES = 500_000_000
-#: Tiles of logits that exist at the same time (`learner/core/output_layer.py`), and tensors computed from them.
-LOGITS_BYTES = 200_000_000
+#: Tiles of logits that exist at the same time (`learner/core/output_layer.py`), and tensors computed from them. On a
+#: GPU tiles are larger: bytes of a position, and how many positions there are.
+LOGITS_BYTES, GPU_LOGITS_TOKEN_BYTES, GPU_LOGITS_TOKENS = 200_000_000, 14 * 8192, 4096
 #: Snapshots and checkpoints are written from the weights in segments of 16 MB, a few at a time.
 PUBLISHING_BYTES = 200_000_000
 #: The learner starts to train when a micro-batch is full. A micro-batch larger than this makes no step faster
@@ -138,7 +139,7 @@ class LearnerSetup:
             "gathered and cast weights": self._copies(checkpointing),
             "gradients of the vocabulary": max(0, self._vocabulary_gradients - activations),
             "activations": activations,
-            "log-probabilities": LOGITS_BYTES + 12 * tokens * shape.hidden,
+            "log-probabilities": self._logits_bytes(tokens) + 12 * tokens * shape.hidden,
             "publishing": PUBLISHING_BYTES,
         }
 
@@ -163,6 +164,11 @@ class LearnerSetup:
         if self.is_bfloat16:  # norms stay float32; the input of every product is cast for itself
             return 26 * d + 8 * f + 6 * norms + 2 * 4 * h
         return 4 * (6 * d + 4 * f + 2 * norms + 4 * h)
+
+    def _logits_bytes(self, tokens: int) -> int:
+        """Bytes of tiles of logits, and of tensors made from them. In bfloat16 the learner is taken to be on a GPU."""
+        on_gpu = GPU_LOGITS_TOKEN_BYTES * min(tokens, GPU_LOGITS_TOKENS) if self.is_bfloat16 else 0
+        return max(LOGITS_BYTES, on_gpu)
 
     @property
     def _vocabulary_gradients(self) -> int:
