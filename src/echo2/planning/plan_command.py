@@ -161,7 +161,9 @@ def _offers(config: configuration.Config, options: argparse.Namespace, sources: 
     """Return the offers with rates for this run's model, as far as they are known."""
     written, offers = load_offers(options.offers), tuple(offers_for(config, options.offers))
     sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
-    scaled = [one for one, as_is in zip(offers, written, strict=True) if one != as_is]
+    scaled = [
+        one for one, as_is in zip(offers, written, strict=True) if one.rollouts_per_second != as_is.rollouts_per_second
+    ]
     if scaled:
         rates = ", ".join(f"{offer.name} {offer.rollouts_per_second:.3g}/s" for offer in scaled)
         sources.append(Basis("rates", rates, "guessed from another model; `echo2 probe` measures them"))

@@ -59,7 +59,7 @@ class Measured:
     seconds: float
     group_size: int = 1
     rewards: RewardTime | None = None
-    parameters: float = 0.0
+    parameters: int = 0
     max_tokens: int = 0
 
 
@@ -104,7 +104,7 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
             f"name = {json.dumps(name)}",
             f"price_usd_per_hour = {price_usd_per_hour:g}" + ("" if price_usd_per_hour else "  # put in yours"),
             f"rollouts_per_second = {measured.rollouts_per_second:.4g}",
-            *([f"parameters = {measured.parameters:g}"] if measured.parameters else []),
+            *([f"parameters = {measured.parameters}"] if measured.parameters else []),
             *([f"max_tokens = {measured.max_tokens}"] if measured.max_tokens else []),
             f"spread = {measured.spread:.2f}",
             f"groups_per_batch = {measured.groups_per_batch}",
@@ -167,7 +167,7 @@ async def _measure(
         seconds=took,
         group_size=config.sampling.group_size,
         rewards=None if config.tasks.environment else await _reward_time(config, sampler, groups[:GROUPS_SCORED]),
-        parameters=float(f"{num_parameters(config.model.path) or 0:.3g}"),
+        parameters=num_parameters(config.model.path) or 0,
         max_tokens=config.sampling.max_tokens,
     )
 
