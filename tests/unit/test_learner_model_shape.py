@@ -14,6 +14,7 @@ from echo2.engines.model_values import all_values, values_of
 from echo2.learner.decide.memory import GB, LearnerSetup, worker_parts
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from hub_models import FAMILIES
+from model_cases import QWEN3_30B_A3B
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96}
 EXPERTS = {"num_experts": 8, "num_local_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
@@ -26,7 +27,7 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 LATENT = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
-MAMBA = {"state_size": 16, "expand": 2, "eos_token_id": 0}
+MAMBA = {"hidden_size": 64, "state_size": 16, "expand": 2, "eos_token_id": 0}
 #: Model type -> (kind of the layers, values, whether a mask is given).
 KINDS: dict[str, tuple[str | None, dict[str, Any], bool]] = {
     "qwen3_moe": (None, {**SIZES, **EXPERTS}, True),
@@ -50,7 +51,7 @@ KINDS: dict[str, tuple[str | None, dict[str, Any], bool]] = {
         {**MAMBA, "hidden_size": 64, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 64},
         False,
     ),
-    "mamba": (None, {**MAMBA, "hidden_size": 64}, False),
+    "mamba": (None, MAMBA, False),
 }
 TOKENS = 256
 
@@ -78,27 +79,6 @@ def test_a_model_of_30_billion_parameters_uses_3_3_of_them_for_a_token() -> None
     assert shape.active == pytest.approx(3.35e9, rel=1e-2)
     assert shape.largest_layer == pytest.approx(623e6, rel=1e-2)
     assert shape.adapter_parameters(16) == pytest.approx(13.4e6, rel=1e-2)  # attention alone
-
-
-#: The values that Qwen/Qwen3-30B-A3B-Instruct-2507 has on the hub, as far as they decide its size.
-QWEN3_30B_A3B = {
-    "model_type": "qwen3_moe",
-    "dtype": "bfloat16",
-    "vocab_size": 151_936,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "max_position_embeddings": 262_144,
-    "tie_word_embeddings": False,
-}
 
 
 def kept_bytes(module: Any, has_mask: bool) -> int:
