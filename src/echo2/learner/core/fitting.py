@@ -20,11 +20,11 @@ from echo2.learner.decide.memory import (
     USABLE,
     LearnerSetup,
     Microbatch,
-    ModelShape,
     engine_parts,
     settle_microbatch,
     worker_parts,
 )
+from echo2.learner.decide.model_shape import ModelShape
 
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000

@@ -11,7 +11,8 @@ from echo2.config import Config
 from echo2.config.rundir import read_json
 from echo2.core.errors import UserError
 from echo2.engines.model_values import all_values
-from echo2.learner.decide.memory import BYTES_PER_VALUE, ModelShape, read_shape
+from echo2.learner.decide.memory import BYTES_PER_VALUE
+from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.weights.format.adapter_files import lora_targets
 from echo2.weights.format.model_files import linear_layers, tensor_shapes
 
@@ -85,7 +86,7 @@ def snapshot_size(config: Config) -> SnapshotSize:
     whole = snapshot_bytes(model, dtype)
     if not config.lora.rank:
         return SnapshotSize(whole)
-    layers = linear_layers(model)
+    layers = {name: shape for name, shape in linear_layers(model).items() if ".experts." not in name}
     ends = tuple(f".{one}" for one in lora_targets(layers, config.lora.targets))
     trained = sum(sum(shape) for name, shape in layers.items() if f".{name}".endswith(ends))
     stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))

@@ -24,7 +24,8 @@ from echo2.engines.model_values import values_of
 from echo2.learner.core.fitting import settle
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.decide.memory import MICROBATCH_TOKENS_MAX, Microbatch, read_shape
+from echo2.learner.decide.memory import MICROBATCH_TOKENS_MAX, Microbatch
+from echo2.learner.decide.model_shape import read_shape
 
 log = logging.getLogger(__name__)
 
