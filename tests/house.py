@@ -176,13 +176,13 @@ def folder_complaints(source: Source) -> list[str]:
 
 
 def seam_complaints(source: Source) -> list[str]:
-    """The service uses the core only through the modules named in SEAMS."""
+    """The service uses the core only through the modules, and all of the rooms, named in SEAMS."""
     if source.room != SERVICE:
         return []
     return [
         f"{source.path}:{line}: imports {name}, which is no seam"
         for line, name in imports(source)
-        if room_of(name) not in (None, SERVICE) and name not in SEAMS and name.rpartition(".")[0] not in SEAMS
+        if room_of(name) not in (None, SERVICE) and not any(f"{name}.".startswith(f"{seam}.") for seam in SEAMS)
     ]
 
 
