@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,6 +27,7 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json, read_metrics
+from echo2.core.child import ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
@@ -305,18 +306,12 @@ def joining(rundir: RunDir, config: Config) -> list[str]:
 @contextmanager
 def _page(rundir: RunDir, console: Console) -> Iterator[None]:
     """Run `echo2 view` of this run inside the context."""
-    reading, writing = os.pipe()
     command = [sys.executable, "-m", "echo2", "view", str(rundir.path)]
-    lifeline = {**os.environ, LIFELINE_VARIABLE: str(reading)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=lifeline, pass_fds=(reading,), start_new_session=True
-    ) as page:
-        assert page.stdout is not None
-        console.print(page.stdout.readline().strip(), highlight=False, soft_wrap=True, markup=False)
+    page = ChildProcess(command, has_pipes=True, has_lifeline=True)
+    with page.pipes[0], page.pipes[1] as output:
         try:
+            console.print(output.readline().decode().strip(), highlight=False, soft_wrap=True, markup=False)
             yield
         finally:
-            page.terminate()
-            page.wait()  # before the lifeline ends, which would cut off its last output
-            os.close(reading)
-            os.close(writing)
+            page.signal(signal.SIGTERM)
+            page.wait()

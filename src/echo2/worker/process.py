@@ -44,7 +44,7 @@ from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 from echo2.worker.decide.scheduler import WorkerScheduler
 from echo2.worker.sampling import LeaseSampler, check
-from echo2.worker.weights import WorkerWeights, listen_address
+from echo2.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
 
@@ -97,10 +97,8 @@ class WorkerProcess:
         self._worker_id, self._options, self._environments = member.peer_id, options, environments
         self._directory = directory
         self._link, self._clock = member.link(), Clock()
-        listen = listen_address(options.listen, options.relays, member.address)
-        self._weights = WorkerWeights(
-            member, self._link, directory, listen, options.relays, self._dispatch, self._give_up, own_base
-        )
+        place = member, self._link, directory, options.listen, options.relays
+        self._weights = WorkerWeights(*place, self._dispatch, self._give_up, own_base)
         self._scheduler: WorkerScheduler | None = None
         self._sampler: LeaseSampler | None = None
         self._engine: Engine | None = None

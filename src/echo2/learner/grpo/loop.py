@@ -21,16 +21,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from echo2.core.types import RolloutGroup
+from echo2.learner.core.losses import LossTokens, PolicyLoss, log_ratio
 from echo2.learner.core.settings import learning_rate
 from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.loss_stats import LossStats, StepStats
-from echo2.learner.grpo.reference import GrpoLoss
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure
+from echo2.learner.grpo.reference import token_kl
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
 from echo2.learner.link.session import HeadSession
@@ -62,6 +66,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
                 saves.begin()
         if not head.stop_reason:
             saves.finish()
+            head.doing = "sending the last snapshot"
             head.finish_publishing()
     return head.stop_reason or "all steps are trained"
 
@@ -120,14 +125,12 @@ class GrpoClient(TrainedPolicy):
             InvariantError: a group is unscored or has an empty prompt.
         """
         learner, temperature = self.config.learner, self.config.sampling.temperature
-        # Advantages: each rollout's reward against those of its group. Tokens of environments are masked.
+        # Advantages: each rollout's reward against its group's (`data.py`). Tokens of environments are masked.
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
         if learner.reference_kl > 0.0:
             reference = self._trainer.forward(REFERENCE, data, temperature)
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
-        # Loss: the policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says,
-        # plus beta times KL(pi || pi_ref).
         loss = GrpoLoss(self._loss, learner.reference_kl)
         done = self._trainer.forward_backward(POLICY, data, loss, temperature)
         return self.add_to_step(groups, parts, done)
@@ -152,3 +155,28 @@ class GrpoClient(TrainedPolicy):
             adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
             self.add_update(lr, divisor, self._trainer.optim_step(POLICY, adam, divisor))
         return self.end_step() if ends_step else self.step_so_far
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoLoss:
+    """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
+    plus beta = `reference_kl` times KL(pi || pi_ref) (`reference.py`). Its output for each micro-batch: statistics, and
+    log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
+
+    Shape suffixes: n = loss tokens, S = sequences.
+    """
+
+    policy_loss: PolicyLoss
+    reference_kl: float
+
+    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, Output]:
+        found = self.policy_loss(logp_n, tokens)
+        loss_n, reference_kl = found.loss_n, None
+        if self.reference_kl > 0.0:
+            kl_n = token_kl(logp_n, tokens, found.vetoed_S)
+            loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
+        remembered = None
+        if self.policy_loss.kind.remember is not None:
+            remembered = torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu()
+        loss = (loss_n.detach() * tokens.weight_n).sum()
+        return loss_n, (measure(loss, logp_n, tokens, found, reference_kl), remembered)

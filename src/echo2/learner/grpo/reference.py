@@ -1,6 +1,6 @@
-"""The loss of a step: a policy loss plus a KL penalty towards the reference, a frozen copy of the initial weights.
+"""The KL penalty towards the reference policy: a second, frozen copy of the initial weights.
 
-The penalty per token, with rho the reference, x = log rho - log pi and r = pi / mu at most 10:
+Per token, with rho the reference, x = log rho - log pi and r = pi / mu at most 10:
 
     r (exp(x) - 1 - x)
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,36 +23,11 @@ from torch import Tensor
 from echo2.config import Config
 from echo2.core.errors import UserError
 from echo2.learner.core.adapters import Adapter
-from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens, PolicyLoss, log_ratio
+from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy
-from echo2.learner.grpo.loss_stats import LossStats, measure
 
 LOG_CAP = math.log(10.0)
-#: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.
-Output = tuple[LossStats, Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class GrpoLoss:
-    """A policy loss plus `reference_kl` times the KL penalty towards the reference. Its output for each micro-batch:
-    statistics, and log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
-    """
-
-    policy_loss: PolicyLoss
-    reference_kl: float
-
-    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, Output]:
-        found = self.policy_loss(logp_n, tokens)
-        loss_n, reference_kl = found.loss_n, None
-        if self.reference_kl > 0.0:
-            kl_n = token_kl(logp_n, tokens, found.vetoed_S)
-            loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
-        remembered = None
-        if self.policy_loss.kind.remember is not None:
-            remembered = torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu()
-        loss = (loss_n.detach() * tokens.weight_n).sum()
-        return loss_n, (measure(loss, logp_n, tokens, found, reference_kl), remembered)
 
 
 def reference_of(policy: Policy, config: Config, mesh: Mesh) -> Policy:

@@ -29,8 +29,8 @@ from echo2.learner.core.settings import computes_in_bfloat16, microbatch_tokens,
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
-from echo2.learner.grpo.loss_stats import LossStats, StepStats
-from echo2.learner.grpo.reference import Output, reference_of
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats
+from echo2.learner.grpo.reference import reference_of
 from echo2.transport.codecs import logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
 
