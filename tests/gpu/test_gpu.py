@@ -28,8 +28,7 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import DTYPES, Policy
 from echo2.learner.core.trainer import AdamParams, Trainer
-from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.reference import GrpoLoss
+from echo2.learner.grpo.loop import GrpoClient, GrpoLoss
 from learner_cases import VOCAB, config_of, data_of, random_group, tiny_module
 from rollout_cases import FAMILIES
 from rollout_cases import tiny_module as family_module
