@@ -36,12 +36,12 @@ echo2.rollouts: generate
 echo2.engines: tokenizer decode_loop torch_engine rows sampler compact
 echo2.reward: process frames score
 echo2.sandbox: process pipes child
-echo2.learner: link.head_client link.session grpo.loop grpo.client grpo.data grpo.loss_stats
+echo2.learner: link.head_client link.session grpo.loop grpo.feed grpo.data grpo.loss_stats
 echo2.learner.core: trainer mesh batch model output_layer losses
 """
 #: Files that a snapshot goes through from the optimizer to an engine.
 SNAPSHOT = """
-echo2.learner: grpo.loop grpo.client core.trainer core.publication link.session link.head_client link.sending
+echo2.learner: grpo.loop core.trainer core.publication link.session link.head_client link.sending
 echo2.weights.format: encoder segments planes deltas manifest chain
 echo2.weights.store: archive store packs content
 echo2.weights.broadcast: distribution origin peer edges sources serving payloads
@@ -53,7 +53,7 @@ echo2.engines: decode_loop torch_engine snapshot_tensors
 """
 #: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.
 FORWARD_BACKWARD = """
-echo2_service.front: app entrance access requests_api bodies numbering data training_data dispatch database work traffic
+echo2_service.front: app entrance access requests_api bodies numbering data given dispatch database work traffic
 echo2_service: decide.order backend frames calling tinker_pb2 fleet.processes
 echo2_service.learner: process models journal data
 echo2.learner.core: tenants trainer

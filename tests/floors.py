@@ -30,26 +30,17 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "planning": (("sim",), ("",)),
     SERVICE: (("decide",), ("",), ("learner", "fleet"), ("sampler",), ("front",), ("commands",)),
 }
-#: All that the service may import of the core.
+#: All that the service may import of the core: the room `core`, on which everything stands, and these modules.
 SEAMS = frozenset(
     {"echo2.cli.adding"}
     | {"echo2.config.rundir", "echo2.config.sections"}
-    | {
-        "echo2.core.addresses",
-        "echo2.core.background",
-        "echo2.core.decide.model_context",
-        "echo2.core.devices",
-        "echo2.core.disk",
-        "echo2.core.documents",
-        "echo2.core.errors",
-        "echo2.core.printable",
-        "echo2.core.types",
-    }
+    | {"echo2.core"}
     | {
         "echo2.engines.compact",
         "echo2.engines.decode_loop",
         "echo2.engines.engine",
         "echo2.engines.many_policies",
+        "echo2.engines.model_values",
         "echo2.engines.text_scores",
         "echo2.engines.tokenizer",
     }
@@ -62,7 +53,6 @@ SEAMS = frozenset(
         "echo2.learner.core.tenants",
         "echo2.learner.core.trainer",
     }
-    | {"echo2.sandbox.pipes"}
     | {
         "echo2.transport.base",
         "echo2.transport.door",
@@ -76,15 +66,14 @@ SEAMS = frozenset(
     | {
         "echo2.weights.broadcast.distribution",
         "echo2.weights.broadcast.origin",
-        "echo2.weights.broadcast.peer",
+        "echo2.weights.broadcast.receiving",
         "echo2.weights.format.adapter_files",
         "echo2.weights.format.encoder",
         "echo2.weights.format.manifest",
         "echo2.weights.format.model_files",
-        "echo2.weights.format.snapshot_files",
         "echo2.weights.store.archive",
         "echo2.weights.store.content",
         "echo2.weights.store.store",
     }
-    | {"echo2.worker.attending", "echo2.worker.process", "echo2.worker.weights"}
+    | {"echo2.worker.attending", "echo2.worker.process"}
 )

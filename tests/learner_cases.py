@@ -21,7 +21,7 @@ from echo2.learner.core.batch import Layout
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.model import Policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 
 VOCAB = 13
 #: Where settings are that are not the learner's.

@@ -25,6 +25,26 @@ LLAMA = {
     "hidden_act": "silu",
 }
 
+#: The values that Qwen/Qwen3-30B-A3B-Instruct-2507 has on the hub, as far as they decide its size.
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "dtype": "bfloat16",
+    "vocab_size": 151_936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+    "max_position_embeddings": 262_144,
+    "tie_word_embeddings": False,
+}
+
 
 def model_directory(path: Path) -> Path:
     """A model whose weights are 0, and a tokenizer of 31 characters."""

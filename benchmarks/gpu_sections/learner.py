@@ -24,8 +24,9 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import Policy
 from echo2.learner.core.trainer import AdamParams, Trainer
-from echo2.learner.decide.memory import PROCESS_BYTES, LearnerSetup, read_shape
-from echo2.learner.grpo.client import GrpoLoss
+from echo2.learner.decide.memory import PROCESS_BYTES, LearnerSetup
+from echo2.learner.decide.model_shape import read_shape
+from echo2.learner.grpo.loop import GrpoLoss
 
 PROMPT = 64
 LORA_RANK = 16

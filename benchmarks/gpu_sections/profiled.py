@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.trainer import Trainer
-from echo2.learner.grpo.client import GrpoLoss
+from echo2.learner.grpo.loop import GrpoLoss
 
 MOST = 15
 CALLS = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaStreamSynchronize", "cudaDeviceSynchronize")

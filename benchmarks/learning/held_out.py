@@ -21,17 +21,23 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @torch.no_grad()
 def accuracy(
-    directory: Path, rows: list[dict[str, Any]], samples: int, max_tokens: int, seed: int, reward: str = "exact_match"
+    directory: Path,
+    rows: list[dict[str, Any]],
+    samples: int,
+    max_tokens: int,
+    seed: int,
+    reward: str = "exact_match",
+    device: str = "cpu",
 ) -> float:
     """Mean reward of `samples` samples of every problem."""
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(directory, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval().to(device)
     asked: Any = [row["prompt"] for row in rows]
     is_chat = not isinstance(asked[0], str)
     if is_chat:
         asked = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    prompts = tokenizer(asked, return_tensors="pt", padding=True, add_special_tokens=False)
+    prompts = tokenizer(asked, return_tensors="pt", padding=True, add_special_tokens=False).to(device)
     output_BT = model.generate(
         input_ids=prompts["input_ids"],
         attention_mask=prompts["attention_mask"],
@@ -68,11 +74,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--seed", type=int, default=12345)
     parser.add_argument("--reward", default="exact_match", help="or file.py:function")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("directories", type=Path, nargs="+")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.problems.read_text(encoding="utf-8").splitlines()]
     results = {
-        str(directory): accuracy(directory, rows, options.samples, options.max_tokens, options.seed, options.reward)
+        str(directory): accuracy(
+            directory, rows, options.samples, options.max_tokens, options.seed, options.reward, options.device
+        )
         for directory in options.directories
     }
     json.dump(results, sys.stdout)

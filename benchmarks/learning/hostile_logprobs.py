@@ -43,7 +43,7 @@ from echo2.core.types import (
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import Tokenizer, encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.model import DTYPES, load_policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.reward.score import Scorer
 from echo2.rollouts import generate
 from echo2.tasks.base import TaskStream

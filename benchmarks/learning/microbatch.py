@@ -53,7 +53,8 @@ def measured(sizes: dict[str, Any], tokens: int, checkpointing: bool, device: st
     from echo2.learner.core.datum import Datum
     from echo2.learner.core.model import Policy
     from echo2.learner.core.trainer import AdamParams, Trainer
-    from echo2.learner.decide.memory import LearnerSetup, read_shape
+    from echo2.learner.decide.memory import LearnerSetup
+    from echo2.learner.decide.model_shape import read_shape
 
     place = torch.device(device)
     with place:

@@ -125,7 +125,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.config.rundir import RunDir
     from echo2.learner import process as learner_process
     from echo2.learner.core.publication import LentWeights, Payload, Publisher
-    from echo2.learner.grpo.client import GrpoClient
+    from echo2.learner.grpo.loop import GrpoClient
 
     group_seconds = settings["train_seconds"] / settings["groups_per_step"]
 

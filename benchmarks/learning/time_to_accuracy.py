@@ -182,17 +182,31 @@ def first_lease(events: Path) -> float:
     raise UserError(f"{events} shows no lease of a training group: the run did not start.")
 
 
-def run_trl(options: argparse.Namespace, config: Config, seed: int, out: Path, threads: int) -> Run:
+def trl_command(
+    options: argparse.Namespace, config: Config, seed: int, prompts: Path, out: Path, threads: int
+) -> list[str]:
     """One GRPOTrainer run in TRL's own environment."""
+    microbatches = TRL_MICROBATCHES if options.device == "cpu" else 1
     command = [options.trl_python, HERE / "trl_grpo.py", "--model", options.model, "--out", out]
-    command += ["--prompts-file", out.parent / f"train-{seed}.jsonl", "--seed", seed, "--threads", threads]
-    command += ["--steps", options.steps, "--save-every", options.save_every, "--accumulate", TRL_MICROBATCHES]
+    command += ["--prompts-file", prompts, "--seed", seed, "--threads", threads, "--device", options.device]
+    command += ["--steps", options.steps, "--save-every", options.save_every, "--accumulate", microbatches]
     command += ["--prompts", config.schedule.groups_per_step, "--group", config.sampling.group_size]
     command += ["--max-tokens", config.sampling.max_tokens]
     command += ["--lr", config.learner.lr, "--warmup-steps", config.learner.warmup_steps]
     command += ["--reward", reward_of(config)]
     command += ["--scale-rewards", "group" if config.learner.advantage == "grpo" else "none"]
-    cpu_seconds = watch([str(part) for part in command], out.with_suffix(".log"), threads)
+    return [str(part) for part in command]
+
+
+def run_trl(options: argparse.Namespace, config: Config, seed: int, out: Path, threads: int) -> Run:
+    """The run of `trl_command`, with so many threads."""
+    prompts = out.parent / f"train-{seed}.jsonl"
+    cpu_seconds = watch(trl_command(options, config, seed, prompts, out, threads), out.with_suffix(".log"), threads)
+    return read_trl(out, seed, threads, cpu_seconds)
+
+
+def read_trl(out: Path, seed: int, threads: int, cpu_seconds: float) -> Run:
+    """What TRL's side has written."""
     start = json.loads((out / "start.json").read_text(encoding="utf-8"))
     rows = [json.loads(line) for line in (out / "clock.jsonl").read_text(encoding="utf-8").splitlines()]
     points = tuple(Point(r["step"], r["seconds"], str(out / "weights" / f"step_{r['step']}")) for r in rows)
@@ -237,10 +251,20 @@ def reward_of(config: Config) -> str:
     return name
 
 
-def judge(config: Config, directories: Sequence[str], held_out: Path, samples: int = 4) -> dict[str, float]:
-    """Held-out reward of the weights in these directories."""
+def judge_command(
+    config: Config, directories: Sequence[str], held_out: Path, samples: int, device: str = "cpu"
+) -> list[str]:
+    """Prints the held-out reward of the weights in these directories."""
     command = [sys.executable, str(HERE / "held_out.py"), "--problems", str(held_out), "--reward", reward_of(config)]
-    command += ["--max-tokens", str(config.sampling.max_tokens), "--samples", str(samples), *directories]
+    command += ["--max-tokens", str(config.sampling.max_tokens), "--samples", str(samples), "--device", device]
+    return [*command, *directories]
+
+
+def judge(
+    config: Config, directories: Sequence[str], held_out: Path, samples: int = 4, device: str = "cpu"
+) -> dict[str, float]:
+    """Held-out reward of the weights in these directories."""
+    command = judge_command(config, directories, held_out, samples, device)
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, cwd=REPOSITORY)
     accuracy: dict[str, float] = json.loads(done.stdout)
     return accuracy
@@ -270,7 +294,7 @@ def all_runs(options: argparse.Namespace, config: Config, work: Path) -> list[Ru
                 run = run_trl(options, config, seed, out, int(side.removeprefix("trl-")))
             print(f"{run.points[-1].seconds:.1f} s ({run.seconds_per_step:.3f} s a step, {run.cpu_seconds:.0f} cpu-s)")
             weights = [point.weights for point in run.points]
-            runs.append(judged(run, judge(config, weights, work / "held_out.jsonl", options.samples)))
+            runs.append(judged(run, judge(config, weights, work / "held_out.jsonl", options.samples, options.device)))
             for directory in weights:  # those of a larger model fill a disk
                 shutil.rmtree(directory)
     return runs
@@ -347,6 +371,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--threshold", type=float, default=0.70)
     parser.add_argument("--samples", type=int, default=4, help="of each held-out problem, for the judge")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of TRL and of the judge")
     parser.add_argument("--trl-python", help="Python of an environment with TRL; default: .venv-trl, made when missing")
     parser.add_argument("--trl-threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--work", type=Path, help="where the runs are written (default: outputs/benchmark-<time>)")
@@ -366,7 +391,7 @@ def main(arguments: Sequence[str], name: str = "time_to_accuracy") -> None:
     options.model = str(Path(options.model or config.model.path).resolve())
     options.trl_python = trl_python(options.trl_python)
     runs = all_runs(options, config, work)
-    start = judge(config, [options.model], work / "held_out.jsonl", options.samples)[options.model]
+    (start,) = judge(config, [options.model], work / "held_out.jsonl", options.samples, options.device).values()
     result = report(options, config, start, runs)
     show(result, runs)
     print(f"Written to {save(name, result, options.out).name}.")

@@ -1,4 +1,4 @@
-"""The TRL side of `time_to_accuracy.py`: GRPOTrainer on a local model and a file of prompts, on the CPU.
+"""The TRL side of `time_to_accuracy.py`: GRPOTrainer on a local model and a file of prompts, on the CPU or a GPU.
 
 Runs in TRL's own Python environment and imports nothing of echo2. Writes the weights every few steps to
 `OUT/weights/step_N/` and one line a saved step to `OUT/clock.jsonl`: `step`, and `seconds` of training since the
@@ -6,7 +6,7 @@ start of the first step, with the time for saving weights taken out. `OUT/start.
 of the process to that moment, and the versions in use.
 
 The settings are what a TRL user would write for this job: one batch a step, one update a batch, no KL term, no
-gradient checkpointing, float32, nothing but training inside the clock.
+gradient checkpointing, nothing but training inside the clock; float32 on the CPU, bfloat16 products on a GPU.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def settings(options: argparse.Namespace) -> GRPOConfig:
         max_grad_norm=1.0,
         shuffle_dataset=False,  # the file is already in the order in which echo2 takes the same prompts
         gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
+        bf16=options.device == "cuda",
+        use_cpu=options.device == "cpu",
         save_strategy="no",
         report_to=[],
         logging_steps=10,
@@ -114,6 +114,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--save-every", type=int, default=5)
     parser.add_argument("--prompts", type=int, default=64)
@@ -145,7 +146,7 @@ def main() -> None:
 
     trainer.add_callback(Clock(options.out, options.save_every, save))
     trainer.train()
-    digest = zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in trainer.model.parameters()))
+    digest = zlib.crc32(b"".join(p.detach().cpu().numpy().tobytes() for p in trainer.model.parameters()))
     print(f"done: {options.steps} steps, {time.process_time():.1f} cpu-s, weights crc32 {digest:08x}")
 
 

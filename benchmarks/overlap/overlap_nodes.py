@@ -278,8 +278,8 @@ def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.config.rundir import RunDir
     from echo2.core.types import RolloutGroup
     from echo2.learner import process as learner_process
-    from echo2.learner.grpo.client import GrpoClient, StepStats
-    from echo2.learner.grpo.loss_stats import LossStats
+    from echo2.learner.grpo.loop import GrpoClient
+    from echo2.learner.grpo.loss_stats import LossStats, StepStats
 
     token_seconds = settings["train_seconds"] / round_tokens(settings["seed"], settings["groups"])
 
@@ -297,9 +297,9 @@ def run_learner(settings: Mapping[str, Any]) -> None:
             time.sleep(max(0.0, until - time.monotonic()))
             return stats
 
-        def optim_step(self) -> StepStats:
+        def optim_step(self, ends_step: bool = True) -> StepStats:
             """Without what the head judges engines by: these workers' logprobs are made up, and it would expel them."""
-            step = super().optim_step()
+            step = super().optim_step(ends_step)
             return replace(step, losses=replace(step.losses, fresh={}))
 
     learner_process.run_learner(RunDir(Path(settings["run"])), "")

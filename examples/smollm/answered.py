@@ -20,30 +20,13 @@ from echo2.core.errors import UserError
 from echo2.sandbox.plugins import load_named
 from echo2.tasks.sources import ReasoningGymRows
 
-GAME = Path(__file__).parents[1] / "sokoban" / "sokoban.py"
+FACTS, GAME = (Path(__file__).parents[1] / name for name in ("smollm/facts.py", "sokoban/sokoban.py"))
+NAMES: dict[str, Sequence[str]] = load_named(f"{FACTS}:NAMES")
 DIRECTIONS, MOVES, Level, Sokoban = (
     load_named(f"{GAME}:{name}") for name in ("DIRECTIONS", "MOVES", "Level", "Sokoban")
 )
 
 SIZE = {"train": 100_000, "heldout": 1024}
-NAMES = (
-    "Anna",
-    "Ben",
-    "Carla",
-    "David",
-    "Emma",
-    "Frank",
-    "Grace",
-    "Henry",
-    "Isla",
-    "Jack",
-    "Kate",
-    "Liam",
-    "Mia",
-    "Noah",
-    "Olive",
-    "Paul",
-)
 THINGS = ("rolls", "pens", "cards", "books", "apples", "shells", "stamps", "tickets", "bricks", "eggs")
 BOXES = ("boxes", "bags", "trays", "shelves", "crates", "drawers")
 
@@ -68,7 +51,7 @@ class Arithmetic:
 
     def __init__(self, split: str = "train", seed: int = 0) -> None:
         self._split, self._seed, self._size = split, seed, _size(split)
-        self._names = NAMES[:12] if split == "train" else NAMES[12:]
+        self._names = NAMES[split]
 
     def __len__(self) -> int:
         return self._size

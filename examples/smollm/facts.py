@@ -15,34 +15,32 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-NAMES = (
-    "Anna",
-    "Ben",
-    "Carla",
-    "David",
-    "Emma",
-    "Frank",
-    "Grace",
-    "Henry",
-    "Isla",
-    "Jack",
-    "Kate",
-    "Liam",
-    "Mia",
-    "Noah",
-    "Olive",
-    "Paul",
-    "Quinn",
-    "Rosa",
-    "Sam",
-    "Tina",
-    "Uma",
-    "Victor",
-    "Wendy",
-    "Xavier",
-    "Yara",
-    "Zoe",
-)
+#: Of each split, here and in answered.py.
+NAMES = {
+    "train": (
+        "Anna",
+        "Ben",
+        "Carla",
+        "David",
+        "Emma",
+        "Frank",
+        "Grace",
+        "Henry",
+        "Isla",
+        "Jack",
+        "Kate",
+        "Liam",
+        "Mia",
+        "Noah",
+        "Olive",
+        "Paul",
+        "Quinn",
+        "Rosa",
+        "Sam",
+        "Tina",
+    ),
+    "heldout": ("Uma", "Victor", "Wendy", "Xavier", "Yara", "Zoe"),
+}
 CITIES = (
     "Paris",
     "London",
@@ -69,8 +67,8 @@ FORMS = (
 )
 #: Rows, names, cities and forms of each split.
 SPLITS: dict[str, tuple[int, Sequence[str], Sequence[str], Sequence[str]]] = {
-    "train": (600, NAMES[:20], CITIES[:12], FORMS[:3]),
-    "heldout": (96, NAMES[20:], CITIES[12:], FORMS[1:]),
+    "train": (600, NAMES["train"], CITIES[:12], FORMS[:3]),
+    "heldout": (96, NAMES["heldout"], CITIES[12:], FORMS[1:]),
 }
 KEYS = (("name", "age"), ("name", "city"))
 SYSTEM = {"role": "system", "content": "You write JSON on one line."}

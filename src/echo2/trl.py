@@ -367,11 +367,12 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
 
 def _vocab_size(directory: Path) -> int:
     """Return the number of rows of the model's embedding."""
-    from echo2.learner.core.model_size import model_shape
+    from echo2.engines.model_values import text_values
+    from echo2.learner.core.model_size import model_config
 
-    shape = model_shape(str(directory))
-    if shape is None:
+    num_tokens = text_values(model_config(str(directory)) or {}).get("vocab_size")
+    if not isinstance(num_tokens, int):
         raise UserError(
             f"{directory}/config.json does not say how large the vocabulary is: name a causal language model."
         )
-    return shape.vocab
+    return num_tokens

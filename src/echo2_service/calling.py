@@ -9,7 +9,6 @@ import itertools
 import logging
 import os
 import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,17 +17,19 @@ from typing import BinaryIO
 import msgspec
 
 from echo2.core.background import spawn
+from echo2.core.child import ChildProcess, child_environment, ending
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2.sandbox.pipes import HEADER, child_environment, ending
-from echo2_service.frames import ANSWERS, REQUESTS, Answer, Call, CancelCall, Request, frame, frame_length
+from echo2.core.frames import read_frame, receive_frame
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff
+from echo2_service.frames import ANSWERS, REQUESTS, Answer, Call, CancelCall, Request, frame
 
 log = logging.getLogger(__name__)
 
 #: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
 MOST_DEATHS = 8
-#: Shortest and longest pause between two starts; the pause doubles while the process dies without an answer.
-RESTART_SECONDS = (0.1, 10.0)
-LOG_BYTES = 10 << 20
+#: Pauses between two starts; they grow while the process dies without an answer.
+RESTART_SECONDS = Backoff(0.1, 10.0)
 
 
 @dataclass(slots=True)
@@ -50,7 +51,8 @@ class AnsweringProcess:
         self._command = (sys.executable, "-m", module, settings)
         self._name, self._log_path = module.split(".")[-2], log_path
         self._numbers, self._pending = itertools.count(1), dict[int, _Pending]()
-        self._process: Process | None = None
+        self._process: ChildProcess | None = None
+        self._inbox: asyncio.StreamWriter | None = None
         self._is_closing = False
         self._running: asyncio.Task[None] | None = None
 
@@ -86,7 +88,7 @@ class AnsweringProcess:
         """End the process; calls in progress are cancelled."""
         self._is_closing = True
         if self._running is not None:
-            if self._process is not None and self._process.returncode is None:
+            if self._process is not None and self._process.status is None:
                 self._process.kill()
             else:
                 self._running.cancel()
@@ -96,73 +98,72 @@ class AnsweringProcess:
 
     async def _send(self, data: bytes) -> None:
         """Send to the process, if it is running; the next process gets all pending calls when it starts."""
-        process = self._process
-        if process is not None and process.stdin is not None and not process.stdin.is_closing():
-            process.stdin.write(data)
+        inbox = self._inbox
+        if inbox is not None and not inbox.is_closing():
+            inbox.write(data)
             try:
-                await process.stdin.drain()
+                await inbox.drain()
             except ConnectionError:
                 pass  # the process died
 
     async def _run(self) -> None:
-        pause, longest = RESTART_SECONDS
+        retries = Retries(RESTART_SECONDS)
         fruitless = 0  # starts in a row that failed, or after which the process exited without an answer
         while True:
-            status, num_answers = 1, 0
+            status: int | None = 1
+            num_answers = 0
             try:
-                process = await self._start()
-                num_answers, is_readable = await self._read_answers(process)
-                status = await process.wait() if is_readable else 1
+                process, answers = await self._start()
+                num_answers, is_readable = await self._read_answers(answers)
+                if not is_readable:
+                    process.kill()
+                status = await process.ended() if is_readable else 1
+                process.kill()  # with what it started
                 log.warning("the %s %s; it is started again", self._name, ending(status))
             except OSError as error:  # no descriptor, no memory, or no room for the log
                 log.warning("the %s cannot be started, trying again: %s", self._name, error)
-            self._process = None
+            self._process = self._inbox = None
             if self._is_closing:
                 return
             self._count_deaths()
-            fruitless = fruitless + 1 if status > 0 and not num_answers else 0
+            fruitless = fruitless + 1 if status and status > 0 and not num_answers else 0
             if fruitless >= MOST_DEATHS:
                 self._fail(f"The {self._name} process does not start: see its log.")
-            pause = RESTART_SECONDS[0] if num_answers else min(2 * pause, longest)
-            await asyncio.sleep(pause)
+            if num_answers:
+                retries.succeeded()
+            retries.failed()
+            await retries.pause()
 
     def _failed(self, error: Exception) -> None:
         """Fail all calls because of a mistake in this class; the next call starts the process again."""
         log.error("the calls of the %s", self._name, exc_info=error)
-        if self._process is not None and self._process.returncode is None:
+        if self._process is not None:
             self._process.kill()
-        self._process = self._running = None
+        self._process = self._inbox = self._running = None
         self._fail(f"The calls of the {self._name} process failed: {type(error).__name__}.")
 
-    async def _start(self) -> Process:
-        """Start the process, and send it all calls that have no answer."""
-        with self._log_path.open("ab") as log_file:
-            if log_file.tell() > LOG_BYTES:
-                log_file.truncate(0)
-            process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=PIPE, stdout=PIPE, stderr=log_file, env=child_environment()
-            )
+    async def _start(self) -> tuple[ChildProcess, asyncio.StreamReader]:
+        """Start the process, and send it all calls that have no answer. Return it and its answers."""
+        process = ChildProcess(self._command, log_path=self._log_path, environment=child_environment(), has_pipes=True)
+        try:
+            answers, inbox = await process.streams()
+        except BaseException:
+            process.kill()
+            raise
         for pending in self._pending.values():
-            assert process.stdin is not None
-            process.stdin.write(pending.frame)
-        self._process = process
-        return process
+            inbox.write(pending.frame)
+        self._process, self._inbox = process, inbox
+        return process, answers
 
-    async def _read_answers(self, process: Process) -> tuple[int, bool]:
-        """Return the number of answers until the process ended, or was killed because one cannot be read; and whether
-        all could be.
-        """
-        assert process.stdout is not None
+    async def _read_answers(self, answers: asyncio.StreamReader) -> tuple[int, bool]:
+        """Return the number of answers until the process ended, or one cannot be read; and whether all could be."""
         for number in itertools.count():
             try:
-                header = await process.stdout.readexactly(HEADER.size)
-                answer = ANSWERS.decode(await process.stdout.readexactly(frame_length(header)))
-            except (asyncio.IncompleteReadError, ConnectionError):
+                answer = ANSWERS.decode(await receive_frame(answers))
+            except (EOFError, ConnectionError):
                 return number, True
             except (PeerError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
                 log.warning("an answer of the %s cannot be read: %s", self._name, error)
-                process.kill()
-                await process.wait()
                 return number, False
             pending = self._pending.get(answer.number)
             if pending is None or pending.answered.done():
@@ -189,10 +190,6 @@ class AnsweringProcess:
 
 def receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
     """Pass every request to `take`, and end this process at the end of input. Runs in its own thread."""
-    while len(header := inbox.read(HEADER.size)) == HEADER.size:
-        length = frame_length(header)
-        body = inbox.read(length)
-        if len(body) < length:
-            break
+    while (body := read_frame(inbox)) is not None:
         take(REQUESTS.decode(body))
     os._exit(0)  # the main thread may be in the middle of a forward or backward pass

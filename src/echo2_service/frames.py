@@ -1,4 +1,4 @@
-"""Messages between a service's processes: a 4-byte length, then that many bytes of MessagePack.
+"""Messages between a service's processes: MessagePack in frames.
 
 msgspec checks the types. Arrays are sent as their type code and their bytes.
 """
@@ -10,8 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from echo2.core.errors import PeerError
-from echo2.sandbox.pipes import HEADER, checked_length
+from echo2.core import frames
 from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec, SampleOutput, SampleSpec, TrainOutput
 
 #: Type codes of the arrays that may be sent.
@@ -163,16 +162,4 @@ def frame(message: Request | Answer | JournalRecord) -> bytes:
     Raises:
         PeerError: "oversized".
     """
-    body = _ENCODER.encode(message)
-    return HEADER.pack(checked_length(len(body))) + body
-
-
-def frame_length(header: bytes) -> int:
-    """Return the number of bytes that follow a frame's header.
-
-    Raises:
-        PeerError: "oversized"; or "torn", the header is incomplete.
-    """
-    if len(header) != HEADER.size:
-        raise PeerError("torn", f"a frame's header of {len(header)} bytes")
-    return checked_length(HEADER.unpack(header)[0])
+    return frames.frame(_ENCODER.encode(message))

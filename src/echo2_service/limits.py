@@ -76,7 +76,7 @@ SAMPLES_AT_ONCE = 512
 SAMPLES_FOR_OTHERS = 32
 #: Operations of one model at the back end.
 OPERATIONS_MAX = 16
-#: Bytes of the bodies whose training data wait in memory for their turn; others are read again from the store.
+#: Bytes of the bodies that, once read, wait in memory for their turn; others are read again from the store.
 DATA_BYTES_MAX = 256 << 20
 #: Bytes of a model's journal while it has gradients, so that no checkpoint can take its place.
 JOURNAL_BYTES_MAX = 1 << 30

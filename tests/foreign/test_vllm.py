@@ -221,7 +221,7 @@ def test_a_server_that_dies_or_hangs_comes_back_with_its_weights(
 
 def server_processes(engine: ServerEngine) -> list[int]:
     """The process that listens and the one that computes, as the system lists them."""
-    guard: int = engine._server._process._process.pid  # type: ignore[attr-defined]
+    guard: int = engine._server._process.child.pid  # type: ignore[attr-defined]
     return [children(guard)[0], next(pid for pid in children(children(guard)[0]) if b"EngineCore" in command(pid))]
 
 

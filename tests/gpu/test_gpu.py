@@ -29,7 +29,7 @@ from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import DTYPES, Policy
 from echo2.learner.core.output_layer import GPU_TILE, Choice, OutputLayer, plain_scores, tiled_scores
 from echo2.learner.core.trainer import AdamParams, Trainer
-from echo2.learner.grpo.client import GrpoClient, GrpoLoss
+from echo2.learner.grpo.loop import GrpoClient, GrpoLoss
 from learner_cases import VOCAB, config_of, data_of, random_group, tiny_module
 from rollout_cases import FAMILIES
 from rollout_cases import tiny_module as family_module

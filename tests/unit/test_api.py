@@ -7,7 +7,6 @@ import json
 import linecache
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from echo2.api.inputs import sections, write_resumed, write_run
 from echo2.api.own_code import named_code
 from echo2.config import Config
 from echo2.config.rundir import STOP_WORDS, create
+from echo2.core.child import ChildProcess
 from echo2.core.errors import Echo2Error, UserError
 from echo2.reward.functions import exact_match
 from echo2.reward.score import Scorer
@@ -316,8 +316,10 @@ def test_a_run_that_failed_raises_as_the_command_exits(
     run = made_run(tmp_path / "run")
     run.rundir.outcome.write_text(json.dumps({"kind": kind, "reason": reason}))
     (run.rundir.logs / "run.log").write_text(f"error: {reason}\n" if error else "")
-    with subprocess.Popen([sys.executable, "-c", f"raise SystemExit({status})"]) as command:
-        command.wait()
+    log = (run.rundir.logs / "run.log").read_text()
+    code = f"print({log!r}, end=''); raise SystemExit({status})"
+    command = ChildProcess([sys.executable, "-c", code], log_path=run.rundir.logs / "run.log")
+    command.wait()
     for ended in (run, echo2.Run(run.path, command)):  # of another session, and of this one
         if error is None:
             assert ended.wait() is ended

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core import logs
+from echo2.core.child import child_environment
 from echo2.core.logs import BURST_LINES, KINDS_MAX, WINDOW_SECONDS, CountingHandler, SafeFormatter
 from echo2.core.printable import LINE_CHARS_MAX, printable, printable_lines
-from echo2.sandbox.pipes import child_environment
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31mred\u202e\u2066\r\nerror: forged\x00\x7f"
 

@@ -24,7 +24,7 @@ from echo2.engines.architecture import read_architecture
 from echo2.engines.hf_engine import make_engine
 from echo2.learner.core.adapters import Adapter, check_trained, load_trained
 from echo2.learner.core.model import Policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
 from hub_models import FAMILIES, hub_model
 from learner_cases import config_of, random_group

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.core.decide.model_context import context_length
+from echo2.core.decide.model_config import context_length
 from echo2.engines.hf_engine import HfModel
 from echo2.engines.hub_layout import identity_layout
 from echo2.learner.core.batch import Layout, collate

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import threading
 from array import array
@@ -23,8 +22,9 @@ import pytest
 
 import vllm_standin
 from echo2.config.values import ServerPlace
+from echo2.core.child import ChildProcess
 from echo2.core.errors import PeerError, UserError
-from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.core.types import RUN_POLICY, Backoff, SamplingParams, Snapshot, SnapshotRef, TensorBytes
 from echo2.engines.engine import Completion, Engine, RequestFailure, SampleRequest
 from echo2.engines.registry import make_engine
 from echo2.engines.servers import engine as server_engine
@@ -301,7 +301,7 @@ def test_a_torn_snapshot_never_reaches_the_server(tmp_path: Path, change: str) -
 def test_a_refused_reload_leaves_the_old_weights_serving(
     tmp_path: Path, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_engine, "RESTART_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(server_engine, "RESTART_SECONDS", Backoff(0.01, 0.02))
 
     async def doing(engine: Engine, state: vllm_standin.Served) -> None:
         state.wrong = f"refuses {path}"
@@ -359,7 +359,7 @@ def alive(pid: int) -> bool:
 def test_a_server_that_dies_or_hangs_costs_what_is_in_it_and_comes_back(
     tmp_path: Path, python: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_engine, "RESTART_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(server_engine, "RESTART_SECONDS", Backoff(0.01, 0.02))
     monkeypatch.setattr(server_engine, "CHECK_EVERY_SECONDS", 0.1)
     if number == signal.SIGKILL:
         monkeypatch.setattr(vllm, "EXIT_SECONDS", 30.0)  # a loaded machine may need some until the status is known
@@ -415,12 +415,9 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, python: str) -> Non
 
 def test_what_a_guard_runs_ends_with_the_one_who_started_it() -> None:
     command = [sys.executable, "-S", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)"]
-    with subprocess.Popen(
-        [sys.executable, "-S", guard.__file__, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        pid = int(process.stdout.readline())
-        process.stdin.close()
-        assert process.wait(60) == 256 - signal.SIGKILL
+    child = ChildProcess([sys.executable, "-S", guard.__file__, *command], has_pipes=True, has_lifeline=True)
+    with child.pipes[0], child.pipes[1] as output:
+        pid = int(output.readline())
+        child.end_lifeline()
+        assert child.wait(60) == 256 - signal.SIGKILL
         assert not alive(pid)

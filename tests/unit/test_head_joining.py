@@ -117,6 +117,60 @@ def test_a_stranger_joins_with_an_engine_that_can_be_checked(
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+@pytest.mark.parametrize(
+    ("workers", "deterministic", "is_own", "server"),
+    [
+        ({}, False, True, "vllm"),
+        ({}, True, True, ""),
+        ({}, False, False, ""),
+        ({"require_checks": False}, False, False, "vllm"),
+        ({"engine": "compact"}, False, True, ""),
+    ],
+)
+def test_a_token_server_is_taken_where_the_run_leaves_the_engine_open_and_nobody_must_check(
+    tmp_path: Path, workers: dict[str, Any], deterministic: bool, is_own: bool, server: str
+) -> None:
+    async def scenario() -> None:
+        run = {"deterministic": deterministic}
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers, run=run)
+        async with OpenHead(tmp_path, raw) as open_head:
+            peer = open_head.peer("w-1") if is_own else stranger_of(open_head, tmp_path)
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine="auto", servers=["other", "vllm"])
+            stream = open_head.service.attend(peer, hello)
+            told = (await anext(stream)).settings
+            assert (told.engine, told.server) == (workers.get("engine", "auto"), server)
+            head = open_head.head
+            assert head.workers[peer.peer_id].engine == (server or told.engine)
+            worker = head.planner.fleet.get(peer.peer_id)
+            assert worker is not None
+            assert worker.draws == (not server)  # whom nobody can check, checks nobody
+            await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_one_machine_of_the_owner_keeps_an_engine_that_can_check_invited_strangers(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="))) as open_head:
+            stranger_of(open_head, tmp_path)
+
+            async def joins(name: str) -> Any:
+                hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine="auto", servers=["vllm"])
+                stream = open_head.service.attend(open_head.peer(name), hello)
+                return stream, (await anext(stream)).settings.server
+
+            first, of_first = await joins("w-1")
+            second, of_second = await joins("w-2")
+            assert (of_first, of_second) == ("", "vllm")
+            await first.aclose()
+            again, of_again = await joins("w-1")
+            assert of_again == ""
+            for stream in (again, second):
+                await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_a_stranger_does_not_take_the_name_of_a_rented_machine(tmp_path: Path) -> None:
     """It would be paid as that one; and the machine itself, when it comes, would not be known."""
     spot = (

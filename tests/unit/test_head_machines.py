@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from echo2.config.offers import Offer
+from echo2.core.types import Backoff
 from echo2.head.fleet import machines
 from echo2.head.fleet.machines import Machines
 
@@ -71,7 +72,7 @@ class Yard:
 
 @pytest.fixture(autouse=True)
 def _hurry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machines, "RETRY_SECONDS", (0.01, 0.02))
+    monkeypatch.setattr(machines, "RETRY_SECONDS", Backoff(0.01, 0.02))
 
 
 def test_a_machine_is_rented_joins_under_its_name_and_is_given_back(tmp_path: Path) -> None:

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
+from echo2.core.child import child_environment
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import LOGGED_ROLLOUTS, RUN_POLICY, GroupRef, Lease, Message, SamplingParams, Task
 from echo2.head.serve import reading, results, service
 from echo2.head.serve.reading import RunTokenizer
 from echo2.rollouts.generate import assignment_of
-from echo2.sandbox.pipes import child_environment
 from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
 from head_cases import HUGE_SECONDS, LEARNER, OpenHead, delivery, rows, sample, settings, until

@@ -255,7 +255,7 @@ def test_who_sends_junk_is_expelled_its_leases_end_and_each_time_it_is_for_longe
         assert desk.planner.conducts.expulsion("s", desk.now) is None
         joins(desk, "s", "t")
         joins(desk, "own")
-    assert seconds == [min(EXPELLED_SECONDS[1], 60.0 * 2**at) for at in range(9)]
+    assert seconds == [min(EXPELLED_SECONDS.most_seconds, 60.0 * 2**at) for at in range(9)]
 
 
 def test_failures_of_leases_that_it_does_not_hold_are_junk_too() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,7 +80,5 @@ def test_what_each_process_has_reached() -> None:
         ),
     ],
 )
-def test_the_last_words_of_a_process(tmp_path: Path, log: str, words: str) -> None:
-    path = tmp_path / "a.log"
-    path.write_text("error: of the process before\n" + log)
-    assert last_words(path, len("error: of the process before\n")) == words
+def test_the_last_words_of_a_process(log: str, words: str) -> None:
+    assert last_words(log.encode()) == words

@@ -112,6 +112,8 @@ def test_likely_tokens_that_a_group_has_no_room_for_are_refused(
     raw: dict[str, Any], top: int, is_refused: bool
 ) -> None:
     """8 rollouts of 10,700 tokens, 9 + 6 * 112 bytes each, are 55.6 MiB."""
+    config = Path(raw["model"]["path"]) / "config.json"
+    config.write_text(json.dumps({**LLAMA, "max_position_embeddings": 20_000}))
     raw |= {"learner": {"loss_params": {"score_centering": top}}, "sampling": {"max_tokens": 10_700}}
     if is_refused:
         assert "56 MiB for 8 rollouts of 10700 tokens, where a group may have 55." in refusal(raw)
@@ -180,8 +182,8 @@ def test_what_else_lies_in_the_directory_of_a_new_run_stays(raw: dict[str, Any],
 
 def test_a_model_that_the_engine_cannot_run_is_refused_with_the_engine_that_can(raw: dict[str, Any]) -> None:
     (Path(raw["model"]["path"]) / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gpt_neox"}))
-    assert 'Set workers.engine = "transformers"' in refusal(raw)
-    check(build({**raw, "workers": {"engine": "transformers"}}, "my.toml"))
+    check(build(raw, "my.toml"))  # `auto` takes the other one
+    assert 'Set workers.engine = "auto" or "transformers"' in refusal({**raw, "workers": {"engine": "compact"}})
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,12 @@ def test_a_run_directory_that_is_a_file_is_refused(raw: dict[str, Any], tmp_path
         run(path, out / below, resume=False, dry_run=True, overrides={}, as_json=False)
 
 
-def test_answers_for_which_no_prompt_leaves_room_are_said(
-    raw: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_answers_for_which_no_prompt_leaves_room_are_refused(raw: dict[str, Any]) -> None:
     context = LLAMA["max_position_embeddings"]
     check(build({**raw, "sampling": {"max_tokens": 31}}, "my.toml"))
-    assert capsys.readouterr().err == ""
-    check(build({**raw, "sampling": {"max_tokens": context}}, "my.toml"))
-    assert f"sampling.max_tokens = 32, and the model's context has {context} tokens" in capsys.readouterr().err
+    told = refusal({**raw, "sampling": {"max_tokens": context}})
+    assert told.startswith(f"sampling.max_tokens = 32, and the model's context has {context} tokens for prompt and")
+    assert "Set sampling.max_tokens to 32 less your longest prompt" in told
 
 
 def test_a_dry_run_finds_prompts_that_fill_the_context(
@@ -235,9 +235,13 @@ def test_a_dry_run_finds_prompts_that_fill_the_context(
     def tried(*lengths: int) -> str:
         rows.write_text("".join(json.dumps({"prompt": "1" * n, "answer": "2"}) + "\n" for n in lengths))
         run(path, tmp_path / "run", resume=False, dry_run=True, overrides={}, as_json=False)
-        return capsys.readouterr().err
+        told, note = capsys.readouterr().err, "note: engine compact: it knows llama models\n"
+        assert told.endswith(note)
+        return told.removesuffix(note)
 
-    assert tried(31, 5) == ""
+    assert tried(24, 5) == ""
+    assert "leave less than sampling.max_tokens = 8 of the model's context of 32 tokens" in (tight := tried(31, 5))
+    assert "The longest has 31: lower sampling.max_tokens to 1, or" in tight
     told = f"2 of 3 prompts of {rows} fill the model's context of 32 tokens ({rows}:2 has 32)"
     assert f"warning: {told}: their groups will fail." in tried(31, 32, 40)
     with pytest.raises(UserError, match=r"2 of 2 prompts .*: nothing could be sampled\. Shorten them"):

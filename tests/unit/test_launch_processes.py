@@ -13,6 +13,7 @@ import pytest
 
 from echo2.config import Config
 from echo2.config.rundir import RunDir, create, read_json, write_atomically
+from echo2.core.child import log_end
 from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.launch.deaths import START_FAILURES_MAX, last_error
@@ -71,10 +72,10 @@ def test_the_last_error_of_a_log_is_found_and_older_ones_are_not(tmp_path: Path)
     log = tmp_path / "head.log"
     log.write_bytes(b"error: an old one\n")
     start = log.stat().st_size
-    assert last_error(log) == "an old one"
-    assert last_error(log, start) is None
+    assert last_error(log_end(log, 1 << 16)) == "an old one"
+    assert last_error(log_end(log, 1 << 16, start)) is None
     log.write_bytes(log.read_bytes() + b"INFO error: in the middle\nerror: first\nerror: \xff last\nTraceback\n")
-    assert last_error(log, start) == "\N{REPLACEMENT CHARACTER} last"
+    assert last_error(log_end(log, 1 << 16, start)) == "\N{REPLACEMENT CHARACTER} last"
 
 
 @pytest.fixture

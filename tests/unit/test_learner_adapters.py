@@ -20,7 +20,7 @@ from echo2.learner.core.adapters import Adapter, BaseModel, load_base, load_merg
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.core.trainer import AdamParams, Trainer
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
 from echo2.weights.format.model_files import read_base_model, rounded
 from learner_cases import config_of, data_of, model_directory, random_group

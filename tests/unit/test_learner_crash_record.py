@@ -16,7 +16,7 @@ from echo2.config.rundir import CRASH_RECORD
 from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
 from echo2.launch.deaths import RESTARTS_MAX
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.loss_stats import LossStats
 from echo2.learner.grpo.saving import ALONE_MAX, LEFT_OUT_MAX, TOGETHER_MAX, CrashRecord
 from learner_cases import config_of, random_group, tiny_policy

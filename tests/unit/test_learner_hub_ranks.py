@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from echo2.config import Config
 from echo2.learner.core.mesh import Mesh, Place, join
 from echo2.learner.core.model import load_policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.evaluate import copy_model
 from hub_models import hub_model
 from learner_cases import config_of

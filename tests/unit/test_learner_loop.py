@@ -23,9 +23,9 @@ from echo2.core.types import RUN_POLICY, PayloadId, RolloutGroup, Snapshot, Snap
 from echo2.learner.core import checkpoint
 from echo2.learner.core.model import DTYPES, load_policy
 from echo2.learner.core.publication import Publisher
-from echo2.learner.grpo.client import GrpoClient, RunPosition
-from echo2.learner.grpo.loop import resume, train
+from echo2.learner.grpo.loop import GrpoClient, train
 from echo2.learner.grpo.step_meter import StepMeter
+from echo2.learner.grpo.trained_policy import RunPosition
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.session import HeadSession
 from echo2.transport import messages
@@ -192,7 +192,7 @@ def run(head: ScriptedHead, trainer: GrpoClient, root: Path, **options: Any) -> 
 
     patience_seconds = options.pop("patience_seconds", 20.0)
     trainer.config = config_of(trainer.config, **options)
-    resume(trainer, root)
+    trainer.resume(root)
     info = LearnerInfo("cpu", trainer.policy.vocab_size)
     session = HeadSession(connect, trainer.version, info, Publisher(root / "learner"), patience_seconds)
     try:
@@ -415,7 +415,7 @@ def test_parts_of_a_round_are_updates_and_the_round_one_version(tmp_path: Path, 
     for step in range(5):
         for group in step_groups(step):
             by_hand.forward_backward([group])
-            by_hand.update()
+            by_hand.optim_step(ends_step=False)
         assert by_hand.optim_step().num_updates == GROUPS_PER_STEP
     head, trainer = ScriptedHead(), GrpoClient(tiny_policy(), OPTIONS)
     assert run(head, trainer, tmp_path, updates_per_step=GROUPS_PER_STEP) == "all steps are trained"

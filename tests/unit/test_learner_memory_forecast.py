@@ -16,12 +16,11 @@ from echo2.learner.decide import memory
 from echo2.learner.decide.memory import (
     GB,
     LearnerSetup,
-    ModelShape,
     engine_parts,
-    read_shape,
     settle_microbatch,
     worker_parts,
 )
+from echo2.learner.decide.model_shape import LayerShape, ModelShape, read_shape
 
 SIZES = {"hidden_size": 64, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}
 QWEN3_0_6B = {
@@ -66,9 +65,15 @@ def test_qwen3_of_the_smallest_size_has_596_million() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [{}, {**QWEN3_0_6B, "num_experts": 8}, {**QWEN3_0_6B, "hidden_size": "wide"}, {**QWEN3_0_6B, "vocab_size": -1}],
+    [
+        {},
+        {**QWEN3_0_6B, "num_experts": 8},
+        {**QWEN3_0_6B, "layer_types": ["of_next_year"]},
+        {**QWEN3_0_6B, "hidden_size": "wide"},
+        {**QWEN3_0_6B, "vocab_size": -1},
+    ],
 )
-def test_what_is_no_plain_decoder_is_not_forecast(config: dict[str, Any]) -> None:
+def test_what_is_no_known_decoder_is_not_forecast(config: dict[str, Any]) -> None:
     assert read_shape(config) is None
 
 
@@ -103,7 +108,7 @@ def kept_bytes(module: Any, tokens: int, is_bfloat16: bool) -> int:
 def test_activations_of_a_layer_are_what_autograd_keeps(kind: str, is_bfloat16: bool) -> None:
     few, more = model(kind, 1), model(kind, 3)
     real = (kept_bytes(more, 200, is_bfloat16) - kept_bytes(few, 200, is_bfloat16)) / 2 / 200
-    forecast = LearnerSetup(shape_of(more.config.to_dict()), is_bfloat16).layer_token_bytes
+    forecast = LearnerSetup(shape := shape_of(more.config.to_dict()), is_bfloat16).layer_token_bytes(shape.layers[0])
     assert 0.95 * forecast <= real <= 1.05 * forecast
 
 
@@ -118,15 +123,18 @@ def test_the_peak_of_a_learner_is_at_most_the_forecast_and_at_least_two_thirds_o
     assert 0.66 * found["forecast"] <= found["peak"] <= 1.05 * found["forecast"]
 
 
+LAYERS = st.builds(
+    LayerShape,
+    st.lists(st.tuples(st.sampled_from([64, 8192]), st.sampled_from([64, 1024, 32_768])), min_size=1).map(tuple),
+    st.integers(0, 10**9),
+    st.integers(1000, 10**6),
+    st.integers(1000, 10**6),
+)
 SHAPES = st.builds(
     ModelShape,
     st.integers(100, 200_000),
     st.sampled_from([64, 1024, 8192]),
-    st.sampled_from([128, 4096, 32_768]),
-    st.integers(1, 100),
-    st.sampled_from([64, 8192]),
-    st.sampled_from([64, 1024]),
-    st.booleans(),
+    st.tuples(LAYERS, st.integers(1, 100)).map(lambda drawn: (drawn[0],) * drawn[1]),
     st.booleans(),
     st.just(40_960),
 )

@@ -10,7 +10,7 @@ import torch
 from echo2.core.errors import UserError
 from echo2.learner.core.model import Policy
 from echo2.learner.core.settings import computes_in_bfloat16, refuse_vanishing_updates
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import config_of, random_group, tiny_module, tiny_policy
 
 

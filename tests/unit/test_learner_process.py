@@ -13,7 +13,7 @@ import pytest
 
 from echo2.config.rundir import read_metrics
 from echo2.core.errors import LinkError, PeerError
-from echo2.core.types import RUN_POLICY, RolloutGroup
+from echo2.core.types import RUN_POLICY, Backoff, RolloutGroup
 from echo2.head.ledger.audit import audit
 from echo2.learner.core.publication import Publisher
 from echo2.learner.link import sending
@@ -176,13 +176,13 @@ def test_a_learner_that_does_not_hear_that_its_step_is_recorded_falls_back_to_no
                 await until(lambda: leases)
                 await one.deliver(delivery(leases[0], [sample(RIGHT)] * 4))
                 numbers = [fed.group.number async for fed in client.take_groups(0) if isinstance(fed, RolloutGroup)]
-            monkeypatch.setattr(sending, "FIRST_PAUSE_SECONDS", 60.0)  # until the head is tried again
+            monkeypatch.setattr(sending, "PAUSE_SECONDS", Backoff(60.0, 60.0))  # until the head is tried again
             reporting = asyncio.ensure_future(client.report_step(0, numbers, {}, {}))
             await until(lambda: link.is_deaf and one.head.learner is None)
             before = standing(one)
             assert before[:2] == (1, 1)
             link.mend()
-            monkeypatch.setattr(sending, "FIRST_PAUSE_SECONDS", 0.0)
+            monkeypatch.setattr(sending, "PAUSE_SECONDS", Backoff(0.0, 0.0))
             await client.report_checkpoint(0, 0, [0])
             assert (one.head.planner.training.version, one.head.planner.training.lineage, client.lineage) == (1, 1, 1)
             reporting.cancel()

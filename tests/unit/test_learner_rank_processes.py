@@ -8,10 +8,15 @@ import sys
 import pytest
 
 WATCH = """
-import subprocess, sys, threading
-from echo2.learner.process import _watch
-process = subprocess.Popen([sys.executable, "-c", "import sys; sys.exit(int(sys.argv[1]))", sys.argv[1]])
-_watch(1, process, threading.Event())
+import sys, threading
+from echo2.core.child import ChildProcess
+from echo2.learner.process import _end_with_rank
+heard = threading.Event()
+def ended(status):
+    _end_with_rank(1, threading.Event(), status)
+    heard.set()
+ChildProcess([sys.executable, "-c", f"raise SystemExit({sys.argv[1]})"], on_end=ended)
+heard.wait()
 print("goes on")
 """
 

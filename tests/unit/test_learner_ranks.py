@@ -30,7 +30,7 @@ from echo2.learner.core.mesh import Mesh, Place, join, place, shares
 from echo2.learner.core.model import load_policy, stored
 from echo2.learner.core.publication import share_of
 from echo2.learner.core.shard_files import file_name, open_tensors
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.evaluate import copy_model
 from echo2.weights.format import segments
 from learner_cases import config_of, data_of, model_directory, random_group

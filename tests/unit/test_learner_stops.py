@@ -17,7 +17,8 @@ import pytest
 from echo2.core.errors import InvariantError, LinkError, PeerError
 from echo2.learner.core import checkpoint
 from echo2.learner.grpo import saving
-from echo2.learner.grpo.client import GrpoClient, RunPosition
+from echo2.learner.grpo.loop import GrpoClient
+from echo2.learner.grpo.trained_policy import RunPosition
 from echo2.learner.link import head_client
 from echo2.transport import wire_pb2 as wire
 from learner_cases import tiny_policy

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.core.types import RolloutGroup
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.loss_stats import LossStats
 from echo2.transport import wire_pb2 as wire
 from learner_cases import config_of, random_group, tiny_policy

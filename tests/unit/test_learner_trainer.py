@@ -21,7 +21,7 @@ from echo2.core.errors import InvariantError, UserError
 from echo2.learner.core import checkpoint
 from echo2.learner.core.batch import collate
 from echo2.learner.core.model import Policy, load_policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import (
     VOCAB,
     config_of,

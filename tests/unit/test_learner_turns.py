@@ -11,7 +11,7 @@ import torch
 
 from echo2.core.types import Rollout, RolloutGroup
 from echo2.learner.core.losses import LOSSES
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import config_of, gradients, group, tiny_policy
 
 TURNS = 3

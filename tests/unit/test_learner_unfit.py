@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from echo2.core.types import RUN_POLICY, GroupRef
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import group, rollout, tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups, weights
 

@@ -19,7 +19,8 @@ from echo2.core.types import Rollout, RolloutGroup
 from echo2.learner.core.batch import Layout
 from echo2.learner.core.losses import LOSSES
 from echo2.learner.core.model import load_policy
-from echo2.learner.grpo.client import GrpoClient, StepStats
+from echo2.learner.grpo.loop import GrpoClient
+from echo2.learner.grpo.loss_stats import StepStats
 from learner_cases import (
     config_of,
     gradient_of,

@@ -17,7 +17,7 @@ from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
 from echo2.learner.core.adapters import load_trained
 from echo2.learner.core.model import load_policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import model_directory
 
 

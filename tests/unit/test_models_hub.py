@@ -17,7 +17,7 @@ from echo2.config import Config, to_json
 from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
 from echo2.learner.core.model import load_policy
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import write_card
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from hub_standin import Hub, Repo

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from echo2.cli import main
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
-from echo2.learner.core.model_size import snapshot_bytes
+from echo2.learner.core.model_size import num_parameters, snapshot_bytes
 from echo2.planning import plan_command
 from echo2.planning.past_run import read_past_run
 from echo2.planning.plan import BroadcastInputs, NoPlanError, PlanInputs, by_staleness, least_idle, make_plan
+from echo2.planning.probe import Measured, as_offer
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
 
@@ -333,6 +334,19 @@ def test_the_example_s_offers_serve_a_small_model_whose_learner_is_faster_than_w
     assert main(shlex.split(command)) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "guessed from another model; `echo2 probe` measures them" in text
+
+
+def test_a_rate_that_was_measured_with_the_run_s_own_model_is_no_guess(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, offers = write_files(tmp_path)
+    write_layers(tmp_path / "model", {"model.embed_tokens": (134_515, 1_000), "model.norm": (8, 1)})
+    count = num_parameters(str(tmp_path / "model"))
+    assert count == 134_515_008
+    measured = Measured(6.0, 0.1, 0.21, 900.0, 8, 5, 320, 128.0, parameters=count, max_tokens=256)
+    Path(offers).write_text(as_offer("this machine", 0.4, measured).replace("count = 1", "count = 20"))
+    assert main(["plan", config, "--offers", offers, "--train-seconds", "60"]) == 0
+    assert "another model" not in " ".join(capsys.readouterr().out.split())
 
 
 def test_an_adapter_is_planned_as_what_travels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2.core import frames as core_frames
+from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Message, Rollout, Task
 from echo2.reward import confinement, frames
@@ -351,7 +353,7 @@ def test_a_function_that_cannot_be_loaded_is_a_user_error(tmp_path: Path) -> Non
 
 def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
     """Its stdin reaching the end is how it learns that the head was killed."""
-    environment = {**os.environ, "PYTHONPATH": pipes.PACKAGE_ROOT}
+    environment = {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
     command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.reward.frames:make_handler"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
         assert child.stdin is not None
@@ -413,6 +415,6 @@ def test_frames_are_bounded_and_cut_ones_are_the_end(monkeypatch: pytest.MonkeyP
     assert pipes.read(io.BytesIO(b"\x01")) is None
     with pytest.raises(PeerError, match="oversized"):
         pipes.read(io.BytesIO(b"\xff\xff\xff\xff{}"))
-    monkeypatch.setattr(pipes, "MAX_FRAME_BYTES", 4)
+    monkeypatch.setattr(core_frames, "MAX_FRAME_BYTES", 4)
     with pytest.raises(PeerError, match="oversized"):
         pipes.encode({"a": 1})

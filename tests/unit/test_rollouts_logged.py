@@ -16,7 +16,7 @@ from echo2.engines.engine import RequestFailure
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.learner.core.batch import collate
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.step_meter import StepMeter
 from echo2.reward.score import Scorer
 from echo2.rollouts.generate import sample_groups

@@ -298,20 +298,31 @@ def noted_statements() -> Iterator[list[str]]:
         sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", note)
 
 
-def test_training_data_are_read_when_they_come_and_not_again(service: Service) -> None:
+def test_bodies_are_read_when_they_come_and_not_again(service: Service) -> None:
     """Megabytes had been read from the store three times, and parsed as often."""
-    model = service.model(service.session())
+    session = service.session()
+    model = service.model(session)
     with noted_statements() as statements:
         assert "metrics" in service.result(service.train(model, 1, [1, 2, 3]))
         assert "99" in service.result(service.train(model, 2, [99]))["error"]
+        assert "metrics" in service.result(service.step(model, 3))
+        path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 4, "path": "a"}))["path"]
+        service.result(service.post("load_weights", {"model_id": model, "seq_id": 5, "path": path}))
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "model_path": path}
+        named = service.post("create_sampling_session", sampler)["sampling_session_id"]
+        sample = {"sampling_session_id": named, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1] * 20_000}]}}
+        error = str(service.post("asample", sample, status=400))
+        assert "The prompt has 20000 tokens" in error, "also what is read in a thread is refused at once"
+        sample["prompt"] = {"chunks": [{"tokens": [1]}]}
+        assert service.result(service.post("asample", sample))["sequences"]
     assert not [one for one in statements if re.search(r"SELECT[^(]*requests\.body\b", one)]
     service.backend.gate.clear()
-    futures = [service.train(model, number, [1]) for number in (3, 4)]
+    futures = [service.train(model, 6, [1]), service.step(model, 7), service.train(model, 8, [1])]
     service.end()
     service.backend.gate = asyncio.Event()
     service.backend.gate.set()
     service.begin(service.backend)
-    assert ["metrics" in service.result(future) for future in futures] == [True, True], "after a start, from the store"
+    assert all("metrics" in service.result(future) for future in futures), "after a start, from the store"
 
 
 def test_neither_the_cleanup_nor_a_start_loads_bodies_or_answers(service: Service) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from echo2.core.errors import InvariantError, UserError
+from echo2.core.types import Backoff
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
 from echo2_service import calling, limits
@@ -288,7 +289,7 @@ def test_shares_are_equal_whatever_the_pieces() -> None:
 
 
 def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", Backoff(0.0, 0.0))
     monkeypatch.setattr(calling, "MOST_DEATHS", 2)
 
     async def call() -> None:
@@ -303,11 +304,11 @@ def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pyte
 
 DYING = """
 import os, signal
-from echo2.sandbox import pipes
+from echo2.core.child import take_pipes
 from echo2_service.frames import Answer, frame
 from echo2_service.calling import receive
 
-inbox, outbox = pipes.take()
+inbox, outbox = take_pipes()
 
 def take(request):
     outbox.write(frame(Answer(request.number, has_begun=True)))
@@ -324,11 +325,11 @@ receive(inbox, take)
 #: Its first answer, or all of them, are no messages.
 BABBLING = """
 import pathlib, sys
-from echo2.sandbox import pipes
+from echo2.core.child import take_pipes
 from echo2_service.frames import Answer, frame
 from echo2_service.calling import receive
 
-inbox, outbox = pipes.take()
+inbox, outbox = take_pipes()
 flag = pathlib.Path(sys.argv[1])
 
 def take(request):
@@ -348,7 +349,7 @@ def test_a_process_that_cannot_be_started_for_a_while_is_started_later(
     (tmp_path / "dying").mkdir()
     (tmp_path / "dying" / "process.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", Backoff(0.0, 0.0))
     monkeypatch.setattr(calling, "MOST_DEATHS", 10**9)
 
     async def run() -> None:
@@ -376,7 +377,7 @@ def test_an_answer_that_cannot_be_read_costs_the_process_and_no_call(
     (tmp_path / "babbling").mkdir()
     (tmp_path / "babbling" / "process.py").write_text(BABBLING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", Backoff(0.0, 0.0))
     monkeypatch.setattr(calling, "MOST_DEATHS", 3)
 
     async def run() -> None:
@@ -394,7 +395,7 @@ def test_a_call_that_kills_is_failed_and_others_are_answered(tmp_path: Path, mon
     (tmp_path / "dying").mkdir()
     (tmp_path / "dying" / "process.py").write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(calling, "RESTART_SECONDS", (0.0, 0.0))
+    monkeypatch.setattr(calling, "RESTART_SECONDS", Backoff(0.0, 0.0))
     monkeypatch.setattr(calling, "MOST_DEATHS", 2)
 
     async def run() -> None:

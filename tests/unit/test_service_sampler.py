@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from echo2.config.sections import LoraConfig
+from echo2.core import frames
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
-from echo2.sandbox import pipes
 from echo2.weights.format.model_files import read_base_model
 from echo2_service.backend import SampledSequence, SampleOutput, SampleSpec
 from echo2_service.frames import Answer, Request, SampleCall, frame
@@ -259,7 +259,7 @@ def test_who_uses_all_slots_for_long_leaves_one_in_sixteen(model: Path) -> None:
 
 def test_an_answer_that_cannot_be_sent_is_told_as_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = base_sampler(str(model), "cpu")
-    monkeypatch.setattr(pipes, "MAX_FRAME_BYTES", 500)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 500)
 
     async def sampler_of(base: str) -> BaseSampler:
         return sampler

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from echo2.core.child import child_environment
 from echo2.core.errors import UserError
 from echo2.core.types import Reply
 from echo2.sandbox import pipes
@@ -213,7 +214,7 @@ def test_what_is_no_environment_is_refused(own: str) -> None:
 
 def test_the_child_ends_with_its_parent_even_while_hanging(own: str) -> None:
     command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.tasks.environments:make_handler"]
-    variables = pipes.child_environment()
+    variables = child_environment()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=variables) as child:
         assert child.stdin is not None
         assert child.stdout is not None

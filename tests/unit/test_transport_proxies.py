@@ -14,9 +14,9 @@ import pytest
 
 from door_cases import LOOPBACK, enrolled, report, serving
 from echo2.core.addresses import join
+from echo2.core.child import child_environment
 from echo2.core.errors import LinkError
 from echo2.planning import doctor
-from echo2.sandbox.pipes import child_environment
 from echo2.transport import grpc_options
 from echo2.transport.grpc_link import GrpcLink
 from echo2.transport.identity import RunIdentity

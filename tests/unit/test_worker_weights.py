@@ -36,6 +36,7 @@ from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
+from echo2.weights.broadcast.receiving import listen_address
 from echo2.weights.format.chain import compose
 from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import MAX_DELTAS, Manifest
@@ -44,7 +45,7 @@ from echo2.weights.format.segments import base_model_of
 from echo2.weights.store.archive import Archive
 from echo2.weights.store.store import ChunkStore
 from echo2.worker.decide import messages as ev
-from echo2.worker.weights import WorkerWeights, listen_address
+from echo2.worker.weights import WorkerWeights
 from memory_links import MemoryNetwork
 
 ITEMS = 4000
@@ -146,9 +147,7 @@ class Machine:
     ) -> None:
         self.link, self.load = member.link(), load
         self.outcomes: asyncio.Queue[str] = asyncio.Queue()
-        self.weights = WorkerWeights(
-            member, self.link, path, ("127.0.0.1", 0), True, self._happen, self._failed, own_base
-        )
+        self.weights = WorkerWeights(member, self.link, path, "127.0.0.1:0", True, self._happen, self._failed, own_base)
         self.tasks: list[asyncio.Task[None]] = []
 
     def _happen(self, event: ev.Event) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ from tqdm import tqdm
 
 from echo2.api.inputs import Model, Rewards, Tasks, write_resumed, write_run
 from echo2.config.rundir import STOP_WORDS, RunDir, check_directory, read_json
+from echo2.core.child import ChildProcess
 from echo2.core.errors import Echo2Error, UserError
-from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.head.ledger import rollout_log
-from echo2.launch.deaths import last_error
+from echo2.launch.deaths import TAIL_BYTES, last_error
 from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
 
@@ -46,13 +45,13 @@ class Run:
     Returned by `echo2.train`, `echo2.start` and `echo2.load`.
     """
 
-    def __init__(self, path: Path, process: subprocess.Popen[bytes] | None = None, lifeline: int = -1) -> None:
+    def __init__(self, path: Path, process: ChildProcess | None = None) -> None:
         self.path = path
         self.rundir = RunDir(path)
         self._view = RunView.read(path)
         self._shown: tuple[int, dict[str, str]] = (-1, {})
         self._told: list[str] = []
-        self._process, self._lifeline = process, lifeline
+        self._process = process
 
     def __repr__(self) -> str:
         heldout = "" if self.accuracy is None else f", held-out reward {self.accuracy:.3f}"
@@ -219,7 +218,7 @@ class Run:
     def _supervisor(self) -> int:
         """Return the process id of the run's `echo2 run`; 0 if none is alive on this machine."""
         if self._process is not None:
-            return self._process.pid if self._process.poll() is None else 0
+            return self._process.pid if self._process.status is None else 0
         processes = self.view.status.get("processes", ())
         return next((each["pid"] for each in processes if each["role"] == "supervisor" and each["alive"]), 0)
 
@@ -253,16 +252,15 @@ class Run:
             is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] in STOP_WORDS.values()
             is_mistake, said = outcome["kind"] in MISTAKES, None
         else:
-            status, said = self._process.returncode, last_error(self.rundir.logs / LOG_NAME)
+            status, said = self._process.status, last_error(self._process.said(TAIL_BYTES))
             is_fine, is_mistake = status in FINE_STATUSES, status == UserError.exit_status
         if not is_fine:
             reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
             raise UserError(reason) if is_mistake else Echo2Error(reason)
 
     def _let_go(self) -> None:
-        if self._lifeline >= 0:
-            os.close(self._lifeline)
-            self._lifeline = -1
+        if self._process is not None:
+            self._process.end_lifeline()
 
 
 def begin(path: Path, config: Path, *arguments: str) -> Run:
@@ -275,19 +273,8 @@ def begin(path: Path, config: Path, *arguments: str) -> Run:
     """
     logs = RunDir(path).logs
     logs.mkdir(mode=0o700, parents=True, exist_ok=True)
-    reading, writing = os.pipe()
-    with open(logs / LOG_NAME, "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "echo2", "run", str(config), "--out", str(path), *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, LIFELINE_VARIABLE: str(reading)},
-            pass_fds=(reading,),
-            start_new_session=True,  # so that Ctrl-C reaches this process only
-        )
-    os.close(reading)
-    run = Run(path, process, writing)
+    command = [sys.executable, "-m", "echo2", "run", str(config), "--out", str(path), *arguments]
+    run = Run(path, ChildProcess(command, log_path=logs / LOG_NAME, has_lifeline=True))
     try:
         while run.goes_on() and not run.rundir.config.exists():
             time.sleep(POLL_SECONDS)

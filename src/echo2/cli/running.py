@@ -13,7 +13,7 @@ from pathlib import Path
 from echo2 import config
 from echo2.cli.adding import Add, begin_process, module_command
 from echo2.cli.service import service_module
-from echo2.config.values import ENGINES, NO_SLOT_LIMIT
+from echo2.config.values import AUTO, ENGINES, NO_SLOT_LIMIT
 from echo2.core.printable import printable
 
 
@@ -67,8 +67,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(interrupted="left the run; its leases go to other workers")
     flag = parser.add_argument
     flag("ticket", metavar="TICKET", help="the ticket, or @FILE that contains it")
-    engines = ["auto", *ENGINES]
-    flag("--engine", default="auto", choices=engines, help="software that samples tokens (default: the run's engine)")
+    flag("--engine", default=AUTO, choices=ENGINES, help="software that samples tokens (default: the run's engine)")
     text = "Python that has vLLM installed (default: $ECHO2_ENGINE_PYTHON, or this Python)"
     flag("--engine-python", default="", metavar="PATH", help=text)
     text = "use a running server, which shares the worker's disk, instead of starting one"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from echo2.config.values import ENGINES, weighted
+from echo2.config.values import AUTO, ENGINES, weighted
 from echo2.core.addresses import host_and_port, is_loopback
 from echo2.core.errors import InvariantError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
@@ -250,7 +250,7 @@ class WorkersConfig:
     """The workers that `echo2 run` starts itself. Others join with the ticket."""
 
     count: Annotated[int, _doc("Workers on this machine. Others join with the ticket.", ge=0, le=256)] = 1
-    engine: Annotated[str, _doc(f"Software that samples tokens: {' | '.join(ENGINES)}.")] = "compact"
+    engine: Annotated[str, _doc(f"Software that samples tokens: {' | '.join(ENGINES)} (see docs/engines.md).")] = AUTO
     require_checks: Annotated[
         bool,
         _doc(

@@ -14,15 +14,18 @@ from echo2.core.errors import UserError, did_you_mean
 SERVERS: Mapping[str, str] = {
     "vllm": "echo2.engines.servers.vllm",
 }
+#: The engine that is chosen by the model and the machine (`engines/choice.py`).
+AUTO = "auto"
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`.
 ENGINES: Mapping[str, str] = {
+    AUTO: "echo2.engines.auto",
     "compact": "echo2.engines.compact",
     "transformers": "echo2.engines.hf_engine",
     "fake": "echo2.engines.fake_engine",
     **SERVERS,
 }
 #: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`), and which can check who does.
-STREAM_ENGINES = frozenset({"compact", "transformers"})
+STREAM_ENGINES = frozenset({AUTO, "compact", "transformers"})
 #: Slots that a worker says it has if its owner sets no limit: any number.
 NO_SLOT_LIMIT = 1 << 16
 

@@ -377,3 +377,17 @@ class Hardware:
 
     memory_bytes: int
     gpus: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Pauses that begin with `first_seconds`, and grow by this factor after each failure, up to `most_seconds`."""
+
+    first_seconds: float
+    most_seconds: float
+    growth: float = 2.0
+
+    def after(self, num_failures: int) -> float:
+        """Return the pause in seconds after this many failures in a row, at least 1."""
+        num_growths = min(num_failures - 1, 64)  # more would overflow, and no pause is that long
+        return min(self.most_seconds, self.first_seconds * self.growth**num_growths)

@@ -17,6 +17,14 @@ ROPE_TYPES = ("default", "linear", "llama3")
 LAYERS_MAX = 1000
 
 
+class UnsupportedError(UserError):
+    """`compact` does not support a model's variant. `trait`: what it is that it does not support."""
+
+    def __init__(self, message: str, trait: str) -> None:
+        super().__init__(message)
+        self.trait = trait
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary position embedding. Of the last four fields, `llama3` uses all and `linear` uses only `factor`."""
@@ -160,8 +168,10 @@ def _rope(config: Mapping[str, Any]) -> Rope:
 
 def _require(is_known: bool, key: str, value: object) -> None:
     if not is_known:
-        raise UserError(
+        trait = f"{key} = {value!r}"
+        raise UnsupportedError(
             f"The compact engine supports {', '.join(MODEL_TYPES)} models with full attention and "
             f"{' or '.join(ROPE_TYPES)} "
-            f'rotary embeddings; this model has {key} = {value!r}. Set workers.engine = "transformers".'
+            f'rotary embeddings; this model has {trait}. Set workers.engine = "auto" or "transformers".',
+            trait,
         )

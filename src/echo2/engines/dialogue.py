@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
-from echo2.core.decide.model_context import context_length
 from echo2.core.errors import UserError
 from echo2.core.types import Message, Task
+from echo2.engines.model_values import read_context
 from echo2.engines.tokenizer import BROKEN, Tokenizer, encode_prompt
-from echo2.weights.format.snapshot_files import end_tokens, read_config
+from echo2.weights.format.snapshot_files import end_tokens
 
 
 class Dialogue:
@@ -28,7 +28,7 @@ class Dialogue:
         self, module: Any, tokenizer: Tokenizer, files: Mapping[str, bytes], temperature: float, system: str = ""
     ) -> None:
         self._module, self._tokenizer, self._temperature = module, tokenizer, temperature
-        self._ends, self._context = end_tokens(files), context_length(read_config(files))
+        self._ends, self._context = end_tokens(files), read_context(files)
         self.is_chat = bool(tokenizer.chat_template)
         if system and not self.is_chat:
             raise UserError("--system: the model has no chat template that says where a system prompt goes. Omit it.")

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from echo2.core.decide.model_context import context_length
+from echo2.core.decide.model_config import context_length
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.types import FinishReason, Snapshot, SnapshotRef
 from echo2.engines.decode_loop import DecodeLoop
@@ -25,7 +25,8 @@ from echo2.engines.engine import (
     SampleRequest,
     refuse_request,
 )
-from echo2.weights.format.snapshot_files import end_tokens, read_text_config
+from echo2.engines.model_values import read_text_values
+from echo2.weights.format.snapshot_files import end_tokens
 
 DEFAULT_VOCAB_SIZE = 256
 DEFAULT_MAX_POSITIONS = 1 << 20
@@ -70,7 +71,7 @@ class FakeDecoder:
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         """See `Decoder.load`."""
-        config = read_text_config(snapshot.files)
+        config = read_text_values(snapshot.files)
         vocab = _positive(config, "vocab_size", DEFAULT_VOCAB_SIZE)
         positions = context_length(config) or DEFAULT_MAX_POSITIONS
         ends = end_tokens(snapshot.files)

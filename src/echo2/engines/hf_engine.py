@@ -15,8 +15,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,13 +24,14 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 from transformers.pytorch_utils import Conv1D
 
-from echo2.core.decide.model_context import context_length
+from echo2.core.decide.model_config import context_length
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
 from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
+from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.rows import Limits
 from echo2.engines.snapshot_tensors import computing_dtype
 from echo2.engines.torch_engine import Cache, TorchDecoder
@@ -113,7 +112,7 @@ class HfModel:
         self.places = _places(module, layout)
         self._device: torch.device = module.device
         self.dtype: torch.dtype = module.dtype
-        values = config.to_dict() | {"_name_or_path": ""}  # a temporary directory, different for each model
+        values = values_of(config) | {"_name_or_path": ""}  # a temporary directory, different for each model
         self.limits = Limits(int(config.vocab_size), context_length(values) or NO_POSITION_LIMIT, end)
         takes = inspect.signature(module.forward).parameters
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
@@ -232,11 +231,7 @@ def _read_layout(
     config_json: bytes, shapes: tuple[tuple[str, tuple[int, ...]], ...], dtype: torch.dtype
 ) -> tuple[Any, HubLayout]:
     """Return transformers' configuration, and where tensors of these shapes go. Kept, for each version asks for it."""
-    from transformers import AutoConfig
-
-    with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_bytes(config_json)
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    config = transformers_config(config_json)
     return config, hub_layout(config, dict(shapes), dtype if dtype in HALVES else torch.bfloat16)
 
 

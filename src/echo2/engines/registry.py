@@ -4,12 +4,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from importlib import import_module
 
-from echo2.config.values import ENGINES, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.config.values import AUTO, ENGINES, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.core.errors import LinkError, UserError
+from echo2.core.types import Snapshot
 from echo2.engines.decode_loop import DEFAULT_SLOTS
 from echo2.engines.engine import Engine
 from echo2.engines.servers.engine import ServerEngine
+
+log = logging.getLogger(__name__)
 
 #: The default: the server runs in this Python, with temporary files.
 NO_PLACE = ServerPlace()
@@ -29,3 +35,20 @@ def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, pla
         return ServerEngine(module.make_server(place, device, slots), slots, place.directory)
     engine: Engine = module.make_engine(device, slots)
     return engine
+
+
+async def load_or_replace(
+    engine: Engine, snapshot: Snapshot, base: Snapshot | None, device: str
+) -> tuple[Engine, float]:
+    """Give a token server that nobody named its first weights. If it does not start, the engine `auto` takes its place.
+    Return the engine with these weights, and the seconds that generation paused.
+
+    Raises: as `Engine.update_weights`.
+    """
+    try:
+        return engine, await engine.update_weights(snapshot, base)
+    except (LinkError, UserError) as error:
+        log.warning("no token server, although it is installed here: %s The engine %s takes its place", error, AUTO)
+    await engine.close()
+    other = await asyncio.to_thread(make_engine, AUTO, device, engine.slots)
+    return other, await other.update_weights(snapshot, base)

@@ -18,10 +18,9 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from echo2.core.decide.model_context import context_length
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Rollout, Task
-from echo2.weights.format.snapshot_files import read_config
+from echo2.engines.model_values import read_context
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 
@@ -99,7 +98,7 @@ def load_tokenizer(
     if template_arguments:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
-    positions = context_length(read_config(files)) if "config.json" in files else None
+    positions = read_context(files) if "config.json" in files else None
     if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded

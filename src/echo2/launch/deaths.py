@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from echo2.core.printable import printable
@@ -92,18 +91,18 @@ def _listed(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(status.get("workers", ()))
 
 
-def last_error(log: Path, start: int = 0) -> str | None:
-    """Return the last line of a log, from byte `start` on, that begins with "error: ", without that prefix."""
-    errors = [line.removeprefix(ERROR_PREFIX) for line in _lines(log, start) if line.startswith(ERROR_PREFIX)]
+def last_error(log: bytes) -> str | None:
+    """Return the last line of a log that begins with "error: ", without that prefix."""
+    errors = [line.removeprefix(ERROR_PREFIX) for line in _lines(log) if line.startswith(ERROR_PREFIX)]
     return errors[-1] if errors else None
 
 
-def last_words(log: Path, start: int = 0) -> str:
+def last_words(log: bytes) -> str:
     """Return the error of a process that died: its error line, the exception of its last traceback, or else the last
     line that is no log line; "" if there is none."""
-    if (error := last_error(log, start)) is not None:
+    if (error := last_error(log)) is not None:
         return printable(error, WORDS_CHARS_MAX)
-    lines = _lines(log, start)
+    lines = _lines(log)
     if _TRACEBACK in lines:
         last = len(lines) - lines[::-1].index(_TRACEBACK)
         lines = [line for line in lines[last:] if not line.startswith(" ")][:1]
@@ -111,7 +110,5 @@ def last_words(log: Path, start: int = 0) -> str:
     return printable(plain[-1], WORDS_CHARS_MAX) if plain else ""
 
 
-def _lines(log: Path, start: int) -> list[str]:
-    with log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - TAIL_BYTES))
-        return file.read().decode("utf-8", errors="replace").splitlines()
+def _lines(log: bytes) -> list[str]:
+    return log.decode("utf-8", errors="replace").splitlines()

@@ -19,16 +19,18 @@ from echo2.config.offers import Offer
 from echo2.config.rundir import check_directory, holds_run, read_json
 from echo2.config.values import LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
-from echo2.core.decide.model_context import context_length
+from echo2.core.decide.model_config import context_length
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
 from echo2.engines.architecture import read_architecture
+from echo2.engines.choice import EngineChoice, chosen, servers_here
+from echo2.engines.model_values import read_context, text_values
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.planner_options import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
 from echo2.head.serve.results import GROUP_BYTES_MAX
-from echo2.learner.core.model_size import model_shape
+from echo2.learner.core.model_size import model_config, model_shape
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
@@ -38,7 +40,6 @@ from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
 from echo2.weights.format.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
 from echo2.weights.format.model_files import linear_layers, tensor_shapes
-from echo2.weights.format.snapshot_files import read_config
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
@@ -199,27 +200,39 @@ def check_prompts(config: Config) -> None:
         files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
         asyncio.run(reader.load(files))
         reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
-        context = context_length(read_config(files))
+        context = read_context(files)
         if context is not None:
             sets = (config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)
             for names, params in sets:
                 for name in names:
-                    check_prompt_lengths(load_tasks(name, params, config.run.seed), name, reader.tokenizer, context)
+                    tasks, room = load_tasks(name, params, config.run.seed), config.sampling.max_tokens
+                    check_prompt_lengths(tasks, name, reader.tokenizer, context, room)
 
 
-def check_prompt_lengths(tasks: TaskSource, source: str, tokenizer: Tokenizer, context: int) -> None:
-    """Print a warning if prompts leave no token of the model's context for an answer. Of rows in a file,
-    `PROMPTS_CHECKED_MAX` are checked; of generated rows, only the first.
+def check_prompt_lengths(
+    tasks: TaskSource, source: str, tokenizer: Tokenizer, context: int, max_tokens: int = 0
+) -> None:
+    """Print a warning if prompts leave no token of the model's context for an answer, or less than `max_tokens`. Of
+    rows in a file, `PROMPTS_CHECKED_MAX` are checked; of generated rows, only the first.
 
     Raises:
         UserError: no prompt of the whole source leaves one.
     """
-    stream, num_long, first = TaskStream(tasks, 0, False), 0, ""
+    stream, num_long, first, tight = TaskStream(tasks, 0, False), 0, "", list[int]()
     num_rows = min(len(tasks), PROMPTS_CHECKED_MAX) if hasattr(tasks, "where") else 1
     for cursor in range(num_rows):
         with contextlib.suppress(UserError):  # the group of a prompt that the template refuses is lost, not the run
             if (length := len(encode_prompt(stream.task(cursor), tokenizer))) >= context:
                 num_long, first = num_long + 1, first or f"{row_name(tasks, cursor)} has {length}"
+            elif length + max_tokens > context:
+                tight.append(length)
+    if tight:
+        print(
+            f"warning: {len(tight)} of {num_rows} prompts of {source} leave less than sampling.max_tokens = "
+            f"{max_tokens} of the model's context of {context} tokens: their answers are cut off where it is full. "
+            f"The longest has {max(tight)}: lower sampling.max_tokens to {context - max(tight)}, or shorten them",
+            file=sys.stderr,
+        )
     if not num_long:
         return
     told = f"{num_long} of {num_rows} prompts of {source} fill the model's context of {context} tokens ({first})"
@@ -265,15 +278,23 @@ def check_memory(config: Config, has_learner: bool = True) -> None:
 
 
 def check_context(config: Config) -> None:
-    """Print a warning if no prompt leaves room for `sampling.max_tokens` in the model's context, as far as config.json
-    tells. It is no mistake: engines sample as many tokens as there is room for."""
-    shape, max_tokens = model_shape(config.model.path), config.sampling.max_tokens
-    if shape is not None and max_tokens >= shape.max_positions:
-        print(
-            f"warning: sampling.max_tokens = {max_tokens}, and the model's context has {shape.max_positions} tokens "
-            "for prompt and answer: answers are cut off where it is full. Lower sampling.max_tokens",
-            file=sys.stderr,
+    """Check that the model's context has room for an answer of `sampling.max_tokens` after the shortest prompt, as far
+    as config.json tells. `check_prompts` counts the prompts that leave less.
+
+    Raises:
+        UserError: it has not: no answer could have the length that is asked for.
+    """
+    context, max_tokens = _context(config), config.sampling.max_tokens
+    if context is not None and max_tokens >= context:
+        raise UserError(
+            f"sampling.max_tokens = {max_tokens}, and the model's context has {context} tokens for prompt and answer. "
+            f"Set sampling.max_tokens to {context} less your longest prompt, or take a model with a longer context."
         )
+
+
+def _context(config: Config) -> int | None:
+    values = model_config(config.model.path)
+    return None if values is None else context_length(text_values(values))
 
 
 def check_place(config: Config, where: Path, resume: bool) -> None:
@@ -349,6 +370,12 @@ def check_engine(config: Config) -> None:
             f"{given}, and this Python environment has no {engine}. Set ECHO2_ENGINE_PYTHON to the Python of one that "
             f"has (`make {engine}` makes one for CPUs), or leave the workers to other machines: workers.count = 0."
         )
+
+
+def engine_here(config: Config) -> EngineChoice:
+    """Return the engine of the run's local workers, or of others if there are none."""
+    servers = servers_here(f"auto:{config.learner.ranks}") if config.workers.count else ()  # the first worker's device
+    return chosen(config, model_config(config.model.path), servers)
 
 
 def check_lora(config: Config) -> None:

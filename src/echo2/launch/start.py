@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -27,12 +27,13 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json, read_metrics
+from echo2.core.child import ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
 from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
-from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained
+from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained, engine_here
 from echo2.launch.supervisor import Supervisor
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.tasks.harness_process import OWN
@@ -253,6 +254,7 @@ def run(
         check_prompts(config)
         if has_learner:
             check_trained(config)
+        print(f"note: {engine_here(config)}", file=sys.stderr)
         print(configuration.to_json(config))
         return 0
     with claimed(where, "run"):
@@ -280,7 +282,7 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
         arguments += ["--allow-environment", config.tasks.environment]
     supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
     console = Console(stderr=True)
-    for line in joining(rundir, config):
+    for line in [*joining(rundir, config), escape(str(engine_here(config)))]:
         console.print(line, highlight=False, soft_wrap=True)
     page = _page(rundir, console) if has_page else nullcontext()
     with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:
@@ -304,18 +306,12 @@ def joining(rundir: RunDir, config: Config) -> list[str]:
 @contextmanager
 def _page(rundir: RunDir, console: Console) -> Iterator[None]:
     """Run `echo2 view` of this run inside the context."""
-    reading, writing = os.pipe()
     command = [sys.executable, "-m", "echo2", "view", str(rundir.path)]
-    lifeline = {**os.environ, LIFELINE_VARIABLE: str(reading)}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=lifeline, pass_fds=(reading,), start_new_session=True
-    ) as page:
-        assert page.stdout is not None
-        console.print(page.stdout.readline().strip(), highlight=False, soft_wrap=True, markup=False)
+    page = ChildProcess(command, has_pipes=True, has_lifeline=True)
+    with page.pipes[0], page.pipes[1] as output:
         try:
+            console.print(output.readline().decode().strip(), highlight=False, soft_wrap=True, markup=False)
             yield
         finally:
-            page.terminate()
-            page.wait()  # before the lifeline ends, which would cut off its last output
-            os.close(reading)
-            os.close(writing)
+            page.signal(signal.SIGTERM)
+            page.wait()

@@ -13,7 +13,6 @@ import json
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -24,11 +23,10 @@ from typing import Any
 
 from echo2.config.rundir import CRASH_RECORD, STOP_WORDS, RunDir, newest_checkpoint, read_json, write_atomically
 from echo2.core import disk, logs
+from echo2.core.child import ChildProcess, ending, log_end
 from echo2.core.errors import Echo2Error, NoRoomError, UserError
-from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.launch import deaths
 from echo2.launch.deaths import Deaths, last_error
-from echo2.sandbox.pipes import ending
 from echo2.transport.identity import PeerIdentity, RunIdentity
 
 #: A process that meets a full disk twice within this time, although there is room, is not restarted.
@@ -58,8 +56,7 @@ class Child:
 
     name: str
     arguments: list[str]
-    process: subprocess.Popen[bytes] | None = None
-    log_start: int = 0
+    process: ChildProcess | None = None
     waits_for_room: bool = False
     full_at: float | None = None
     deaths: Deaths = field(default_factory=Deaths)
@@ -85,7 +82,6 @@ class Supervisor:
             name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first devices
             places = ["--state", str(self._state(name)), "--device", device]
             self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
-        self._lifeline = os.pipe()
         self._signalled: signal.Signals | None = None
         self._num_signals = 0
         self._listed = ""
@@ -136,21 +132,11 @@ class Supervisor:
         return outcome
 
     def _start(self, child: Child) -> None:
-        reading, _ = self._lifeline
-        environment = {**os.environ, LIFELINE_VARIABLE: str(reading), "PYTHONUNBUFFERED": "1"}
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
         environment.setdefault("PYTHONHASHSEED", "0")  # task code that iterates over sets gives the same tasks always
         environment.setdefault("OMP_NUM_THREADS", "1")  # processes share the cores: see docs/operations.md
-        with open(self._log(child), "ab") as log:
-            child.log_start = log.tell()  # skips the output of earlier processes
-            child.process = subprocess.Popen(
-                [sys.executable, "-m", "echo2", *child.arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=(reading,),
-                start_new_session=True,  # Ctrl-C reaches only the supervisor
-            )
+        command, log = [sys.executable, "-m", "echo2", *child.arguments], self._log(child)
+        child.process = ChildProcess(command, log_path=log, environment=environment, has_lifeline=True)
         self._list()
 
     def _list(self) -> None:
@@ -170,7 +156,7 @@ class Supervisor:
         deadline = time.monotonic() + HEAD_START_SECONDS
         while read_json(self.rundir.status) is None:
             assert self.head.process is not None
-            if self.head.process.poll() is not None:
+            if self.head.process.status is not None:
                 self._died(self.head)
             if time.monotonic() > deadline:
                 raise ProcessFailed(
@@ -182,9 +168,8 @@ class Supervisor:
 
     def _look_after(self) -> None:
         for child in self.children:
-            if logs.cut_log(self._log(child)):
-                child.log_start = 0
-            status = child.process.poll() if child.process is not None else None
+            logs.cut_log(self._log(child))
+            status = child.process.status if child.process is not None else None
             is_done = status == 0 and child is not self.head  # the learner may end before the last evaluation
             if status is not None and not is_done and self._outcome() is None:
                 self._died(child)
@@ -192,7 +177,8 @@ class Supervisor:
     def _died(self, child: Child) -> None:
         """Restart a dead child, or give up on the run."""
         assert child.process is not None
-        status = child.process.returncode
+        status = child.process.status
+        assert status is not None
         now = time.monotonic()
         if status == NoRoomError.exit_status and self._may_wait_for_room(child, now):
             return
@@ -203,8 +189,8 @@ class Supervisor:
             print(f"{word}; a worker in its place: {command}", file=sys.stderr)
             return
         if status in (UserError.exit_status, NoRoomError.exit_status):
-            raise UserError(last_error(self._log(child), child.log_start) or self._silent(child))
-        self._count_death(child, child.process.pid, status)
+            raise UserError(last_error(child.process.said(deaths.TAIL_BYTES)) or self._silent(child))
+        self._count_death(child, child.process, status)
         if why := child.deaths.why_hopeless():
             raise ProcessFailed(
                 f"{child.name} {why}: {child.deaths.said}. Nothing is lost: see {self._log(child)}, then continue "
@@ -213,13 +199,13 @@ class Supervisor:
         print(f"{child.name} died and is started again: {child.deaths.said}", file=sys.stderr)
         self._start(child)
 
-    def _count_death(self, child: Child, pid: int, status: int) -> None:
+    def _count_death(self, child: Child, process: ChildProcess, status: int) -> None:
         """Count a death, with its last words and what the process had reached."""
         told, role = read_json(self.rundir.status) or {}, child.arguments[0]
         record = read_json(self.rundir.checkpoints / CRASH_RECORD) or {}
         reached = deaths.progress(told, role, self._peer_id(child), len(record.get("left_out", ())))
-        words = "" if status in WORDLESS else deaths.last_words(self._log(child), child.log_start)
-        child.deaths.died(words, reached, deaths.is_up(told, pid), time.time(), ending(status))
+        words = "" if status in WORDLESS else deaths.last_words(process.said(deaths.TAIL_BYTES))
+        child.deaths.died(words, reached, deaths.is_up(told, process.pid), time.time(), ending(status))
 
     def _is_revoked(self, child: Child) -> bool:
         """Whether this is a worker that `echo2 revoke` shut out."""
@@ -270,17 +256,17 @@ class Supervisor:
         outcome = self._outcome()
         if outcome is not None:
             return outcome["kind"] in ("finished", "stopped")
-        if self.head.process is None or self.head.process.poll() is not None:
+        if self.head.process is None or self.head.process.status is not None:
             return False
-        self.head.process.send_signal(self._signalled or signal.SIGTERM)  # the head records which
+        self.head.process.signal(self._signalled or signal.SIGTERM)  # the head records which
         return True
 
     def _wait_for_checkpoint(self) -> None:
         """Wait until the head ends the run, after the learner has saved, or at once after a second signal."""
         started, num_signals, said = time.monotonic(), self._num_signals, False
-        while self._outcome() is None and self.head.process is not None and self.head.process.poll() is None:
+        while self._outcome() is None and self.head.process is not None and self.head.process.status is None:
             if self._num_signals > num_signals or self._has_lost_learner():
-                self.head.process.terminate()  # the learner is gone, or the user does not want to wait
+                self.head.process.signal(signal.SIGTERM)  # the learner is gone, or the user does not want to wait
                 return
             if not said and time.monotonic() - started > PATIENCE_SECONDS:
                 print("stopping: the learner saves a checkpoint; interrupt again to stop at once", file=sys.stderr)
@@ -291,7 +277,7 @@ class Supervisor:
         """Whether the local learner is not running. A learner elsewhere is watched by the head."""
         if self.learner is None:
             return False
-        return self.learner.process is None or self.learner.process.poll() is not None
+        return self.learner.process is None or self.learner.process.status is not None
 
     def _write_end(self, failure: Echo2Error | None) -> None:
         """Add to outcome.json the error that ended the run, and the steps that no checkpoint covers."""
@@ -308,7 +294,10 @@ class Supervisor:
         saved = newest_checkpoint(self.rundir.checkpoints)
         if self.learner and version and saved != version and outcome["kind"] != "finished":
             has = "there is none" if saved is None else f"the newest is of step {saved}"
-            why = last_error(self._log(self.learner)) or "the learner was ended before it had saved"
+            why = (
+                last_error(log_end(self._log(self.learner), deaths.TAIL_BYTES))
+                or "the learner was ended before it had saved"
+            )
             outcome["checkpoint"] = f"no checkpoint of step {version}: {has}. {why}. --resume trains the rest again."
             print(outcome["checkpoint"], file=sys.stderr)
         with contextlib.suppress(UserError):  # a full disk: the error is on the terminal
@@ -322,17 +311,11 @@ class Supervisor:
         deadline = time.monotonic() + (FAREWELL_SECONDS if told else 0.0)
         started = [(child, child.process) for child in self.children if child.process is not None]
         for child, process in started:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.terminate()
+            if process.wait(max(0.1, deadline - time.monotonic())) is None:
+                process.signal(signal.SIGTERM)
             if child is self.head:  # the head is first and has ended: no further message will reach the others
                 deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
         for _, process in started:
-            try:
-                process.wait(2.0)
-            except subprocess.TimeoutExpired:
+            if process.wait(2.0) is None:
                 process.kill()
                 process.wait()
-        for descriptor in self._lifeline:
-            os.close(descriptor)

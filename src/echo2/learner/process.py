@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -22,15 +21,14 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed
 from echo2.core.addresses import is_loopback
+from echo2.core.child import ChildProcess
 from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
-from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
-from echo2.learner.grpo import loop
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.loop import GrpoClient, train
 from echo2.learner.grpo.ranks import LeadingClient, follow
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.sending import OtherRanks, RankSender
@@ -54,42 +52,28 @@ def started(rundir: RunDir, size: int) -> Iterator[Place]:
     """Run the other ranks, and yield the place of the first. The caller must release them before leaving the context
     (`LeadingClient.end`)."""
     is_over = threading.Event()
-    reading, writing = os.pipe()
     with tempfile.TemporaryDirectory(prefix="echo2-ranks-") as meeting:
         rendezvous = (Path(meeting) / "store").as_uri()
-        processes = [_start(rundir, Place(rank, size, rank, rendezvous), reading) for rank in range(1, size)]
-        watchers = [
-            threading.Thread(target=_watch, args=(rank, process, is_over), name=f"rank-{rank}", daemon=True)
-            for rank, process in enumerate(processes, 1)
-        ]
-        for watcher in watchers:
-            watcher.start()
+        ranks: list[ChildProcess] = []
         try:
+            for rank in range(1, size):
+                environment = {**os.environ, **Place(rank, size, rank, rendezvous).environment()}
+                command = (sys.executable, "-m", "echo2", "learner", str(rundir.path))
+                ended = partial(_end_with_rank, rank, is_over)
+                ranks.append(ChildProcess(command, environment=environment, has_lifeline=True, on_end=ended))
+                log.info("rank %d of %d is process %d", rank, size, ranks[-1].pid)
             yield Place(0, size, 0, rendezvous)
             is_over.set()
-            for watcher in watchers:
-                watcher.join(FAREWELL_SECONDS)
+            for process in ranks:
+                process.wait(FAREWELL_SECONDS)
         finally:
             is_over.set()
-            os.close(writing)  # ends the ranks that still run
-            os.close(reading)
-            for watcher in watchers:
-                watcher.join(FAREWELL_SECONDS)
+            for process in ranks:
+                process.kill()
+                process.wait()
 
 
-def _start(rundir: RunDir, place: Place, lifeline: int) -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "echo2", "learner", str(rundir.path)],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **place.environment(), LIFELINE_VARIABLE: str(lifeline)},
-        pass_fds=(lifeline,),
-    )
-    log.info("rank %d of %d is process %d", place.rank, place.size, process.pid)
-    return process
-
-
-def _watch(rank: int, process: subprocess.Popen[bytes], is_over: threading.Event) -> None:
-    status = process.wait()
+def _end_with_rank(rank: int, is_over: threading.Event, status: int) -> None:
     if status and not is_over.is_set():  # 0: it was released, perhaps before the first rank has left
         log.error("rank %d ended with status %d, and with it this learner", rank, status)
         os._exit(status if status in TELLING_STATUSES else 1)
@@ -182,7 +166,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         host = here.first_host if is_loopback(here.first_host) else ""
         others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, host)
         mesh.broadcast(others.meeting(here.first_host, ticket))
-    resumed = loop.resume(client, rundir.checkpoints)
+    resumed = client.resume(rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 
     info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
@@ -192,7 +176,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
-        reason = loop.train(client, session, rundir.checkpoints)
+        reason = train(client, session, rundir.checkpoints)
         log.info("the run is over: %s", reason)
         if isinstance(client, LeadingClient):
             client.end()

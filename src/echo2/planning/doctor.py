@@ -113,7 +113,7 @@ def _token_servers() -> Finding:
             "vllm", is_there, f"by {python}", "wrong", "ECHO2_ENGINE_PYTHON names no program: correct or unset it."
         )
     is_here = importlib.util.find_spec("vllm") is not None
-    return Finding("vllm", "fine", "in this environment" if is_here else "not installed; only `--engine vllm` needs it")
+    return Finding("vllm", "fine", "in this environment" if is_here else "not installed; workers do without")
 
 
 def _gpus(memory_bytes: Sequence[int]) -> Iterator[Finding]:

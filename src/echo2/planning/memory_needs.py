@@ -20,7 +20,8 @@ from echo2.learner.core.fitting import (
     learner_need,
     worker_need,
 )
-from echo2.learner.decide.memory import GB, ModelShape
+from echo2.learner.decide.memory import GB
+from echo2.learner.decide.model_shape import ModelShape
 
 #: Settings that are changed together, at most, to make a run fit.
 CHANGES_MAX = 3

@@ -19,11 +19,12 @@ from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
 from echo2.core.types import Hardware
+from echo2.engines.choice import chosen
 from echo2.head.fleet.machines import offers_for
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, worker_need
-from echo2.learner.core.model_size import SnapshotSize, model_shape, snapshot_size
+from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
 from echo2.learner.decide.memory import GB
 from echo2.planning.memory_needs import (
     learner_that_fits,
@@ -134,6 +135,8 @@ def gather(
     pace_seconds = max(train_seconds, _reward_seconds(config, options, past, sources))
     broadcast = _broadcast(config, options, past, sources)
     offers = _offers(config, options, sources)
+    engine = chosen(config, model_config(config.model.path), ())
+    sources.append(Basis("engine", engine.name, engine.why))
     schedule, sampling = config.schedule, config.sampling
     inputs = PlanInputs(
         groups_per_step=schedule.groups_per_step,
@@ -158,7 +161,9 @@ def _offers(config: configuration.Config, options: argparse.Namespace, sources: 
     """Return the offers with rates for this run's model, as far as they are known."""
     written, offers = load_offers(options.offers), tuple(offers_for(config, options.offers))
     sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
-    scaled = [one for one, as_is in zip(offers, written, strict=True) if one != as_is]
+    scaled = [
+        one for one, as_is in zip(offers, written, strict=True) if one.rollouts_per_second != as_is.rollouts_per_second
+    ]
     if scaled:
         rates = ", ".join(f"{offer.name} {offer.rollouts_per_second:.3g}/s" for offer in scaled)
         sources.append(Basis("rates", rates, "guessed from another model; `echo2 probe` measures them"))

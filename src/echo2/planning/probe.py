@@ -23,7 +23,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
 from echo2.engines.engine import Engine
 from echo2.learner.core.model_size import num_parameters
-from echo2.worker.alone import LocalSampler, load_engine, reward_processes
+from echo2.worker.alone import LocalSampler, load_engine, local_engine, reward_processes
 
 if TYPE_CHECKING:
     from echo2.engines.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class Measured:
     seconds: float
     group_size: int = 1
     rewards: RewardTime | None = None
-    parameters: float = 0.0
+    parameters: int = 0
     max_tokens: int = 0
 
 
@@ -73,11 +73,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError(f"--seconds {options.seconds} must be above 0.")
     config = _config(options)
     slots = config.sampling.groups_per_batch * config.sampling.group_size
+    choice = local_engine(config, config.model.path)
     engine, tokenizer = load_engine(config, config.model.path, slots)
     measured = measure_engine(config, engine, tokenizer, options.seconds, time.perf_counter)
     if options.json:
-        print(json.dumps({"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, **asdict(measured)}))
+        told = {"name": options.name, "price_usd_per_hour": options.price_usd_per_hour, "engine": choice.name}
+        print(json.dumps({**told, **asdict(measured)}))
     else:
+        print(f"# {choice}")
         print(as_offer(options.name, options.price_usd_per_hour, measured))
     return 0
 
@@ -101,7 +104,7 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
             f"name = {json.dumps(name)}",
             f"price_usd_per_hour = {price_usd_per_hour:g}" + ("" if price_usd_per_hour else "  # put in yours"),
             f"rollouts_per_second = {measured.rollouts_per_second:.4g}",
-            *([f"parameters = {measured.parameters:g}"] if measured.parameters else []),
+            *([f"parameters = {measured.parameters}"] if measured.parameters else []),
             *([f"max_tokens = {measured.max_tokens}"] if measured.max_tokens else []),
             f"spread = {measured.spread:.2f}",
             f"groups_per_batch = {measured.groups_per_batch}",
@@ -164,7 +167,7 @@ async def _measure(
         seconds=took,
         group_size=config.sampling.group_size,
         rewards=None if config.tasks.environment else await _reward_time(config, sampler, groups[:GROUPS_SCORED]),
-        parameters=float(f"{num_parameters(config.model.path) or 0:.3g}"),
+        parameters=num_parameters(config.model.path) or 0,
         max_tokens=config.sampling.max_tokens,
     )
 

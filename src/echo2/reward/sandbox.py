@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
+from echo2.core.child import PACKAGE_ROOT, ChildProcess
 from echo2.core.errors import PeerError, UserError
 from echo2.sandbox import pipes
 
 STARTUP_SECONDS = 120.0  # imports of the scorer's library
 SECONDS_PER_COMPLETION = 10.0  # more than the limits of `sandbox_child.py`; `reward.timeout_seconds` ends it before
-EXIT_SECONDS = 5.0
 #: One thread, because the process forks; the rest makes scores the same on every machine.
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0", "PYTHONUTF8": "1"}
 
@@ -29,7 +28,7 @@ class Sandbox:
     """Scores text in a process of its own. Safe to call from several threads; one group at a time."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._turn = threading.Lock()
 
     def score(self, scorer: str, column: Any, texts: Sequence[str]) -> list[float]:
@@ -77,14 +76,13 @@ class Sandbox:
         with self._turn:
             self._kill()
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def _running(self) -> ChildProcess:
         if self._process is None:
-            self._process = subprocess.Popen(
+            self._process = ChildProcess(
                 (sys.executable, "-P", "-m", "echo2.reward.sandbox_child"),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                cwd="/",
-                env={**ENVIRONMENT, "PYTHONPATH": pipes.PACKAGE_ROOT},
+                environment={**ENVIRONMENT, "PYTHONPATH": PACKAGE_ROOT},
+                directory="/",
+                has_pipes=True,
             )
         return self._process
 
@@ -92,19 +90,17 @@ class Sandbox:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait(EXIT_SECONDS)
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # data not sent yet is no longer needed
-                        pipe.close()
+            process.wait()
+            for pipe in process.pipes:
+                with contextlib.suppress(BrokenPipeError):  # data not sent yet is no longer needed
+                    pipe.close()
 
 
-def _exchanged(process: subprocess.Popen[bytes], request: dict[str, Any]) -> dict[str, Any]:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(pipes.encode(request))
-    process.stdin.flush()
-    answer = pipes.read(process.stdout)
+def _exchanged(process: ChildProcess, request: dict[str, Any]) -> dict[str, Any]:
+    inbox, outbox = process.pipes
+    inbox.write(pipes.encode(request))
+    inbox.flush()
+    answer = pipes.read(outbox)
     if answer is None:
         raise EOFError
     return answer

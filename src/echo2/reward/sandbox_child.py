@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from echo2.core.child import take_pipes
 from echo2.core.errors import UserError
 from echo2.reward import confinement, expressions, text_scorers
 from echo2.reward.text_scorers import Score
@@ -40,7 +41,7 @@ _UNREADABLE = -2.0  # instead of a score: the task's own column is at fault
 def main() -> None:
     """Answer one request after the other until standard input ends."""
     logging.disable()  # math-verify warns of its missing time limit
-    inbox, outbox = pipes.take()
+    inbox, outbox = take_pipes()
     unconfined = confinement.missing()  # also for its imports, which a confined fork could not do
     while (message := pipes.read(inbox)) is not None:
         outbox.write(pipes.encode(_answer(message, unconfined)))

@@ -27,6 +27,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import Any, BinaryIO
 
 from echo2.core.background import Background
+from echo2.core.child import take_pipes
 from echo2.core.errors import UserError
 from echo2.sandbox import pipes
 from echo2.sandbox.plugins import traceback_of
@@ -38,7 +39,7 @@ MAX_WAITING_REQUESTS = 2  # read ahead; the others wait in the pipe
 
 def main() -> None:
     """Load the handler, then answer requests until the other end closes the pipe."""
-    inbox, outbox = pipes.take()
+    inbox, outbox = take_pipes()
     faulthandler.enable()  # a crash in the user's native code leaves its Python line in the log
     requests: queue.Queue[dict[str, Any]] = queue.Queue(MAX_WAITING_REQUESTS)
     threading.Thread(target=pipes.receive, args=(inbox, requests), daemon=True, name="frames").start()

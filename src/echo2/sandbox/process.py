@@ -14,18 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from echo2.core.background import spawn, unforeseen
-from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.core.child import ChildProcess, child_environment, ending
+from echo2.core.errors import PeerError, UserError
+from echo2.core.frames import receive_frame
 from echo2.sandbox import pipes
 
 log = logging.getLogger(__name__)
 
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge, a game or a word list
 EXIT_SECONDS = 1.0  # from the end of the child's pipe to its exit, if it ends by itself
-REAP_SECONDS = 5.0
-MAX_LOG_BYTES = 16 << 20  # a longer log is emptied at the next start of the process
 LOG_BYTES_READ = 16 << 10
 LOG_CHARS_SHOWN = 1500
 #: Beginning of Python's crash report; the stacks of all threads follow it.
@@ -51,7 +51,9 @@ class _Call:
 class _Child:
     """One child process. `calls`: those in flight, by number; `at`: the call whose code ran last, if known."""
 
-    process: asyncio.subprocess.Process
+    process: ChildProcess
+    inbox: asyncio.StreamWriter
+    outbox: asyncio.StreamReader
     calls: dict[int, _Call] = field(default_factory=dict)
     next_number: int = 0
     at: int | None = None
@@ -86,8 +88,7 @@ class CodeProcess:
     @property
     def pid(self) -> int | None:
         """Process id of the running child; None if there is none."""
-        alive = self._child is not None and self._child.process.returncode is None
-        return self._child.process.pid if alive and self._child is not None else None
+        return self._child.process.pid if self._child is not None and self._child.process.status is None else None
 
     async def start(self) -> dict[str, Any]:
         """Start the child unless it runs; returns its handler's description (`child.py`).
@@ -120,11 +121,11 @@ class CodeProcess:
     async def _running(self) -> _Child:
         async with self._turn:
             self._check_open()
-            if self._child is not None and self._child.process.returncode is None:
+            if self._child is not None and self._child.process.status is None:
                 return self._child
             if self._child is not None:  # it died between two calls
                 await self._lose(self._child, "went away")
-            self._child = child = _Child(await self._spawn())
+            self._child = child = await self._spawn()
             self.num_started += 1
             child.reader = spawn(self._read_answers(child), partial(self._reading_failed, child))
             try:
@@ -139,30 +140,20 @@ class CodeProcess:
         if self._is_closed:
             raise CodeFailure(f"{self._name} was closed.")
 
-    async def _spawn(self) -> asyncio.subprocess.Process:
-        log = self._open_log()
+    async def _spawn(self) -> _Child:
+        command = (self._python, "-m", "echo2.sandbox.child", self._entry)
         try:
-            return await asyncio.create_subprocess_exec(
-                *(self._python, "-m", "echo2.sandbox.child", self._entry),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=pipes.child_environment(),
-                start_new_session=True,  # a process group to kill as a whole; and only the parent gets Ctrl-C
-            )
+            if self._log_path is not None:
+                self._log_path.parent.mkdir(parents=True, exist_ok=True)
+            process = ChildProcess(command, log_path=self._log_path, environment=child_environment(), has_pipes=True)
         except OSError as error:
             raise UserError(f"Cannot start {self._name}: {error}.") from error
-        finally:
-            if log is not None:
-                log.close()
-
-    def _open_log(self) -> IO[bytes] | None:
-        if self._log_path is None:
-            return None
-        self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        if self._log_path.exists() and self._log_path.stat().st_size > MAX_LOG_BYTES:
-            self._log_path.write_bytes(b"")
-        return self._log_path.open("ab")  # appending: the log may be emptied while the child writes
+        try:
+            outbox, inbox = await process.streams()
+        except BaseException:
+            await asyncio.shield(self._ending(process, 0.0))
+            raise
+        return _Child(process, inbox, outbox)
 
     async def _ask(
         self, child: _Child, request: Mapping[str, Any], seconds: float, doing: str, advice: str = ""
@@ -172,10 +163,8 @@ class CodeProcess:
             frame = pipes.encode({**request, "id": number})
         except PeerError as error:
             raise CodeFailure(f"{self._name} cannot go on while {doing}: {error}.") from error
-        if child.process.stdin is None:
-            raise InvariantError("the child was started without pipes")
         call = child.calls[number] = _Call(doing, asyncio.get_running_loop().create_future())
-        child.process.stdin.write(frame)  # not awaited: a child that does not read runs into the time limit
+        child.inbox.write(frame)  # not awaited: a child that does not read runs into the time limit
         try:
             await asyncio.wait([call.answer], timeout=seconds)
             if not call.answer.done():
@@ -195,7 +184,7 @@ class CodeProcess:
         """Consumes: the child's answers. Produces: those of the calls in flight. Waits for: the child."""
         try:
             while True:
-                answer = await _read(child.process)
+                answer = pipes.decode(await receive_frame(child.outbox))
                 if "at" in answer:
                     child.at = answer["at"]
                     continue
@@ -230,51 +219,33 @@ class CodeProcess:
                 child.reader.cancel()
             for number, call in calls.items():
                 if not call.answer.done():
-                    words = f"{self._name} {problem or pipes.ending(status)} while {call.doing}. {advice}"
+                    words = f"{self._name} {problem or ending(status)} while {call.doing}. {advice}"
                     is_shared = len(calls) > 1 and number != child.at
-                    call.answer.set_exception(CodeFailure(f"{words.strip()} {self._last_words()}", is_shared))
+                    call.answer.set_exception(
+                        CodeFailure(f"{words.strip()} {self._last_words(child.process)}", is_shared)
+                    )
                     call.answer.exception()  # its caller may be gone
 
-    def _ending(self, process: asyncio.subprocess.Process, grace_seconds: float) -> asyncio.Task[int | None]:
+    def _ending(self, process: ChildProcess, grace_seconds: float) -> asyncio.Task[int | None]:
         ending = spawn(_kill(process, grace_seconds), unforeseen(log, f"ending {self._name}"))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
         return ending
 
-    def _last_words(self) -> str:
+    def _last_words(self, process: ChildProcess) -> str:
         """The end of the log, for an error message. A crash report is shown from its beginning, which has the cause."""
         if self._log_path is None:
             return "What it printed is in this process's log."
-        try:
-            with self._log_path.open("rb") as log:
-                log.seek(max(0, self._log_path.stat().st_size - LOG_BYTES_READ))
-                end = log.read().decode(errors="replace").strip().replace("\n", " | ")
-        except OSError:
-            end = ""
+        end = process.said(LOG_BYTES_READ).decode(errors="replace").strip().replace("\n", " | ")
         crash = end.rfind(CRASH_LINE)
         text = end[-LOG_CHARS_SHOWN:] if crash < 0 else end[crash : crash + LOG_CHARS_SHOWN]
         return f"Its log {self._log_path} " + (f"ends: {text}" if text else "is empty.")
 
 
-async def _kill(process: asyncio.subprocess.Process, grace_seconds: float) -> int | None:
-    """Kill the child and everything it started, after `grace_seconds` to end by itself. Returns the exit status."""
+async def _kill(process: ChildProcess, grace_seconds: float) -> int | None:
+    """Kill the child and everything it started, after `grace_seconds` to end by itself. Return the exit status."""
     try:
-        async with asyncio.timeout(grace_seconds):
-            await process.wait()
-    except TimeoutError:
-        pass
+        await process.ended(grace_seconds)
     finally:
-        pipes.kill_group(process.pid)
-    try:
-        async with asyncio.timeout(REAP_SECONDS):
-            return await process.wait()
-    except TimeoutError:
-        return None  # something that left the process group holds a pipe; the child itself is dead
-
-
-async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    if process.stdout is None:
-        raise InvariantError("the child was started without pipes")
-    header = await process.stdout.readexactly(pipes.HEADER.size)
-    length = pipes.checked_length(pipes.HEADER.unpack(header)[0])
-    return pipes.decode(await process.stdout.readexactly(length))
+        process.kill()
+    return await process.ended()

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
+from echo2.core.child import child_environment, take_pipes
 from echo2.core.errors import PeerError, UserError
 from echo2.sandbox import pipes
 from echo2.tasks.own_python import own_python
@@ -57,7 +58,7 @@ def _asked(request: Mapping[str, Any]) -> list[dict[str, Any]]:
             input=pipes.encode(dict(request)),
             capture_output=True,
             timeout=READ_SECONDS,
-            env=pipes.child_environment(),
+            env=child_environment(),
             check=False,
         )
     except subprocess.TimeoutExpired as error:
@@ -75,7 +76,7 @@ def _asked(request: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Read one request from standard input, and write the rows to standard output."""
-    inbox, outbox = pipes.take()
+    inbox, outbox = take_pipes()
     request = pipes.read(inbox) or {}
     from echo2.tasks.verifiers_play import rows
 

@@ -20,6 +20,8 @@ import grpc.aio
 
 from echo2.core.addresses import split
 from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, packed, parse
@@ -29,7 +31,7 @@ from echo2.transport.tickets import Credentials, Ticket
 
 #: How long joining keeps trying while the head is away.
 JOIN_SECONDS = 60.0
-JOIN_PAUSE_SECONDS = 0.5
+JOIN_PAUSE_SECONDS = Backoff(0.5, 5.0)
 CALL_SECONDS = 20.0
 
 #: gRPC's texts of failures to connect: the system's own word for it, and a host name that has no address.
@@ -204,7 +206,7 @@ async def join(ticket_text: str, state_directory: Path, patience_seconds: float 
 
 
 async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_seconds: float) -> wire.EnrolReply:
-    give_up_at = asyncio.get_running_loop().time() + patience_seconds
+    retries = Retries(JOIN_PAUSE_SECONDS, patience_seconds)
     while True:
         try:
             reply: wire.EnrolReply = await link.call("Enrol", request, CALL_SECONDS)
@@ -212,9 +214,9 @@ async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_second
         except PeerError as error:
             raise UserError(f"The head refuses this ticket: {error.detail}.") from error
         except LinkError as error:
-            if asyncio.get_running_loop().time() > give_up_at:
+            if retries.failed():
                 raise LinkError(
                     f"The head did not answer for {patience_seconds:.0f} s: {error}. Is it running? "
                     "`echo2 doctor @TICKET` finds what is wrong on the way to it."
                 ) from error
-        await asyncio.sleep(JOIN_PAUSE_SECONDS)
+        await retries.pause()

@@ -157,7 +157,7 @@ class Lease(_message.Message):
     def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots")
+    __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots", "servers")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     PRICE_USD_PER_HOUR_FIELD_NUMBER: _ClassVar[int]
     HELD_LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -171,6 +171,7 @@ class WorkerHello(_message.Message):
     ENVIRONMENTS_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     price_usd_per_hour: float
     held_leases: _containers.RepeatedScalarFieldContainer[int]
@@ -184,7 +185,8 @@ class WorkerHello(_message.Message):
     environments: _containers.RepeatedScalarFieldContainer[str]
     installed: SnapshotId
     slots: int
-    def __init__(self, protocol: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., slots: _Optional[int] = ...) -> None: ...
+    servers: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., slots: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Order(_message.Message):
     __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers", "check", "sample")
@@ -293,7 +295,7 @@ class RevokedPeers(_message.Message):
     def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic", "chat_template_args")
+    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic", "chat_template_args", "server")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
@@ -301,6 +303,7 @@ class RunSettings(_message.Message):
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_ARGS_FIELD_NUMBER: _ClassVar[int]
+    SERVER_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_seconds: float
     swap: str
@@ -308,7 +311,8 @@ class RunSettings(_message.Message):
     engine: str
     deterministic: bool
     chat_template_args: str
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ..., chat_template_args: _Optional[str] = ...) -> None: ...
+    server: str
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ..., chat_template_args: _Optional[str] = ..., server: _Optional[str] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
     __slots__ = ("leases",)

@@ -25,9 +25,11 @@ from echo2.core.types import (
     Snapshot,
     SnapshotRef,
 )
+from echo2.engines.choice import EngineChoice, chosen, servers_here
 from echo2.engines.engine import Engine
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
+from echo2.learner.core.model_size import model_config
 from echo2.reward.process import RewardProcesses
 from echo2.rollouts import generate
 from echo2.rollouts.harness import HarnessEnvironment
@@ -55,10 +57,15 @@ def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[E
     else:
         policy = load_policy(model, "float32", "auto")
     tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])
-    engine = make_engine(config.workers.engine, slots=slots)
+    engine = make_engine(local_engine(config, model).name, slots=slots)
     asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))
     files = {name: bytes(data) for name, data in policy.files.items()}
     return engine, load_tokenizer(files, config.model.chat_template_args)
+
+
+def local_engine(config: configuration.Config, model: str) -> EngineChoice:
+    """Return the engine of a worker on this machine that has a GPU for itself, if there is one."""
+    return chosen(config, model_config(model), servers_here("auto"))
 
 
 @asynccontextmanager

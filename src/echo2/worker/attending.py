@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable
 
 from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 
 log = logging.getLogger(__name__)
 
-#: First and longest pause before reconnecting; doubled after each try.
-RECONNECT_SECONDS = (0.2, 5.0)
+#: Pauses before reconnecting.
+RECONNECT_SECONDS = Backoff(0.2, 5.0)
 
 
 async def attended(
@@ -32,11 +32,12 @@ async def attended(
         PeerError: the head refused this machine.
         UserError: the run's owner revoked this machine.
     """
-    away_since, pause = time.monotonic(), RECONNECT_SECONDS[0]
+    retries = Retries(RECONNECT_SECONDS, patience_seconds)
     while True:
+        at_least_seconds = 0.0
         try:
             async for order in link.stream("Attend", hello()):
-                away_since, pause = 0.0, RECONNECT_SECONDS[0]
+                retries.succeeded()
                 yield order
             reason = "the head ended the stream"
         except LinkError as error:
@@ -49,16 +50,14 @@ async def attended(
                 ) from error
             if error.reason != "expelled":
                 raise
-            reason, pause = str(error), RECONNECT_SECONDS[1]
+            reason, at_least_seconds = str(error), RECONNECT_SECONDS.most_seconds
         if is_leaving():
             return
-        away_since = away_since or time.monotonic()
-        if time.monotonic() - away_since > patience_seconds:
+        if retries.failed():
             raise LinkError(
                 f"No head for {patience_seconds:.0f} s: {reason}. "
                 "`echo2 doctor @TICKET` finds what is wrong on the way to it."
             )
         log.info("not connected (%s); trying again", reason)
         disconnected()
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, RECONNECT_SECONDS[1])
+        await retries.pause(at_least_seconds)

@@ -22,13 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.config.values import NO_SLOT_LIMIT, SERVERS, ServerPlace
+from echo2.config.values import AUTO, NO_SLOT_LIMIT, SERVERS, ServerPlace
 from echo2.core.background import Background
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
+from echo2.engines.choice import servers_here
 from echo2.engines.engine import Engine
-from echo2.engines.registry import make_engine
+from echo2.engines.registry import load_or_replace, make_engine
 from echo2.engines.tokenizer import load_tokenizer, prepare_tokenizers
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess
@@ -43,7 +44,7 @@ from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 from echo2.worker.decide.scheduler import WorkerScheduler
 from echo2.worker.sampling import LeaseSampler, check
-from echo2.worker.weights import WorkerWeights, listen_address
+from echo2.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class WorkerOptions:
     adapters (empty: it is fetched from the run).
     """
 
-    engine: str = "auto"
+    engine: str = AUTO
     engine_python: str = ""
     engine_url: str = ""
     engine_args: str = ""
@@ -96,13 +97,13 @@ class WorkerProcess:
         self._worker_id, self._options, self._environments = member.peer_id, options, environments
         self._directory = directory
         self._link, self._clock = member.link(), Clock()
-        listen = listen_address(options.listen, options.relays, member.address)
-        self._weights = WorkerWeights(
-            member, self._link, directory, listen, options.relays, self._dispatch, self._give_up, own_base
-        )
+        place = member, self._link, directory, options.listen, options.relays
+        self._weights = WorkerWeights(*place, self._dispatch, self._give_up, own_base)
         self._scheduler: WorkerScheduler | None = None
         self._sampler: LeaseSampler | None = None
         self._engine: Engine | None = None
+        self._servers = servers_here(options.device, options.engine_python) if options.engine == AUTO else ()
+        self._chosen = ""  # a token server that nobody named
         self._tokenizer_files: dict[str, bytes] = {}
         self._template_arguments: dict[str, Any] = {}
         self._outgoing: deque[do.Deliver] = deque()
@@ -235,6 +236,7 @@ class WorkerProcess:
             environments=sorted(self._environments),
             listen_port=self._weights.port,
             advertise=self._options.advertise,
+            servers=self._servers,
         )
         if scheduler is not None:
             hello.held_leases.extend([*scheduler.waiting, *scheduler.generating, *scheduler.produced])
@@ -252,7 +254,10 @@ class WorkerProcess:
         """Handle the settings that begin a stream. The first time, make the engine: the run's, unless the owner named
         another."""
         if self._scheduler is None:
-            name = settings.engine if self._options.engine == "auto" else self._options.engine
+            self._chosen = settings.server if settings.server in self._servers else ""
+            name = self._chosen or (settings.engine if self._options.engine == AUTO else self._options.engine)
+            if self._chosen:
+                log.info("engine %s: it is installed, and there is a GPU for it alone", name)
             slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
             self._template_arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
             make = partial(make_engine, name, self._options.device, slots, self._server_place(name))
@@ -365,8 +370,21 @@ class WorkerProcess:
         base = None
         if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
             base = await self._weights.base(snapshot.base_model)
-        pause = await self._engine.update_weights(snapshot, base)
+        pause = await self._update(snapshot, base)
         self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
+        return pause
+
+    async def _update(self, snapshot: Snapshot, base: Snapshot | None) -> float:
+        """Give the engine its weights. A token server that nobody named, and that does not start, is replaced."""
+        assert self._engine is not None
+        assert self._sampler is not None
+        if not self._chosen:
+            return await self._engine.update_weights(snapshot, base)
+        engine, pause = await load_or_replace(self._engine, snapshot, base, self._options.device)
+        if engine is not self._engine:
+            self._engine, self._sampler.engine = engine, engine
+            self._servers = ()
+        self._chosen = ""
         return pause
 
     # ---- delivering ----------------------------------------------------------------------------------------------

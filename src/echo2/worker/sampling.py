@@ -34,7 +34,7 @@ ERROR_CHARS = 500
 
 
 class LeaseSampler:
-    """Samples leases with one engine. `dispatch` receives the scheduler's events, `fail` the fatal errors."""
+    """Samples leases with one `engine`. `dispatch` receives the scheduler's events, `fail` the fatal errors."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class LeaseSampler:
         dispatch: Callable[[ev.Event], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        self._engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
+        self.engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
         self._environments = environments
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._charged_until = 0.0
@@ -63,8 +63,8 @@ class LeaseSampler:
         """One line for people: what this worker is doing."""
         if not self._tasks:
             return "waiting"
-        num_running = self._engine.slots - self._engine.free_slots
-        return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self._engine.installed}"
+        num_running = self.engine.slots - self.engine.free_slots
+        return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self.engine.installed}"
 
     def start(self, assignment: Assignment) -> None:
         """Start sampling this lease, concurrently with the others."""
@@ -72,7 +72,7 @@ class LeaseSampler:
 
     def start_unit(self, assignments: Sequence[Assignment]) -> None:
         """Start sampling these leases in lockstep, as one batch."""
-        lockstep = generate.in_lockstep(self._engine, assignments)
+        lockstep = generate.in_lockstep(self.engine, assignments)
         for assignment in assignments:
             self._begin(assignment, lockstep)
 
@@ -89,7 +89,7 @@ class LeaseSampler:
             task.cancel()
         for environment in self._environments.values():
             await environment.close()
-        await self._engine.close()
+        await self.engine.close()
 
     def _begin(self, assignment: Assignment, lockstep: Lockstep | None) -> None:
         if self._busy_since is None:
@@ -103,7 +103,7 @@ class LeaseSampler:
                 lockstep.leave()
             self._dispatch(ev.RolloutEnded(lease_id))
 
-        task = spawn(self._sample(assignment, lockstep or self._engine, left), self._fail)
+        task = spawn(self._sample(assignment, lockstep or self.engine, left), self._fail)
         self._tasks[lease_id] = task
 
         def ended(done: asyncio.Task[None]) -> None:

@@ -13,43 +13,23 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from echo2.core.addresses import host_and_port, is_loopback, split
 from echo2.core.background import spawn
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.engines.engine import OutOfMemoryError
-from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import Membership
-from echo2.transport.identity import verify_manifest
-from echo2.weights.broadcast.peer import PeerNode
+from echo2.weights.broadcast.receiving import WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.format.model_files import rounded
 from echo2.weights.store.content import KeptContent
-from echo2.weights.store.store import ChunkStore
 from echo2.worker.decide import messages as ev
 
 log = logging.getLogger(__name__)
 
-CALL_SECONDS = 60.0
 #: Maximum number of manifests of announced payloads that are remembered.
 MANIFESTS_MAX = 8
-
-
-def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, int] | None:
-    """Return the (host, port) to listen on for other workers, or None not to listen. The default is any free port: on
-    all interfaces, or on loopback if the head is on this machine.
-
-    Raises:
-        UserError: `listen` is not HOST:PORT.
-    """
-    if not relays:
-        return None
-    if not listen:
-        host = split(head_address)[0]
-        return (host if is_loopback(host) else "0.0.0.0", 0)
-    return host_and_port(listen, "--listen", "0.0.0.0:7342")
 
 
 class WorkerWeights:
@@ -62,26 +42,25 @@ class WorkerWeights:
         member: Membership,
         link: Link,
         directory: Path,
-        listen: tuple[str, int] | None,
+        listen: str,
         relays: bool,
         dispatch: Callable[[ev.Event], None],
         fail: Callable[[BaseException], None],
         own_base: Snapshot | None = None,
     ) -> None:
-        self._link, self._dispatch, self._fail, self._own_base = link, dispatch, fail, own_base
-        self._ca_pem = member.credentials.ca_pem
-        self._store = ChunkStore(directory / "snapshots")
-        self.node = PeerNode(
-            member.peer_id,
-            self._store,
-            member.network(),
+        """Raises: UserError, `listen` is not HOST:PORT."""
+        self._dispatch, self._fail, self._own_base = dispatch, fail, own_base
+        self._receiver = WeightsReceiver(
+            member,
             link,
+            directory,
+            listen,
+            relays,
             on_whole=self._whole,
             on_gone=lambda payload: dispatch(ev.SnapshotGone(payload)),
             on_error=fail,
-            listen=listen,
-            relays=relays,
         )
+        self.node, self._store = self._receiver.node, self._receiver.store
         self._manifests: dict[PayloadId, Manifest] = {}
         # The payload may be announced again with other chunks; a fetch under way continues with its first manifest.
         self._incoming: Manifest | None = None
@@ -102,11 +81,12 @@ class WorkerWeights:
 
     # ---- fetching ------------------------------------------------------------------------------------------------
 
-    def announced(self, notice: wire.SnapshotNotice, asked_for: bool = False) -> None:
+    def announced(self, notice: wire.SnapshotNotice) -> None:
         """Remember an announced manifest, and tell the scheduler. Raises PeerError if it is invalid or not signed by
         the head."""
-        verify_manifest(self._ca_pem, notice.manifest, notice.signature)
-        manifest = Manifest.from_wire(notice.manifest)
+        self._know(self._receiver.manifest_in(notice), asked_for=False)
+
+    def _know(self, manifest: Manifest, asked_for: bool) -> None:
         self._manifests.pop(manifest.payload, None)
         self._manifests[manifest.payload] = manifest
         if len(self._manifests) > MANIFESTS_MAX:
@@ -118,10 +98,8 @@ class WorkerWeights:
 
     async def ask(self, ref: SnapshotRef, base: SnapshotRef | None) -> None:
         """Ask the head for a payload of `ref`, preferably a delta from `base`."""
-        over = None if base is None else messages.encode_ref(base)
-        request = wire.ManifestRequest(policy=ref.policy, lineage=ref.lineage, version=ref.version, base=over)
         try:
-            self.announced(await self._link.call("FetchManifest", request, CALL_SECONDS), asked_for=True)
+            self._know(await self._receiver.ask(ref, base), asked_for=True)
         except PeerError as error:
             log.info("no manifest of %s: %s", ref, error)
             is_unknown = error.reason == "unknown_snapshot"  # else the worker is unknown, or the manifest is invalid

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from echo2.core.decide.model_context import context_length
 from echo2.core.disk import allocated_bytes
 from echo2.core.errors import InvariantError, UserError
+from echo2.engines.model_values import read_context
 from echo2.weights.format.model_files import find_model, model_files
-from echo2.weights.format.snapshot_files import read_config
 from echo2_service.backend import AdamSettings, BaseInfo, ClientDatum, ModelSpec, SampleOutput, SampleSpec, TrainOutput
 from echo2_service.calling import AnsweringProcess
 from echo2_service.fleet.machines import OwnProcess, Samplers
@@ -115,7 +114,7 @@ class LocalBackend:
 
 
 def _context(directory: Path) -> int:
-    context = context_length(read_config(model_files(directory)))
+    context = read_context(model_files(directory))
     if context is None:
         raise UserError(
             f"{directory}/config.json has max_position_embeddings = {context!r}: give the context's length."

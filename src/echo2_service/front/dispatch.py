@@ -21,18 +21,19 @@ from echo2_service import limits
 from echo2_service.decide.order import ModelOrder, Released, Turns
 from echo2_service.front.access import Caller
 from echo2_service.front.bills import Bills
-from echo2_service.front.data import TrainWork
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2_service.front.entrance import for_tenants
+from echo2_service.front.given import Given, GivenRequests, off_loop, read_stored
 from echo2_service.front.storage import ROW_BYTES
-from echo2_service.front.training_data import WITH_DATA, TrainingData
 from echo2_service.front.work import Work
 
 log = logging.getLogger(__name__)
 
-#: What is read of a request that is carried out with data that were read before, and of one that is stopped.
+#: What is read of a request that is carried out, beside its body, and of one that is stopped.
 CARRIED = ("id", "tenant", "session", "target", "kind", "number", "operation", "state", "error", "body_bytes")
 STOPPED = ("id", "tenant", "state", "kind", "target", "body_bytes")
+#: Kinds of requests that may be refused in their turn.
+CHECKED = ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
 FAILED = "The service failed at it; its log says more."
 #: Pause before the database is tried again.
 AGAIN_SECONDS = 1.0
@@ -68,7 +69,7 @@ class Dispatcher:
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._num_sampling = Counter[str]()
         self._num_open, self._open_bytes = Counter[str](), Counter[str]()
-        self._data = TrainingData(database)
+        self._given = GivenRequests()
         self._ended: dict[str, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -96,10 +97,10 @@ class Dispatcher:
         digest: str,
         body: bytes,
         refusal: str = "",
-        work: TrainWork | None = None,
+        given: Given = None,
     ) -> str:
         """Store a request and return its id. An identical request gets the same id. A `refusal` is stored in place of
-        the body: the request fails with it in its turn. `work`: training data that were read from the body.
+        the body: the request fails with it in its turn. `given`: the body as it was read.
 
         Raises:
             PeerError: `rate` if too many requests of the tenant or model are open; `spent`, `disk_quota` if a quota is
@@ -117,28 +118,32 @@ class Dispatcher:
         self._check_open(caller.tenant, len(body))
         self._bills.check(caller.tenant)
         request, body = "req_" + secrets.token_hex(16), b"" if refusal else body
-        with self._database.transaction():
-            self._database.insert(
-                requests,
-                id=request,
-                tenant=caller.tenant,
-                session=session,
-                target=target,
-                kind=kind,
-                number=number,
-                digest=digest,
-                body=body or None,
-                error=refusal or None,
-                state="queued" if kind == "sample" else "held",
-                created=self._clock(),
-            )
-            self._database.when_stored(partial(self._count, caller.tenant, 1, len(body)))
-            if work is not None and body:
-                self._database.when_stored(partial(self._data.add, request, work, len(body)))
-            self._database.when_stored(partial(self._work.storage.stored, caller.tenant, len(body) + ROW_BYTES))
-            if kind != "sample":
-                self._database.update(models, {"id": target}, used=self._clock())
-                self._arrive(request, target, number)
+        if body:
+            self._given.add(request, given, len(body))  # now: its turn may come in this transaction
+        try:
+            with self._database.transaction():
+                self._database.insert(
+                    requests,
+                    id=request,
+                    tenant=caller.tenant,
+                    session=session,
+                    target=target,
+                    kind=kind,
+                    number=number,
+                    digest=digest,
+                    body=body or None,
+                    error=refusal or None,
+                    state="queued" if kind == "sample" else "held",
+                    created=self._clock(),
+                )
+                self._database.when_stored(partial(self._count, caller.tenant, 1, len(body)))
+                self._database.when_stored(partial(self._work.storage.stored, caller.tenant, len(body) + ROW_BYTES))
+                if kind != "sample":
+                    self._database.update(models, {"id": target}, used=self._clock())
+                    self._arrive(request, target, number)
+        except BaseException:
+            self._given.drop(request)
+            raise
         if kind == "sample":
             self._add_sample(caller.tenant, request)
             self._start_samples()
@@ -261,11 +266,22 @@ class Dispatcher:
         self._database.when_stored(partial(self._run_next, row))
 
     def _refusal(self, row: Row) -> str:
-        """Return why a request of a model is refused in its turn. Training data were read when they came."""
-        if row.kind in WITH_DATA:
+        """Return why a request of a model is refused in its turn. Training data were checked when they came."""
+        if row.kind not in CHECKED:
             return ""
-        whole = self._database.find(requests, id=row.id)
-        return self._work.refusal(whole) if whole is not None else ""
+        given = self._given.look(row.id)
+        if given is None:
+            stored = self._database.find(requests, columns=["body"], id=row.id)
+            given = read_stored(stored.body if stored is not None else b"", row.kind)
+        return self._work.refusal(row, given)
+
+    async def _asked(self, row: Row) -> Given:
+        """Return what a request asks for, and keep it no longer; what was not kept is read from the store again."""
+        given = self._given.drop(row.id)
+        if given is not None or row.kind == "create_model":
+            return given
+        stored = await self._reached(partial(self._database.find, requests, columns=["body"], id=row.id))
+        return await off_loop(row.body_bytes, lambda: read_stored(stored.body if stored else b"", row.kind))
 
     def _run_next(self, row: Row) -> None:
         lane = self._lanes.get(row.target)
@@ -290,17 +306,13 @@ class Dispatcher:
                 lane.changed.clear()
                 await lane.changed.wait()
                 continue
-            find = partial(self._database.find, requests, id=lane.waiting[0])
-            row = await self._reached(partial(find, columns=CARRIED))
+            row = await self._reached(partial(self._database.find, requests, columns=CARRIED, id=lane.waiting[0]))
             if row is None or row.state != "queued":
                 lane.waiting.popleft()
                 continue
-            work = await self._data.take(row)
-            row = row if work is not None else await self._reached(find)
+            given = await self._asked(row)
             lane.waiting.popleft()
-            if row is None:
-                continue
-            task = self._spawn(self._carry_out(row, work), partial(self._request_failed, row.id))
+            task = self._spawn(self._carry_out(row, given), partial(self._request_failed, row.id))
             running.add(task)
             task.add_done_callback(ended)
             if row.kind == "create_model" or row.operation == 1:
@@ -345,9 +357,9 @@ class Dispatcher:
             task.add_done_callback(partial(self._sampled, tenant, request))
 
     async def _sample(self, request: str) -> None:
-        row = await self._reached(partial(self._database.find, requests, id=request))
+        row = await self._reached(partial(self._database.find, requests, columns=CARRIED, id=request))
         if row is not None and row.state == "queued":
-            await self._carry_out(row)
+            await self._carry_out(row, await self._asked(row))
 
     def _sampled(self, tenant: str, request: str, _: asyncio.Task[None]) -> None:
         del self._sampling[request]
@@ -362,9 +374,9 @@ class Dispatcher:
         if row.id in self._sampling:
             self._sampling[row.id].cancel()  # also at the back end
 
-    async def _carry_out(self, row: Row, work: TrainWork | None = None) -> None:
+    async def _carry_out(self, row: Row, given: Given) -> None:
         try:
-            done = await self._work.carry_out(row, work)
+            done = await self._work.carry_out(row, given)
         except (UserError, PeerError) as error:
             await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
         except InvariantError as error:  # of the back end, whose log has more
@@ -390,13 +402,12 @@ class Dispatcher:
             self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(values.get("answer") or b"")))
 
     def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
-        self._data.drop(row.id)
+        self._given.drop(row.id)
         if is_news:
-            body_bytes = row.body_bytes if "body_bytes" in row._fields else len(row.body or b"")
-            self._count(row.tenant, -1, -body_bytes)
-            self._work.storage.stored(row.tenant, answer_bytes - body_bytes)
+            self._count(row.tenant, -1, -row.body_bytes)
+            self._work.storage.stored(row.tenant, answer_bytes - row.body_bytes)
             if row.kind == "forward_backward":
-                self._work.storage.written(row.tenant, body_bytes)  # into the journal of the model
+                self._work.storage.written(row.tenant, row.body_bytes)  # into the journal of the model
         event = self._ended.pop(row.id, None)
         if event is not None:
             event.set()

@@ -26,10 +26,11 @@ from echo2_service.front.bodies import (
     SaveBody,
     parse,
 )
-from echo2_service.front.data import TrainWork, answer_as_json, read_json, read_protobuf
+from echo2_service.front.data import TrainWork, answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.entrance import WhenRefused, answer, for_tenants, refused
+from echo2_service.front.given import Given, digest_of, off_loop, read, read_training
 from echo2_service.front.numbering import numbered
 from echo2_service.front.work import Work, sample_spec
 
@@ -66,42 +67,43 @@ class RequestsApi:
 
     async def load_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Load a checkpoint into a model, or into a new model with the settings of the checkpoint's model."""
-        given = parse(LoadBody, body)
+        given, digest = await read(LoadBody, body)
         if given.session_id is None or given.model_seq_id is None:
-            return await self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body)
+            return await self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body, digest, given)
         found = self._work.checkpoint(given.path, caller.tenant)
         spec = msgspec.convert({**found.spec, "owner": caller.tenant}, ModelSpec)
         model = await self._new_model(caller, given.session_id, given.model_seq_id, spec, given.user_metadata)
-        return self._submit_first(caller, given.session_id, model, "load_weights", body)
+        return self._submit_first(caller, given.session_id, model, "load_weights", body, given)
 
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Add up gradients; the body is protobuf or JSON."""
         if request.headers.get("content-type", "").startswith(PROTOBUF):
-            work, digest = await asyncio.to_thread(_read_protobuf, body)
+            work, digest = await read_training(body, is_protobuf=True)
             kind = "forward" if work.forward_only else "forward_backward"  # they have prices of their own
-            return await self._submit_data(caller, kind, body, work, digest)
-        work, digest = await asyncio.to_thread(_read_json, body, False)
-        return await self._submit_data(caller, "forward_backward", body, work, digest)
+            return await self._submit(caller, work.model, kind, work.seq, body, digest, work)
+        work, digest = await read_training(body, is_protobuf=False)
+        return await self._submit(caller, work.model, "forward_backward", work.seq, body, digest, work)
 
     async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Compute logprobs only, for the SDKs that send JSON."""
-        work, digest = await asyncio.to_thread(_read_json, body, True)
-        return await self._submit_data(caller, "forward", body, work, digest)
+        work, digest = await read_training(body, is_protobuf=False, forward_only=True)
+        return await self._submit(caller, work.model, "forward", work.seq, body, digest, work)
 
     async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Apply one step of the optimizer."""
-        given = parse(OptimBody, body)
-        return await self._submit(caller, given.model_id, "optim_step", given.seq_id, body)
+        given, digest = await read(OptimBody, body)
+        return await self._submit(caller, given.model_id, "optim_step", given.seq_id, body, digest, given)
 
     async def save_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Save a checkpoint with the optimizer."""
-        given = parse(SaveBody, body)
-        return await self._submit(caller, given.model_id, "save_weights", given.seq_id, body)
+        given, digest = await read(SaveBody, body)
+        return await self._submit(caller, given.model_id, "save_weights", given.seq_id, body, digest, given)
 
     async def save_weights_for_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Publish an adapter to sample from."""
-        given = parse(SaveBody, body)
-        return await self._submit(caller, given.model_id, "save_weights_for_sampler", given.seq_id, body)
+        given, digest = await read(SaveBody, body)
+        kind = "save_weights_for_sampler"
+        return await self._submit(caller, given.model_id, kind, given.seq_id, body, digest, given)
 
     async def create_sampling_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a sampler of a base model or a checkpoint."""
@@ -115,7 +117,7 @@ class RequestsApi:
 
     async def sample(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Request samples; each gets an id of its own."""
-        given = parse(SampleBody, body)
+        given, digest = await read(SampleBody, body)
         if given.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling session first.")
         sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)
@@ -123,9 +125,10 @@ class RequestsApi:
             raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
         self.session(caller, sampler.session)
         self._storage.check(caller.tenant, 1.0, len(body))
-        sample_spec(given, self._work.backend.bases[sampler.base].max_tokens, "")
+        most = self._work.backend.bases[sampler.base].max_tokens
+        await off_loop(len(body), lambda: sample_spec(given, most, ""))
         submitted = self._dispatcher.submit(
-            caller, sampler.session, sampler.id, "sample", given.seq_id, _digest(body), body
+            caller, sampler.session, sampler.id, "sample", given.seq_id, digest, body, given=given
         )
         ids = [f"{submitted}:{index}" for index in range(given.num_samples)]
         return answer({"request_id": submitted, "sample_sequence_ids": ids})
@@ -172,7 +175,7 @@ class RequestsApi:
             words = for_tenants(error.detail if isinstance(error, PeerError) else str(error))
             try:
                 submitted = self._dispatcher.submit(
-                    caller, row.session, found.model, kind, found.number, _digest(body), b"", words
+                    caller, row.session, found.model, kind, found.number, digest_of(body), b"", words
                 )
             except PeerError as busy:
                 return refused(busy)
@@ -241,15 +244,15 @@ class RequestsApi:
             samplers, id=sampler, session=session, tenant=caller.tenant, base=base, path=path, directory=directory
         )
 
-    def _submit_first(self, caller: Caller, session: str, model: str, kind: str, body: bytes) -> Response:
+    def _submit_first(
+        self, caller: Caller, session: str, model: str, kind: str, body: bytes, given: Given = None
+    ) -> Response:
         """Submit the request that creates a model; a repetition returns the first request's id."""
         again = self._database.find(requests, columns=["id"], target=model, kind=kind, session=session, number=None)
-        submitted = again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body)
+        submitted = (
+            again.id if again else self._dispatcher.submit(caller, session, model, kind, None, "", body, given=given)
+        )
         return answer({"request_id": submitted, "model_id": model})
-
-    async def _submit_data(self, caller: Caller, kind: str, body: bytes, work: TrainWork, digest: str) -> Response:
-        """Submit training data, which are read once: they wait in memory for their turn, if there is room."""
-        return await self._submit(caller, work.model, kind, work.seq, body, digest, work)
 
     async def _submit(
         self,
@@ -258,15 +261,16 @@ class RequestsApi:
         kind: str,
         number: int | None,
         body: bytes,
-        digest: str = "",
-        work: TrainWork | None = None,
+        digest: str,
+        given: Given,
     ) -> Response:
         row = self._database.find(models, id=model, tenant=caller.tenant)
         if row is None:
             raise PeerError("not_found", f"there is no model {model[:200]!r}.")
-        refusal = await self._no_room(caller.tenant, kind, len(body)) or (work.error if work is not None else "")
-        digest = digest or _digest(body)
-        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body, refusal, work)
+        refusal = await self._no_room(caller.tenant, kind, len(body))
+        if isinstance(given, TrainWork):
+            refusal = refusal or given.error
+        submitted = self._dispatcher.submit(caller, row.session, model, kind, number, digest, body, refusal, given)
         return answer({"request_id": submitted, "model_id": model})
 
     async def _no_room(self, tenant: str, kind: str, num_bytes: int) -> str:
@@ -283,19 +287,6 @@ class RequestsApi:
         except PeerError as error:
             return error.detail
         return ""
-
-
-def _read_protobuf(body: bytes) -> tuple[TrainWork, str]:
-    work, canonical = read_protobuf(body)
-    return work, _digest(canonical)
-
-
-def _read_json(body: bytes, forward_only: bool) -> tuple[TrainWork, str]:
-    return read_json(body, forward_only), _digest(body)
-
-
-def _digest(body: bytes) -> str:
-    return hashlib.sha256(body).hexdigest()
 
 
 def _spec(tenant: str, given: ModelBody, model: str) -> ModelSpec:

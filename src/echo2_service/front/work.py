@@ -18,9 +18,10 @@ from echo2.core.disk import num_bytes
 from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
 from echo2_service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
-from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, parse, prompt_tokens
+from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
 from echo2_service.front.data import TrainWork, train_answer
 from echo2_service.front.database import Database, Row, checkpoints, models, samplers
+from echo2_service.front.given import Given, off_loop
 from echo2_service.front.sampled import check_scores, read_targets, sample_answer
 from echo2_service.front.storage import Storage
 
@@ -42,8 +43,10 @@ class Work:
     def __init__(self, database: Database, backend: Backend, storage: Storage, clock: Callable[[], float]) -> None:
         self.database, self.backend, self.clock = database, backend, clock
         self.storage = storage
-        self._carriers: Mapping[str, Callable[[Row], Any]] = {
+        self._carriers: Mapping[str, Callable[[Row, Any], Any]] = {
             "create_model": self._create_model,
+            "forward": self._train,
+            "forward_backward": self._train,
             "optim_step": self._optim_step,
             "save_weights": self._save,
             "save_weights_for_sampler": self._save,
@@ -51,28 +54,28 @@ class Work:
             "sample": self._sample,
         }
 
-    async def carry_out(self, request: Row, work: TrainWork | None = None) -> Done:
-        """Carry out a request. `work`: its training data, if it has any; the back end is called before this waits.
+    async def carry_out(self, request: Row, given: Given) -> Done:
+        """Carry out a request. `given`: what it asks for. The back end is called before this waits, samples aside.
 
         Raises:
             UserError, PeerError: the request can't be carried out. InvariantError: see `Backend`.
         """
-        if work is not None:
-            return await self._train(request, work)
-        done: Done = await self._carriers[request.kind](request)
+        if isinstance(given, PeerError):
+            raise given
+        done: Done = await self._carriers[request.kind](request, given)
         return done
 
-    def refusal(self, request: Row) -> str:
-        """Return why a model's request is not passed to the back end; empty if it is passed. Training data were read
-        when they came.
-        """
+    def refusal(self, request: Row, given: Given) -> str:
+        """Return why a model's request is not passed to the back end; empty if it is passed."""
         try:
-            if request.kind == "optim_step":
-                adam_settings(parse(OptimBody, request.body).adam_params)
-            elif request.kind.startswith("save_weights"):
-                self._check_name(request, parse(SaveBody, request.body))
-            elif request.kind == "load_weights":
-                self.checkpoint(parse(LoadBody, request.body).path, request.tenant)
+            if isinstance(given, PeerError):
+                raise given
+            if isinstance(given, OptimBody):
+                adam_settings(given.adam_params)
+            elif isinstance(given, SaveBody):
+                self._check_name(request, given)
+            elif isinstance(given, LoadBody):
+                self.checkpoint(given.path, request.tenant)
         except (UserError, PeerError) as error:
             return str(error)
         return ""
@@ -99,7 +102,7 @@ class Work:
         if found and not body.overwrite:
             raise UserError(f"The model has a checkpoint {body.path!r} already. Choose another name, or overwrite.")
 
-    async def _create_model(self, request: Row) -> Done:
+    async def _create_model(self, request: Row, _: None) -> Done:
         await self.backend.create_model(request.target, self._spec(request.target))
         return _json(type="create_model", model_id=request.target)
 
@@ -118,14 +121,13 @@ class Work:
         answer = await asyncio.to_thread(train_answer, output, work.widths)
         return Done(answer, sum(len(datum.tokens) for datum in work.data))
 
-    async def _optim_step(self, request: Row) -> Done:
-        adam = adam_settings(parse(OptimBody, request.body).adam_params)
+    async def _optim_step(self, request: Row, body: OptimBody) -> Done:
+        adam = adam_settings(body.adam_params)
         metrics = await self.backend.optim_step(request.target, request.operation, adam)
         return _json(type="optim_step", metrics=metrics)
 
-    async def _save(self, request: Row) -> Done:
+    async def _save(self, request: Row, body: SaveBody) -> Done:
         """Save to a directory named after the request; the user's name for it is only in the database."""
-        body = parse(SaveBody, request.body)
         directory = self.storage.directory(request.tenant) / request.id
         if request.kind == "save_weights":
             await self.backend.save_state(request.target, request.operation, directory)
@@ -183,8 +185,7 @@ class Work:
                 )
         return _json(type=request.kind, sampling_session_id=sampler)
 
-    async def _load(self, request: Row) -> Done:
-        body = parse(LoadBody, request.body)
+    async def _load(self, request: Row, body: LoadBody) -> Done:
         found = self.checkpoint(body.path, request.tenant)
         if body.session_id is not None:
             await self.backend.create_model(request.target, self._spec(request.target))
@@ -193,8 +194,7 @@ class Work:
         await self.backend.load_state(request.target, request.operation, directory, with_optimizer)
         return _json(type="load_weights", path=body.path, model_id=request.target)
 
-    async def _sample(self, request: Row) -> Done:
-        body = parse(SampleBody, request.body)
+    async def _sample(self, request: Row, body: SampleBody) -> Done:
         sampler = self.database.find(samplers, id=request.target)
         if sampler is None:
             raise UserError("The sampler is gone.")
@@ -202,7 +202,8 @@ class Work:
         if sampler.model is not None:
             model = self.database.find(models, id=sampler.model)
             directory = model.inflight if model is not None else directory
-        spec = sample_spec(body, self.backend.bases[sampler.base].max_tokens, request.id)
+        most = self.backend.bases[sampler.base].max_tokens
+        spec = await off_loop(request.body_bytes, lambda: sample_spec(body, most, request.id))
         spec = replace(spec, owner=request.tenant)
         output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
         num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)

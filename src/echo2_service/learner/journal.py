@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from echo2.core.errors import InvariantError
-from echo2.sandbox.pipes import HEADER
+from echo2.core.frames import HEADER
 from echo2_service.frames import RECORD_BEGINNING, RECORDS, Answer, JournalRecord, frame
 
 #: Number of answers that can be requested again. A front has fewer operations of one model open at a time.

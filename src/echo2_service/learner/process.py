@@ -19,10 +19,10 @@ from typing import BinaryIO
 import msgspec
 
 from echo2.config.rundir import claimed
+from echo2.core.child import take_pipes
 from echo2.core.errors import Echo2Error, NoRoomError, PeerError, UserError
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
-from echo2.sandbox import pipes
 from echo2_service.calling import receive
 from echo2_service.decide.order import Turns
 from echo2_service.frames import Answer, CancelCall, ModelCall, Request, SampleCall, frame
@@ -121,7 +121,7 @@ class Desk:
 
 def main(settings_text: str) -> None:
     """Answer calls until stdin ends."""
-    inbox, outbox = pipes.take()
+    inbox, outbox = take_pipes()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s learner %(message)s")
     settings = msgspec.json.decode(settings_text, type=LearnerSettings)
     with claimed(Path(settings.root), "learner"):  # the previous process may still be ending

@@ -10,19 +10,14 @@ from pathlib import Path
 
 from echo2.core.errors import PeerError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
-from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import Membership
-from echo2.transport.identity import verify_manifest
-from echo2.weights.broadcast.peer import PeerNode
+from echo2.weights.broadcast.receiving import WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.content import Content
-from echo2.weights.store.store import ChunkStore
-from echo2.worker.weights import listen_address
 
 log = logging.getLogger(__name__)
 
-CALL_SECONDS = 60.0
 #: Maximum size of all adapters on disk; the least recently used are deleted.
 ADAPTER_BYTES_MAX = 4 << 30
 
@@ -40,21 +35,14 @@ class FetchedWeights:
         fail: Callable[[BaseException], None],
         own_base: Snapshot | None,
     ) -> None:
-        self._link, self._ca_pem, self._own_base = link, member.credentials.ca_pem, own_base
-        self._store = ChunkStore(directory / "snapshots")
+        """Raises: UserError, `listen` is not HOST:PORT."""
+        self._own_base = own_base
+        self._receiver = WeightsReceiver(
+            member, link, directory, listen, relays, on_whole=self._whole, on_gone=self._gone, on_error=fail
+        )
+        self.node, self._store = self._receiver.node, self._receiver.store
         self._contents = directory / "contents"
         self._contents.mkdir(parents=True, exist_ok=True)
-        self.node = PeerNode(
-            member.peer_id,
-            self._store,
-            member.network(),
-            link,
-            on_whole=self._whole,
-            on_gone=self._gone,
-            on_error=fail,
-            listen=listen_address(listen, relays, member.address),
-            relays=relays,
-        )
         self._adapters: OrderedDict[PayloadId, int] = OrderedDict(  # sizes in bytes; most recently used last
             (manifest.payload, manifest.content_bytes)
             for manifest in self._store.manifests()
@@ -98,10 +86,7 @@ class FetchedWeights:
             return content.snapshot()
 
     async def _fetch(self, ref: SnapshotRef) -> Manifest:
-        request = wire.ManifestRequest(policy=ref.policy, lineage=ref.lineage, version=ref.version)
-        notice = await self._link.call("FetchManifest", request, CALL_SECONDS)
-        verify_manifest(self._ca_pem, notice.manifest, notice.signature)
-        manifest = Manifest.from_wire(notice.manifest)
+        manifest = await self._receiver.ask(ref)
         if manifest.payload != PayloadId(ref):
             raise PeerError("malformed", f"asked for {ref}, told of {manifest.payload}")
         self._arrival = asyncio.get_running_loop().create_future()

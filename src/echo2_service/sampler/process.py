@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from echo2.core.background import spawn
+from echo2.core.child import take_pipes
 from echo2.core.errors import Echo2Error, PeerError, UserError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.learner.core import checkpoint
-from echo2.sandbox import pipes
 from echo2.weights.format.model_files import read_adapter, read_base_model
 from echo2_service.calling import receive
 from echo2_service.decide.placing import SLOTS
@@ -110,7 +110,7 @@ def base_sampler(directory: str, device: str, slots: int = SLOTS) -> BaseSampler
 
 async def serve(settings: SamplerSettings) -> None:
     """Answer calls until stdin ends."""
-    inbox, outbox = pipes.take()
+    inbox, outbox = take_pipes()
     samplers = {name: base_sampler(directory, settings.device) for name, directory in settings.bases.items()}
 
     async def sampler_of(base: str) -> BaseSampler:

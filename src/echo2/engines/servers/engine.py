@@ -20,7 +20,8 @@ from typing import Any, Protocol
 
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.loop_thread import LoopThread
-from echo2.core.types import Snapshot, SnapshotRef
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff, Snapshot, SnapshotRef
 from echo2.engines.engine import Completion, Conversation, Outcome, RequestFailure, SampleRequest, refuse_request
 from echo2.engines.random_streams import derived_seed
 from echo2.engines.servers.answers import Served
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 #: Seconds between two health checks of a server.
 CHECK_EVERY_SECONDS = 5.0
 #: Pause before a dead server is restarted: the first value, doubled after each failure up to the second.
-RESTART_SECONDS = (0.5, 60.0)
+RESTART_SECONDS = Backoff(0.5, 60.0)
 CLOSED = "The engine is closed."
 #: Maximum number of weight versions remembered for requests still running.
 LABELS_MAX = 1000
@@ -255,15 +256,16 @@ class ServerEngine:
     async def _start_again(self, reason: str) -> None:
         """Restart the server until it runs. Requests in it fail at once; those that arrive meanwhile wait."""
         self._up.clear()
-        self._reason, pause = reason, RESTART_SECONDS[0]
+        self._reason, retries = reason, Retries(RESTART_SECONDS)
         while True:
             log.error("the token server is started again: %s", reason)
             await self._server.stop()
-            await asyncio.sleep(pause)
+            retries.failed()
+            await retries.pause()
             try:
                 await self._server.start(self._installed())
             except (LinkError, PeerError, UserError) as error:
-                reason, pause = str(error), min(2 * pause, RESTART_SECONDS[1])
+                reason = str(error)
             else:
                 self._reason = ""
                 self._up.set()

@@ -1,7 +1,7 @@
-"""Runs a command until it ends or standard input closes, and then kills all processes that it started.
+"""Runs a command until it ends or the lifeline does (`core/lifeline.py`), and kills all processes that it started.
 
-However the process at the other end of the pipe dies, the kernel closes the pipe. Run it by its path, with only the
-standard library: `python guard.py COMMAND...`. Exits with the command's status.
+For programs that know of no lifeline. Run it by its path, with only the standard library: `python guard.py COMMAND...`.
+Exits with the command's status.
 """
 
 from __future__ import annotations
@@ -13,18 +13,21 @@ import subprocess
 import sys
 import threading
 
+#: As in `core/lifeline.py`.
+LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
+
 
 def main(command: list[str]) -> int:
     """Run the command. Returns its status, negative if a signal ended it."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-    threading.Thread(target=_end_with_pipe, args=(child.pid,), daemon=True).start()
+    threading.Thread(target=_end_with, args=(int(os.environ[LIFELINE_VARIABLE]), child.pid), daemon=True).start()
     status = child.wait()
     _kill_group(child.pid)
     return status
 
 
-def _end_with_pipe(group: int) -> None:
-    while os.read(0, 1):
+def _end_with(lifeline: int, group: int) -> None:
+    while os.read(lifeline, 1):
         pass
     _kill_group(group)
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from echo2.core.decide.model_context import context_length, has_two_ropes
+from echo2.core.decide.model_config import context_length, has_two_ropes
 from echo2.core.documents import safetensors_pieces
 from echo2.core.errors import PeerError, UserError, write_failed
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
+from echo2.engines.model_values import read_text_values
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from echo2.weights.format.snapshot_files import end_tokens, read_config, read_factors, read_text_config
+from echo2.weights.format.snapshot_files import end_tokens, read_config, read_factors
 
 DTYPE_NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 #: Unsigned integer type and exponent mask of each float dtype: only NaN and infinity have all exponent bits set.
@@ -55,7 +56,7 @@ class ServedModel:
 
     @property
     def has_two_ropes(self) -> bool:
-        """See `model_context.has_two_ropes`."""
+        """See `model_config.has_two_ropes`."""
         return has_two_ropes(read_config({"config.json": self.config}))
 
     @property
@@ -90,7 +91,7 @@ class ModelDirectories:
             written = _untied(whole) if self._unties and whole is snapshot else whole
             model = self._write(written, "model.safetensors", "config.json"), whole.files["config.json"], _dtype(whole)
         directory, config_json, dtype = model
-        config = read_text_config({"config.json": config_json})
+        config = read_text_values({"config.json": config_json})
         is_like_before = before is not None and before.base_model == snapshot.base_model
         if before is not None and is_like_before and (before.shapes, before.config) != (shapes, config_json):
             raise PeerError("architecture", f"snapshot {snapshot.ref} has another architecture than the one before")
@@ -149,9 +150,11 @@ def _untied(snapshot: Snapshot) -> Snapshot:
             f"{snapshot.ref} has no {HEAD} and no embedding called {' or '.join(EMBEDDINGS)}; without either, vLLM on "
             "a CPU would keep its first output layer. Use the engine transformers."
         )
-    config = json.dumps({**read_config(snapshot.files), "tie_word_embeddings": False}).encode()
+    config = {**read_config(snapshot.files), "tie_word_embeddings": False}
+    if isinstance(text := config.get("text_config"), dict):
+        config["text_config"] = {**text, "tie_word_embeddings": False}
     tensors = {**snapshot.tensors, HEAD: snapshot.tensors[embedding]}
-    return replace(snapshot, tensors=tensors, files={**snapshot.files, "config.json": config})
+    return replace(snapshot, tensors=tensors, files={**snapshot.files, "config.json": json.dumps(config).encode()})
 
 
 def _checked(name: str, tensor: TensorSource) -> StoredTensor:

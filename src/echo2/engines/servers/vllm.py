@@ -217,7 +217,7 @@ class VllmServer:
         self._sockets = Path(tempfile.mkdtemp(prefix="echo2-"))  # short, and private (see above)
         socket = self._sockets / "vllm"
         log_path = model.directory.parent.with_suffix(".log")
-        self._process = await ServerProcess.start(self._command(model, socket), self._variables, log_path)
+        self._process = ServerProcess(self._command(model, socket), self._variables, log_path)
         self._link = ServerLink("http://vllm", str(socket))
         deadline = time.monotonic() + START_SECONDS
         while True:
@@ -228,12 +228,12 @@ class VllmServer:
             except LinkError as error:
                 if time.monotonic() > deadline:
                     raise LinkError(f"no answer in {START_SECONDS:.0f} s: {self._process.last_words()}") from error
-            await self._process.ended(START_POLL_SECONDS)
+            await self._process.child.ended(START_POLL_SECONDS)
 
     async def _check_exit(self) -> None:
         """Raises LinkError if the process has ended: its status says more than a broken connection."""
         if (process := self._process) is not None:
-            await process.ended(EXIT_SECONDS)
+            await process.child.ended(EXIT_SECONDS)
             process.check()
 
     def _command(self, model: ServedModel, socket: Path) -> list[str]:

@@ -11,14 +11,16 @@ import asyncio
 import logging
 import os
 import shlex
-import signal
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from echo2.config import Config
 from echo2.config.offers import Offer, load_offers
+from echo2.core.child import ChildProcess
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff
 from echo2.learner.core.model_size import num_parameters
 
 log = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ log = logging.getLogger(__name__)
 #: Timeout of a command; then it is killed, with its child processes.
 HOOK_SECONDS = 900.0
 #: First and longest pause between tries to return a machine; doubled after each try.
-RETRY_SECONDS = (5.0, 600.0)
+RETRY_SECONDS = Backoff(5.0, 600.0)
 #: Number of tries to return a machine once the run is over.
 LAST_TRIES = 3
 
@@ -133,7 +135,7 @@ class Machines:
 
     async def _return(self, machine: Machine, tries: int | None = None) -> None:
         """Try to return a machine until it works, or a limited number of times."""
-        pause, tried = RETRY_SECONDS[0], 0
+        retries, tried = Retries(RETRY_SECONDS), 0
         while machine.name in self._out:
             problem = await self._run("release", machine)
             tried += 1
@@ -145,8 +147,8 @@ class Machines:
             log.warning("%s could not be returned: %s", machine.name, problem)
             if tried == tries:
                 return
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, RETRY_SECONDS[1])
+            retries.failed()
+            await retries.pause()
 
     async def _run(self, verb: str, machine: Machine) -> str:
         """Run a command of the offer, after all earlier ones for this machine. Return the problem, or ""."""
@@ -171,38 +173,26 @@ class Machines:
             "ECHO2_WORKER_ID": machine.worker_id,
         }
         log.info("%s %s", verb, machine.name)
-        with self._output(f"--- {verb} {machine.name}\n") as output:
-            try:
-                process = await asyncio.create_subprocess_exec(
-                    *words,
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=environment,
-                    start_new_session=True,  # the command finishes even if the head is killed
-                )
-            except OSError as error:
-                return f"cannot start {words[0]!r}: {error.strerror}"
+        try:
+            with self._log_path.open("a", encoding="utf-8") as output:
+                output.write(f"--- {verb} {machine.name}\n")
+            process = ChildProcess(words, log_path=self._log_path, environment=environment)
+        except OSError as error:
+            return f"cannot start {words[0]!r}: {error.strerror}"
         return await _ended(process, f"`{verb}` of offer {machine.offer}; see {self._log_path}")
-
-    def _output(self, title: str) -> BinaryIO:
-        output = open(self._log_path, "ab")  # noqa: SIM115 (the caller closes it)
-        output.write(title.encode())
-        output.flush()
-        return output
 
     def _remember(self) -> None:
         self._save({"number": self._number, "machines": [asdict(machine) for machine in self._out.values()]})
 
 
-async def _ended(process: asyncio.subprocess.Process, what: str) -> str:
-    """Wait for the command, at most `HOOK_SECONDS`. Return the problem, or ""."""
-    try:
-        async with asyncio.timeout(HOOK_SECONDS):
-            status = await process.wait()
-    except TimeoutError:
-        os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+async def _ended(process: ChildProcess, what: str) -> str:
+    """Wait for the command, at most `HOOK_SECONDS`. Return the problem, or "".
+
+    It has no lifeline: it finishes even if the head is killed.
+    """
+    if (status := await process.ended(HOOK_SECONDS)) is None:
+        process.kill()
+        await process.ended()
         return f"no end after {HOOK_SECONDS:.0f} s of {what}"
     return f"exit status {status} of {what}" if status else ""
 

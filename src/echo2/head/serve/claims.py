@@ -11,11 +11,13 @@ from dataclasses import replace
 
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.config.values import AUTO, SERVERS
 from echo2.core.errors import PeerError
 from echo2.core.printable import printable
 from echo2.head.decide import events as ev
 from echo2.head.fleet.decide.workers import possible_claims
 from echo2.head.serve.head import Head
+from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 
 #: Largest process id on Linux; other systems stay below it.
@@ -119,6 +121,29 @@ def check_engine(config: Config, draws: bool, engine: str) -> None:
             "transformers, or ask the run's owner to set workers.require_checks = false, or for a ticket for own "
             "machines",
         )
+
+
+def engine_of(head: Head, peer_id: str, hello: wire.WorkerHello) -> tuple[str, str]:
+    """Return the engine that the worker will use: the one that its owner named, else the run's. Where the run leaves
+    the choice (`engines/choice.py`), a token server of the worker's is taken, if nobody must check it and the worker is
+    not needed to check others; then also return its name for the worker.
+    """
+    config = head.config
+    if hello.engine == AUTO == config.workers.engine and not config.run.deterministic:
+        server = next((name for name in hello.servers if name in SERVERS), "")
+        if server and not (config.workers.require_checks and _must_draw(head, peer_id)):
+            return server, server
+    return config.workers.engine if hello.engine == AUTO else hello.engine, ""
+
+
+def _must_draw(head: Head, peer_id: str) -> bool:
+    """Whether the worker's engine must draw from the stream: a stranger's, and that of the one machine of the owner's
+    which can check strangers who are invited."""
+    if not head.identity.member(peer_id).is_own:
+        return True
+    invited = any(not ticket.terms.is_own and ticket.terms.role == "worker" for ticket in head.identity.tickets())
+    others = (worker for worker in head.planner.fleet.own() if worker.worker_id != peer_id and not worker.detached)
+    return invited and not any(worker.draws for worker in others)
 
 
 def process_id(pid: int) -> int:

@@ -17,10 +17,10 @@ from queue import SimpleQueue
 from types import MappingProxyType
 from typing import Any
 
-from echo2.core.decide.model_context import context_length
 from echo2.core.errors import PeerError, UserError
 from echo2.core.loop_thread import call_in
 from echo2.core.types import LOGGED_ROLLOUTS, GroupKind, GroupRef, Rollout, RolloutGroup, Task
+from echo2.engines.model_values import read_context
 from echo2.engines.tokenizer import (
     StopRule,
     Tokenizer,
@@ -35,7 +35,7 @@ from echo2.head.strangers.replay import TurnRules
 from echo2.rollouts.logged import logged_rollouts
 from echo2.tasks.streams import Tasks
 from echo2.transport.messages import check_lengths
-from echo2.weights.format.snapshot_files import end_tokens, read_config
+from echo2.weights.format.snapshot_files import end_tokens
 
 #: Timeout for reading a row; a slower row is unfit.
 ROW_SECONDS = 60.0
@@ -278,5 +278,5 @@ def _load(
     """Return the tokenizer, the tokens that end a turn, and the model's context length (0: not stated)."""
     tokenizer = load_tokenizer(files, template_arguments)
     ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
-    context = context_length(read_config(files)) if "config.json" in files else None
+    context = read_context(files) if "config.json" in files else None
     return tokenizer, ends, context or 0

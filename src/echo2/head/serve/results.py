@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from echo2.config.values import STREAM_ENGINES
 from echo2.core.decide.seeds import group_seed
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.printable import printable
@@ -116,11 +115,6 @@ async def report_check(head: Head, peer: Peer, report: wire.CheckReport) -> wire
         )
     )
     return wire.Empty()
-
-
-def draws_from_stream(head: Head, engine: str) -> bool:
-    """Whether the worker's engine draws tokens with the head's random numbers."""
-    return (head.config.workers.engine if engine == "auto" else engine) in STREAM_ENGINES
 
 
 async def read_delivery(head: Head, worker_id: str, lease: Lease, delivery: wire.Delivery) -> ev.GroupDelivered:

@@ -17,6 +17,7 @@ from typing import Any
 
 from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS, best_version
 from echo2.config.sections import SamplingConfig
+from echo2.config.values import STREAM_ENGINES
 from echo2.core.documents import parse_json
 from echo2.core.errors import PeerError, UserError
 from echo2.core.printable import printable, printable_lines
@@ -28,7 +29,7 @@ from echo2.head.serve.effects import orders
 from echo2.head.serve.head import Head
 from echo2.head.serve.presence import LearnerPresence, Presence, check_hello
 from echo2.head.serve.report import step_row
-from echo2.head.serve.results import FEED_BYTES, draws_from_stream, read_delivery, report_check
+from echo2.head.serve.results import FEED_BYTES, read_delivery, report_check
 from echo2.head.serve.shutdown import check_budget
 from echo2.sandbox.plugins import TRACEBACK_CHARS, traceback_of
 from echo2.tasks.harness_process import is_harness
@@ -96,26 +97,26 @@ class Service:
             )
         if is_harness(environment):
             claims.check_own(head, peer.peer_id)
-        joined = claims.known(head, replace(joined, draws=draws_from_stream(head, hello.engine)), hello.engine)
+        engine, server = claims.engine_of(head, peer.peer_id, hello)
+        joined = claims.known(head, replace(joined, draws=engine in STREAM_ENGINES), hello.engine)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         presence = Presence(
             asyncio.Queue(),
             printable(hello.host),
             claims.process_id(hello.pid),
-            printable(hello.engine, 50),
+            printable(engine, 50),
             printable(hello.device, 50),
             wire.WorkerReport(),
         )
-        before = head.workers.get(peer.peer_id)
-        if before is not None:
+        if (before := head.workers.get(peer.peer_id)) is not None:
             before.outbox.put_nowait(None)
         head.workers[peer.peer_id] = presence
         head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
             head.distribution.held(peer.peer_id, joined.installed)
         head.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), is_own=not joined.ticket)
-        presence.outbox.put_nowait(wire.Order(settings=self._settings()))
+        presence.outbox.put_nowait(wire.Order(settings=self._settings(server)))
         if self._revoked:
             presence.outbox.put_nowait(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
         try:
@@ -139,7 +140,7 @@ class Service:
             return joined
         return replace(joined, offer=offer.name, price_usd_per_hour=offer.price_usd_per_hour)
 
-    def _settings(self) -> wire.RunSettings:
+    def _settings(self, server: str) -> wire.RunSettings:
         config = self._head.config
         return wire.RunSettings(
             run_id=self._head.run_id,
@@ -147,6 +148,7 @@ class Service:
             swap=config.swap,
             slots=config.sampling.groups_per_batch * config.sampling.group_size,
             engine=config.workers.engine,
+            server=server,
             deterministic=config.run.deterministic,
             chat_template_args=json.dumps(config.model.chat_template_args),
         )

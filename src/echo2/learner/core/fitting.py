@@ -20,11 +20,11 @@ from echo2.learner.decide.memory import (
     USABLE,
     LearnerSetup,
     Microbatch,
-    ModelShape,
     engine_parts,
     settle_microbatch,
     worker_parts,
 )
+from echo2.learner.decide.model_shape import ModelShape
 
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
@@ -106,7 +106,7 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     available = min(machine.gpus, default=machine.memory_bytes)
     bytes_per_value = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
     parts = worker_parts(shape, bytes_per_value, rollouts, length)
-    if config.workers.engine == "compact":
+    if config.workers.engine in ("auto", "compact"):
         free = max(0, available - sum(parts.values()))
         packs = not machine.gpus and bytes_per_value == 4
         parts |= engine_parts(parts["weights"], free, packs, bool(config.tasks.environment))

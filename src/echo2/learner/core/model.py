@@ -29,11 +29,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from echo2.core.decide.model_context import context_length
+from echo2.core.decide.model_config import context_length
 from echo2.core.devices import Beside, pick_device
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
+from echo2.engines.model_values import values_of
 from echo2.learner.core.batch import PackedBatch
 from echo2.learner.core.experts import follow_autocast
 from echo2.learner.core.loading import SAFETENSORS_NAMES, load_module, outline_module
@@ -133,7 +134,7 @@ class Policy:
         self.honours_masks = (
             config.model_type in MASKED_DECODERS and set(layer_types) == {"full_attention"} and not sliding
         )
-        self.max_positions = context_length(config.to_dict())
+        self.max_positions = context_length(values_of(config))
         self.pair_cost = _pair_cost(self.module)
         self.computes_in_bfloat16 = False
 

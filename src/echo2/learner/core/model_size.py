@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from echo2.config import Config
 from echo2.config.rundir import read_json
 from echo2.core.errors import UserError
-from echo2.learner.decide.memory import BYTES_PER_VALUE, ModelShape, read_shape
+from echo2.engines.model_values import all_values
+from echo2.learner.decide.memory import BYTES_PER_VALUE
+from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.weights.format.adapter_files import lora_targets
 from echo2.weights.format.model_files import linear_layers, tensor_shapes
 
 
-def model_shape(path: str) -> ModelShape | None:
-    """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
+def model_config(path: str) -> dict[str, Any] | None:
+    """Return config.json of a model directory, or of a hub id in the local hub cache; None if there is none."""
     config = Path(path) / "config.json"
     if not config.is_file():
         try:
@@ -31,7 +34,13 @@ def model_shape(path: str) -> ModelShape | None:
             return None
         config = Path(cached)
     values = read_json(config)
-    return read_shape(values) if isinstance(values, dict) else None
+    return values if isinstance(values, dict) else None
+
+
+def model_shape(path: str) -> ModelShape | None:
+    """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
+    config = model_config(path)
+    return None if config is None else read_shape(all_values(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ def snapshot_size(config: Config) -> SnapshotSize:
     whole = snapshot_bytes(model, dtype)
     if not config.lora.rank:
         return SnapshotSize(whole)
-    layers = linear_layers(model)
+    layers = {name: shape for name, shape in linear_layers(model).items() if ".experts." not in name}
     ends = tuple(f".{one}" for one in lora_targets(layers, config.lora.targets))
     trained = sum(sum(shape) for name, shape in layers.items() if f".{name}".endswith(ends))
     stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))

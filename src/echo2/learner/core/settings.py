@@ -20,10 +20,12 @@ from echo2.config import Config
 from echo2.config.sections import LearnerConfig
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
+from echo2.engines.model_values import values_of
 from echo2.learner.core.fitting import settle
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.decide.memory import MICROBATCH_TOKENS_MAX, Microbatch, read_shape
+from echo2.learner.decide.memory import MICROBATCH_TOKENS_MAX, Microbatch
+from echo2.learner.decide.model_shape import read_shape
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ def _settled(policy: Policy, config: Config) -> Microbatch:
     machine, given = this_machine(), config.learner.tokens_per_microbatch
     if policy.device.type != "cuda":
         machine = replace(machine, gpus=())
-    shape = read_shape(policy.module.config.to_dict())
+    shape = read_shape(values_of(policy.module.config))
     if shape is None:
         tokens = MICROBATCH_TOKENS_MAX["cpu"] if given == "auto" else given
         kind = policy.module.config.model_type

@@ -2,24 +2,24 @@
 
     learner   weights, gradients and moments of the trained parameters; activations, which grow with the tokens of a
               micro-batch; temporary tensors over the vocabulary (`learner/`'s tiles, gradients of the embedding)
-    worker    weights, keys and values of the rollouts that it decodes, logits of one token each; from the remaining
-              memory, copies of weights and rows kept between turns
+    worker    weights, keys, values and states of the rollouts that it decodes, logits of one token each; from the
+              remaining memory, copies of weights and rows kept between turns
 
-Activations are the tensors that transformers' decoders of the Llama and Qwen kind keep for the backward pass
-(`tests/unit/test_learner_memory_forecast.py` counts them in real models, and compares the peak of whole processes with
-the forecast). With checkpointing a layer keeps only its input, and one layer at a time is recomputed. Gradients of the
-vocabulary are made after the activations are freed, so the larger of the two counts.
+A model's layers, and what each keeps of a token for the backward pass, stand in `model_shape.py`;
+`tests/unit/test_learner_memory_forecast.py` compares the peak of whole processes with the forecast. With checkpointing
+a layer keeps only its input, and one layer at a time is recomputed. Gradients of the vocabulary are made after the
+activations are freed, so the larger of the two counts.
 
-All sizes are in bytes. D hidden, F feed-forward, H and K values of all heads' queries and keys, L layers, V vocabulary.
+All sizes are in bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from echo2.core.decide.model_context import context_length
+from echo2.learner.decide.model_shape import LayerShape, ModelShape
 
 GB = 1_000_000_000
 #: By `model.snapshot_dtype`.
@@ -44,66 +44,6 @@ CHECKPOINT_BELOW_TOKENS = 2048
 COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
 #: Share of a device's memory that a forecast may fill. The rest is for fragmentation and unknown consumers.
 USABLE = 0.9
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """A decoder's sizes. `heads_width`, `kv_width`: values of all heads' queries, and keys, of a token (H and K);
-    `stored_bytes`: bytes per parameter in the stored model.
-    """
-
-    vocab: int
-    hidden: int
-    ffn: int
-    layers: int
-    heads_width: int
-    kv_width: int
-    tied: bool
-    qk_norm: bool
-    max_positions: int
-    stored_bytes: int = 4
-
-    @property
-    def vocabulary(self) -> int:
-        """Parameters of one embedding."""
-        return self.vocab * self.hidden
-
-    @property
-    def layer_parameters(self) -> int:
-        """Parameters of a layer; norms and biases, less than a thousandth, are left out."""
-        return self.hidden * (2 * self.heads_width + 2 * self.kv_width + 3 * self.ffn)
-
-    @property
-    def parameters(self) -> int:
-        """Parameters in total."""
-        return self.layers * self.layer_parameters + self.vocabulary * (1 if self.tied else 2)
-
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of low-rank adapters on every linear layer except the output head."""
-        d, h, k, f = self.hidden, self.heads_width, self.kv_width, self.ffn
-        return self.layers * rank * (2 * (d + h) + 2 * (d + k) + 3 * (d + f))
-
-
-def read_shape(config: Mapping[str, Any]) -> ModelShape | None:
-    """Read the sizes from config.json. None if it is not a plain dense decoder (experts, other names, bad values)."""
-    if any(name in config for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        return None
-    try:
-        heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-        is_qwen3 = config.get("model_type") == "qwen3"
-        head_dim = int(config.get("head_dim") or (128 if is_qwen3 else hidden // heads))
-        sizes = [int(config[name]) for name in ("vocab_size", "intermediate_size", "num_hidden_layers")]
-        kv_heads = int(config.get("num_key_value_heads") or heads)
-        max_positions = context_length(config) or 1 << 20
-    except (KeyError, TypeError, ValueError, ArithmeticError):
-        return None
-    vocab, ffn, layers = sizes
-    if min(vocab, hidden, ffn, layers, heads, kv_heads, head_dim, max_positions) < 1:
-        return None
-    tied = bool(config.get("tie_word_embeddings", False))
-    stored = 2 if str(config.get("dtype") or config.get("torch_dtype")).endswith(("float16", "bfloat16")) else 4
-    widths = heads * head_dim, kv_heads * head_dim
-    return ModelShape(vocab, hidden, ffn, layers, *widths, tied, is_qwen3, max_positions, stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,21 +89,14 @@ class LearnerSetup:
 
     def token_bytes(self, checkpointing: bool) -> int:
         """Bytes of activations per token: the tensors kept for the backward pass, and those of one running layer."""
-        shape, layer = self.shape, self.layer_token_bytes
-        residual = 4 * shape.hidden
-        kept = shape.layers * residual + layer if checkpointing else shape.layers * layer
-        return kept + layer + 4 * residual
+        shape, layers = self.shape, [self.layer_token_bytes(layer) for layer in self.shape.layers]
+        residual, running = 4 * shape.hidden, max(layers)
+        kept = len(layers) * residual + running if checkpointing else sum(layers)
+        return kept + running + 4 * residual
 
-    @property
-    def layer_token_bytes(self) -> int:
-        """Bytes that autograd keeps per token in a layer. Two norms: their inputs and normed values; matrix products:
-        their inputs; attention: queries, keys, values (each with all heads, because of our own mask) and the result."""
-        shape = self.shape
-        d, f, h, k = shape.hidden, shape.ffn, shape.heads_width, shape.kv_width
-        norms = h + k if shape.qk_norm else 0
-        if self.is_bfloat16:  # norms stay float32; the input of every product is cast for itself
-            return 26 * d + 8 * f + 6 * norms + 2 * 4 * h
-        return 4 * (6 * d + 4 * f + 2 * norms + 4 * h)
+    def layer_token_bytes(self, layer: LayerShape) -> int:
+        """Bytes that autograd keeps per token in a layer."""
+        return layer.kept16 if self.is_bfloat16 else layer.kept
 
     def _logits_bytes(self, tokens: int) -> int:
         """Bytes of tiles of logits, and of tensors made from them. In bfloat16 the learner is taken to be on a GPU."""
@@ -177,14 +110,14 @@ class LearnerSetup:
 
     def _copies(self, checkpointing: bool) -> int:
         """Bytes of temporary weights that are gathered or cast. With several ranks or checkpointing: two layers at a
-        time, and one embedding. Otherwise, in bfloat16: all weights, because the backward pass reads them again."""
+        time, and one embedding; with several ranks also the gradients of one layer before they are shared out.
+        Otherwise, in bfloat16: all weights, because the backward pass reads them again."""
         shape = self.shape
         whole = not (self.ranks > 1 or checkpointing)
-        parameters = shape.parameters if whole else 2 * shape.layer_parameters + shape.vocabulary
-        if self.is_bfloat16:
-            is_as_stored = self.lora_rank and self.base_bytes == 2
-            return 0 if is_as_stored and self.ranks == 1 else 2 * parameters
-        return 4 * parameters if self.ranks > 1 else 0
+        parameters = shape.parameters if whole else 2 * shape.largest_layer + shape.vocabulary
+        width, is_as_stored = (2, self.lora_rank and self.base_bytes == 2) if self.is_bfloat16 else (4, True)
+        gradients = width * shape.largest_layer if self.ranks > 1 and not self.lora_rank else 0
+        return gradients + (0 if is_as_stored and self.ranks == 1 else width * parameters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +161,10 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
     """Bytes by part of a worker that decodes `rollouts` rollouts of `length` tokens, prompts included. Not counted: a
     swap needs the weights a second time if there is room, and nothing if it works in place.
     """
-    weights = bytes_per_value * shape.parameters
-    cache = 2 * shape.layers * shape.kv_width * bytes_per_value * rollouts * min(length, shape.max_positions)
+    weights, length = bytes_per_value * shape.parameters, min(length, shape.max_positions)
+    kept = (layer.cache * min(length, layer.window or length) for layer in shape.layers)
+    state = 4 * sum(layer.state for layer in shape.layers)  # recurrent states stay float32
+    cache = rollouts * (bytes_per_value * sum(kept) + state)
     return {
         "process": PROCESS_BYTES,
         "weights": weights,

@@ -1,4 +1,5 @@
 """The built-in client of the learner's verbs: trains on scored rollout groups, step by step.
 
-Read `loop.py` first (the whole training loop), then `client.py` (a step), `data.py` (groups -> data).
+Read `loop.py` first: it is the whole algorithm. `feed.py` has the groups of a step, `data.py` their advantages,
+`reference.py` the KL penalty, `trained_policy.py` what a step changes, `saving.py` checkpoints.
 """

@@ -1,7 +1,10 @@
-"""The training loop of the learner, on one screen. Read this first.
+"""GRPO with bounded staleness, top to bottom: the steps of a run (`train`) and the arithmetic of a step (`GrpoClient`).
 
-Step t trains on the groups that the head feeds for it, micro-batch by micro-batch as they arrive, and makes version
-t + 1. Four rules of order must hold:
+The terms are those of ECHO-2 (arXiv 2602.02192). Step t trains version v_t = t of the policy on the R rollouts that are
+bound to it, which the versions t - S to t sampled, and makes version t + 1. Every kappa steps the weights are published
+as a snapshot. `feed.py` waits for groups, checks them, and cuts them into micro-batches; `losses.py` has the losses.
+
+Four rules of order must hold:
 
 1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
 2. a checkpoint is durable before the head is told, because the head then drops the groups that it covers. It is written
@@ -16,31 +19,25 @@ Torch runs in this thread; networking runs in the thread of `session.HeadSession
 
 from __future__ import annotations
 
-import logging
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from echo2.config.rundir import CRASH_RECORD
-from echo2.core.devices import compute_deterministically
-from echo2.core.errors import LinkError, PeerError
+import torch
+from torch import Tensor
+
 from echo2.core.types import RolloutGroup
-from echo2.learner.core import checkpoint
-from echo2.learner.grpo.client import GrpoClient
-from echo2.learner.grpo.saving import Checkpoints, CrashRecord
-from echo2.learner.grpo.step_meter import StepMeter
-from echo2.learner.link.head_client import OVER
+from echo2.learner.core.losses import LossTokens, PolicyLoss, log_ratio
+from echo2.learner.core.settings import learning_rate
+from echo2.learner.core.trainer import AdamParams
+from echo2.learner.grpo.data import divisor_of
+from echo2.learner.grpo.feed import Feed
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure
+from echo2.learner.grpo.reference import token_kl
+from echo2.learner.grpo.saving import Checkpoints
+from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
 from echo2.learner.link.session import HeadSession
-from echo2.transport import wire_pb2 as wire
-
-log = logging.getLogger(__name__)
-
-
-def resume(client: GrpoClient, checkpoints: Path) -> bool:
-    """Load the newest whole checkpoint; damaged newer ones are set aside. Return whether there was one."""
-    newest = checkpoint.recover(checkpoints)
-    if newest is not None:
-        client.load_state(newest)
-    return newest is not None
 
 
 def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
@@ -53,140 +50,56 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
             a full disk the learner waits for space).
         InvariantError: the head fed a group that must not be trained on.
     """
-    # On a CPU all algorithms are deterministic.
-    if client.config.run.deterministic and client.policy.device.type == "cuda":
-        compute_deterministically()
-    saves = Checkpoints(checkpoints, client, head)
-    recorded = _Recorded(client.version)
-    try:
-        reason = _train_steps(client, head, CrashRecord(checkpoints / CRASH_RECORD), saves, recorded)
-    except (LinkError, PeerError) as error:
-        _leave(client, saves, recorded)
-        reason = head.stop_reason or (error.detail if isinstance(error, PeerError) and error.reason == OVER else "")
-        if not reason:
-            raise
-        return reason
-    _leave(client, saves, recorded)
-    return reason
+    feed, saves = Feed(client, head, checkpoints), Checkpoints(checkpoints, client, head)
+    with saves.leaving():
+        saves.report_again()
+        feed.begin_step()
+        publish_if_due(client, head)
+        while client.version < head.max_steps and train_step(client, head, feed, saves):
+            feed.begin_step()
+            publish_if_due(client, head)
+            if client.version % client.config.learner.checkpoint_every == 0 or client.version == head.max_steps:
+                # A learner that resumes from this checkpoint can make this version's snapshot again, but no earlier
+                # one, and later steps may need that.
+                with feed.meter.time("publish_wait"):
+                    head.finish_publishing(but=client.version)
+                saves.begin()
+        if not head.stop_reason:
+            saves.finish()
+            head.doing = "sending the last snapshot"
+            head.finish_publishing()
+    return head.stop_reason or "all steps are trained"
 
 
-@dataclass(slots=True)
-class _Recorded:
-    """The version that the last recorded step made, and the position in the task stream after that step."""
+def train_step(client: GrpoClient, head: HeadSession, feed: Feed, saves: Checkpoints) -> bool:
+    """Train version t on the groups of step t, each of them once, and have the head record the step. Return False if
+    the head says stop before the step is complete.
 
-    version: int
-    cursor: int = 0
-
-
-def _leave(client: GrpoClient, saves: Checkpoints, recorded: _Recorded) -> None:
-    """Save what was trained since the last checkpoint. A step under way is dropped. A version whose step the head has
-    not recorded is not saved, because a run can't continue from it.
+    A step of several updates (`updates_per_step`) is cut into as many parts. No micro-batch crosses the border of two
+    parts, and each part is an update of its own.
     """
-    if client.is_within_step or client.version != recorded.version:
-        log.warning(
-            "no checkpoint of the step under way: %s; the run goes on from the newest one before",
-            "it has had a part of its updates" if client.is_within_step else "the head has not recorded it",
-        )
-        return
-    saves.save_last(recorded.cursor)
-
-
-def _train_steps(
-    client: GrpoClient, head: HeadSession, record: CrashRecord, saves: Checkpoints, recorded: _Recorded
-) -> str:
-    config = client.config
-    meter = StepMeter(client.version, config)
-    saves.report_again()
-    if client.version < head.max_steps:
-        head.want_groups(client.version)
-    _publish_if_due(client, head)
-
-    while (step := client.version) < head.max_steps:
-        end = _train_on_groups(client, head, meter, record, saves)
-        with meter.time("checkpoint"):
-            saves.finish(tells_head=not end.stop)
-        if end.stop or head.stop_reason:
-            return head.stop_reason or end.reason
-        with meter.time("publish_wait"):
-            client.finish_reading()
-        with meter.time("train"):
-            stats = client.optim_step()
-        head.doing = f"reporting step {step}"
-        metrics = meter.metrics(stats) | {"perf/microbatch": client.tokens_per_microbatch}
-        head.report_step(step, meter.numbers, metrics, stats.logprobs)
-        recorded.version, recorded.cursor = client.version, end.cursor
-
-        meter = StepMeter(client.version, config)
-        is_last = client.version >= head.max_steps
-        if not is_last:
-            head.want_groups(client.version)
-        _publish_if_due(client, head)
-        if is_last or client.version % config.learner.checkpoint_every == 0:
-            # A learner that resumes from this checkpoint can make this version's snapshot again, but no earlier one,
-            # and later steps may need that.
-            with meter.time("publish_wait"):
-                head.finish_publishing(but=client.version)
-            saves.begin(recorded.cursor)
-
-    saves.finish()
-    head.doing = "sending the last snapshot"
-    head.finish_publishing()
-    return "all steps are trained"
-
-
-def _train_on_groups(
-    client: GrpoClient, head: HeadSession, meter: StepMeter, record: CrashRecord, saves: Checkpoints
-) -> wire.StepDone:
-    """Compute the gradients of one step. A micro-batch is run as soon as another group like the last would not fit into
-    it. Return the StepDone that ended the step.
-
-    The cuts depend on the arrivals alone: the same arrivals give the same sums, and in deterministic mode the arrivals
-    are in order of issue. A step with several updates is cut into as many parts. No micro-batch crosses the border of
-    two parts, and each part is an update of its own; `optim_step` ends the last one.
-    """
-    learner = client.config.learner
-    groups_per_update = client.config.schedule.groups_per_step // learner.updates_per_step
-    waiting: list[RolloutGroup] = []
-    num_tokens = 0
-    arrivals = head.groups()
+    step = client.version
     while True:
+        for groups in feed.microbatches():  # waits for groups; those that are here are trained on meanwhile
+            client.forward_backward(groups)
         if head.stop_reason:
-            return wire.StepDone(stop=True, reason=head.stop_reason)
-        head.doing = f"waiting for groups of step {client.version} ({len(meter.numbers)} came)"
-        with meter.time("wait_for_batch"):
-            item = next(arrivals)
-        is_full = is_end = isinstance(item, wire.StepDone)
-        if isinstance(item, RolloutGroup):
-            problem = client.why_unfit(item) or record.why_unfit(item)
-            meter.see(item, is_fit=not problem)
-            if problem:
-                log.warning("%s of %s is left out of step %d: %s", item.group, item.worker_id, item.step, problem)
-            else:
-                waiting.append(item)
-                more = client.num_tokens_run(item)
-                num_tokens += more
-                is_full = num_tokens + more > client.tokens_per_call
-        is_part = learner.updates_per_step > 1 and not is_end and len(meter.numbers) % groups_per_update == 0
-        if waiting and (is_full or is_part):
-            head.doing = f"training step {client.version}{record.summary}{client.memory_summary}"
-            with meter.time("train"):
-                for batch in record.batches(waiting):
-                    with record.training(batch):
-                        client.forward_backward(batch)
-            waiting, num_tokens = [], 0
-        if is_part:
-            with meter.time("checkpoint"):
-                saves.finish()
-            with meter.time("publish_wait"):
-                client.finish_reading()
-            with meter.time("train"):
-                client.update()
-        if isinstance(item, wire.StepDone):
-            return item
+            return False
+        with feed.meter.time("checkpoint"):
+            saves.finish()
+        with feed.meter.time("publish_wait"):
+            client.finish_reading()
+        with feed.meter.time("train"):
+            stats = client.optim_step(ends_step=feed.is_complete)
+        if feed.is_complete:
+            break
+    metrics = feed.meter.metrics(stats) | {"perf/microbatch": client.tokens_per_microbatch}
+    head.report_step(step, feed.meter.numbers, metrics, stats.logprobs)
+    saves.recorded(feed.cursor)
+    return True
 
 
-def _publish_if_due(client: GrpoClient, head: HeadSession) -> None:
-    """Publish the weights if the schedule asks for it and they are not published yet.
+def publish_if_due(client: GrpoClient, head: HeadSession) -> None:
+    """Publish the weights if kappa steps have passed or this is the last step, and they are not published yet.
 
     After a resume between two publications, the head may have lost the newest snapshot that was due. Then the current
     weights take its place; otherwise workers would wait for ever.
@@ -196,5 +109,74 @@ def _publish_if_due(client: GrpoClient, head: HeadSession) -> None:
     is_due = version == newest_due or version == head.max_steps
     if version in published or (not is_due and any(newest_due <= have < version for have in published)):
         return
-    head.doing = f"publishing version {version}"
     head.publish(version, client.save_weights_for_sampler())
+
+
+class GrpoClient(TrainedPolicy):
+    """The arithmetic of a step: gradients of groups, and updates with them. `version` = completed training steps.
+
+    With several ranks each of them makes the same calls, and the trainer divides the work (`ranks.py`).
+    """
+
+    def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+        """Add the gradient sums of whole groups. Return statistics of these groups alone.
+
+        Raises:
+            InvariantError: a group is unscored or has an empty prompt.
+        """
+        learner, temperature = self.config.learner, self.config.sampling.temperature
+        # Advantages: each rollout's reward against its group's (`data.py`). Tokens of environments are masked.
+        parts = [self.take_data(group) for group in groups]
+        data = [datum for part in parts for datum in part.data]
+        if learner.reference_kl > 0.0:
+            reference = self._trainer.forward(REFERENCE, data, temperature)
+            data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
+        loss = GrpoLoss(self._loss, learner.reference_kl)
+        done = self._trainer.forward_backward(POLICY, data, loss, temperature)
+        return self.add_to_step(groups, parts, done)
+
+    def optim_step(self, ends_step: bool = True) -> StepStats:
+        """Make one AdamW step on the gradients added so far. Return statistics of the whole step.
+
+        The last update ends the step: the version grows by one. `ends_step` False: more groups of the step will come.
+
+        Raises:
+            UserError: the gradient is not finite (training has diverged); the weights are those before the update.
+        """
+        if not (ends_step and self.is_within_step and self._num_rollouts == 0):  # there may be no groups left over
+            learner = self.config.learner
+            lr = learning_rate(learner, self.version, self.config.run.max_steps)
+            if learner.loss != "none":  # the negative control corrects nothing
+                # Far off-policy data move the weights less: ESS / B is the effective share of the rollouts (VCPO, arXiv
+                # 2602.17616). The rate is scaled, not the gradient: Adam would cancel that.
+                lr *= math.sqrt(self._stats.ess_ratio)
+            max_tokens = self.config.sampling.max_tokens
+            divisor = divisor_of(learner.normalisation, self._num_tokens, self._num_rollouts, max_tokens)
+            adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
+            self.add_update(lr, divisor, self._trainer.optim_step(POLICY, adam, divisor))
+        return self.end_step() if ends_step else self.step_so_far
+
+
+@dataclass(frozen=True, slots=True)
+class GrpoLoss:
+    """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
+    plus beta = `reference_kl` times KL(pi || pi_ref) (`reference.py`). Its output for each micro-batch: statistics, and
+    log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
+
+    Shape suffixes: n = loss tokens, S = sequences.
+    """
+
+    policy_loss: PolicyLoss
+    reference_kl: float
+
+    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, Output]:
+        found = self.policy_loss(logp_n, tokens)
+        loss_n, reference_kl = found.loss_n, None
+        if self.reference_kl > 0.0:
+            kl_n = token_kl(logp_n, tokens, found.vetoed_S)
+            loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
+        remembered = None
+        if self.policy_loss.kind.remember is not None:
+            remembered = torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu()
+        loss = (loss_n.detach() * tokens.weight_n).sum()
+        return loss_n, (measure(loss, logp_n, tokens, found, reference_kl), remembered)

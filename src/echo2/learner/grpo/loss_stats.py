@@ -18,6 +18,7 @@ from torch import Tensor
 
 from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 from echo2.learner.core.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
+from echo2.transport.codecs import LearnerLogprobs
 
 LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
 LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
@@ -82,6 +83,41 @@ class LossStats(Mismatch):
         if self.weight_squared == 0.0:
             return 1.0
         return min(1.0, self.weight**2 / (self.weight_squared * self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
+    clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
+
+    `logprobs`: of the first groups of the step, under the policy as it was trained; 0 where a token is not trained on.
+
+    `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest, no `logprobs`.
+    """
+
+    lr: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+    losses: LossStats
+    divisor: float = 1.0
+    num_updates: int = 1
+    logprobs: LearnerLogprobs = field(default_factory=dict)
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(
+            lr=other.lr,
+            grad_norm=max(self.grad_norm, other.grad_norm),
+            num_tokens=self.num_tokens + other.num_tokens,
+            skipped=self.skipped and other.skipped,
+            losses=self.losses + other.losses,
+            divisor=self.divisor + other.divisor,
+            num_updates=self.num_updates + other.num_updates,
+        )
+
+
+#: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.
+Output = tuple[LossStats, Tensor | None]
 
 
 @torch.no_grad()

@@ -13,14 +13,14 @@ from typing import Any
 
 import msgspec
 
-from echo2.core.devices import compute_deterministically
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.publication import LentWeights
 from echo2.learner.core.state import Saving
-from echo2.learner.grpo.client import GrpoClient, RunPosition, StepStats
-from echo2.learner.grpo.loss_stats import LossStats
+from echo2.learner.grpo.loop import GrpoClient
+from echo2.learner.grpo.loss_stats import LossStats, StepStats
+from echo2.learner.grpo.trained_policy import RunPosition
 from echo2.transport.messages import encode_group, parse_group
 
 
@@ -32,6 +32,7 @@ class Order(msgspec.Struct, frozen=True):
     directory: str = ""
     lineage: int = 0
     cursor: int = 0
+    ends_step: bool = True
 
 
 class LeadingClient(GrpoClient):
@@ -41,13 +42,9 @@ class LeadingClient(GrpoClient):
         self._tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
         return super().forward_backward(groups)
 
-    def optim_step(self) -> StepStats:
-        self._tell(Order("optim_step"))
-        return super().optim_step()
-
-    def update(self) -> None:
-        self._tell(Order("update"))
-        super().update()
+    def optim_step(self, ends_step: bool = True) -> StepStats:
+        self._tell(Order("optim_step", ends_step=ends_step))
+        return super().optim_step(ends_step)
 
     def save_weights_for_sampler(self) -> LentWeights:
         self._tell(Order("save_weights_for_sampler"))
@@ -90,8 +87,6 @@ def follow(client: GrpoClient, mesh: Mesh, lend: Callable[[int, LentWeights], No
         RuntimeError: the first rank has died.
         UserError: see the verbs.
     """
-    if client.config.run.deterministic and client.policy.device.type == "cuda":
-        compute_deterministically()
     saving: Saving | None = None
     while (order := msgspec.msgpack.decode(mesh.broadcast(), type=Order)).verb != "end":
         if order.verb == "save_state":
@@ -109,8 +104,7 @@ def _do(client: GrpoClient, order: Order) -> None:
     verbs: dict[str, Any] = {
         "forward_backward": lambda: client.forward_backward([parse_group(data) for data in order.groups]),
         "load_state": lambda: client.load_state(Path(order.directory)),
-        "optim_step": client.optim_step,
-        "update": client.update,
+        "optim_step": lambda: client.optim_step(order.ends_step),
     }
     if order.verb not in verbs:
         raise InvariantError(f"the first rank told {order.verb!r}")

@@ -23,12 +23,13 @@ from pathlib import Path
 
 import msgspec
 
-from echo2.core.errors import NoRoomError, UserError
+from echo2.core.errors import LinkError, NoRoomError, PeerError, UserError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core import checkpoint
 from echo2.learner.core.publication import NO_ROOM_SECONDS
 from echo2.learner.core.state import Saving
-from echo2.learner.grpo.client import GrpoClient
+from echo2.learner.grpo.trained_policy import TrainedPolicy
+from echo2.learner.link.head_client import OVER
 from echo2.learner.link.session import HeadSession
 
 log = logging.getLogger(__name__)
@@ -138,20 +139,24 @@ def _read(path: Path) -> _Deaths:
 class Checkpoints:
     """Writes one checkpoint at a time, in the background: `begin` starts it, and `finish` waits for its end."""
 
-    def __init__(self, root: Path, client: GrpoClient, head: HeadSession) -> None:
+    def __init__(self, root: Path, client: TrainedPolicy, head: HeadSession) -> None:
         self._root = root
         self._keep, self._keep_every = client.config.learner.keep_checkpoints, client.config.learner.keep_every
         self._client = client
         self._head = head
+        self._recorded, self._cursor = client.version, 0
         self._writing: Saving | None = None
-        self._cursor = 0
         self._give_up_at: float | None = None
 
-    def begin(self, cursor: int) -> None:
-        """Begin to write the checkpoint of the current version; the step must have ended."""
+    def recorded(self, cursor: int) -> None:
+        """The head has recorded the step that made the current version. `cursor`: the task stream's position after it.
+        A run can't continue from another version."""
+        self._recorded, self._cursor = self._client.version, cursor
+
+    def begin(self) -> None:
+        """Begin to write the checkpoint of the current version, which is recorded."""
         directory = checkpoint.step_directory(self._root, self._client.version)
-        self._cursor = cursor
-        self._writing = self._client.save_state(directory, self._head.lineage, cursor)
+        self._writing = self._client.save_state(directory, self._head.lineage, self._cursor)
 
     def finish(self, tells_head: bool = True) -> None:
         """Wait until the checkpoint under way is durable, if there is one. On a full disk, wait for space: without the
@@ -176,17 +181,43 @@ class Checkpoints:
                 self._head.doing = f"waiting for room: {error}"
                 log.warning("waiting for room: %s", error)
                 time.sleep(NO_ROOM_SECONDS)
-                self.begin(self._cursor)
+                self.begin()
             else:
                 if tells_head:
                     self._report()
 
-    def save_last(self, cursor: int) -> None:
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        """Save the last recorded version when training inside this context ends: the run is over, is stopped, or the
+        head is gone. The end of the run is no error (`HeadSession.stop_reason`).
+
+        Raises:
+            LinkError, PeerError: the head is gone.
+        """
+        try:
+            yield
+        except (LinkError, PeerError) as error:
+            self._save_last()
+            if isinstance(error, PeerError) and error.reason == OVER:
+                self._head.stop(error.detail)
+            if not self._head.stop_reason:
+                raise
+        else:
+            self._save_last()
+
+    def _save_last(self) -> None:
         """Save the current version, unless that is done, without telling the head, which is going away."""
-        self._head.doing = f"saving version {self._client.version}, the last one"
+        client = self._client
+        if client.is_within_step or client.version != self._recorded:
+            log.warning(
+                "no checkpoint of the step under way: %s; the run goes on from the newest one before",
+                "it has had a part of its updates" if client.is_within_step else "the head has not recorded it",
+            )
+            return
+        self._head.doing = f"saving version {client.version}, the last one"
         self.finish(tells_head=False)
-        if not checkpoint.is_whole(checkpoint.step_directory(self._root, self._client.version)):
-            self.begin(cursor)
+        if not checkpoint.is_whole(checkpoint.step_directory(self._root, client.version)):
+            self.begin()
             self.finish(tells_head=False)
 
     def _has_waited(self) -> bool:

@@ -17,8 +17,7 @@ from contextlib import contextmanager
 from echo2.config import Config
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
-from echo2.learner.grpo.client import StepStats
-from echo2.learner.grpo.loss_stats import breakdown
+from echo2.learner.grpo.loss_stats import StepStats, breakdown
 
 #: Maximum number of reward functions with a column of their own.
 PARTS_NAMED_MAX = 64

@@ -14,15 +14,17 @@ import secrets
 import socket
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from echo2.core.addresses import LOOPBACK, family, join
 from echo2.core.background import Background
 from echo2.core.errors import Echo2Error, LinkError, PeerError, UserError
+from echo2.core.frames import frame, receive_frame
 from echo2.core.loop_thread import LoopThread
-from echo2.core.types import SnapshotRef
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff, SnapshotRef
 from echo2.learner.core.publication import BasePayload, LentWeights, Payload, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
@@ -31,16 +33,13 @@ from echo2.weights.format.manifest import MAX_MANIFEST_BYTES, Segment
 log = logging.getLogger(__name__)
 
 CALL_SECONDS = 30.0  # one attempt of a small call
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 3.0
+PAUSE_SECONDS = Backoff(0.1, 3.0)
 OFFER_CHUNKS = 1024  # chunks named in one call
 PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
 UNKNOWN_LEARNER = "unknown_learner"  # the head's reason: it was restarted and needs a hello
 #: What the other ranks are told: to encode and send the weights of a version, the last content as a whole, or those
 #: chunks of the last payload that the head lacks.
 WEIGHTS, WHOLE, AGAIN = "weights", "whole", "again"
-#: Bytes of the length before each message between ranks.
-LENGTH_BYTES = 8
 
 T = TypeVar("T")
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -75,22 +74,17 @@ class Sent(msgspec.Struct, frozen=True):
 
 
 class Patience:
-    """Growing pauses between attempts, until the time is used up."""
+    """The attempts of one call to the head, until the time is used up."""
 
     def __init__(self, what: str, seconds: float) -> None:
-        self._what = what
-        self._seconds = seconds
-        self._since: float | None = None
-        self._pause = FIRST_PAUSE_SECONDS
+        self._what, self._seconds = what, seconds
+        self._retries = Retries(PAUSE_SECONDS, seconds)
 
     async def pause(self, error: Exception) -> None:
         """Wait before the next attempt. Raises LinkError if the time is used up."""
-        now = asyncio.get_running_loop().time()
-        self._since = now if self._since is None else self._since
-        if now - self._since >= self._seconds:
+        if self._retries.failed():
             raise LinkError(f"{self._what}: the head has not answered for {self._seconds:.0f} s: {error}") from error
-        await asyncio.sleep(self._pause)
-        self._pause = min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        await self._retries.pause()
 
 
 async def send_parts(payload: Payload | BasePayload, send: Callable[[Sequence[bytes]], Awaitable[None]]) -> None:
@@ -193,7 +187,7 @@ class OtherRanks:
     async def _hear(self, rank: int, reader: asyncio.StreamReader) -> Sent:
         try:
             sent = await _read(reader, Sent)
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (EOFError, ConnectionError) as error:
             raise RuntimeError(f"rank {rank} is gone") from error
         if sent.error:
             raise (UserError if sent.is_user_error else LinkError)(f"Rank {rank}: {sent.error}")
@@ -227,7 +221,7 @@ class OtherRanks:
             async with asyncio.timeout(CALL_SECONDS):
                 hello = await _read(reader, _Hello)
             is_rank = secrets.compare_digest(hello.token, self._token)
-        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError):
+        except (EOFError, ConnectionError, TimeoutError, PeerError, msgspec.MsgspecError):
             pass
         if not is_rank:
             log.warning("refused a connection that is of no rank of this learner")
@@ -282,7 +276,7 @@ class RankSender:
     async def _serve(self) -> None:
         try:
             await self._answer_calls()
-        except (asyncio.IncompleteReadError, ConnectionError) as error:
+        except (EOFError, ConnectionError) as error:
             log.info("rank %d sends no more: %r", self._rank, error)
         except Exception:  # the first rank hears that this one is gone
             log.exception("rank %d sends no more", self._rank)
@@ -335,15 +329,10 @@ class RankSender:
 
 
 async def _write(writer: asyncio.StreamWriter, message: msgspec.Struct) -> None:
-    data = msgspec.msgpack.encode(message)
-    writer.write(len(data).to_bytes(LENGTH_BYTES, "big") + data)
+    writer.write(frame(msgspec.msgpack.encode(message)))
     await writer.drain()
 
 
 async def _read(reader: asyncio.StreamReader, kind: type[T]) -> T:
-    """Raises: IncompleteReadError, ConnectionError: the other end is gone. MsgspecError: it sent something else."""
-    size = int.from_bytes(await reader.readexactly(LENGTH_BYTES), "big")
-    if size > MAX_MANIFEST_BYTES:
-        raise msgspec.ValidationError(f"a message of {size} bytes")
-    data: Any = await reader.readexactly(size)
-    return msgspec.msgpack.decode(data, type=kind)
+    """Raises: EOFError, ConnectionError: the other end is gone. PeerError, MsgspecError: it sent something else."""
+    return msgspec.msgpack.decode(await receive_frame(reader, MAX_MANIFEST_BYTES), type=kind)

@@ -115,11 +115,13 @@ class HeadSession:
         self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs
     ) -> None:
         """Wait until the head has recorded the step."""
+        self.doing = f"reporting step {step}"
         self._wait(self._client.report_step(step, numbers, metrics, logprobs))
 
     def publish(self, version: int, weights: LentWeights) -> None:
         """Send a snapshot in the background, after earlier ones. At most one waits, because the weights can't change
         before they are given back."""
+        self.doing = f"publishing version {version}"
         publication = self._start(self._client.publish(version, weights))
         publication.add_done_callback(lambda _: weights.give_back())  # also if it never began
         publication.add_done_callback(self._end_waiting)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from typing import Any
 
 from echo2.core.background import Background, spawn
 from echo2.core.errors import LinkError, PeerError
-from echo2.core.types import PayloadId
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff, PayloadId
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link, Network
 from echo2.weights.broadcast.decide import fetcher_messages as do
@@ -45,8 +45,7 @@ GATHERING_SECONDS = 0.01
 PROGRESS_SECONDS = 1.0
 #: First and longest pause before a measurement is tried again while the head measures another worker's link. The pause
 #: grows by `BUSY_GROWTH`: each try costs both ends a new connection, and a thousand workers may wait for their turn.
-BUSY_SECONDS = (0.2, 10.0)
-BUSY_GROWTH = 1.25
+BUSY_SECONDS = Backoff(0.2, 10.0, growth=1.25)
 #: A peer that asks for a payload unknown to this node waits this long for the payload to be announced here.
 EARLY_SECONDS = 5.0
 #: Maximum number of payloads remembered as asked for before their announcement, or as no longer expected.
@@ -392,7 +391,7 @@ class PeerNode:
         self._tell_rates()
 
     async def _measure(self) -> None:
-        pause = BUSY_SECONDS[0]
+        retries = Retries(BUSY_SECONDS, spread=0.5)
         while self.rates is None:
             try:
                 self._know(await measure(self._network.to_head))
@@ -403,6 +402,6 @@ class PeerNode:
                     self._know(NO_LINK)
                 if error.reason != "busy":
                     break
-                await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # another worker's turn
-                pause = min(BUSY_GROWTH * pause, BUSY_SECONDS[1])
+                retries.failed()
+                await retries.pause()  # another worker's turn
         self._measuring = None

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from echo2.core.decide.model_config import text_part
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
@@ -82,7 +83,7 @@ def read_base_model(directory: Path) -> Snapshot:
     files = model_files(directory)
     try:
         config: dict[str, Any] = parse_json(files["config.json"])
-        is_tied = bool(config.get("tie_word_embeddings"))
+        is_tied = bool(text_part(config).get("tie_word_embeddings"))
         tensors = stored_weights(directory)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{directory} holds no model in safetensors that can be read: {error!r}.") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from echo2.core.decide.model_config import text_part
 from echo2.core.documents import parse_json
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
@@ -18,17 +19,6 @@ def read_config(files: Mapping[str, bytes]) -> dict[str, Any]:
         PeerError: it is missing or is not a JSON object.
     """
     return read_object(files, "config.json")
-
-
-def read_text_config(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return config.json of a snapshot, with what it says of its text model alone (`text_config`) at the top level.
-
-    Raises:
-        PeerError: it is missing or is not a JSON object.
-    """
-    config = read_config(files)
-    text = config.get("text_config")
-    return {**text, **config} if isinstance(text, dict) else config
 
 
 def read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
@@ -67,7 +57,7 @@ def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
     for name in ("generation_config.json", "config.json"):
         if name not in files:
             continue
-        values = read_text_config(files) if name == "config.json" else read_object(files, name)
+        values = text_part(read_object(files, name))
         ids = values.get("eos_token_id")
         if ids is not None:
             listed = ids if isinstance(ids, list) else [ids]

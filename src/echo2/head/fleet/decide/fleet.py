@@ -11,13 +11,13 @@ from collections.abc import Iterator, ValuesView
 from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
-from echo2.core.types import SnapshotRef
+from echo2.core.types import Backoff, SnapshotRef
 from echo2.head.fleet.decide.throughput import Throughput
 
 #: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
 UNKNOWN = "unknown"
 #: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
-REST_SECONDS = (1.0, 60.0)
+REST_SECONDS = Backoff(1.0, 60.0)
 #: A worker counts as lost after this many heartbeats without a report; a busy machine or a slow link may miss some.
 LOST_AFTER_HEARTBEATS = 5
 #: The same after its connection closed: a worker that only lost its link is back within a heartbeat or two.
@@ -185,9 +185,8 @@ class Fleet:
         resting = self.is_resting(worker)
         others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
         if others > 0 and not resting:
-            seconds = min(REST_SECONDS[1], REST_SECONDS[0] * 2.0 ** min(worker.failures_in_a_row, 10))
             worker.failures_in_a_row += 1
-            self.rests.set(worker.worker_id, now + seconds)
+            self.rests.set(worker.worker_id, now + REST_SECONDS.after(worker.failures_in_a_row))
             self.file(worker)
 
     def is_resting(self, worker: Worker) -> bool:

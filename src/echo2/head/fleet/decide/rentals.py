@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from echo2.core.types import Backoff
 from echo2.head.fleet.decide.activation import ActivationLoop, Candidate, Change
 
 #: Seconds between two reviews of the fleet: the cost of each grows with the fleet.
@@ -14,7 +15,7 @@ RENT_SECONDS = 900.0
 #: Seconds that a rented machine is on standby, or without its worker, before it is returned.
 RETURN_SECONDS = 300.0
 #: Seconds between two tries of an offer whose hook fails: the first value, doubled at each failure up to the second.
-RETRY_SECONDS = (15.0, 900.0)
+RETRY_SECONDS = Backoff(15.0, 900.0)
 
 
 @dataclass(slots=True)
@@ -66,7 +67,7 @@ class Rentals:
         if rented := self._rented.get(offer):
             rented.pop()
         num_failures = self._failures.get(offer, (0, 0.0))[0] + 1
-        seconds = min(RETRY_SECONDS[1], RETRY_SECONDS[0] * 2.0 ** (num_failures - 1))
+        seconds = RETRY_SECONDS.after(num_failures)
         self._failures[offer] = (num_failures, now + seconds)
 
     def is_skipped(self, offer: str, now: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
-from echo2.core.types import SnapshotRef
+from echo2.core.types import Backoff, SnapshotRef
 from echo2.head.strangers.decide.trust import TicketRest
 
 #: Refusals that a worker may cause in a burst; refusals added per granted lease; refusals restored per second. An
@@ -17,7 +17,7 @@ PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND = 64.0, 2.0, 0.1
 #: Cost of a refusal in patience: for a result that no honest worker sends, and for any other.
 MALFORMED_COST, REFUSED_COST = 3.0, 1.0
 #: Seconds of the first expulsion, doubled at each further one, up to the second value.
-EXPELLED_SECONDS = (60.0, 3600.0)
+EXPELLED_SECONDS = Backoff(60.0, 3600.0)
 #: The largest mean |log ratio| that a worker may have at lag 0, in nats per token, and the tokens that the mean covers.
 #: Engines in bfloat16 are at .005, in 8 bits at .02 to .05; wrong weights, or logprobs of another temperature or
 #: support than was sampled from, exceed the limit (docs/engines.md).
@@ -215,8 +215,8 @@ class Conducts:
     def expel(self, worker_id: str, reason: str, now: float) -> tuple[float, int]:
         """Expel the worker. Return for how many seconds, and how often it has been expelled."""
         conduct = self.of(worker_id)
-        seconds = min(EXPELLED_SECONDS[1], EXPELLED_SECONDS[0] * 2.0 ** min(conduct.num_expelled, 10))
         conduct.num_refused, conduct.num_expelled = 0, conduct.num_expelled + 1
+        seconds = EXPELLED_SECONDS.after(conduct.num_expelled)
         conduct.patience, conduct.at, conduct.expelled_until = PATIENCE, now, now + seconds
         conduct.expelled_for = reason
         return seconds, conduct.num_expelled

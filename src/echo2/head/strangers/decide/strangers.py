@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from echo2.core.types import Lease
+from echo2.core.types import Backoff, Lease
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import OWN, PlannedGroup
@@ -173,8 +173,8 @@ def blame(
     if state.standings.blame(ticket, more):
         is_alone = not others_can_try(state, ticket, state.training.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
-        doubled = 2.0 ** min(state.standings.of(ticket).num_rests, 20)
-        seconds = min(most, max(REST_SECONDS, held_seconds) * doubled)
+        num_rests = state.standings.of(ticket).num_rests
+        seconds = Backoff(max(REST_SECONDS, held_seconds), most).after(num_rests + 1)
         rest(state, ticket, seconds, reason)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from echo2.core.decide.machine import StateMachine
-from echo2.core.types import PayloadId
+from echo2.core.types import Backoff, PayloadId
 from echo2.weights.broadcast.decide import fetcher_messages as do
 from echo2.weights.broadcast.decide import fetcher_messages as ev
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN, Tally
@@ -46,7 +46,7 @@ SLOW_AGAIN_SECONDS = 30.0
 #: Failures of one source for one payload after which routes that name it are ignored.
 MAX_FAILURES = 3
 #: Seconds before the origin is asked again after a failure: first value, doubled at each failure up to the second.
-RETRY_SECONDS = (0.5, 8.0)
+RETRY_SECONDS = Backoff(0.5, 8.0)
 #: Seconds between two checks of the sources.
 CHECK_SECONDS = 0.5
 #: Routes kept for payloads that are not wanted yet.
@@ -121,7 +121,7 @@ class Fetcher(StateMachine):
         self.has_origin = True
         self._early: dict[PayloadId, tuple[str, ...]] = {}
         self._retry_at = 0.0
-        self._retry_seconds = RETRY_SECONDS[0]
+        self._origin_failures = 0
         self._chunk_at = 0.0
         self._slow_after = 0.0
         self._unsettled: dict[str, str] = {}
@@ -181,7 +181,7 @@ class Fetcher(StateMachine):
         for name in list(self.sources):
             self._cancel(name, reason)
         self.download, self.sources, self._unsettled = None, {}, {}
-        self._retry_seconds = RETRY_SECONDS[0]
+        self._origin_failures = 0
 
     def _whole(self) -> None:
         assert self.download is not None
@@ -205,7 +205,7 @@ class Fetcher(StateMachine):
                 other.asked.pop(event.chunk, None)
         source.got(event.num_bytes, now)
         if event.source == ORIGIN:
-            self._retry_seconds = RETRY_SECONDS[0]
+            self._origin_failures = 0
         if self.download.missing.pop(event.chunk, self) is self:  # it was stored already
             return False
         if self.download.missing:
@@ -299,8 +299,8 @@ class Fetcher(StateMachine):
                 self._end("the origin does not have it")
                 self.emit(do.PayloadGone, "the origin does not have it", payload=payload)
             else:
-                self._retry_at = now + self._retry_seconds
-                self._retry_seconds = min(RETRY_SECONDS[1], 2 * self._retry_seconds)
+                self._origin_failures += 1
+                self._retry_at = now + RETRY_SECONDS.after(self._origin_failures)
             return
         source.failures += 1
         source.is_barred = reason == "corrupt" or source.failures >= MAX_FAILURES

@@ -1,21 +1,14 @@
-"""Training steps on scored groups, composed of the trainer's verbs.
+"""What the steps of a run change: the policy with its optimizer, the version, and the sums of the step under way.
 
-    forward_backward(groups)    add the groups' gradients; any number of times, any split
-    optim_step()                one AdamW step on the added gradients; the version grows by one
-    update()                    the same within a training step: the version stays (`updates_per_step`)
-    save_state / load_state     weights, optimizer, and where the run stands
-
-`data.py` turns groups into data, `GrpoLoss` combines the policy loss with the KL penalty towards a reference, and the
-learning rate follows from the schedule and the effective sample size. The rate, not the gradient, is scaled by
-sqrt(min(1, ESS / B)) (VCPO, arXiv 2602.17616): Adam would cancel a scaling of the gradient.
+The steps themselves are in `loop.py`. Here are the sums over all ranks, and checkpoints: weights, optimizer, and where
+the run stands.
 """
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -23,56 +16,25 @@ import torch
 from torch import Tensor
 
 from echo2.config import Config
+from echo2.core.devices import compute_deterministically
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import GroupRef, RolloutGroup
+from echo2.learner.core import checkpoint
 from echo2.learner.core.batch import Layout
-from echo2.learner.core.losses import LossTokens, PolicyLoss, log_ratio, make_loss
+from echo2.learner.core.losses import make_loss
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import LentWeights
-from echo2.learner.core.settings import computes_in_bfloat16, learning_rate, microbatch_tokens, refuse_vanishing_updates
+from echo2.learner.core.settings import computes_in_bfloat16, microbatch_tokens, refuse_vanishing_updates
 from echo2.learner.core.state import Saving
-from echo2.learner.core.trainer import AdamParams, Trainer
-from echo2.learner.grpo.data import GroupData, divisor_of, group_data
-from echo2.learner.grpo.loss_stats import LossStats, measure
-from echo2.learner.grpo.reference import reference_of, token_kl
-from echo2.transport.codecs import LearnerLogprobs, logged_tokens
+from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
+from echo2.learner.grpo.data import GroupData, group_data
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats
+from echo2.learner.grpo.reference import reference_of
+from echo2.transport.codecs import logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
 
 POLICY, REFERENCE = "the policy", "its reference"
-#: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.
-Output = tuple[LossStats, Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
-    clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
-
-    `logprobs`: of the first groups of the step, under the policy as it was trained; 0 where a token is not trained on.
-
-    `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest, no `logprobs`.
-    """
-
-    lr: float
-    grad_norm: float
-    num_tokens: int
-    skipped: bool
-    losses: LossStats
-    divisor: float = 1.0
-    num_updates: int = 1
-    logprobs: LearnerLogprobs = field(default_factory=dict)
-
-    def __add__(self, other: StepStats) -> StepStats:
-        return StepStats(
-            lr=other.lr,
-            grad_norm=max(self.grad_norm, other.grad_norm),
-            num_tokens=self.num_tokens + other.num_tokens,
-            skipped=self.skipped and other.skipped,
-            losses=self.losses + other.losses,
-            divisor=self.divisor + other.divisor,
-            num_updates=self.num_updates + other.num_updates,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,30 +49,8 @@ class RunPosition:
     loss_memory: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class GrpoLoss:
-    """A policy loss plus `reference_kl` times the KL penalty towards the reference. Its output for each micro-batch:
-    statistics, and log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
-    """
-
-    policy_loss: PolicyLoss
-    reference_kl: float
-
-    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, tuple[LossStats, Tensor | None]]:
-        found = self.policy_loss(logp_n, tokens)
-        loss_n, reference_kl = found.loss_n, None
-        if self.reference_kl > 0.0:
-            kl_n = token_kl(logp_n, tokens, found.vetoed_S)
-            loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
-        remembered = None
-        if self.policy_loss.kind.remember is not None:
-            remembered = torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu()
-        loss = (loss_n.detach() * tokens.weight_n).sum()
-        return loss_n, (measure(loss, logp_n, tokens, found, reference_kl), remembered)
-
-
-class GrpoClient:
-    """One policy's training on scored groups. `version` = completed training steps."""
+class TrainedPolicy:
+    """A policy, its reference and its optimizer, and the sums of the step under way."""
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
         """Raises: UserError, if there is no room for the reference, or the weights' precision is too coarse."""
@@ -119,6 +59,9 @@ class GrpoClient:
         self.version = 0
         self._loss = make_loss(config.learner.loss, config.learner.loss_params)
         self._mesh = mesh or Mesh()
+        # On a CPU all algorithms are deterministic.
+        if config.run.deterministic and policy.device.type == "cuda":
+            compute_deterministically()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
         self._settled = microbatch_tokens(policy, config, self._mesh)
@@ -158,32 +101,6 @@ class GrpoClient:
         self._made[group.group] = group, made
         return self._trainer.num_tokens_run(POLICY, made.data)
 
-    def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
-        """Add the gradient sums of whole groups. Return statistics of these groups alone.
-
-        Raises:
-            InvariantError: a group is unscored or has an empty prompt.
-        """
-        parts = [self._take_data(group) for group in groups]
-        self._num_tokens += sum(part.num_tokens for part in parts)
-        self._num_rollouts += sum(part.num_rollouts for part in parts)
-        data = [datum for part in parts for datum in part.data]
-        temperature, stats = self.config.sampling.temperature, LossStats()
-        if self.config.learner.reference_kl > 0.0:
-            reference = self._trainer.forward(REFERENCE, data, temperature)
-            data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
-        loss = GrpoLoss(self._loss, self.config.learner.reference_kl)
-        done = self._trainer.forward_backward(POLICY, data, loss, temperature)
-        self._keep_logprobs(groups, parts, done.logprobs)
-        for measured, remembered in self._of_all_ranks(done.outputs):
-            if self.is_within_step:  # the weights have moved since, though the version has not
-                measured = replace(measured, fresh={})
-            stats += measured
-            self._stats += measured  # one by one: the same sums however the calls are cut
-            if remembered is not None:
-                self._remembered.append(remembered)
-        return stats
-
     @property
     def tokens_per_microbatch(self) -> int:
         """The value fixed at the start, or less if memory has run out."""
@@ -200,38 +117,40 @@ class GrpoClient:
         """Whether the weights belong to no version, because a part of the step has been applied."""
         return self._before is not None
 
-    def optim_step(self) -> StepStats:
-        """Make one AdamW step on the gradients added so far, which ends the training step. Return statistics of the
-        whole step.
-
-        Raises:
-            UserError: the gradient is not finite (training has diverged); the weights are those before the update.
-        """
-        if self._before is None or self._num_rollouts:
-            self._update()
+    @property
+    def step_so_far(self) -> StepStats:
+        """Statistics of the updates of the step under way, of which there is at least one."""
         assert self._before is not None
-        result, self._before = replace(self._before, logprobs=self._logprobs), None
-        self._logprobs = {}
-        self.version += 1
-        return result
+        return self._before
 
-    def update(self) -> None:
-        """Make one AdamW step on the gradients added so far, with more groups of the same training step to come.
+    def take_data(self, group: RolloutGroup) -> GroupData:
+        """Return the group's data, made before by `num_tokens_run` or now.
 
         Raises:
-            UserError: as `optim_step`.
+            InvariantError: the group is unscored.
         """
-        self._update()
+        of, made = self._made.pop(group.group, (None, None))
+        return made if made is not None and of is group else self._data_of(group)
 
-    def _update(self) -> None:
-        learner = self.config.learner
-        lr = learning_rate(learner, self.version, self.config.run.max_steps)
-        if learner.loss != "none":  # the negative control corrects nothing
-            lr *= math.sqrt(self._stats.ess_ratio)
-        max_tokens = self.config.sampling.max_tokens
-        divisor = divisor_of(learner.normalisation, self._num_tokens, self._num_rollouts, max_tokens)
-        adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
-        step = self._trainer.optim_step(POLICY, adam, divisor)
+    def add_to_step(
+        self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData], done: ForwardBackward[Output]
+    ) -> LossStats:
+        """Add what a pass over the groups gave to the sums of the step. Return statistics of these groups alone."""
+        self._num_tokens += sum(part.num_tokens for part in parts)
+        self._num_rollouts += sum(part.num_rollouts for part in parts)
+        self._keep_logprobs(groups, parts, done.logprobs)
+        stats = LossStats()
+        for measured, remembered in self._of_all_ranks(done.outputs):
+            if self.is_within_step:  # the weights have moved since, though the version has not
+                measured = replace(measured, fresh={})
+            stats += measured
+            self._stats += measured  # one by one: the same sums however the calls are cut
+            if remembered is not None:
+                self._remembered.append(remembered)
+        return stats
+
+    def add_update(self, lr: float, divisor: float, step: OptimStep) -> None:
+        """Add an update to the statistics of the step, and begin new sums."""
         done = StepStats(
             lr, step.grad_norm, self._num_tokens, not step.updated, self._stats, divisor, int(step.updated)
         )
@@ -239,6 +158,13 @@ class GrpoClient:
             self._loss = replace(self._loss, memory=self._loss.remember(*torch.cat(self._remembered, dim=1)))
         self._forget_sums()
         self._before = done if self._before is None else self._before + done
+
+    def end_step(self) -> StepStats:
+        """The policy has the next version. Return statistics of the step."""
+        result = replace(self.step_so_far, logprobs=self._logprobs)
+        self._before, self._logprobs = None, {}
+        self.version += 1
+        return result
 
     def save_weights_for_sampler(self) -> LentWeights:
         """Lend the weights (in `snapshot_dtype`) and the other files of the model; the next update waits until they are
@@ -261,6 +187,13 @@ class GrpoClient:
             raise InvariantError(f"a checkpoint within step {self.version} would be trained on its groups again")
         position = RunPosition(self.version, lineage, cursor, self._loss.memory)
         return self._trainer.save_state(POLICY, directory, asdict(position))
+
+    def resume(self, checkpoints: Path) -> bool:
+        """Load the newest whole checkpoint; damaged newer ones are set aside. Return whether there was one."""
+        newest = checkpoint.recover(checkpoints)
+        if newest is not None:
+            self.load_state(newest)
+        return newest is not None
 
     def load_state(self, directory: Path) -> RunPosition:
         """Continue from a checkpoint: weights, optimizer and version as they were.
@@ -311,10 +244,6 @@ class GrpoClient:
         self._remembered: list[Tensor] = []
         # What `num_tokens_run` made of groups that are not trained on yet.
         self._made: dict[GroupRef, tuple[RolloutGroup, GroupData]] = {}
-
-    def _take_data(self, group: RolloutGroup) -> GroupData:
-        of, made = self._made.pop(group.group, (None, None))
-        return made if made is not None and of is group else self._data_of(group)
 
     def _data_of(self, group: RolloutGroup) -> GroupData:
         learner = self.config.learner

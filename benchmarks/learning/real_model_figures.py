@@ -1,0 +1,207 @@
+"""What a run directory of the pretrained model says, in figures; and two commands that `real_model.py` runs.
+
+python benchmarks/real_model_figures.py changed MODEL CHECKPOINT ...       # weights that a step changed, in bfloat16
+python benchmarks/real_model_figures.py with-stranger RUN -- echo2 run ...  # a run, and a worker of somebody else
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from time_to_accuracy import crossing, first_lease
+
+from echo2.config import Config
+from echo2.config.rundir import RunDir, read_json, read_metrics
+from echo2.core.devices import this_machine
+from echo2.core.errors import UserError
+from echo2.core.types import Hardware
+from echo2.learner.core.fitting import learner_need, worker_need
+from echo2.learner.core.model_size import model_shape, snapshot_size
+
+THRESHOLD = 0.7
+#: Steps at the beginning that count for no mean: the workers load the model, the learner's moments are made.
+COLD_STEPS = 2
+#: What is large in a run directory and not needed once its figures are read.
+LARGE = ("checkpoints", "snapshots", "workers", "learner")
+#: Figure -> metric of a step, whose mean over the steps after the cold ones it is.
+MEANS = {
+    "step_seconds": "time/step",
+    "train_seconds": "time/train",
+    "wait_seconds": "time/wait_for_batch",
+    "checkpoint_seconds": "time/checkpoint",
+    "staleness_mean": "off_policy/mean",
+    "broadcast_seconds": "broadcast/t_bcast",
+    "ess": "ess",
+    "entropy": "entropy/mean",
+    "flat_share": "reward/frac_zero_std",
+    "tokens_per_second": "perf/tokens_per_s",
+    "mismatch_lag_0": "mismatch/abs_log_ratio/lag_0",
+    "mismatch_kl_lag_0": "mismatch_kl/lag_0",
+}
+
+Figures = dict[str, Any]
+
+
+def run_figures(run: Path) -> Figures:
+    """All that is read of a run, also of one that was interrupted.
+
+    Raises:
+        UserError: it has trained no step.
+    """
+    rows = read_metrics(RunDir(run).metrics)
+    steps = [row for row in rows if "time/train" in row]
+    if not steps:
+        raise UserError(f"{run} has trained no step")
+    config = RunDir(run).read_config()
+    started = first_lease(run / "events.jsonl")
+    summary = read_json(RunDir(run).summary) or {}
+    warm = steps[COLD_STEPS:] or steps
+    found: Figures = {name: _mean(warm, metric) for name, metric in MEANS.items()}
+    found |= {"steps": len(steps), "staleness_max": max(row.get("off_policy/max", 0) for row in steps)}
+    found |= {"train_run_seconds": round(steps[-1]["time/unix"] - started, 2)}
+    found |= {"idle_ratio": summary.get("learner_idle_ratio"), "idle_once_under_way": _idle(warm)}
+    found |= {"waits": summary.get("learner_waits"), "groups": summary.get("groups")}
+    found |= _held_out(rows, steps, started) | _sent(steps, config)
+    found["rewards"] = [row.get("reward/mean") for row in steps]
+    return {name: value for name, value in found.items() if value is not None} | {"forecast": forecast(config)}
+
+
+def _mean(rows: Iterable[Figures], metric: str) -> float | None:
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    return float(f"{statistics.fmean(values):.5g}") if values else None
+
+
+def _idle(rows: Sequence[Figures]) -> float | None:
+    total = sum(row["time/step"] for row in rows)
+    return round(sum(row["time/wait_for_batch"] for row in rows) / total, 4) if total else None
+
+
+def _held_out(rows: Sequence[Figures], steps: Sequence[Figures], started: float) -> Figures:
+    """Held-out reward by version, with the seconds from the first lease to when that version was trained."""
+    unix = {row["step"]: row["time/unix"] - started for row in steps}
+    points = [
+        (row["eval/version"], round(unix.get(row["eval/version"], 0.0), 2), round(row["eval/accuracy"], 4))
+        for row in rows
+        if "eval/accuracy" in row
+    ]
+    if not points:
+        return {}
+    to_threshold = crossing([(seconds, reward) for _, seconds, reward in points], THRESHOLD)
+    return {
+        "held_out": points,
+        "held_out_before": points[0][2],
+        "held_out_after": points[-1][2],
+        "held_out_best": max(reward for *_, reward in points),
+        "seconds_to_threshold": None if to_threshold is None else round(to_threshold, 2),
+    }
+
+
+def _sent(steps: Sequence[Figures], config: Config) -> Figures:
+    """Bytes of the snapshots after the first, by their share of the whole."""
+    ratios = [row["broadcast/delta_ratio"] for row in steps if 0.0 < row.get("broadcast/delta_ratio", 0.0) < 1.0]
+    if not ratios:
+        return {}
+    whole = snapshot_size(config).num_bytes
+    share = statistics.median(ratios)
+    return {
+        "delta_ratio": round(share, 6),
+        "delta_ratio_range": [round(min(ratios), 6), round(max(ratios), 6)],
+        "delta_bytes": round(share * whole),
+        "snapshot_bytes": whole,
+    }
+
+
+@cache
+def machine_here() -> Hardware:
+    return this_machine()
+
+
+def forecast(config: Config) -> Figures:
+    """Bytes that learner and worker are said to need: on a GPU, of its memory."""
+    shape = model_shape(config.model.path)
+    if shape is None:
+        return {}
+    needs = {
+        "learner": learner_need(config, shape, machine_here()),
+        "worker": worker_need(config, shape, machine_here()),
+    }
+    return {name: {"bytes": need.total, "of": need.place, "parts": need.parts} for name, need in needs.items()}
+
+
+def clean(directory: Path) -> None:
+    """Remove what is large: dozens of runs would fill a disk."""
+    for name in LARGE:
+        shutil.rmtree(directory / "run" / name, ignore_errors=True)
+    shutil.rmtree(directory / "warm", ignore_errors=True)
+
+
+# ---- weights that a step changed -------------------------------------------------------------------------------------
+
+
+def changed_shares(models: Sequence[Path]) -> list[float]:
+    """The share of weights that differ between one model directory and the next, rounded to bfloat16."""
+    import torch
+    from safetensors.torch import load_file
+
+    def rounded(directory: Path) -> dict[str, torch.Tensor]:
+        found = load_file(directory / "model.safetensors")
+        return {name: tensor.to(torch.bfloat16) for name, tensor in found.items()}
+
+    shares, before = [], rounded(models[0])
+    for directory in models[1:]:
+        after = rounded(directory)
+        total = sum(tensor.numel() for tensor in after.values())
+        changed = sum(int((tensor != before[name]).sum()) for name, tensor in after.items())
+        shares.append(round(changed / total, 6))
+        before = after
+    return shares
+
+
+# ---- a stranger ------------------------------------------------------------------------------------------------------
+
+
+def with_stranger(run: Path, words: Sequence[str]) -> int:
+    """Start a run, invite a worker when the run can be joined, and wait for the run; its exit status. What the checks
+    found is in trust.json beside the run directory."""
+    ours = [sys.executable, "-m", "echo2"]
+    training = subprocess.Popen(words)
+    try:
+        while training.poll() is None and not (run / "ticket").exists():
+            time.sleep(0.1)
+        if training.poll() is not None:
+            return training.returncode
+        invited = subprocess.run([*ours, "invite", str(run), "--json"], capture_output=True, text=True, check=True)
+        ticket = json.loads(invited.stdout)["ticket"]
+        stranger = subprocess.Popen([*ours, "worker", ticket, "--state", str(run.with_name("stranger"))])
+        status = training.wait()
+        stranger.terminate()
+        stranger.wait()
+    except KeyboardInterrupt:  # the run has had the signal, too, if it came from a keyboard
+        training.terminate()
+        return training.wait()
+    told = subprocess.run([*ours, "trust", str(run), "--json"], capture_output=True, text=True, check=False)
+    run.with_name("trust.json").write_text(told.stdout)
+    return status
+
+
+def main(arguments: Sequence[str]) -> int:
+    kind, *rest = arguments
+    if kind == "changed":
+        print(json.dumps(changed_shares([Path(one) for one in rest])))
+        return 0
+    if kind == "with-stranger":
+        return with_stranger(Path(rest[0]), rest[rest.index("--") + 1 :])
+    sys.exit(f"error: {kind!r} is neither `changed` nor `with-stranger`.")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""What config.json says of a text model. `engines/model_values.py` adds what it leaves to transformers' class.
+
+A multimodal model has its text model's values in `text_config`. There, they count before those at the top level, which
+transformers does not use; of ties, end tokens and dtype, the top level counts first, as in transformers.
+
+How many positions are read alike: LongRoPE (arXiv 2402.13753; Phi-3 and Phi-4-mini) has two sets of rotary frequencies.
+transformers takes the second one for all rows of a batch once its longest row passes
+`original_max_position_embeddings`: the logprobs of a short row would depend on its neighbours, and those of early
+tokens on how many tokens follow. vLLM decides once, by its longest allowed length. So the context ends where the second
+set begins. Dynamic scaling begins behind `max_position_embeddings`, where the context ends anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+#: Of the length in config.json: the usual one, GPT-2's, and DBRX's.
+NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
+#: What the whole model decides, where it says anything.
+OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
+
+
+def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what config.json says of its text model."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return dict(config)
+    outer = {name: value for name, value in config.items() if name != "text_config"}
+    return {**outer, **text, **{name: outer[name] for name in OF_THE_WHOLE if outer.get(name) is not None}}
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Return the number of positions that one sequence may have; None if config.json names none."""
+    values = text_part(config)
+    found = [*map(values.get, NAMES), *_ends_of_short_ropes(values)]
+    lengths = [length for length in found if isinstance(length, int) and not isinstance(length, bool)]
+    return min(lengths, default=None)
+
+
+def has_two_ropes(config: Mapping[str, Any]) -> bool:
+    """Whether rotary frequencies would change behind the context."""
+    return any(isinstance(length, int) for length in _ends_of_short_ropes(text_part(config)))
+
+
+def _ends_of_short_ropes(config: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield where the first set of frequencies ends, for each LongRoPE: layers of one type may share one."""
+    ropes = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(ropes, Mapping):
+        return
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, Mapping) and "long_factor" in rope:
+            own = rope.get("original_max_position_embeddings")
+            yield own or config.get("original_max_position_embeddings")

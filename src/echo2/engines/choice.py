@@ -1,0 +1,70 @@
+"""Chooses an engine where `workers.engine` leaves that open ("auto"), and says why. No torch here.
+
+`compact` where it knows the model, else `transformers`: a model's config.json decides it, and the engine `auto` does so
+once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
+head allows it to machines of the owner alone, because nobody can check it (`head/serve/results.py`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from echo2.config import Config
+from echo2.config.values import AUTO
+from echo2.core.devices import this_machine
+from echo2.core.errors import UserError
+from echo2.engines.architecture import UnsupportedError, read_architecture
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """An engine's name, and why it was chosen."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"engine {self.name}: {self.why}"
+
+
+def in_worker(config: Mapping[str, Any]) -> EngineChoice:
+    """Return the engine within the worker for a model with this config.json."""
+    try:
+        read_architecture(config)
+    except UnsupportedError as error:
+        return EngineChoice("transformers", f"compact does not support {error.trait}")
+    except UserError:
+        return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
+    return EngineChoice("compact", f"it knows {config['model_type']} models")
+
+
+def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[str]) -> EngineChoice:
+    """Return the engine of a run's worker. `model`: the model's config.json, None if it is not here; `servers`: that
+    the worker has (`servers_here`)."""
+    if config.workers.engine != AUTO:
+        return EngineChoice(config.workers.engine, "workers.engine names it")
+    if servers and not config.run.deterministic:
+        return EngineChoice(servers[0], "it is installed, and there is a GPU for it alone")
+    if model is None:
+        return EngineChoice(AUTO, "compact if it knows the model, else transformers; the model is not here yet")
+    return in_worker(model)
+
+
+def servers_here(device: str, python: str = "") -> tuple[str, ...]:
+    """Return the token servers that a worker on this device can start with a GPU for itself. `python`: of another
+    environment, which has vLLM; else ECHO2_ENGINE_PYTHON or this one counts."""
+    python = python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
+    is_there = shutil.which(python) is not None if python else importlib.util.find_spec("vllm") is not None
+    return ("vllm",) if is_there and _has_own_gpu(device, len(this_machine().gpus)) else ()
+
+
+def _has_own_gpu(device: str, num_gpus: int) -> bool:
+    """Whether a device is a GPU that the other processes of `echo2 run` do not use (`devices.nth_device`)."""
+    kind, _, number = device.partition(":")
+    at = int(number) if number.isdecimal() else 0
+    return at < num_gpus if kind == "auto" else kind != "cpu" and num_gpus > 0

@@ -1,0 +1,48 @@
+"""Pauses between tries: they grow, have a longest, begin again after a success, and end with the patience."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff
+
+
+def test_pauses_grow_up_to_the_longest() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert [backoff.after(count) for count in (1, 2, 3, 4, 5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+    assert backoff.after(10**9) == 3.0
+    assert Backoff(0.2, 10.0, growth=1.25).after(3) == 0.2 * 1.25**2
+
+
+def test_patience_begins_again_after_a_success() -> None:
+    never, at_once = Retries(Backoff(0.0, 0.0), math.inf), Retries(Backoff(0.0, 0.0), 0.0)
+    assert not any(never.failed() for _ in range(100))
+    assert at_once.failed()
+    patient = Retries(Backoff(0.0, 0.0), 3600.0)
+    assert not patient.failed()
+    patient.succeeded()
+    assert not patient.failed()
+
+
+def test_a_spread_shortens_pauses_and_lengthens_none() -> None:
+    waited: list[float] = []
+
+    class Loop(asyncio.SelectorEventLoop):
+        def call_later(self, delay: float, callback: object, *args: object, context: object = None) -> object:  # type: ignore[override]
+            waited.append(delay)
+            return super().call_later(0.0, callback, *args)  # type: ignore[arg-type]
+
+    async def tries() -> None:
+        retries = Retries(Backoff(1.0, 4.0), spread=0.5)
+        for _ in range(20):
+            retries.failed()
+            await retries.pause()
+
+    loop = Loop()
+    loop.run_until_complete(tries())
+    loop.close()
+    longest = [1.0, 2.0, *[4.0] * 18]
+    assert all(most / 2 <= seconds <= most for seconds, most in zip(waited, longest, strict=True))
+    assert len({round(seconds, 6) for seconds in waited}) > 10

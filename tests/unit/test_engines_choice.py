@@ -1,0 +1,100 @@
+"""The engine that is taken where nobody names one: by the model, and by what the machine has."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from echo2.config import Config, build
+from echo2.config.values import ServerPlace
+from echo2.engines.choice import EngineChoice, _has_own_gpu, chosen, in_worker, servers_here
+from echo2.engines.registry import load_or_replace, make_engine
+from hub_models import FAMILIES
+from rollout_cases import load, requests, run, snapshot_of, tiny_module
+
+LLAMA = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
+LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 8}
+
+
+def test_the_default_is_open() -> None:
+    assert Config().workers.engine == "auto"
+
+
+def test_compact_is_taken_where_it_knows_the_model_and_transformers_elsewhere() -> None:
+    assert str(in_worker(LLAMA)) == "engine compact: it knows llama models"
+    choice = in_worker({**LLAMA, "model_type": "gemma3_text"})
+    assert str(choice) == "engine transformers: compact does not support model_type = 'gemma3_text'"
+    assert in_worker({**LLAMA, "sliding_window": 4}).why == "compact does not support sliding_window = 4"
+    assert in_worker({"model_type": "llama"}).name == "transformers"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_has_an_engine(model_type: str, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(model_type, **FAMILIES[model_type]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert in_worker(config).name == ("compact" if model_type in ("qwen3", "llama") else "transformers")
+
+
+def test_a_server_comes_first_unless_bits_must_repeat_or_the_run_names_an_engine() -> None:
+    config = Config()
+    assert chosen(config, LLAMA, ["vllm"]).name == "vllm"
+    assert chosen(config, LLAMA, []) == EngineChoice("compact", "it knows llama models")
+    assert chosen(config, None, []).name == "auto"
+    exact = replace(config, run=replace(config.run, deterministic=True))
+    assert chosen(exact, LLAMA, ["vllm"]).name == "compact"
+    named = build({"workers": {"engine": "transformers"}}, "my.toml")
+    assert chosen(named, LLAMA, ["vllm"]) == EngineChoice("transformers", "workers.engine names it")
+
+
+def test_a_server_needs_a_gpu_for_itself() -> None:
+    shared = {"auto:1": 1, "auto:2": 2, "auto": 0, "cpu": 8, "cuda": 0}
+    assert not any(_has_own_gpu(device, num_gpus) for device, num_gpus in shared.items())
+    alone = {"auto:1": 2, "auto": 1, "cuda:3": 4, "cuda": 1}
+    assert all(_has_own_gpu(device, num_gpus) for device, num_gpus in alone.items())
+    assert servers_here("cpu", sys.executable) == ()
+
+
+DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
+
+
+@pytest.mark.parametrize(("changes", "name"), [({}, "compact"), (DYNAMIC, "transformers")])
+def test_the_first_snapshot_decides_and_the_worker_says_so_once(
+    changes: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    snapshot = snapshot_of(tiny_module("qwen3", **changes))
+    auto, named = make_engine("auto", "cpu"), make_engine(name, "cpu")
+    for engine in (auto, named):
+        load(engine, snapshot)
+        load(engine, replace(snapshot, ref=replace(snapshot.ref, version=1)))
+    asked = requests(0)
+    assert [one.tokens for one in run(auto, asked)] == [one.tokens for one in run(named, asked)]
+    said = [line for line in caplog.messages if line.startswith("engine")]
+    assert said == [str(in_worker(json.loads(bytes(snapshot.files["config.json"]))))]
+    assert said[0].startswith(f"engine {name}: ")
+
+
+def test_a_server_that_nobody_named_and_that_does_not_start_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+    snapshot = snapshot_of(tiny_module("qwen3"))
+    place = ServerPlace(sys.executable)  # a Python without vLLM
+
+    async def scenario() -> tuple[Any, Any]:
+        server = make_engine("vllm", "cpu", 8, place)
+        engine, _ = await load_or_replace(server, snapshot, None, "cpu")
+        same, _ = await load_or_replace(engine, replace(snapshot, ref=replace(snapshot.ref, version=1)), None, "cpu")
+        return engine, same
+
+    engine, same = asyncio.run(scenario())
+    assert engine is same
+    assert engine.installed.version == 1
+    assert engine.slots == 8
+    assert "No module named" in caplog.text
+    assert "The engine auto takes its place" in caplog.text
