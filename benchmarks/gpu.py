@@ -180,7 +180,7 @@ def run_all(names: list[str], options: argparse.Namespace, result: Result) -> No
             result.write()
             continue
         print(f"== {current}, {left:.0f} s left", flush=True)
-        if not run_section(section, bench, result, min(limit, left)):
+        if not run_section(section, bench, result, left if options.tiny else min(limit, left)):
             others = names[names.index(section.name) + 1 :] if at + 1 < len(names) else []
             continue_in_new_process(others, options)
 
