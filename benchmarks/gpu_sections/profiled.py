@@ -7,11 +7,13 @@ the driver, for one pass or one step.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from gpu_sections.bench import Bench, Row, snapshot_of
 from gpu_sections.engines import BUILD, PROMPT, decoder_of, requests_of
 from gpu_sections.learner import data_of, trained
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from echo2.learner.core.losses import make_loss
@@ -63,13 +65,19 @@ def profiled(bench: Bench, work: Callable[[], Any], times: int) -> tuple[float, 
 
 def told(bench: Bench, row: Row, seconds: float, operations: list[Any], times: int) -> None:
     """Record the most expensive operations, in milliseconds of one time."""
-    device_ms = sum(one.self_device_time_total for one in operations if not one.key.startswith("cu")) / times / 1e3
-    calls = {name: one.count / times for name in CALLS for one in operations if one.key == name}
+    on_cpu = [one for one in operations if one.device_type == DeviceType.CPU]
+    kernels = [one for one in operations if one.device_type != DeviceType.CPU]
+    device_ms = sum(one.self_device_time_total for one in kernels) / times / 1e3
+    calls = {name: one.count / times for name in CALLS for one in on_cpu if one.key == name}
     row |= {"wall_ms": seconds * 1e3, "device_ms": device_ms, "busy": device_ms / seconds / 1e3, "calls": calls}
     bench.record(row)
-    for by, attribute in (("device", "self_device_time_total"), ("cpu", "self_cpu_time_total")):
-        ordered = sorted(operations, key=lambda one: -getattr(one, attribute))[:MOST]
+    for by, some, attribute in (
+        ("kernels", kernels, "self_device_time_total"),
+        ("operations on the device", on_cpu, "self_device_time_total"),
+        ("operations on the cpu", on_cpu, "self_cpu_time_total"),
+    ):
+        ordered = sorted(some, key=attrgetter(attribute), reverse=True)[:MOST]
         shown = [
             f"{getattr(one, attribute) / times / 1e3:.3f} x{one.count / times:g} {one.key[:60]}" for one in ordered
         ]
-        bench.record({"what": row["what"], "ms by": by, "operations": "; ".join(shown)})
+        bench.record({"what": row["what"], "ms of": by, "operations": "; ".join(shown)})

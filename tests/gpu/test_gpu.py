@@ -27,6 +27,7 @@ from echo2.learner.core.adapters import BaseModel
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import DTYPES, Policy
+from echo2.learner.core.output_layer import GPU_TILE, Choice, OutputLayer, plain_scores, tiled_scores
 from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.learner.grpo.loop import GrpoClient, GrpoLoss
 from learner_cases import VOCAB, config_of, data_of, random_group, tiny_module
@@ -274,3 +275,52 @@ def test_a_micro_batch_is_halved_when_memory_runs_out() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert trainer.tokens_per_microbatch < 1 << 14
     assert len(done.logprobs) == len(data)
+
+
+def test_attention_never_runs_in_cudnn() -> None:
+    """It builds a plan for each new shape, which is most shapes here."""
+    pick_device("cuda")
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_tiles_give_the_scores_and_gradients_of_all_logits(softcap: float | None) -> None:
+    """There are more positions and tokens than a tile has."""
+    torch.manual_seed(0)
+    positions, vocab = GPU_TILE[0] + 100, GPU_TILE[1] + 100
+    hidden = torch.randn(positions, 64, device=CUDA, dtype=torch.bfloat16).requires_grad_()
+    weight = (torch.randn(vocab, 64, device=CUDA) * 0.3).requires_grad_()
+    target = torch.randint(vocab, (positions,), device=CUDA)
+    choice = Choice(torch.arange(positions, device=CUDA), target[:, None])
+    found = tiled_scores(hidden, OutputLayer(weight, softcap=softcap), [choice])
+    logits = hidden.float() @ weight.bfloat16().float().t()
+    expected = plain_scores(logits if softcap is None else softcap * torch.tanh(logits / softcap), [choice])
+    assert (found.log_total_u - expected.log_total_u).abs().max() < 1e-3
+    assert (found.entropy_u - expected.entropy_u).abs().max() < 1e-2
+    ours, theirs = (
+        torch.autograd.grad((one.chosen[0][:, 0] - one.log_total_u).sum(), (hidden, weight))
+        for one in (found, expected)
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.float() - other.float()).norm() < 0.02 * other.float().norm()
+
+
+def test_a_mixture_in_bfloat16_has_nearly_the_gradients_of_float32() -> None:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    found = []
+    for in_bfloat16 in (False, True):
+        torch.manual_seed(0)
+        sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+        experts = {"num_experts": 4, "num_experts_per_tok": 4}  # all of them: rounding changes no choice
+        module: Any = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=VOCAB, **sizes, **heads, **experts))
+        policy = Policy(module, {}, CUDA)
+        policy.computes_in_bfloat16 = in_bfloat16
+        trainer = Trainer(1000)
+        trainer.add("it", policy)
+        data = data_of(random_group(random.Random(0), 0))
+        trainer.forward_backward("it", data, lambda logp_n, tokens: (-logp_n, None))
+        found.append(torch.cat([p.grad.flatten() for n, p in module.named_parameters() if ".experts." in n]))
+    assert torch.cosine_similarity(*found, dim=0) > 0.99
+    assert not torch.equal(*found)

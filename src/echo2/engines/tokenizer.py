@@ -67,6 +67,12 @@ class Tokenizer(Protocol):
         """The text that the chat template makes of `{"role", "content"}` messages."""
 
 
+def prepare_tokenizers() -> None:
+    """Import what `load_tokenizer` needs, which takes seconds: while there are no files yet, nobody waits for that."""
+    with _LOADING:
+        from transformers import AutoTokenizer  # noqa: F401
+
+
 def load_tokenizer(
     files: Mapping[str, bytes], template_arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> Tokenizer:

@@ -30,7 +30,7 @@ from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.engines.choice import servers_here
 from echo2.engines.engine import Engine
 from echo2.engines.registry import load_or_replace, make_engine
-from echo2.engines.tokenizer import load_tokenizer
+from echo2.engines.tokenizer import load_tokenizer, prepare_tokenizers
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess
 from echo2.tasks.harness_process import HarnessProcess, is_harness
@@ -262,6 +262,7 @@ class WorkerProcess:
             self._template_arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
             make = partial(make_engine, name, self._options.device, slots, self._server_place(name))
             self._engine = await asyncio.to_thread(make)  # importing torch takes seconds
+            self._background.spawn(asyncio.to_thread(prepare_tokenizers))  # while the first weights come
             self._sampler = LeaseSampler(
                 self._engine, self._worker_id, self._environments, self._dispatch, self._give_up
             )
