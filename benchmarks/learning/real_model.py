@@ -58,8 +58,6 @@ FEW_STEPS = 4
 WORKLOAD_STEPS = 2
 #: Of part trl: 12 of 20.
 BESIDE_SHARE = 0.6
-#: Of each held-out problem, for the judge of both sides.
-JUDGE_SAMPLES = 4
 ECHO2_SIDE = beside.ECHO2
 
 Flags = Mapping[str, object]
@@ -157,7 +155,7 @@ class Bench:
         kept = out / ("checkpoints" if side == ECHO2_SIDE else "weights")
         saved = range(given.save_every, steps + 1, given.save_every)
         weights = [options.model, *(str(kept / f"step_{step}") for step in saved)]
-        judged = beside.judge_command(config, weights, held_out, JUDGE_SAMPLES, given.device)
+        judged = beside.judge_command(config, weights, held_out, given.samples, given.device)
 
         def read(directory: Path) -> Found:
             is_ours = side == ECHO2_SIDE
@@ -324,6 +322,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--budget-seconds", type=float, default=4 * 3600.0)
     parser.add_argument("--trl-threads", type=int, nargs="+", default=[1], help="of TRL's process: a side for each")
     parser.add_argument("--save-every", type=int, default=2, help="steps between the points of part trl")
+    parser.add_argument("--samples", type=int, default=4, help="of each held-out problem, for the judge of part trl")
     parser.add_argument("--trl-python", help="Python of an environment with TRL; default: .venv-trl, made when missing")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if NVIDIA_DRIVER.exists() else "cpu")
     parser.add_argument("--work", type=Path, help="where the runs are written (default: outputs/real-model-<time>)")
