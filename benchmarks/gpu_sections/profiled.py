@@ -13,7 +13,7 @@ from typing import Any
 from gpu_sections.bench import Bench, Row, snapshot_of
 from gpu_sections.engines import BUILD, PROMPT, decoder_of, requests_of
 from gpu_sections.learner import data_of, trained
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # type: ignore[attr-defined]  # documented
 from torch.profiler import ProfilerActivity, profile
 
 from echo2.learner.core.losses import make_loss
