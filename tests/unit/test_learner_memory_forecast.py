@@ -130,6 +130,27 @@ LAYERS = st.builds(
     st.integers(1000, 10**6),
     st.integers(1000, 10**6),
 )
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 192}
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+    "linear_num_value_heads": 8,
+    "linear_num_key_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_conv_kernel_dim": 4,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("changes", [MIXTURE, HYBRID])
+def test_so_is_the_peak_of_a_mixture_and_of_a_hybrid(changes: dict[str, Any], checkpointing: bool) -> None:
+    found = case({**SMALL, "num_hidden_layers": 8, **changes}, 1024, checkpointing, "cpu", "float32")
+    assert 0.66 * found["forecast"] <= found["peak"] <= 1.05 * found["forecast"]
+
+
 SHAPES = st.builds(
     ModelShape,
     st.integers(100, 200_000),
