@@ -339,7 +339,7 @@ def except_complaints(source: Source) -> list[str]:
 
 def ownership_complaints(source: Source) -> list[str]:
     """In the head, an object's fields are written in the file of its class, by its verbs. Other files read them."""
-    if source.room != "head" or not source.decides:
+    if source.room != "head" or not (source.decides or ".serve." in source.module):
         return []
     tree = source.parse()
     stores = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))

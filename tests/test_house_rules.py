@@ -132,7 +132,7 @@ BROKEN = [
     (house.ownership_complaints, "echo2.head.decide.planner", "class P:\n    def f(self): self.groups.next_number = 3"),
     (house.ownership_complaints, "echo2.head.decide.results", "state.snapshots.published[3] = ref"),
     (house.ownership_complaints, "echo2.head.decide.results", "del state.rounds[3]"),
-    (house.ownership_complaints, "echo2.head.decide.results", "state.rounds.pop(worker_id, None)"),
+    (house.ownership_complaints, "echo2.head.serve.claims", "head.books.turned_away.pop(worker_id, None)"),
     (house.annotation_complaints, "echo2.core.types", "def f(x) -> int: return x"),
     (house.annotation_complaints, "echo2.core.types", "class A:\n    async def f(self, x: int): return x"),
 ]

@@ -209,7 +209,7 @@ def test_no_delivery_ends_a_run_with_an_environment_or_takes_the_place_of_the_ho
             )
             assert not thief[0][0]
             assert holder[0][0], holder
-            assert open_head.head.outcome is None
+            assert open_head.head.ending.outcome is None
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
@@ -270,7 +270,7 @@ def test_an_attempt_that_kills_the_environment_fails_its_workers_lease(tmp_path:
             twice = [delivery(leases[0], [attempt()] * 3 + [deadly])] * 2
             together = await asyncio.gather(*(open_head.deliver(one) for one in twice))
             assert [reason.partition(":")[0] for ((_, reason),) in together] == ["environment_failed"] * 2
-            assert open_head.head.outcome is None
+            assert open_head.head.ending.outcome is None
             await until(lambda: len(leases) > 1)
             assert (await open_head.deliver(delivery(leases[-1], [attempt()] * 4)))[0][0]
 
