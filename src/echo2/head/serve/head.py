@@ -1,9 +1,9 @@
 """The head: one run's control plane, around the driver (`head/ledger/driver.py`) with planner and ledger.
 
 It never imports torch, so that no training step can stall a heartbeat. `service` answers calls and turns them into
-events, `event_queue` passes these to the driver, `effects` carries out the planner's commands, `results` reads and scores
-what workers deliver, `presence` knows who is connected, `books` keeps and `report` writes what people read, `shutdown`
-ends the run.
+events, `event_queue` passes these to the driver, and `effects` carries out the planner's commands. `results` reads and
+scores what workers deliver, `presence` knows who is connected, `books` keeps and `report` writes what people read, and
+`shutdown` ends the run.
 """
 
 from __future__ import annotations
