@@ -133,7 +133,7 @@ def room_of(name: str) -> str | None:
 
 
 def folder_of(name: str, room: str) -> str:
-    """The folder within its room of a dotted name: `echo2.head.fleet.decide.gauge` -> `fleet.decide`."""
+    """The folder within its room of a dotted name: `echo2.head.fleet.decide.measurements` -> `fleet.decide`."""
     parts = name.split(".")[1 if room == SERVICE else 2 :]
     known = {folder for floor in FOLDERS.get(room, ()) for folder in floor}
     return next((".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in known and len(parts) >= n), "")

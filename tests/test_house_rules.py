@@ -102,7 +102,7 @@ BROKEN = [
     (house.seam_complaints, "echo2_service.front.app", "from echo2.head.decide import planner"),
     (house.decide_complaints, "echo2.head.decide.planner", "import time"),
     (house.decide_complaints, "echo2.head.decide.planner", "from random import Random"),
-    (house.decide_complaints, "echo2.head.fleet.decide.gauge", "import numpy as np"),
+    (house.decide_complaints, "echo2.head.fleet.decide.measurements", "import numpy as np"),
     (house.decide_complaints, "echo2.worker.decide.scheduler", "print('hello')"),
     (house.decide_complaints, "echo2.head.decide.planner", "from echo2.core.disk import num_bytes"),
     (house.decide_complaints, "echo2_service.decide.order", "from echo2_service.limits import BODY_BYTES_MAX"),

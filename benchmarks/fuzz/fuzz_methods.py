@@ -152,7 +152,7 @@ class World:
 
     def replace_expelled(self) -> None:
         """Nothing more is taken of an expelled worker: another takes its place."""
-        if self.head.planner.conducts.expulsion(self.peer.peer_id, self.head.clock.now()) is not None:
+        if self.head.planner.penalties.expulsion(self.peer.peer_id, self.head.clock.now()) is not None:
             self.sender += 1
             self.loop.run_until_complete(self._attend(self.peer))
 

@@ -11,8 +11,8 @@ import pytest
 from echo2.config.sections import SamplingConfig
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, GroupRef, Lease
+from echo2.head.serve.connections import WorkerConnection
 from echo2.head.serve.effects import orders
-from echo2.head.serve.presence import Presence
 from echo2.head.serve.service import worker_joined
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -61,7 +61,7 @@ def test_leases_that_wait_for_a_worker_go_together(tmp_path: Path, deterministic
         raw = settings(rows(tmp_path / "rows.jsonl", "53="), run={"deterministic": deterministic})
         async with OpenHead(tmp_path, raw) as open_head:
             head = open_head.head
-            presence = head.connections.workers["w"] = Presence("", 1, "", "")
+            presence = head.connections.workers["w"] = WorkerConnection("", 1, "", "")
             stream = orders(head, presence)
             sent: list[list[int]] = []
             for lease_ids in ([1, 2], [3]):

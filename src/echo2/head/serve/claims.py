@@ -27,10 +27,10 @@ PID_MAX = 2**22
 def check_not_expelled(head: Head, worker_id: str) -> None:
     """Raise PeerError("expelled") while this worker is expelled."""
     now = head.clock.now()
-    conduct = head.planner.conducts.expulsion(worker_id, now)
-    if conduct is not None:
-        seconds = conduct.expelled_until - now
-        raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {conduct.expelled_for}")
+    penalty = head.planner.penalties.expulsion(worker_id, now)
+    if penalty is not None:
+        seconds = penalty.expelled_until - now
+        raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {penalty.expelled_for}")
 
 
 def delivers(head: Head, worker_id: str) -> None:

@@ -13,8 +13,8 @@ from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Lease, RolloutGroup
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.serve.connections import WorkerConnection
 from echo2.head.serve.head import Head
-from echo2.head.serve.presence import Presence
 from echo2.rollouts.generate import assignment_of
 from echo2.sandbox.plugins import traceback_of
 from echo2.transport import messages
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 _WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
 
 
-async def orders(head: Head, presence: Presence) -> AsyncIterator[wire.Order]:
+async def orders(head: Head, connection: WorkerConnection) -> AsyncIterator[wire.Order]:
     """Yield a worker's orders, until its stream ends."""
-    async for item in presence.orders():
+    async for item in connection.orders():
         if isinstance(item, wire.Order):
             yield item
         elif batch := await _batch(head, item):
@@ -165,7 +165,7 @@ class HeadEffects:
                 head.connections.order(
                     command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back"))
                 )
-                head.machines.give_back(command.offer, command.worker_id)
+                head.machines.return_machine(command.offer, command.worker_id)
             case _:
                 raise InvariantError(f"the head does not know {command}")
 

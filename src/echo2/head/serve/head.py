@@ -2,8 +2,8 @@
 
 It never imports torch, so that no training step can stall a heartbeat. `service` answers calls and turns them into
 events, `event_queue` passes these to the driver, and `effects` carries out the planner's commands. `results` reads and
-scores what workers deliver, `presence` knows who is connected, `books` keeps and `report` writes what people read, and
-`shutdown` ends the run.
+scores what workers deliver, `connections` knows who is connected, `books` keeps and `report` writes what people read,
+and `shutdown` ends the run.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from echo2.head.ledger.driver import Driver, Effects, Stored
 from echo2.head.ledger.eventlog import EventLog
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.books import RunBooks
+from echo2.head.serve.connections import Connections
 from echo2.head.serve.event_queue import EventQueue
 from echo2.head.serve.planner_options import planner_options, read_offers
-from echo2.head.serve.presence import Connections
 from echo2.head.serve.reading import RunTokenizer, TaskReader
 from echo2.head.serve.results import Deliveries, Scoring
 from echo2.head.serve.shutdown import RunEnd
@@ -156,8 +156,8 @@ class Head:
         """Tell the workers and the learner that the run is over, and close all files."""
         kind, reason = self.ending.outcome or ("stopped", "the head is closing")
         if kind not in ("user_error", "no_room"):
-            for presence in self.connections.workers.values():
-                presence.put(wire.Order(stop=wire.Stop(reason=reason)))
+            for connection in self.connections.workers.values():
+                connection.put(wire.Order(stop=wire.Stop(reason=reason)))
         if self.connections.learner is not None and kind != "no_room":
             self.connections.learner.stop(reason)
         try:

@@ -13,8 +13,8 @@ from echo2.core.errors import PeerError
 from echo2.core.printable import printable
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.serve.connections import LearnerConnection
 from echo2.head.serve.head import Head
-from echo2.head.serve.presence import LearnerPresence
 from echo2.head.serve.report import check_budget, step_row
 from echo2.head.serve.results import FEED_BYTES
 from echo2.transport import messages
@@ -53,7 +53,7 @@ class LearnerCalls:
         head.deliveries.learn_vocabulary(hello.vocab_size)
         epoch = head.ledger.get_meta("learner_epoch", 0) + 1
         head.ledger.set_meta("learner_epoch", epoch)
-        learner = LearnerPresence(epoch, printable(hello.host), hello.pid, printable(hello.device, 50))
+        learner = LearnerConnection(epoch, printable(hello.host), hello.pid, printable(hello.device, 50))
         head.connections.join(learner)
         head.books.costs.joined("learner", head.config.learner.price_usd_per_hour, head.clock.now())
         planner = head.planner
@@ -72,7 +72,7 @@ class LearnerCalls:
             if head.connections.quit(learner):
                 head.events.dispatch(ev.LearnerLost("its connection closed"))
 
-    def _learner(self, epoch: int) -> LearnerPresence:
+    def _learner(self, epoch: int) -> LearnerConnection:
         """The connected learner, if the caller is that learner."""
         learner = self._head.connections.learner
         if learner is None or learner.epoch != epoch:

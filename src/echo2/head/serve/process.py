@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 #: Interval at which status.json is written.
 STATUS_SECONDS = 0.5
 #: Time for the workers and the learner to receive the message that the run is over.
-FAREWELL_SECONDS = 1.0
+CLOSING_SECONDS = 1.0
 
 
 async def run_head(rundir: RunDir) -> None:
@@ -71,7 +71,7 @@ async def _serve(rundir: RunDir) -> None:
         await head.machines.close()
         _write_end(head, head.ending.outcome)
     await head.close()
-    await asyncio.sleep(FAREWELL_SECONDS)
+    await asyncio.sleep(CLOSING_SECONDS)
     await server.stop()
     await head.distribution.close()
     kind, reason = head.ending.outcome

@@ -14,8 +14,8 @@ from typing import Any
 
 from echo2.config.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.core.types import SnapshotRef
-from echo2.head.fleet.decide.gauge import CAUSES, NUM_REMEMBERED
-from echo2.head.fleet.decide.outlook import auto_publish_every, outlook
+from echo2.head.fleet.decide.fleet_need import auto_publish_every, fleet_need
+from echo2.head.fleet.decide.measurements import CAUSES, NUM_REMEMBERED
 from echo2.head.ledger.books import FAILED_BECAUSE
 from echo2.head.serve.head import Head
 from echo2.weights.broadcast.origin import Progress
@@ -37,7 +37,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         **learner_metrics,
         **{f"reward/source/{name}": mean(rewards) for name, rewards in sorted(head.books.take_rewards().items())},
         **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
-        "time/reward": head.planner.gauge.rewards.mean or 0.0,
+        "time/reward": head.planner.measurements.rewards.mean or 0.0,
         "reward/retried": head.books.failures.count("reward_retried"),
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
@@ -64,7 +64,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
 
 def _waits(head: Head, step: int) -> dict[str, Any]:
     """Return the learner's waits before this step: seconds by cause, and the last worker."""
-    wait = next((one for one in head.planner.gauge.waits if one.step == step), None)
+    wait = next((one for one in head.planner.measurements.waits if one.step == step), None)
     if wait is None:
         return {}
     return {f"wait/{cause}": seconds for cause, seconds in wait.seconds.items()} | {"wait/last_worker": wait.worker_id}
@@ -82,14 +82,14 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
 
 def _batch_groups(head: Head) -> dict[str, int]:
     """Return, with order = "frontier", the number of groups that a worker could sample together in this step."""
-    frontier = head.planner.frontier
-    return {} if frontier is None else {"schedule/batch_groups": frontier.width}
+    search = head.planner.width_search
+    return {} if search is None else {"schedule/batch_groups": search.width}
 
 
 def fleet_metrics(head: Head) -> dict[str, Any]:
     """Return the fleet's rates and the learner's predicted idle ratio. Unknown and infinite values are left out."""
     now = head.clock.now()
-    found = outlook(head.planner, now)
+    found = fleet_need(head.planner, now)
     values = {
         "fleet/active": found.active,
         "fleet/standby": found.standby,
@@ -106,7 +106,7 @@ def fleet_metrics(head: Head) -> dict[str, Any]:
 def fleet_status(head: Head) -> dict[str, Any]:
     """Return the fleet's state for `echo2 status`, with the newest predicted idle ratio and the ratio measured over the
     steps that the prediction is based on."""
-    found = outlook(head.planner, head.clock.now())
+    found = fleet_need(head.planner, head.clock.now())
     last = head.books.metrics.recent[-1] if head.books.metrics.recent else {}
     recent = [row for row in head.books.metrics.recent[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
     waited, whole = (sum(row.get(f"time/{name}", 0.0) for row in recent) for name in ("wait_for_batch", "step"))
@@ -136,15 +136,15 @@ def status(head: Head) -> dict[str, Any]:
     workers, progress = [], head.distribution.origin.progress()
     suspects = head.distribution.origin.suspects
     for worker in planner.fleet:
-        presence = head.connections.workers.get(worker.worker_id)
-        report = presence.report if presence is not None else None
+        connection = head.connections.workers.get(worker.worker_id)
+        report = connection.report if connection is not None else None
         workers.append(
             {
                 "id": worker.worker_id,
-                "pid": presence.pid if presence else None,
-                "host": presence.host if presence else None,
-                "engine": presence.engine if presence else None,
-                "device": presence.device if presence else None,
+                "pid": connection.pid if connection else None,
+                "host": connection.host if connection else None,
+                "engine": connection.engine if connection else None,
+                "device": connection.device if connection else None,
                 "doing": report.doing if report else "",
                 "installed": str(worker.installed) if worker.installed else None,
                 "leases": len(planner.leases.of_worker(worker.worker_id)),
@@ -161,7 +161,7 @@ def status(head: Head) -> dict[str, Any]:
                 "bytes_received": report.bytes_received if report else 0,
                 "bytes_sent": report.bytes_sent if report else 0,
                 "suspected": suspects.get(worker.worker_id),
-                "mismatch": planner.conducts.mismatch(worker.worker_id),
+                "mismatch": planner.penalties.mismatch(worker.worker_id),
             }
         )
     return {
@@ -198,9 +198,9 @@ def status(head: Head) -> dict[str, Any]:
 
 def _told(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
     """Return a wait for display. If the worker refused the snapshot that it waits for, the reason says so."""
-    presence = head.connections.workers.get(wait["waiter"])
-    if presence is not None and presence.report.refused and presence.installed is None:
-        wait["reason"] = f"it refused snapshot {presence.report.refused}; it tries again"
+    connection = head.connections.workers.get(wait["waiter"])
+    if connection is not None and connection.report.refused and connection.installed is None:
+        wait["reason"] = f"it refused snapshot {connection.report.refused}; it tries again"
     return wait
 
 
@@ -219,7 +219,7 @@ def _fetching(progress: Progress | None, installed: SnapshotRef | None) -> dict[
 
 def _pause_seconds(head: Head) -> float:
     """Return the seconds that generation paused for weight swaps since the start, averaged over attending workers."""
-    pauses = [presence.report.pause_seconds for presence in head.connections.workers.values()]
+    pauses = [connection.report.pause_seconds for connection in head.connections.workers.values()]
     return sum(pauses) / max(1, len(pauses))
 
 

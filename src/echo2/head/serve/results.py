@@ -21,7 +21,7 @@ from echo2.head.decide.planner import Planner
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.reading import RunTokenizer, TaskReader
 from echo2.head.strangers.copied_rollouts import CopiedRollouts
-from echo2.head.strangers.replay import Referee, Result
+from echo2.head.strangers.replay import EnvironmentReplay, Result
 from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.tasks.harness_process import is_harness
@@ -78,7 +78,7 @@ class Scoring:
 
 class Deliveries:
     """Reads and checks what workers deliver. `vocab_size`: None only before the first learner, when no group is leased.
-    Where the head can play the environment again, the `Referee` does.
+    Where the head can play the environment again, the `EnvironmentReplay` does.
     """
 
     def __init__(
@@ -95,17 +95,17 @@ class Deliveries:
         self._clock, self._tasks, self._reader = clock, tasks, reader
         self._copied = CopiedRollouts()
         walked = config.tasks.environment and not is_harness(config.tasks.environment)
-        self._referee = Referee(config.tasks.environment) if walked else None
+        self._replay = EnvironmentReplay(config.tasks.environment) if walked else None
         self.vocab_size: int | None = ledger.get_meta("vocab_size")
 
     @property
     def are_replayed(self) -> bool:
         """Whether the environment judges each result, which may take long."""
-        return self._referee is not None
+        return self._replay is not None
 
     def timed(self, event: Result) -> Result:
         """Return the event with the seconds that the replay took."""
-        return event if self._referee is None else self._referee.timed(event)
+        return event if self._replay is None else self._replay.timed(event)
 
     def learn_vocabulary(self, vocab_size: int) -> None:
         """Keep the size of the vocabulary, which the learner knows."""
@@ -115,13 +115,13 @@ class Deliveries:
 
     async def load(self, files: Mapping[str, bytes]) -> None:
         """Load the tokenizer from a snapshot's files. Raises as `RunTokenizer.load`."""
-        stop = await self._referee.stop() if self._referee is not None else ""
+        stop = await self._replay.stop() if self._replay is not None else ""
         await self._reader.load(files, stop, tuple(self._config.sampling.stop))
 
     async def close(self) -> None:
         """End the environment's process."""
-        if self._referee is not None:
-            await self._referee.close()
+        if self._replay is not None:
+            await self._replay.close()
 
     async def read(self, worker_id: str, lease: Lease, delivery: wire.Delivery) -> ev.GroupDelivered:
         """Check a delivery under its lease. Return the event with the group, its prompt, and the bytes to store and
@@ -153,13 +153,13 @@ class Deliveries:
             check_top(group, params.top_logprobs, self.vocab_size)
         if LOGGED_ROLLOUTS in task.columns:
             group = self._as_logged(task, group, params.max_tokens)
-        elif self._referee is not None:
+        elif self._replay is not None:
             is_chat = not isinstance(task.prompt, str)
-            stop = await self._referee.stop()
+            stop = await self._replay.stop()
             rules = self._reader.turn_rules(stop, is_chat, config.sampling.max_turns, params.max_tokens)
             worker = self._planner.fleet.get(worker_id)
             until = lease.deadline if worker is None else lease_times.ends_at(self._planner, worker, lease)
-            group = await self._referee.judged(rules, lease, task, group, until - self._clock.now())
+            group = await self._replay.replay(rules, lease, task, group, until - self._clock.now())
         elif not by_harness:
             self._reader.check_ends(group, params.max_tokens)
         member = self._identity.member(worker_id)

@@ -22,10 +22,10 @@ from echo2.core.types import GroupRef, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.serve import claims
+from echo2.head.serve.connections import WorkerConnection, check_hello
 from echo2.head.serve.effects import orders
 from echo2.head.serve.head import Head
 from echo2.head.serve.learner_calls import LearnerCalls
-from echo2.head.serve.presence import Presence, check_hello
 from echo2.head.serve.results import check_own
 from echo2.sandbox.plugins import TRACEBACK_CHARS, traceback_of
 from echo2.tasks.harness_process import is_harness
@@ -39,7 +39,7 @@ DELIVERIES_PER_CALL_MAX = 4096
 #: Results that a call reads in one turn, and calls that have a turn at once. Other calls wait for a turn. A heartbeat
 #: waits at most for the results of these turns, however many workers deliver: a tenth of a millisecond each.
 READ_TOGETHER_MAX = 16
-TURNS_MAX = 4
+READ_SLOTS = 4
 #: Maximum characters of a worker's explanation of a failure; each is a line of events.jsonl.
 DETAIL_CHARS_MAX = 500
 #: Maximum characters of a verdict, which the ticket's history stores.
@@ -57,7 +57,7 @@ class Service:
         self.learner = LearnerCalls(head)
         self._revoked: frozenset[str] = frozenset()
         self._reading: dict[tuple[str, int], asyncio.Task[wire.DeliveryReply | PeerError]] = {}  # by worker and lease
-        self._turns = asyncio.Semaphore(TURNS_MAX)
+        self._read_slots = asyncio.Semaphore(READ_SLOTS)
 
     def handlers(self) -> dict[str, Handler]:
         return {
@@ -98,29 +98,29 @@ class Service:
         joined = claims.known(head, replace(joined, draws=engine in STREAM_ENGINES), hello.engine)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
-        presence = Presence(
+        connection = WorkerConnection(
             printable(hello.host),
             claims.process_id(hello.pid),
             printable(engine, 50),
             printable(hello.device, 50),
         )
-        head.connections.attend(peer.peer_id, presence)
+        head.connections.attend(peer.peer_id, connection)
         head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
             head.distribution.held(peer.peer_id, joined.installed)
         head.books.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), is_own=not joined.ticket)
-        presence.put(wire.Order(settings=self._settings(server)))
+        connection.put(wire.Order(settings=self._settings(server)))
         if self._revoked:
-            presence.put(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
+            connection.put(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
         try:
             head.events.dispatch(joined)
             worker = head.planner.fleet.get(peer.peer_id)
             if worker is not None and worker.standby:
                 head.books.costs.stands_by(peer.peer_id, head.clock.now())
-            async for order in orders(head, presence):
+            async for order in orders(head, connection):
                 yield order
         finally:
-            if head.connections.leave(peer.peer_id, presence):
+            if head.connections.leave(peer.peer_id, connection):
                 head.books.costs.left(peer.peer_id, head.clock.now())
                 head.distribution.origin.left(peer.peer_id, "its connection closed")
                 head.events.dispatch(ev.WorkerDetached(peer.peer_id, "its connection closed"))
@@ -145,21 +145,21 @@ class Service:
             chat_template_args=json.dumps(config.model.chat_template_args),
         )
 
-    def _presence(self, peer: Peer) -> Presence:
-        presence = self._head.connections.workers.get(peer.peer_id)
-        if presence is None:
+    def _connection(self, peer: Peer) -> WorkerConnection:
+        connection = self._head.connections.workers.get(peer.peer_id)
+        if connection is None:
             raise PeerError("unknown_worker", f"{peer.peer_id} does not attend; attend first")
-        return presence
+        return connection
 
     async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.Empty:
-        presence, installed = self._presence(peer), _installed(report)
+        connection, installed = self._connection(peer), _installed(report)
         if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
             raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
         doing, refused = printable(report.doing, NAME_CHARS_MAX), printable(report.refused, DETAIL_CHARS_MAX)
         report.ClearField("doing")
         report.ClearField("refused")
         report.MergeFrom(wire.WorkerReport(doing=doing, refused=refused))
-        is_new, is_refused = presence.hear(report, installed)
+        is_new, is_refused = connection.hear(report, installed)
         if report.refused and is_refused:
             self._head.books.failures.refused(peer.peer_id, report.refused)
         if installed is not None:
@@ -174,7 +174,7 @@ class Service:
 
     async def leave(self, peer: Peer, _: wire.Empty) -> wire.Empty:
         """Remove a worker that its owner ends. Other workers get its leases at once."""
-        self._presence(peer)
+        self._connection(peer)
         self._head.events.dispatch(ev.WorkerLeft(peer.peer_id, "its owner ended it"))
         return wire.Empty()
 
@@ -200,7 +200,7 @@ class Service:
             if self._head.deliveries.are_replayed:
                 replies += await asyncio.gather(*(self._deliver_played(peer, delivery) for delivery in part))
                 continue
-            async with self._turns:
+            async with self._read_slots:
                 events = [await self._read(peer, delivery) for delivery in part]
                 answers = [self._head.events.tell(event) for event in events]
                 replies += [self._reply(event, await answer) for event, answer in zip(events, answers, strict=True)]
@@ -276,7 +276,7 @@ class Service:
         return wire.Empty()
 
     async def fetch_manifest(self, peer: Peer, request: wire.ManifestRequest) -> wire.SnapshotNotice:
-        self._presence(peer)
+        self._connection(peer)
         return await self._head.distribution.fetch_manifest(peer.peer_id, request)
 
     def expel(self, revoked: frozenset[str]) -> None:

@@ -15,7 +15,7 @@ from echo2.core.background import Background
 from echo2.core.clock import Clock
 from echo2.core.errors import NoRoomError, UserError
 from echo2.head.decide.planner import Planner
-from echo2.head.serve.presence import Connections
+from echo2.head.serve.connections import Connections
 from echo2.transport import wire_pb2 as wire
 
 log = logging.getLogger(__name__)

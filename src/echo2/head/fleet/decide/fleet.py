@@ -36,10 +36,10 @@ Place = tuple[int, Kind]
 @dataclass(slots=True)
 class Worker:
     """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
-    begins a step, until one of them is delivered (`frontier`); None: no such limit. `detached_at`: when its connection
-    closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's owner.
-    `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine was
-    rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
+    begins a step, until one of them is delivered (`pacing.WidthSearch`); None: no such limit. `detached_at`: when its
+    connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's
+    owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine
+    was rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
     snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers.
     """
 

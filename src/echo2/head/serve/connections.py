@@ -18,7 +18,7 @@ OUTBOX_ORDERS_MAX = 1024
 
 
 @dataclass(slots=True)
-class Presence:
+class WorkerConnection:
     """The head's record of an attending worker, beyond the planner's. `outbox`: the next messages of its stream, in
     order; None ends the stream. `unsent`: the newest list of leases in the outbox, to which further leases are added;
     None once it was sent.
@@ -69,7 +69,7 @@ class Presence:
 
 
 @dataclass(slots=True)
-class LearnerPresence:
+class LearnerConnection:
     """The connected learner. `feed`: messages for the stream of its current step; groups as stored in the ledger.
     `orders`: messages for its session's stream after the welcome. None ends either stream.
     """
@@ -118,19 +118,19 @@ class Connections:
 
     def __init__(self, is_deterministic: bool) -> None:
         self._is_deterministic = is_deterministic
-        self.workers: dict[str, Presence] = {}
-        self.learner: LearnerPresence | None = None
+        self.workers: dict[str, WorkerConnection] = {}
+        self.learner: LearnerConnection | None = None
 
-    def attend(self, worker_id: str, presence: Presence) -> None:
+    def attend(self, worker_id: str, connection: WorkerConnection) -> None:
         """Add a worker, in place of its earlier connection."""
         if (before := self.workers.get(worker_id)) is not None:
             before.end()
-        self.workers[worker_id] = presence
+        self.workers[worker_id] = connection
 
-    def leave(self, worker_id: str, presence: Presence | None = None) -> bool:
+    def leave(self, worker_id: str, connection: WorkerConnection | None = None) -> bool:
         """Remove a worker. Return whether it was connected, and by this connection if one is named."""
         current = self.workers.get(worker_id)
-        if current is None or (presence is not None and current is not presence):
+        if current is None or (connection is not None and current is not connection):
             return False
         current.end()
         del self.workers[worker_id]
@@ -138,23 +138,23 @@ class Connections:
 
     def order(self, worker_id: str, order: wire.Order) -> None:
         """Send an order to a worker, if it is connected."""
-        if (presence := self.workers.get(worker_id)) is not None:
-            presence.put(order)
+        if (connection := self.workers.get(worker_id)) is not None:
+            connection.put(order)
 
     def grant(self, worker_id: str, leases: Sequence[Lease]) -> None:
         """Send leases to a worker, if it attends. In deterministic mode each grant is a message: leases granted
         together are sampled together.
         """
-        if (presence := self.workers.get(worker_id)) is not None:
-            presence.grant(leases, self._is_deterministic)
+        if (connection := self.workers.get(worker_id)) is not None:
+            connection.grant(leases, self._is_deterministic)
 
-    def join(self, learner: LearnerPresence) -> None:
+    def join(self, learner: LearnerConnection) -> None:
         """Add the learner, in place of its earlier session."""
         if self.learner is not None:
             self.learner.end()
         self.learner = learner
 
-    def quit(self, learner: LearnerPresence) -> bool:
+    def quit(self, learner: LearnerConnection) -> bool:
         """Remove the learner. Return False if it has a new session."""
         if self.learner is not learner:
             return False
