@@ -141,7 +141,7 @@ def test_a_token_server_is_taken_where_the_run_leaves_the_engine_open_and_nobody
             told = (await anext(stream)).settings
             assert (told.engine, told.server) == (workers.get("engine", "auto"), server)
             head = open_head.head
-            assert head.workers[peer.peer_id].engine == (server or told.engine)
+            assert head.connections.workers[peer.peer_id].engine == (server or told.engine)
             worker = head.planner.fleet.get(peer.peer_id)
             assert worker is not None
             assert worker.draws == (not server)  # whom nobody can check, checks nobody
