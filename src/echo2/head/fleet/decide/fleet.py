@@ -142,7 +142,7 @@ class Fleet:
         worker.samples = num_samples
         self.file(worker)
         worker.speed.use(num_samples, self.at_once(worker) * self.group_size, now)
-        if not worker.detached:
+        if worker.detached_at is None:
             worker.idle_since = None if num_samples else now if worker.idle_since is None else worker.idle_since
 
     def begin_step(self, worker: Worker, num_groups: int | None) -> None:
@@ -213,10 +213,11 @@ class Fleet:
 
     def file(self, worker: Worker) -> None:
         """Update the indexes for this worker. Call this whenever one of its fields has changed."""
-        here = not worker.detached and not worker.standby
+        attends = worker.detached_at is None
+        here = attends and worker.standby_since is None
         free = here and not worker.samples
         resting = here and self.rests.get(worker.worker_id) is not None
-        self._count(worker.worker_id, (not worker.detached, here, resting, free, self.at_once(worker) if here else 0))
+        self._count(worker.worker_id, (attends, here, resting, free, self.at_once(worker) if here else 0))
         depth = self._depth_of(worker) if here and not resting else None
         if depth is None:
             self._place(worker.worker_id, None)
