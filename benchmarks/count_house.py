@@ -61,7 +61,7 @@ echo2.learner.core: tenants trainer
 #: Words by which the files of a topic are found.
 TOPICS = {
     "broadcast": r"\b(Fetcher|OriginNode|PeerNode|Broadcast|plan_routes|stripes?)\b",
-    "strangers": r"\b(strangers?|Trust|Standings|conducts?|quarantine)\b",
+    "strangers": r"\b(strangers?|Trust|TicketCredits|conducts?|quarantine)\b",
     "engines": r"\b(Engine|TokenServer|make_engine)\b",
     "losses": r"\b(LOSS_PARAMS|loss_params|policy_loss|TokenLoss)\b",
 }

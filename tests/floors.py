@@ -44,7 +44,7 @@ SEAMS = frozenset(
         "echo2.engines.text_scores",
         "echo2.engines.tokenizer",
     }
-    | {"echo2.head.serve.presence", "echo2.head.strangers.tickets"}
+    | {"echo2.head.serve.connections", "echo2.head.strangers.tickets"}
     | {
         "echo2.learner.core.adapters",
         "echo2.learner.core.checkpoint",

@@ -68,13 +68,11 @@ class OpenHead:
         for folder in (rundir.path, rundir.rollouts, rundir.logs):
             folder.mkdir(parents=True, exist_ok=True)
         config = configuration.build(self._raw, "test")
-        self.head = Head(rundir, config, RunIdentity.create_or_load(rundir.identity), HeadEffects)
+        self.head = await Head.open(rundir, config, RunIdentity.create_or_load(rundir.identity), HeadEffects)
         self.service = Service(self.head)
-        await self.head.reward.start()
-        await self.head.start()
         version = self.head.planner.training.version
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=version, vocab_size=VOCAB)
-        self.session = self.service.learner_hello(LEARNER, hello)
+        self.session = self.service.learner.learner_hello(LEARNER, hello)
         self.epoch = (await anext(self.session)).epoch
         self.learn()
         if not self.head.planner.snapshots.published:
@@ -102,11 +100,13 @@ class OpenHead:
         tensors = {"w": TensorBytes("I16", (4,), bytes([version]) * 8)}
         manifest, chunks = encode(SnapshotRef(RUN_POLICY, 1, version), tensors, self._files)
         request = wire.PublishRequest(manifest=manifest.text, epoch=self.epoch)
-        missing = await self.service.offer_chunks(LEARNER, wire.ChunkOffer(hashes=manifest.hashes, epoch=self.epoch))
+        missing = await self.service.learner.offer_chunks(
+            LEARNER, wire.ChunkOffer(hashes=manifest.hashes, epoch=self.epoch)
+        )
         for hash_ in missing.hashes:
             chunk = wire.OfferedChunk(hash=hash_, data=bytes(chunks[hash_]), epoch=self.epoch)
-            await self.service.put_chunk(LEARNER, chunk)
-        await self.service.publish(LEARNER, request)
+            await self.service.learner.put_chunk(LEARNER, chunk)
+        await self.service.learner.publish(LEARNER, request)
 
     async def report(self, name: str = "w-1", version: int = 0) -> None:
         """A worker's heartbeat: it has this version installed."""
@@ -119,7 +119,7 @@ class OpenHead:
 
     async def _learn(self) -> None:
         wanted = wire.TakeGroups(step=self.head.planner.training.version, epoch=self.epoch)
-        async for fed in self.service.take_groups(LEARNER, wanted):
+        async for fed in self.service.learner.take_groups(LEARNER, wanted):
             self.fed.extend(map(parse_group, fed.groups))
 
     @contextlib.asynccontextmanager

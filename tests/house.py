@@ -133,7 +133,7 @@ def room_of(name: str) -> str | None:
 
 
 def folder_of(name: str, room: str) -> str:
-    """The folder within its room of a dotted name: `echo2.head.fleet.decide.gauge` -> `fleet.decide`."""
+    """The folder within its room of a dotted name: `echo2.head.fleet.decide.measurements` -> `fleet.decide`."""
     parts = name.split(".")[1 if room == SERVICE else 2 :]
     known = {folder for floor in FOLDERS.get(room, ()) for folder in floor}
     return next((".".join(parts[:n]) for n in (2, 1) if ".".join(parts[:n]) in known and len(parts) >= n), "")
@@ -339,7 +339,7 @@ def except_complaints(source: Source) -> list[str]:
 
 def ownership_complaints(source: Source) -> list[str]:
     """In the head, an object's fields are written in the file of its class, by its verbs. Other files read them."""
-    if source.room != "head" or not source.decides:
+    if source.room != "head" or not (source.decides or ".serve." in source.module):
         return []
     tree = source.parse()
     stores = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))

@@ -102,7 +102,7 @@ BROKEN = [
     (house.seam_complaints, "echo2_service.front.app", "from echo2.head.decide import planner"),
     (house.decide_complaints, "echo2.head.decide.planner", "import time"),
     (house.decide_complaints, "echo2.head.decide.planner", "from random import Random"),
-    (house.decide_complaints, "echo2.head.fleet.decide.gauge", "import numpy as np"),
+    (house.decide_complaints, "echo2.head.fleet.decide.measurements", "import numpy as np"),
     (house.decide_complaints, "echo2.worker.decide.scheduler", "print('hello')"),
     (house.decide_complaints, "echo2.head.decide.planner", "from echo2.core.disk import num_bytes"),
     (house.decide_complaints, "echo2_service.decide.order", "from echo2_service.limits import BODY_BYTES_MAX"),
@@ -132,7 +132,7 @@ BROKEN = [
     (house.ownership_complaints, "echo2.head.decide.planner", "class P:\n    def f(self): self.groups.next_number = 3"),
     (house.ownership_complaints, "echo2.head.decide.results", "state.snapshots.published[3] = ref"),
     (house.ownership_complaints, "echo2.head.decide.results", "del state.rounds[3]"),
-    (house.ownership_complaints, "echo2.head.decide.results", "state.rounds.pop(worker_id, None)"),
+    (house.ownership_complaints, "echo2.head.serve.claims", "head.books.turned_away.pop(worker_id, None)"),
     (house.annotation_complaints, "echo2.core.types", "def f(x) -> int: return x"),
     (house.annotation_complaints, "echo2.core.types", "class A:\n    async def f(self, x: int): return x"),
 ]

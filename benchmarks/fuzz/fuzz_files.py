@@ -212,7 +212,7 @@ def _events() -> bytes:
     options = planner_options(config.Config(), 0)
     log, planner = eventlog.EventLog(path, options), Planner(options)
     for now, event in enumerate((ev.LearnerJoined(0), ev.WorkerJoined("w-1", 2, 0.5, installed=None))):
-        log.add(float(now), event, planner.handle(event, float(now)))
+        log.write(float(now), event, planner.handle(event, float(now)))
     log.flush()
     log.close()
     return path.read_bytes()

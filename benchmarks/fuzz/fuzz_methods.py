@@ -130,8 +130,7 @@ class World:
             schedule=config.sections.ScheduleConfig(groups_per_step=16),
         )
         made = rundir.create(self.path, settings, resume=False)
-        self.head = Head(made, settings, _run_identity(), HeadEffects)
-        await self.head.start()
+        self.head = await Head.open(made, settings, _run_identity(), HeadEffects)
         self.handlers: Handlers = {**Service(self.head).handlers()}
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=0, vocab_size=VOCABULARY)
         self.session: Any = self.handlers["LearnerHello"](LEARNER, hello)
@@ -149,11 +148,11 @@ class World:
 
     @property
     def is_used_up(self) -> bool:
-        return self.calls >= CALLS_PER_HEAD or self.sender == SENDERS_MAX - 1 or self.head.outcome is not None
+        return self.calls >= CALLS_PER_HEAD or self.sender == SENDERS_MAX - 1 or self.head.ending.outcome is not None
 
     def replace_expelled(self) -> None:
         """Nothing more is taken of an expelled worker: another takes its place."""
-        if self.head.planner.conducts.expulsion(self.peer.peer_id, self.head.clock.now()) is not None:
+        if self.head.planner.penalties.expulsion(self.peer.peer_id, self.head.clock.now()) is not None:
             self.sender += 1
             self.loop.run_until_complete(self._attend(self.peer))
 
@@ -184,8 +183,8 @@ class World:
         self.loop.run_until_complete(
             self._call(method, worker(SENDERS_MAX) if method.name == "Attend" else peer, message)
         )
-        if self.head.outcome is not None and self.head.outcome[0] in ("bug", "user_error"):
-            raise AssertionError(f"the run ended: {self.head.outcome}")
+        if self.head.ending.outcome is not None and self.head.ending.outcome[0] in ("bug", "user_error"):
+            raise AssertionError(f"the run ended: {self.head.ending.outcome}")
 
     async def _call(self, method: Method, peer: Peer, message: Any) -> None:
         answer = self.handlers[method.name](peer, message)
@@ -215,7 +214,7 @@ class World:
         shutil.rmtree(self.path, ignore_errors=True)
 
     async def _close(self) -> None:
-        self.head.end("stopped", "enough calls")
+        self.head.ending.end("stopped", "enough calls")
         for stream in self.streams:
             await stream.aclose()
         await self.head.machines.close()
@@ -238,7 +237,7 @@ class _Worlds:
     def world(self) -> World:
         world = self._world
         if world is not None and (
-            world.calls >= CALLS_PER_HEAD or world.head.outcome or world.sender == SENDERS_MAX - 1
+            world.calls >= CALLS_PER_HEAD or world.head.ending.outcome or world.sender == SENDERS_MAX - 1
         ):
             self.forget()
         if self._world is None:

@@ -47,7 +47,7 @@ from recording import save
 from rich.console import Console
 from rich.table import Table
 
-from echo2.head.decide.pacing import Frontier
+from echo2.head.decide.pacing import WidthSearch
 
 #: Rollout over training time.
 PROPORTION = 0.9
@@ -92,7 +92,7 @@ def measure(
 
 def predict(options: argparse.Namespace) -> None:
     """The gain of whole batches and of each frontier, as far as batches and lengths decide it."""
-    widths = Frontier(GROUPS_PER_BATCH).widths
+    widths = WidthSearch(GROUPS_PER_BATCH).widths
     table = Table(
         title=f"{options.workers} workers, full at {options.full_rows} rollouts: gain if messages took no time"
     )

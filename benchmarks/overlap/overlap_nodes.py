@@ -31,7 +31,7 @@ import paced_run
 
 from echo2.core.decide.seeds import group_seed
 from echo2.core.types import RUN_POLICY, GroupRef
-from echo2.head.decide.pacing import Frontier
+from echo2.head.decide.pacing import WidthSearch
 
 GROUP_SIZE = 8
 GROUPS_PER_BATCH = 8
@@ -138,7 +138,7 @@ def group_ends(seed: int, groups: int, fleet: Fleet, width: int | None = None) -
     """When each group of a round is complete: in whole batches, or in those of a frontier of this width. Who is free
     first gets the next batch; messages take no time.
     """
-    frontier = Frontier(width or 1)
+    frontier = WidthSearch(width or 1)
     free, ends = [0.0] * fleet.workers, list[float]()
     while len(ends) < groups:
         left, first = groups - len(ends), free[0] == 0.0

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from echo2.core.types import RUN_POLICY, GroupRef, Lease, Rollout, RolloutGroup, Task
 from echo2.head.serve.reading import RunTokenizer
-from echo2.head.strangers.replay import Referee, TurnRules
+from echo2.head.strangers.replay import EnvironmentReplay, TurnRules
 from echo2.reward.sandbox import Sandbox
 
 TOKEN_BYTES = 9  # of a token, its logprob and its mask
@@ -93,16 +93,16 @@ def measure_tokens(reader: RunTokenizer) -> None:
 
 async def measure_turns(tokenizer: Any, folder: Path) -> None:
     (folder / "own.py").write_text(ENVIRONMENT)
-    referee = Referee(f"{folder}/own.py:Silent")
-    await referee.stop()
+    replay = EnvironmentReplay(f"{folder}/own.py:Silent")
+    await replay.stop()
     for turns in (16, 512):
         rules = TurnRules(tokenizer, frozenset(), "", False, turns, turns + 1, 0)
         group = group_of([array("i", [5] * turns)] * SIZE)
         lease = Lease(1, group.group, 0, 0, SIZE, 0, None, 1e18, 1.0, 0)
         began = time.perf_counter()
-        await referee.judged(rules, lease, Task(0, "?", {}), group, 600.0)
+        await replay.replay(rules, lease, Task(0, "?", {}), group, 600.0)
         told(f"replay: {turns} turns of one token", time.perf_counter() - began, TOKEN_BYTES * SIZE * turns)
-    await referee.close()
+    await replay.close()
 
 
 def main() -> int:

@@ -274,7 +274,7 @@ def log_life(path: Path, events: list[ev.Event]) -> int:
     planner, log, num_commands = Planner(OPTIONS), EventLog(path, OPTIONS), 0
     for second, event in enumerate(events):
         commands = planner.handle(event, float(second))
-        log.add(float(second), event, commands)
+        log.write(float(second), event, commands)
         log.flush()
         num_commands += len(commands)
     log.close()
@@ -359,9 +359,9 @@ def test_a_full_disk_stops_the_event_log_and_the_rest_can_be_replayed(tmp_path: 
     path, events = tmp_path / "events.jsonl", some_events()
     log = EventLog(path, OPTIONS)
     planner = Planner(OPTIONS)
-    log.add(0.0, events[0], planner.handle(events[0], 0.0))
+    log.write(0.0, events[0], planner.handle(events[0], 0.0))
     log.flush()
-    log.add(1.0, events[1], planner.handle(events[1], 1.0))
+    log.write(1.0, events[1], planner.handle(events[1], 1.0))
     with full_disk(path.stat().st_size + 10), pytest.raises(UserError, match=r"Cannot write .*events\.jsonl: "):
         log.flush()
     log.close()
@@ -372,7 +372,7 @@ def test_a_log_in_parts_is_replayed_as_one(tmp_path: Path) -> None:
     path, planner = tmp_path / "events.jsonl", Planner(OPTIONS)
     log = EventLog(path, OPTIONS, part_bytes_max=800)
     for second, event in enumerate(some_events()):
-        log.add(float(second), event, planner.handle(event, float(second)))
+        log.write(float(second), event, planner.handle(event, float(second)))
         log.flush()
     log.close()
     log_life(path, some_events())
@@ -389,7 +389,7 @@ def test_once_the_oldest_part_is_gone_the_heads_after_it_are_replayed_and_the_re
     path, planner, ticks = tmp_path / "events.jsonl", Planner(OPTIONS), 4000
     log = EventLog(path, OPTIONS, part_bytes_max=2500)
     for second in range(ticks):
-        log.add(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
+        log.write(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
         log.flush()
     log.close()
     parts = logs.parts(path)

@@ -94,7 +94,7 @@ async def _head(folder: Path, told: list[BaseException]) -> None:
             await until(lambda: bool(leases))
             await opened.report()
             await opened.deliver(delivery(leases[0], [sample([3, 5, 2]) for _ in range(4)]))
-            await until(lambda: bool(opened.fed) or opened.head.outcome is not None)
+            await until(lambda: bool(opened.fed) or opened.head.ending.outcome is not None)
     finally:
         await opened.__aexit__()
 

@@ -135,7 +135,7 @@ def test_honest_groups_pass_and_a_liar_ends_in_quarantine_and_is_expelled(tmp_pa
                 await until(lambda at=at: len(liar.leases) > at)
                 await liar.sample(engine, liar.leases[at], shift=1)
                 assert "random numbers" in (await verdict(NEWCOMER_CHECKS + at)).fault
-            assert head.head.planner.conducts.expulsion(liar.peer.peer_id, head.head.clock.now()) is not None
+            assert head.head.planner.penalties.expulsion(liar.peer.peer_id, head.head.clock.now()) is not None
             least, most = trust.rows(status(head.head))
             assert (least["ticket"], least["is_quarantined"], least["num_failed"]) == (liar.ticket_id, True, 2)
             assert (most["ticket"], most["is_quarantined"]) == (stranger.ticket_id, False)

@@ -105,7 +105,7 @@ def test_a_fault_retires_what_is_not_trained_yet_and_a_second_one_expels_the_tic
     (second,) = of(do.CheckGroup, brings(desk, "s" if desk.planner.leases.of_worker("s") else "s2"))
     commands = answers(desk, second, "again")
     assert {one.worker_id for one in of(do.ExpelWorker, commands)} == {"s", "s2"}
-    assert desk.planner.standings.rests.get("ticket-s") == pytest.approx(desk.now + EXPELLED_REST_SECONDS)
+    assert desk.planner.credits.rests.get("ticket-s") == pytest.approx(desk.now + EXPELLED_REST_SECONDS)
     trust = desk.planner.trust.of("ticket-s")
     assert trust.history[0][1].endswith("100 of 100 tokens are wrong")
     assert trust.score == pytest.approx(2 / 5)
@@ -208,9 +208,9 @@ def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long()
     (rest,), (gone,) = of(do.RecordRest, commands), of(do.ExpelWorker, commands)
     expulsions = (ev.RecoveredExpulsion(gone.worker_id, desk.now + gone.seconds, gone.num_expelled, gone.reason),)
     desk = Desk(CHECKED, ev.HeadStarted(published=(FIRST,), rests=(rest.rest,), expulsions=expulsions))
-    assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds - 1) is not None
-    assert desk.planner.conducts.expulsion("s", desk.now + gone.seconds + 1) is None
-    assert desk.planner.conducts.expel("s", "again", desk.now) == (2 * gone.seconds, 2)
+    assert desk.planner.penalties.expulsion("s", desk.now + gone.seconds - 1) is not None
+    assert desk.planner.penalties.expulsion("s", desk.now + gone.seconds + 1) is None
+    assert desk.planner.penalties.expel("s", "again", desk.now) == (2 * gone.seconds, 2)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
     joins(desk, "own")
     assert not of(do.GrantLeases, joins(desk, "another", "ticket-s"))  # with another key, by the same ticket
@@ -401,7 +401,7 @@ def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_noth
     desk.tell(ev.GroupsWanted(2), ev.WorkerLeft("own", "it goes"))
     joins(desk, "own")
     lease_id = _lease_of_step(desk, "s", 2)
-    credit = desk.planner.standings.of("ticket-s").credit
+    credit = desk.planner.credits.of("ticket-s").credit
     desk.tell(ev.LearnerLost("killed"), ev.LearnerJoined(1))
     if has_new_weights:  # they came while it sampled
         answer = desk.tell(ev.LeaseFailed("s", lease_id, "snapshot_gone", "a snapshot of another lineage came"))
@@ -410,7 +410,7 @@ def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_noth
         answer = desk.deliver(lease_id, 2)
         refused = [(one.refusal, "not published" in one.reason) for one in of(do.RefuseDelivery, answer)]
         assert refused == [("late", True)]
-    assert desk.planner.standings.of("ticket-s").credit == credit
+    assert desk.planner.credits.of("ticket-s").credit == credit
     group = desk.leases[lease_id][1].group.number
     record = desk.planner.groups.get(group)
     assert record is not None

@@ -189,7 +189,7 @@ def test_every_file_of_a_run_says_that_there_is_no_room_and_is_whole_afterwards(
     planner, chunk = Planner(options), b"x" * 9000
 
     def log_tick(second: int) -> None:
-        log.add(second, ev.Tick(), planner.handle(ev.Tick(), second))
+        log.write(second, ev.Tick(), planner.handle(ev.Tick(), second))
         log.flush()
 
     with pytest.raises(NoRoomError, match=r"Cannot write .*/e: No space left"):

@@ -189,10 +189,10 @@ def test_what_was_found_of_strangers_is_what_the_next_head_is_told(ledger: Morta
             driver.handle(delivered_by("s", lease_id, lease.group), 1.0)
         known = Driver(options, ledger, Effects(ledger))
         known.start(Stored((SNAPSHOT,)), 1.0)
-        trust, rest = known.planner.trust, known.planner.standings.rests.get("t")
+        trust, rest = known.planner.trust, known.planner.credits.rests.get("t")
         assert list(trust.open) == ([] if num_faults == 2 else [lease.group.number])
         assert trust.of("t").num_failed == num_faults
-        assert (rest is not None) == (known.planner.conducts.expulsion("s", 2.0) is not None) == (num_faults == 2)
+        assert (rest is not None) == (known.planner.penalties.expulsion("s", 2.0) is not None) == (num_faults == 2)
         if num_faults < 2:
             driver.handle(ev.GroupChecked("own", lease.group, 9, "wrong"), 1.0)
 

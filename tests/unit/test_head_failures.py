@@ -45,7 +45,7 @@ def test_a_reward_that_raises_is_counted_with_its_traceback_and_a_restart_keeps_
                         )
                     )
             (found,) = report.summary(open_head.head)["failures"]
-            open_head.head.save_books()
+            open_head.head.books.save(open_head.head.distribution.origin)
         assert found["kind"] == "reward_failed"
         assert "in helper: AttributeError: 'dict' object has no attribute 'absent'" in found["message"]
         assert "in mine\n    return helper(columns)" in found["traceback"]
@@ -86,11 +86,11 @@ def test_a_lease_that_its_worker_does_not_hold_counts_nothing(tmp_path: Path) ->
             for peer, lease_id in (("w-1", 10**6), ("w-2", held)):
                 said = wire.LeaseFailed(lease_id=lease_id, reason="engine_failed", detail="made up")
                 await one.service.fail_lease(one.peer(peer), said)
-            assert one.head.failures.to_plain() == []
+            assert one.head.books.failures.to_plain() == []
             said = wire.LeaseFailed(lease_id=held, reason="engine_failed", detail="cuda is gone\nline 1\nline 2")
             for _ in range(3):
                 await one.service.fail_lease(one.peer("w-1"), said)
-            (failure,) = one.head.failures.to_plain()
+            (failure,) = one.head.books.failures.to_plain()
             assert (failure["kind"], failure["count"]) == ("engine_failed", 1)
             assert failure["message"] == f"{one.peer('w-1').peer_id}: cuda is gone"
             assert failure["traceback"] == "line 1\nline 2"
@@ -119,7 +119,7 @@ def test_a_worker_that_refuses_a_snapshot_says_why_where_people_look(tmp_path: P
             hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1)
             orders = one.service.attend(one.peer("w-1"), hello)
             listening = asyncio.ensure_future(anext(orders))
-            await until(lambda: one.head.workers)
+            await until(lambda: one.head.connections.workers)
             said = wire.WorkerReport(doing="waiting", refused="1.0: no room\x1b[2J for it")
             for _ in range(3):
                 await one.service.report(one.peer("w-1"), said)
@@ -127,7 +127,7 @@ def test_a_worker_that_refuses_a_snapshot_says_why_where_people_look(tmp_path: P
             for count in range(200):
                 said = wire.WorkerReport(doing="waiting", refused=f"1.{count}: no room")
                 await one.service.report(one.peer("w-1"), said)
-            assert one.head.failures.to_plain()[0]["count"] == REFUSALS_PER_WORKER
+            assert one.head.books.failures.to_plain()[0]["count"] == REFUSALS_PER_WORKER
             listening.cancel()
         (failure,) = found["failures"]
         assert (failure["kind"], failure["count"]) == ("snapshot_refused", 1)

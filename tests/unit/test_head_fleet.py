@@ -16,8 +16,8 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions, RentableOffer
-from echo2.head.fleet.decide.gauge import Gauge
-from echo2.head.fleet.decide.outlook import outlook, predicted_idle_ratio
+from echo2.head.fleet.decide.fleet_need import fleet_need, predicted_idle_ratio
+from echo2.head.fleet.decide.measurements import Measurements
 from echo2.head.fleet.decide.throughput import Throughput
 from invariants import check
 
@@ -387,7 +387,7 @@ def test_a_lost_worker_that_comes_back_is_not_taken_for_a_machine_that_is_on_its
 
 
 def test_before_a_step_is_trained_the_outlook_knows_nothing_but_heads() -> None:
-    found = outlook(Hall(3).planner, 0.0)
+    found = fleet_need(Hall(3).planner, 0.0)
     assert (found.active, found.standby, found.needed_rate, found.short) == (3, 0, None, None)
     assert found.text == "how many workers are needed is known after the first step"
 
@@ -397,7 +397,7 @@ def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees
     for _ in range(3):
         hall.train_a_step()
     planner = hall.planner
-    found, idle = outlook(planner, hall.now), predicted_idle_ratio(planner, hall.now)
+    found, idle = fleet_need(planner, hall.now), predicted_idle_ratio(planner, hall.now)
     assert found.needed_rate == pytest.approx(1.1 * 32 / 30.0, rel=0.05)
     assert found.short is not None
     assert found.short < 0
@@ -406,7 +406,7 @@ def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees
     assert idle == pytest.approx(0.0, abs=0.01)
     for number in range(1, 8):
         hall.tell(ev.WorkerLeft(f"w{number}", "gone"))
-    alone, waits = outlook(planner, hall.now), predicted_idle_ratio(planner, hall.now)
+    alone, waits = fleet_need(planner, hall.now), predicted_idle_ratio(planner, hall.now)
     assert alone.active == 1
     assert alone.text == f"{alone.short} workers short"
     assert waits == pytest.approx(1 - alone.rate * 30.0 / 32, abs=0.05)  # it sets the pace
@@ -415,7 +415,7 @@ def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees
 def test_on_policy_no_rate_is_enough_and_nobody_is_over() -> None:
     hall = Hall(4, groups_per_step=8, max_staleness=0)
     hall.train_a_step()
-    found = outlook(hall.planner, hall.now)
+    found = fleet_need(hall.planner, hall.now)
     assert (found.short, found.needed_rate) == (None, math.inf)
     assert found.text.startswith("max_staleness = 0 (on-policy) leaves the learner waiting at any rate: ")
     assert found.text.endswith(" Set max_staleness >= 1")
@@ -425,11 +425,11 @@ def slow_broadcast(seconds: float) -> str:
     """What is missing where a learner of 30 s a step may be one version behind, and rollouts take 10 s."""
     hall = Hall(1, groups_per_step=16, max_staleness=1)
     hall.train_a_step()
-    gauge = hall.planner.gauge
-    gauge.train_seconds.append(30.0)
-    gauge.broadcasts.extend([seconds] * 15)
-    gauge.batch_seconds = 10.0
-    return outlook(hall.planner, hall.now).text
+    measurements = hall.planner.measurements
+    measurements.train_seconds.append(30.0)
+    measurements.broadcasts.extend([seconds] * 15)
+    measurements.batch_seconds = 10.0
+    return fleet_need(hall.planner, hall.now).text
 
 
 def test_where_the_staleness_bound_is_the_limit_status_says_so_as_a_plan_does() -> None:
@@ -465,17 +465,17 @@ def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> Non
 
 
 def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_those_who_are_released() -> None:
-    gauge = Gauge()
-    gauge.published(SnapshotRef(RUN_POLICY, 1, 0), 0.0)
-    gauge.installed(SnapshotRef(RUN_POLICY, 1, 0), 1, 500.0)  # it had to start first
-    assert gauge.typical_broadcast_seconds() == 0.0
-    gauge.step_trained(2.5, 510.0)
-    assert gauge.typical_train_seconds() == 2.5  # as the learner says
-    gauge.published(SnapshotRef(RUN_POLICY, 1, 1), 510.0)
-    gauge.installed(SnapshotRef(RUN_POLICY, 1, 1), 3, 512.0)
-    assert gauge.typical_broadcast_seconds() == 0.0
-    gauge.fewer_active(1, 513.0)
-    assert gauge.typical_broadcast_seconds() == 3.0
+    measurements = Measurements()
+    measurements.published(SnapshotRef(RUN_POLICY, 1, 0), 0.0)
+    measurements.installed(SnapshotRef(RUN_POLICY, 1, 0), 1, 500.0)  # it had to start first
+    assert measurements.typical_broadcast_seconds() == 0.0
+    measurements.step_trained(2.5, 510.0)
+    assert measurements.typical_train_seconds() == 2.5  # as the learner says
+    measurements.published(SnapshotRef(RUN_POLICY, 1, 1), 510.0)
+    measurements.installed(SnapshotRef(RUN_POLICY, 1, 1), 3, 512.0)
+    assert measurements.typical_broadcast_seconds() == 0.0
+    measurements.fewer_active(1, 513.0)
+    assert measurements.typical_broadcast_seconds() == 3.0
 
 
 def test_weights_of_another_policy_count_as_none() -> None:

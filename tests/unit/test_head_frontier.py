@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from echo2.head.decide.pacing import TRIAL_EVERY, Frontier
+from echo2.head.decide.pacing import TRIAL_EVERY, WidthSearch
 from echo2.head.fleet.decide.fleet import LOOK_AHEAD, Fleet, Worker
 
 
-def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> list[int]:
+def play(frontier: WidthSearch, seconds_of: Callable[[int], float], steps: int) -> list[int]:
     """The width that each of so many steps had, each taking what its width takes."""
     now, widths = 0.0, []
     for step in range(steps):
@@ -22,12 +22,12 @@ def play(frontier: Frontier, seconds_of: Callable[[int], float], steps: int) -> 
 
 
 def test_it_begins_with_whole_batches_and_narrows_while_steps_get_shorter() -> None:
-    widths = play(Frontier(8), lambda width: 10.0 + abs(width - 3), 8)
+    widths = play(WidthSearch(8), lambda width: 10.0 + abs(width - 3), 8)
     assert widths == [8, 8, 5, 3, 2, 1, 3, 3]
 
 
 def test_an_engine_that_takes_as_long_for_one_group_as_for_eight_gets_eight() -> None:
-    widths = play(Frontier(8), lambda width: 8.0 / width, 12)
+    widths = play(WidthSearch(8), lambda width: 8.0 / width, 12)
     assert widths[:5] == [8, 8, 5, 3, 8]
     assert set(widths[4:]) == {8}
 
@@ -38,13 +38,13 @@ def test_one_bad_step_does_not_end_the_search() -> None:
     def seconds_of(width: int) -> float:
         return 10.0 + abs(width - 3) + next(bad_luck, 0.0)
 
-    assert play(Frontier(8), seconds_of, 8)[-1] == 3
+    assert play(WidthSearch(8), seconds_of, 8)[-1] == 3
 
 
 def test_of_steps_with_one_best_width_it_is_found_and_tried_against_its_neighbours() -> None:
     for seed in range(50):
         rng = random.Random(seed)
-        frontier = Frontier(rng.randint(1, 40))
+        frontier = WidthSearch(rng.randint(1, 40))
         best = rng.choice(frontier.widths)
         at = frontier.widths.index(best)
         costs = {width: 10.0 + abs(frontier.widths.index(width) - at) for width in frontier.widths}
@@ -56,14 +56,14 @@ def test_of_steps_with_one_best_width_it_is_found_and_tried_against_its_neighbou
 
 
 def test_when_the_fleet_changes_another_width_becomes_the_best() -> None:
-    frontier = Frontier(8)
+    frontier = WidthSearch(8)
     assert play(frontier, lambda width: float(width), 10)[-1] == 1
     later = play(frontier, lambda width: 10.0 - width, 60)
     assert later[-1] > 1, later
 
 
 def test_a_step_that_was_interrupted_is_not_measured() -> None:
-    frontier = Frontier(4)
+    frontier = WidthSearch(4)
     play(frontier, lambda width: 5.0, 2)
     before = frontier.width
     frontier.leased(2, 100.0)
@@ -75,10 +75,10 @@ def test_a_step_that_was_interrupted_is_not_measured() -> None:
 
 
 def test_workers_begin_a_step_with_different_numbers_of_groups_the_fewest_first() -> None:
-    frontier = Frontier(8)
+    frontier = WidthSearch(8)
     assert [frontier.begin(0, 4) for _ in range(6)] == [2, 4, 6, 8, None, None]
     assert frontier.begin(1, 4) == 2  # the next step begins anew
-    assert [Frontier(1).begin(0, 4) for _ in range(3)] == [1, 1, 1]
+    assert [WidthSearch(1).begin(0, 4) for _ in range(3)] == [1, 1, 1]
 
 
 def test_a_worker_whose_width_is_below_its_slots_holds_no_groups_ahead() -> None:

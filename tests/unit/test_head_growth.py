@@ -21,7 +21,12 @@ RIGHT = [5, 7, END]
 #: So often something happens until what is bounded is at its bound, and then as often again.
 TIMES = 25
 #: What is kept of each machine that ever came, here with a ticket of its own: its bill, and that it may come.
-OF_EACH_MACHINE = {"head.costs.machines", "head.identity._members", "head.identity._members[]", "head.identity._own"}
+OF_EACH_MACHINE = {
+    "head.books.costs.machines",
+    "head.identity._members",
+    "head.identity._members[]",
+    "head.identity._own",
+}
 
 
 def kept(root: object) -> Counter[str]:
@@ -51,10 +56,10 @@ async def step(one: OpenHead, number: int) -> None:
         await one.deliver(delivery(leases[0], [sample(RIGHT, number)] * 4))
         await until(lambda: len(one.fed) == number + 1)
     report = wire.StepReport(step=number, groups=[one.fed[-1].group.number], metrics_json="{}", epoch=one.epoch)
-    await one.service.report_step(LEARNER, report)
+    await one.service.learner.report_step(LEARNER, report)
     await one.publish(number + 1)
     held = wire.CheckpointReport(version=number + 1, oldest_kept=number, versions=[number + 1], epoch=one.epoch)
-    await one.service.report_checkpoint(LEARNER, held)
+    await one.service.learner.report_checkpoint(LEARNER, held)
     one.learn()
 
 
@@ -62,7 +67,7 @@ async def death(one: OpenHead, number: int, name: str = "w-1") -> None:
     """A worker comes with weights that nobody samples with any more, and dies."""
     async with one.attending(name, version=99):
         await until(lambda: one.head.planner.fleet.get(one.peer(name).peer_id))
-    one.head.dispatch(ev.WorkerLeft(one.peer(name).peer_id, "silent for too long"))
+    one.head.events.dispatch(ev.WorkerLeft(one.peer(name).peer_id, "silent for too long"))
 
 
 async def newcomer(one: OpenHead, number: int) -> None:
@@ -90,7 +95,7 @@ def test_a_heads_memory_does_not_grow(
             for number in range(2 * TIMES):
                 await happens(one, number)
                 if number % TIMES == TIMES - 1:
-                    await until(lambda: not (one.head.workers or one.head._background))
+                    await until(lambda: not (one.head.connections.workers or one.head.ending.background))
                     found.append(kept(one.head))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))

@@ -11,8 +11,8 @@ import pytest
 from echo2.config.sections import SamplingConfig
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, GroupRef, Lease
+from echo2.head.serve.connections import WorkerConnection
 from echo2.head.serve.effects import orders
-from echo2.head.serve.presence import Presence
 from echo2.head.serve.service import worker_joined
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -61,12 +61,13 @@ def test_leases_that_wait_for_a_worker_go_together(tmp_path: Path, deterministic
         raw = settings(rows(tmp_path / "rows.jsonl", "53="), run={"deterministic": deterministic})
         async with OpenHead(tmp_path, raw) as open_head:
             head = open_head.head
-            presence = head.workers["w"] = Presence(asyncio.Queue(), "", 1, "", "", wire.WorkerReport())
+            presence = head.connections.workers["w"] = WorkerConnection("", 1, "", "")
             stream = orders(head, presence)
             sent: list[list[int]] = []
             for lease_ids in ([1, 2], [3]):
                 for lease_id in lease_ids:
-                    head.grant("w", [Lease(lease_id, GroupRef(RUN_POLICY, "train", 0), 0, 0, 4, 0, None, 9.0, 9.0, 0)])
+                    lease = Lease(lease_id, GroupRef(RUN_POLICY, "train", 0), 0, 0, 4, 0, None, 9.0, 9.0, 0)
+                    head.connections.grant("w", [lease])
                 while presence.outbox.qsize():
                     sent.append([lease.lease_id for lease in (await anext(stream)).leases.leases])
             assert sent == batches
@@ -110,7 +111,7 @@ def test_a_stranger_joins_with_an_engine_that_can_be_checked(
                 stream = open_head.service.attend(peer, hello)
                 await anext(stream)
                 await stream.aclose()
-            assert open_head.head.turned_away == ({peer.peer_id: refused.value.detail} if named else {})
+            assert open_head.head.books.turned_away == ({peer.peer_id: refused.value.detail} if named else {})
             async with open_head.attending("w-1", engine=engine) as leases:  # a machine of the owner has any
                 await until(lambda: leases)
 
@@ -140,7 +141,7 @@ def test_a_token_server_is_taken_where_the_run_leaves_the_engine_open_and_nobody
             told = (await anext(stream)).settings
             assert (told.engine, told.server) == (workers.get("engine", "auto"), server)
             head = open_head.head
-            assert head.workers[peer.peer_id].engine == (server or told.engine)
+            assert head.connections.workers[peer.peer_id].engine == (server or told.engine)
             worker = head.planner.fleet.get(peer.peer_id)
             assert worker is not None
             assert worker.draws == (not server)  # whom nobody can check, checks nobody

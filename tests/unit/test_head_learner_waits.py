@@ -15,8 +15,8 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions, RentableOffer
-from echo2.head.fleet.decide.gauge import CAUSES, LearnerWait, learner_wait, main_cause
-from echo2.head.fleet.decide.outlook import outlook, predicted_idle_ratio
+from echo2.head.fleet.decide.fleet_need import fleet_need, predicted_idle_ratio
+from echo2.head.fleet.decide.measurements import CAUSES, LearnerWait, learner_wait, main_cause
 from invariants import check
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
@@ -54,7 +54,7 @@ class Story:
 
     @property
     def waits(self) -> dict[str, float]:
-        return {cause: seconds for cause, seconds in self.planner.gauge.waits[-1].seconds.items() if seconds}
+        return {cause: seconds for cause, seconds in self.planner.measurements.waits[-1].seconds.items() if seconds}
 
 
 def test_a_wait_is_told_by_what_the_last_group_went_through() -> None:
@@ -73,7 +73,7 @@ def test_a_lease_that_brought_nothing_is_told_apart() -> None:
     story.joins(9.0, "other")
     story.at(12.0, ev.GroupScored(story.delivers(12.0, "other")))
     assert story.waits == {"lost": 9.0, "sampling": 3.0}
-    assert story.planner.gauge.waits[-1].worker_id == "other"
+    assert story.planner.measurements.waits[-1].worker_id == "other"
 
 
 def test_a_flat_group_that_is_sampled_anew_is_told_apart() -> None:
@@ -122,18 +122,18 @@ OFFERS = (RentableOffer("spot", 1.0, 1.0, 4),)
 
 def test_where_the_reward_is_slow_no_worker_is_asked_for_or_rented() -> None:
     story = trained({"sampling": 1.0, "rewards": 6.0}, max_staleness=20, activation=True, offers=OFFERS)
-    found = outlook(story.planner, story.planner.now)
+    found = fleet_need(story.planner, story.planner.now)
     assert found.text == "the learner waits for your reward function (6 s a group): more workers would not help"
     assert predicted_idle_ratio(story.planner, story.planner.now) is None
     assert story.rented == []
     slow_worker = trained({"sampling": 6.0, "rewards": 1.0}, max_staleness=20, activation=True, offers=OFFERS)
     assert slow_worker.rented[0] == "spot"
-    assert "reward" not in outlook(slow_worker.planner, slow_worker.planner.now).text
+    assert "reward" not in fleet_need(slow_worker.planner, slow_worker.planner.now).text
     assert predicted_idle_ratio(slow_worker.planner, slow_worker.planner.now) is not None
 
 
 def test_a_learner_that_hardly_waits_has_no_bottleneck() -> None:
-    assert trained({"sampling": 0.01, "rewards": 0.02}).planner.gauge.bottleneck() is None
+    assert trained({"sampling": 0.01, "rewards": 0.02}).planner.measurements.bottleneck() is None
     assert main_cause([LearnerWait(0, "w", dict.fromkeys(CAUSES, 0.0))]) is None
 
 

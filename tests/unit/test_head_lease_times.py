@@ -159,7 +159,7 @@ def test_a_stranger_gains_little_by_being_slow(has_own: bool, most: float) -> No
         assert desk.now - granted_at < most * SECONDS
         wait_until(desk, desk.now + 5.0)
     assert desk.now - granted_at == most * SECONDS
-    assert desk.planner.standings.of("t").num_rests == 1
+    assert desk.planner.credits.of("t").num_rests == 1
 
 
 @settings(max_examples=30)

@@ -90,7 +90,7 @@ def test_a_machine_is_rented_joins_under_its_name_and_is_given_back(tmp_path: Pa
         assert yard.machines.bind(name, "w-1") is not None  # it comes back
         assert yard.machines.bind(name, "w-2") is None  # another that claims its name
         assert yard.machines.bind("spot", "w-3") is None
-        yard.machines.give_back("spot", "w-1")
+        yard.machines.return_machine("spot", "w-1")
         await yard.settle()
         [call] = yard.calls("release")
         assert (call["words"], call["worker_id"]) == ([name], "w-1")
@@ -150,7 +150,7 @@ def test_a_release_that_fails_is_tried_again_by_the_next_head_too(tmp_path: Path
         await yard.machines.close()
         assert len(yard.calls("release")) == machines.LAST_TRIES
         assert len(yard.machines.names()) == 1
-        yard.machines.give_back("spot", "w-1")
+        yard.machines.return_machine("spot", "w-1")
         for task in yard.tasks:
             task.cancel()
         return yard.saved
@@ -178,7 +178,7 @@ def test_who_never_joined_is_given_back_by_offer_and_everybody_at_the_end(tmp_pa
         await yard.settle()
         names = yard.machines.names()
         yard.machines.bind(names[0], "w-1")
-        yard.machines.give_back("spot", "")
+        yard.machines.return_machine("spot", "")
         await yard.settle()
         assert yard.machines.names() == [names[0], names[2]]
         await yard.machines.close()
@@ -198,7 +198,7 @@ def test_the_next_head_knows_who_was_on_its_way_who_had_joined_and_who_was_leavi
         yard.machines.bind(joined, "w-1")
         yard.machines.bind(leaving, "w-2")
         yard.fails.touch()
-        yard.machines.give_back("spot", "w-2")
+        yard.machines.return_machine("spot", "w-2")
         for task in yard.tasks:
             task.cancel()
         return yard.saved

@@ -214,10 +214,10 @@ def test_evaluations_do_not_make_train_groups_late() -> None:
     for lease_id in of_evaluation:
         desk.deliver(lease_id)
     assert len(of_evaluation) == 2
-    assert desk.planner.gauge.num_leases == 0
+    assert desk.planner.measurements.num_leases == 0
     desk.now = 8.0
     desk.deliver(desk.open()[0])
-    assert desk.planner.gauge.lease_seconds > 6.0
+    assert desk.planner.measurements.lease_seconds > 6.0
 
 
 def test_a_second_lease_that_fails_leaves_the_first_alone() -> None:

@@ -439,7 +439,7 @@ def test_groups_that_wait_for_rewards_are_the_first_wait_with_the_seconds_each_t
     reason = "step 0: 1 group sampled (2 with those of later steps), waiting for your reward function (2 s each)"
     assert desk.planner.waits(0.0)[0].reason == reason
     desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 2), seconds=4.0))
-    assert desk.planner.gauge.rewards.mean == pytest.approx(2.2)
+    assert desk.planner.measurements.rewards.mean == pytest.approx(2.2)
 
 
 def test_unfit_rows_end_a_run_only_where_no_row_between_them_is_fit() -> None:

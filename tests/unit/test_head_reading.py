@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from echo2.core.child import child_environment
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import LOGGED_ROLLOUTS, RUN_POLICY, GroupRef, Lease, Message, SamplingParams, Task
-from echo2.head.serve import reading, results, service
+from echo2.head.serve import learner_calls, reading, results
 from echo2.head.serve.reading import RunTokenizer
 from echo2.rollouts.generate import assignment_of
 from echo2.transport import limits, messages
@@ -204,14 +204,14 @@ def test_groups_go_together_in_order_as_far_as_a_message_holds_them(sizes: list[
         held: list[bytes] = []
         messages_sent: list[list[bytes]] = []
         while True:
-            fed = await service._together(feed, held)
+            fed = await learner_calls._together(feed, held)
             assert fed is not None
             messages_sent.append(list(fed.groups))
             if fed.HasField("done"):
                 return messages_sent
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "FEED_BYTES", 10)
+        patch.setattr(learner_calls, "FEED_BYTES", 10)
         fed = asyncio.run(sent())
     assert [group for message in fed for group in message] == groups
     assert all(len(message) == 1 or sum(map(len, message)) <= 10 for message in fed)
@@ -414,7 +414,7 @@ def test_a_checkpoint_of_a_version_that_no_ledger_can_hold_is_refused(tmp_path: 
         async with one_task(tmp_path) as head:
             for version, oldest in ((2**63, 0), (0, 2**64 - 1)):
                 with pytest.raises(PeerError, match="out of range"):
-                    await head.service.report_checkpoint(
+                    await head.service.learner.report_checkpoint(
                         LEARNER, wire.CheckpointReport(version=version, oldest_kept=oldest, epoch=head.epoch)
                     )
 
@@ -429,12 +429,12 @@ def test_the_best_checkpoint_and_those_under_evaluation_are_spared(tmp_path: Pat
 
             async def spared(*versions: int) -> list[int]:
                 report = wire.CheckpointReport(version=0, oldest_kept=0, epoch=open_head.epoch, versions=versions)
-                return list((await open_head.service.report_checkpoint(LEARNER, report)).spared)
+                return list((await open_head.service.learner.report_checkpoint(LEARNER, report)).spared)
 
             rounds = open_head.head.planner.evaluation.rounds
             await until(lambda: any(lease.kind == "eval" for lease in leases))
             assert await spared(1, 0) == [0]
-            open_head.head.metrics.amend(4, {"eval/accuracy": 0.5})
+            open_head.head.books.metrics.amend(4, {"eval/accuracy": 0.5})
             assert await spared(8, 4, 0) == [4, 0]
             (held_out,) = [lease for lease in leases if lease.kind == "eval"]
             assert (await open_head.deliver(delivery(held_out, [sample(RIGHT)])))[0][0]
@@ -453,9 +453,9 @@ def test_prompts_none_of_which_can_be_made_end_the_run_with_the_reason(tmp_path:
     async def scenario() -> None:
         source = rows(tmp_path / "rows.jsonl", [{"role": "user", "content": "53"}])
         async with OpenHead(tmp_path, settings(source)) as open_head, open_head.attending():
-            await until(lambda: open_head.head.stopping)  # it ends once the learner has saved
-            assert "8 groups failed in a row (bad_task)" in open_head.head.stopping
-            assert "no chat template" in open_head.head.stopping
+            await until(lambda: open_head.head.ending.stopping)  # it ends once the learner has saved
+            assert "8 groups failed in a row (bad_task)" in open_head.head.ending.stopping
+            assert "no chat template" in open_head.head.ending.stopping
 
     run(scenario())
 
@@ -473,7 +473,7 @@ def test_a_text_that_no_learner_reads_costs_its_group_and_not_the_run(
             assert open_head.head.planner.groups.get(0).why == "oversized"  # type: ignore[union-attr]
             await open_head.deliver(delivery([lease for lease in leases if lease.step == 0][1], HONEST))
             await until(lambda: open_head.fed)
-            assert open_head.head.outcome is None
+            assert open_head.head.ending.outcome is None
 
     run(scenario())
 

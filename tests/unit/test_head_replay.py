@@ -200,7 +200,7 @@ def test_no_delivery_ends_a_run_with_an_environment_or_takes_the_place_of_the_ho
             four = [attempt()] * 4
             with pytest.raises(PeerError, match="lease_id"):
                 await open_head.deliver(delivery(leases[0], four, lease_id=2**53 + 1))
-            conduct = open_head.head.planner.conducts.of(open_head.peer("w-3").peer_id)
+            conduct = open_head.head.planner.penalties.of(open_head.peer("w-3").peer_id)
             conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = 1, math.inf, "a test"
             with pytest.raises(PeerError, match="may come back"):
                 await open_head.deliver(delivery(leases[0], four), name="w-3")
@@ -209,7 +209,7 @@ def test_no_delivery_ends_a_run_with_an_environment_or_takes_the_place_of_the_ho
             )
             assert not thief[0][0]
             assert holder[0][0], holder
-            assert open_head.head.outcome is None
+            assert open_head.head.ending.outcome is None
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
@@ -270,7 +270,7 @@ def test_an_attempt_that_kills_the_environment_fails_its_workers_lease(tmp_path:
             twice = [delivery(leases[0], [attempt()] * 3 + [deadly])] * 2
             together = await asyncio.gather(*(open_head.deliver(one) for one in twice))
             assert [reason.partition(":")[0] for ((_, reason),) in together] == ["environment_failed"] * 2
-            assert open_head.head.outcome is None
+            assert open_head.head.ending.outcome is None
             await until(lambda: len(leases) > 1)
             assert (await open_head.deliver(delivery(leases[-1], [attempt()] * 4)))[0][0]
 
@@ -308,7 +308,7 @@ def test_the_planner_hears_how_long_the_environment_took(tmp_path: Path) -> None
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             await open_head.deliver(delivery(leases[0], [attempt()] * 4))
-            assert (open_head.head.planner.gauge.replay.own or 0.0) > 0
+            assert (open_head.head.planner.measurements.replay.own or 0.0) > 0
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

@@ -35,7 +35,7 @@ async def three_steps(open_head: OpenHead, leases: list[wire.Lease]) -> list[wir
     reports = []
     for step in range(3):
         reports.append(await train(open_head, leases, step))
-        await open_head.service.report_step(LEARNER, reports[-1])
+        await open_head.service.learner.report_step(LEARNER, reports[-1])
         if step < 2:
             await open_head.publish(step + 1)
             await open_head.report(version=step + 1)
@@ -53,11 +53,11 @@ def test_logprobs_of_a_report_are_written_once_and_bounded(tmp_path: Path) -> No
                 bad = wire.StepReport(step=0, groups=report.groups, metrics_json="{}", epoch=open_head.epoch)
                 bad.logprobs.add(group=number, rollouts=[data])
                 with pytest.raises(PeerError, match=r"malformed.*logprobs of 1 groups"):
-                    await open_head.service.report_step(LEARNER, bad)
+                    await open_head.service.learner.report_step(LEARNER, bad)
             report.logprobs.extend(encode_logprobs({report.groups[0]: [values] * 4}))
             folder = open_head.head.rundir.rollouts
             for _ in range(2):
-                await open_head.service.report_step(LEARNER, report)
+                await open_head.service.learner.report_step(LEARNER, report)
             await until(lambda: read_groups(folder, "step_1"))
             (group,) = read_groups(folder, "step_1")
             assert [each["learner_logprobs"] for each in group["rollouts"]] == [list(values)] * 4
@@ -79,7 +79,7 @@ def test_late_and_repeated_reports_change_no_row(tmp_path: Path) -> None:
             ]
             assert all(row["cost/step_usd"] > 0 for row in written)
             for report in (reports[1], reports[2], reports[0]):
-                await open_head.service.report_step(LEARNER, report)
+                await open_head.service.learner.report_step(LEARNER, report)
             assert read_metrics(open_head.head.rundir.metrics) == written
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
@@ -90,8 +90,8 @@ def test_a_row_that_a_kill_prevented_is_written_when_the_learner_reports_again(t
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
             reports = await three_steps(open_head, leases)
-            open_head.head.metrics.truncate(2)
-            await open_head.service.report_step(LEARNER, reports[2])
+            open_head.head.books.metrics.truncate(2)
+            await open_head.service.learner.report_step(LEARNER, reports[2])
             assert [row["step"] for row in read_metrics(open_head.head.rundir.metrics)] == [1, 2, 3]
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
@@ -102,9 +102,9 @@ def test_a_step_that_the_run_does_not_record_gets_no_row(tmp_path: Path) -> None
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
             report = await train(open_head, leases, 0)
-            open_head.head.end("stopped", "by hand")
+            open_head.head.ending.end("stopped", "by hand")
             with pytest.raises(PeerError, match="the run is over: by hand"):
-                await open_head.service.report_step(LEARNER, report)
+                await open_head.service.learner.report_step(LEARNER, report)
             assert read_metrics(open_head.head.rundir.metrics) == []
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
@@ -145,13 +145,13 @@ def test_heartbeats_without_news_are_one_event_for_all_workers(tmp_path: Path) -
                 lines = [json.loads(line).get("event", {}) for line in head.rundir.events.read_bytes().splitlines()]
                 return [event for event in lines if event.get("type") == kind]
 
-            await until(lambda: len(head.workers) == 2)
+            await until(lambda: len(head.connections.workers) == 2)
             for _ in range(20):
                 await open_head.report("w-1")
                 await open_head.report("w-2")
             await until(lambda: events("WorkersHeard"))
             (heard,) = events("WorkersHeard")
-            assert sorted(heard["worker_ids"]) == sorted(head.workers)
-            assert [event["worker_id"] for event in events("WorkerReported")] == list(head.workers)
+            assert sorted(heard["worker_ids"]) == sorted(head.connections.workers)
+            assert [event["worker_id"] for event in events("WorkerReported")] == list(head.connections.workers)
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))

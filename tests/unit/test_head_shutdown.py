@@ -23,32 +23,40 @@ def open_head(path: Path) -> OpenHead:
     return OpenHead(path, settings(rows(path / "rows.jsonl", "53=")))
 
 
+def is_fed(one: OpenHead) -> bool | None:
+    """Whether the learner takes the groups of a step; None without a learner."""
+    learner = one.head.connections.learner
+    return None if learner is None else learner.feed is not None
+
+
 async def trained(one: OpenHead) -> None:
     """Step 0 has its group, and the learner trains it: it listens to no stream."""
     async with one.attending() as leases:
         await until(lambda: leases)
         await one.deliver(delivery(leases[0], [sample([5, 7, END])] * 4))
-        await until(lambda: one.fed and one.head.learner is not None and one.head.learner.feed is None)
+        await until(lambda: one.fed and is_fed(one) is False)
 
 
 def test_a_learner_that_trains_has_its_step_recorded_and_its_checkpoint_awaited(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with open_head(tmp_path) as one:
             await trained(one)
-            shutdown.told_to_stop(one.head, "enough")
+            one.head.ending.request_stop("enough")
             await asyncio.sleep(0)
-            assert one.head.outcome is None
+            assert one.head.ending.outcome is None
             report = wire.StepReport(step=0, groups=[one.fed[0].group.number], metrics_json=b"{}", epoch=one.epoch)
-            await one.service.report_step(LEARNER, report)
+            await one.service.learner.report_step(LEARNER, report)
             assert one.head.planner.training.version == 1
-            (stop,) = [fed async for fed in one.service.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=one.epoch))]
+            (stop,) = [
+                fed async for fed in one.service.learner.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=one.epoch))
+            ]
             assert (stop.done.stop, stop.done.reason) == (True, "enough")
-            assert one.head.outcome is None
-            await one.service.report_checkpoint(
+            assert one.head.ending.outcome is None
+            await one.service.learner.report_checkpoint(
                 LEARNER, wire.CheckpointReport(version=1, oldest_kept=1, epoch=one.epoch)
             )
-            await until(lambda: one.head.outcome is not None)
-            assert one.head.outcome == ("stopped", "enough")
+            await until(lambda: one.head.ending.outcome is not None)
+            assert one.head.ending.outcome == ("stopped", "enough")
 
     run(scenario())
 
@@ -56,15 +64,15 @@ def test_a_learner_that_trains_has_its_step_recorded_and_its_checkpoint_awaited(
 def test_a_learner_that_waits_for_groups_hears_it_at_once_and_a_checkpoint_on_disk_is_enough(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with open_head(tmp_path) as one:
-            await until(lambda: one.head.learner is not None and one.head.learner.feed is not None)
-            shutdown.stop(one.head, "the budget is spent")
-            shutdown.stop(one.head, "the budget is spent")
-            await until(lambda: one.head.learner is not None and one.head.learner.feed is None)  # it read the stop
-            assert one.head.outcome is None
+            await until(lambda: is_fed(one))
+            one.head.ending.stop("the budget is spent")
+            one.head.ending.stop("the budget is spent")
+            await until(lambda: is_fed(one) is False)  # it read the stop
+            assert one.head.ending.outcome is None
             step = one.head.rundir.checkpoints / "step_0"
             step.mkdir(parents=True)
             (step / "state.json").write_text("{}")
-            await until(lambda: one.head.outcome is not None)
+            await until(lambda: one.head.ending.outcome is not None)
 
     run(scenario())
 
@@ -75,10 +83,10 @@ def test_nobody_is_waited_for_who_will_not_come(tmp_path: Path, why: str) -> Non
         async with open_head(tmp_path) as one:
             if why == "no learner":
                 await one.session.aclose()
-            shutdown.told_to_stop(one.head, "enough")
+            one.head.ending.request_stop("enough")
             if why == "told twice":
-                shutdown.told_to_stop(one.head, "enough")
-            await until(lambda: one.head.outcome == ("stopped", "enough"))
+                one.head.ending.request_stop("enough")
+            await until(lambda: one.head.ending.outcome == ("stopped", "enough"))
 
     run(scenario())
 
@@ -86,12 +94,12 @@ def test_nobody_is_waited_for_who_will_not_come(tmp_path: Path, why: str) -> Non
 def test_a_first_signal_waits_for_the_checkpoint_though_the_run_was_about_to_stop(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with open_head(tmp_path) as one:
-            await until(lambda: one.head.learner is not None)
-            shutdown.stop(one.head, "the budget is spent")
-            shutdown.told_to_stop(one.head, "enough")
-            assert one.head.outcome is None
-            shutdown.told_to_stop(one.head, "enough")
-            assert one.head.outcome == ("stopped", "the budget is spent")
+            await until(lambda: one.head.connections.learner is not None)
+            one.head.ending.stop("the budget is spent")
+            one.head.ending.request_stop("enough")
+            assert one.head.ending.outcome is None
+            one.head.ending.request_stop("enough")
+            assert one.head.ending.outcome == ("stopped", "the budget is spent")
 
     run(scenario())
 
@@ -106,18 +114,18 @@ def test_a_learner_that_is_gone_for_a_moment_is_waited_for(
         async with open_head(tmp_path) as one:
             await trained(one)
             report = wire.StepReport(step=0, groups=[one.fed[0].group.number], metrics_json=b"{}", epoch=one.epoch)
-            await one.service.report_step(LEARNER, report)
-            learner, one.head.learner = one.head.learner, None
-            shutdown.stop(one.head, "enough")
+            await one.service.learner.report_step(LEARNER, report)
+            learner, one.head.connections.learner = one.head.connections.learner, None
+            one.head.ending.stop("enough")
             for _ in range(3):
                 await asyncio.sleep(0)
-            assert one.head.outcome is None
+            assert one.head.ending.outcome is None
             if is_back:
-                one.head.learner = learner
+                one.head.connections.learner = learner
                 checkpoint = wire.CheckpointReport(version=1, oldest_kept=1, epoch=one.epoch)
-                await one.service.report_checkpoint(LEARNER, checkpoint)
+                await one.service.learner.report_checkpoint(LEARNER, checkpoint)
             else:
                 monkeypatch.setattr(shutdown, "LOST_SECONDS", 0.0)  # the moment is over
-            await until(lambda: one.head.outcome == ("stopped", "enough"))
+            await until(lambda: one.head.ending.outcome == ("stopped", "enough"))
 
     run(scenario())

@@ -15,7 +15,13 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import MAX_ATTEMPTS
 from echo2.head.decide.state import PlannerOptions
-from echo2.head.strangers.decide.standings import EXPELLED_SECONDS, MISMATCH_MAX, MISMATCH_TOKENS, PATIENCE, Conducts
+from echo2.head.strangers.decide.penalties import (
+    EXPELLED_SECONDS,
+    MISMATCH_MAX,
+    MISMATCH_TOKENS,
+    PATIENCE,
+    WorkerPenalties,
+)
 from planner_cases import OPTIONS, Desk, of, running
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
@@ -66,7 +72,7 @@ def test_each_result_is_worth_another_lease_and_each_without_one_costs_two() -> 
         assert len(held_by(desk, "s")) == most
     joins(desk, "other", "u")
     fail(desk, "s")
-    assert desk.planner.standings.of("t").credit == 2
+    assert desk.planner.credits.of("t").credit == 2
 
 
 def test_a_ticket_that_lets_its_lease_expire_rests_twice_as_long_each_time() -> None:
@@ -82,7 +88,7 @@ def test_a_ticket_that_lets_its_lease_expire_rests_twice_as_long_each_time() -> 
             for lease_id in held_by(desk, "own"):
                 desk.deliver(lease_id)
             wait(desk, 10.0)
-        until = desk.planner.standings.rests.get("t")
+        until = desk.planner.credits.rests.get("t")
         assert until is not None
         rests.append(until - desk.now)
     assert rests == pytest.approx([120.0, 240.0, 480.0], abs=10.0)
@@ -217,7 +223,7 @@ def test_what_breaks_the_reward_function_at_the_head_counts_against_who_sent_it(
         wait(desk, 20.0)
     assert len(of(do.RetireGroup, commands)) > WIDE.max_failures
     assert not of(do.StopRun, commands)
-    assert desk.planner.standings.of("t").num_rests > 0
+    assert desk.planner.credits.of("t").num_rests > 0
 
 
 def test_the_last_group_of_a_step_that_can_not_be_replaced_is_not_given_up_on_strangers_word() -> None:
@@ -247,12 +253,12 @@ def test_who_sends_junk_is_expelled_its_leases_end_and_each_time_it_is_for_longe
         (expelled,) = found
         assert int(expelled.reason.split()[0]) <= PATIENCE
         assert not held_by(desk, "s")
-        assert desk.planner.conducts.of("s").expelled_until == desk.now + expelled.seconds
+        assert desk.planner.penalties.of("s").expelled_until == desk.now + expelled.seconds
         assert not of(do.RefuseDelivery, junk(desk, "s"))  # what is under way is not even recorded
         assert any(one.waiter == "s" and "expelled" in one.reason for one in desk.planner.waits(desk.now))
         seconds.append(expelled.seconds)
         desk.now += expelled.seconds
-        assert desk.planner.conducts.expulsion("s", desk.now) is None
+        assert desk.planner.penalties.expulsion("s", desk.now) is None
         joins(desk, "s", "t")
         joins(desk, "own")
     assert seconds == [min(EXPELLED_SECONDS.most_seconds, 60.0 * 2**at) for at in range(9)]
@@ -267,7 +273,7 @@ def test_failures_of_leases_that_it_does_not_hold_are_junk_too() -> None:
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 2), st.floats(0.0, 600.0)), max_size=60))
 def test_whose_results_come_late_twice_for_each_lease_is_never_expelled(rounds: list[tuple[int, int, float]]) -> None:
     """A slow worker, each of whose results is refused, and sent again because the answer was lost."""
-    conducts, now = Conducts(), 0.0
+    conducts, now = WorkerPenalties(), 0.0
     for num_leases, num_refused, seconds in rounds:
         for _ in range(num_leases):
             conducts.granted("w")
@@ -280,21 +286,21 @@ def test_whose_results_come_late_twice_for_each_lease_is_never_expelled(rounds: 
 # ---- mismatch ------------------------------------------------------------------------------------------------------
 
 
-def measured(conducts: Conducts, worker_id: str, means: Sequence[float], tokens: float) -> None:
+def measured(conducts: WorkerPenalties, worker_id: str, means: Sequence[float], tokens: float) -> None:
     for mean in means:
         conducts.measured(worker_id, tokens, mean * tokens)
 
 
 @given(st.lists(st.floats(0.0, MISMATCH_MAX), min_size=1), st.floats(1.0, 5e4))
 def test_logprobs_within_the_allowed_mismatch_expel_nobody(means: list[float], tokens: float) -> None:
-    conducts = Conducts()
+    conducts = WorkerPenalties()
     measured(conducts, "w", means, tokens)
     assert not conducts.to_expel or max(means) > MISMATCH_MAX * (1 - 1e-9)  # rounding
 
 
 @given(st.lists(st.floats(0.11, 20.0), min_size=1), st.floats(1.0, 5e4))
 def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[float], tokens: float) -> None:
-    conducts = Conducts()
+    conducts = WorkerPenalties()
     measured(conducts, "w", means, tokens)
     assert bool(conducts.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
 
@@ -306,7 +312,7 @@ def test_an_engine_that_samples_from_other_weights_is_turned_away_with_the_figur
     assert "0.35 nats a token" in expelled.reason
     assert "2000 tokens" in expelled.reason
     assert not held_by(desk, "a")
-    assert desk.planner.conducts.mismatch("a") == pytest.approx(0.35)
+    assert desk.planner.penalties.mismatch("a") == pytest.approx(0.35)
     assert any(one.waiter == "a" and "0.35" in one.reason for one in desk.planner.waits(desk.now))
 
 
@@ -362,17 +368,17 @@ def test_seconds_that_the_head_spends_on_a_reward_which_fails_cost_credit() -> N
     desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=1000))
     for _ in range(6):
         desk.deliver(held_by(desk, "s")[0])
-    credit = desk.planner.standings.of("t").credit
+    credit = desk.planner.credits.of("t").credit
     lease_id = held_by(desk, "s")[0]
     group = desk.leases[lease_id][1].group
     desk.deliver(lease_id, scored=False)
     desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long", 3.5))
-    assert desk.planner.standings.of("t").credit == credit + 1 - 2 - 3
+    assert desk.planner.credits.of("t").credit == credit + 1 - 2 - 3
     lease_id = held_by(desk, "s")[0]
     group = desk.leases[lease_id][1].group
     desk.deliver(lease_id, scored=False)
     desk.tell(ev.GroupUnfit(group, "reward_failed", "it took too long", 60.0))
-    assert desk.planner.standings.rests.get("t") == desk.now + 60.0
+    assert desk.planner.credits.rests.get("t") == desk.now + 60.0
 
 
 def earned(results: int = 6) -> Desk:
@@ -392,11 +398,11 @@ def scored(desk: Desk, worker_id: str, seconds: float) -> ev.GroupScored:
 
 def test_seconds_that_the_texts_of_a_stranger_waste_cost_credit_as_those_of_a_reward_that_fails() -> None:
     desk = earned()
-    credit = desk.planner.standings.of("t").credit
+    credit = desk.planner.credits.of("t").credit
     desk.tell(scored(desk, "s", 23.5))  # ten times the usual is allowed
-    assert desk.planner.standings.of("t").credit == credit + 1 - 2 - 3
+    assert desk.planner.credits.of("t").credit == credit + 1 - 2 - 3
     commands = desk.tell(scored(desk, "s", 80.0))
-    assert desk.planner.standings.rests.get("t") == desk.now + 60.0
+    assert desk.planner.credits.rests.get("t") == desk.now + 60.0
     assert "rewards of its group took 80.0 s, where 2 s are usual" in of(do.RecordRest, commands)[-1].reason
     assert not of(do.RetireGroup, commands)  # the group itself is as good as others
 
@@ -406,34 +412,34 @@ def test_rewards_that_are_slow_for_everybody_cost_nobody_credit() -> None:
     desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=1000))
     desk.tell(scored(desk, "s", 20.0), scored(desk, "own", 20.0))
     for seconds in (20.0, 60.0, 20.0):
-        credit = desk.planner.standings.of("t").credit
+        credit = desk.planner.credits.of("t").credit
         desk.tell(scored(desk, "s", seconds))
-        assert desk.planner.standings.of("t").credit == credit + 1
+        assert desk.planner.credits.of("t").credit == credit + 1
 
 
 def test_a_stranger_can_not_make_its_own_slowness_usual() -> None:
     desk = earned()
     for seconds in [19.0, 20.0] * 10:
         desk.tell(scored(desk, "s", seconds))
-    credit = desk.planner.standings.of("t").credit
+    credit = desk.planner.credits.of("t").credit
     desk.tell(scored(desk, "s", 25.5))
-    assert desk.planner.standings.of("t").credit == credit + 1 - 2 - 5
+    assert desk.planner.credits.of("t").credit == credit + 1 - 2 - 5
 
 
 def test_groups_that_were_blamed_are_in_no_mean() -> None:
     """Where all are strangers, their groups are all there is to compare with."""
     desk = desk_with(("s", "t"), ("r", "u"), options=replace(WIDE, groups_per_step=1000))
     desk.tell(scored(desk, "r", 1.0), scored(desk, "s", 50.0))
-    assert desk.planner.gauge.rewards.mean == 1.0
-    assert desk.planner.standings.rests.get("t") == desk.now + 40.0
+    assert desk.planner.measurements.rewards.mean == 1.0
+    assert desk.planner.credits.rests.get("t") == desk.now + 40.0
 
 
 def test_a_machine_of_the_owner_is_never_blamed_for_slow_rewards() -> None:
     desk = earned()
-    credit = desk.planner.standings.of("t").credit
+    credit = desk.planner.credits.of("t").credit
     desk.tell(scored(desk, "own", 500.0))
-    assert desk.planner.standings.of("t").credit == credit
-    assert desk.planner.gauge.rewards.mean == pytest.approx(2.0 * 0.9 + 500.0 * 0.1)
+    assert desk.planner.credits.of("t").credit == credit
+    assert desk.planner.measurements.rewards.mean == pytest.approx(2.0 * 0.9 + 500.0 * 0.1)
 
 
 @pytest.mark.parametrize("outcome", ["accepted", "failed", "malformed", "late"])
@@ -441,7 +447,7 @@ def test_seconds_of_the_environment_at_the_head_cost_credit_whatever_becomes_of_
     desk = earned(12)
     own, lease_id = held_by(desk, "own")[0], held_by(desk, "s")[0]
     desk.deliver(own, replay_seconds=0.2)
-    before = desk.planner.standings.of("t").credit
+    before = desk.planner.credits.of("t").credit
     group = desk.leases[lease_id][1].group
     if outcome == "accepted":
         desk.deliver(lease_id, replay_seconds=7.5)
@@ -455,4 +461,4 @@ def test_seconds_of_the_environment_at_the_head_cost_credit_whatever_becomes_of_
     else:
         desk.tell(ev.GroupDelivered("s", 10**6, group, 4, 0, 0, 9, replay_seconds=7.5))
         wanted = before - 2 - 5
-    assert desk.planner.standings.of("t").credit == wanted
+    assert desk.planner.credits.of("t").credit == wanted

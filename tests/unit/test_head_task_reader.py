@@ -178,7 +178,7 @@ def test_an_unfit_row_in_the_middle_retires_its_group_and_the_run_goes_on(
             planner = open_head.head.planner
             await until(lambda: planner.groups.get(0) is not None and planner.groups.get(0).state == "retired")
             assert open_head.head.ledger.counts()["retired"] == {"bad_task": 1}
-            (failure,) = open_head.head.failures.to_plain()
+            (failure,) = open_head.head.books.failures.to_plain()
             assert failure["kind"] == "bad_task"
             assert words in failure["message"]
             assert traceback in failure["traceback"]
@@ -189,7 +189,7 @@ def test_an_unfit_row_in_the_middle_retires_its_group_and_the_run_goes_on(
             said = [sample([5, 7, END])] * 4
             assert (await open_head.deliver(delivery(lease, said)))[0][0]
             await until(lambda: open_head.fed)
-            assert open_head.head.outcome is None
+            assert open_head.head.ending.outcome is None
 
     run(scenario())
 

@@ -13,7 +13,7 @@ from echo2.head.decide import events as ev
 from echo2.head.fleet.decide import standby
 from echo2.head.strangers.decide import strangers
 from echo2.head.strangers.decide.checks import CHECK_SHARE, OVERDUE_LEASES
-from echo2.head.strangers.decide.standings import MISMATCH_TOKENS, SURPRISE_ODD
+from echo2.head.strangers.decide.penalties import MISMATCH_TOKENS, SURPRISE_ODD
 from echo2.head.strangers.decide.trust import NEWCOMER_CHECKS, SURPRISE_KEPT, SURPRISE_MAX, UNCHECKED_MAX
 from planner_cases import Desk, of
 
@@ -92,7 +92,7 @@ def too_cold(desk: Desk, deviations: float, most: int) -> int:
 def test_somebody_that_samples_a_little_too_cold_is_found_by_its_groups_together() -> None:
     """Each group is 2 standard deviations off, which one in twenty honest groups is."""
     desk = desk_with("s", groups_per_step=1200)
-    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)  # all are checked
+    desk.planner.penalties.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)  # all are checked
     assert too_cold(desk, 2.0, 100) == math.floor((SURPRISE_MAX / 2.0) ** 2) + 1
     assert "-7." in desk.planner.trust.of("ticket-s").history[-1][1]
 
@@ -100,7 +100,7 @@ def test_somebody_that_samples_a_little_too_cold_is_found_by_its_groups_together
 def test_honest_groups_never_add_up_to_a_fault() -> None:
     """Spread as honest ones are, with the bias that rounding may have: of a hundredth of the spread."""
     desk, rng = desk_with("s", groups_per_step=4000), random.Random(5)
-    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)
+    desk.planner.penalties.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)
     for _ in range(400):
         for asked in of(do.CheckGroup, brings(desk, "s")):
             off = rng.gauss(0.0, 1.0) + 0.01 * math.sqrt(150.0)
@@ -114,10 +114,10 @@ def test_whose_tokens_surprise_the_learner_is_checked_more() -> None:
     desk = desk_with("s")
     honest(desk, "s", NEWCOMER_CHECKS)
     assert honest(desk, "s", 12) < 6
-    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)
+    desk.planner.penalties.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)
     assert honest(desk, "s", 12) == 12
-    assert not desk.planner.conducts.to_expel
-    desk.planner.conducts.measured("s", MISMATCH_TOKENS, 0.0, 0.0)
+    assert not desk.planner.penalties.to_expel
+    desk.planner.penalties.measured("s", MISMATCH_TOKENS, 0.0, 0.0)
     assert honest(desk, "s", 12) < 6
 
 
@@ -135,9 +135,9 @@ def test_a_machine_that_comes_back_without_its_check_is_asked_again(is_lost: boo
 def test_no_rest_shortens_a_longer_one() -> None:
     """A ticket that is barred for an hour may still have a group whose check ends without a verdict."""
     desk = desk_with("s")
-    desk.planner.standings.rest("ticket-s", desk.now + 3600.0)
+    desk.planner.credits.rest("ticket-s", desk.now + 3600.0)
     strangers.rest(desk.planner, "ticket-s", 120.0, "its groups could not be checked")
-    assert desk.planner.standings.rests.get("ticket-s") == desk.now + 3600.0
+    assert desk.planner.credits.rests.get("ticket-s") == desk.now + 3600.0
 
 
 def test_a_group_that_nobody_checked_in_time_makes_no_later_rest_longer() -> None:
@@ -146,8 +146,8 @@ def test_a_group_that_nobody_checked_in_time_makes_no_later_rest_longer() -> Non
     brings(desk, "s")
     desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
     desk.tell(ev.Tick())
-    assert desk.planner.standings.rests.get("ticket-s") is not None
-    assert desk.planner.standings.of("ticket-s").num_rests == 0
+    assert desk.planner.credits.rests.get("ticket-s") is not None
+    assert desk.planner.credits.of("ticket-s").num_rests == 0
 
 
 def test_a_check_whose_group_was_retired_meanwhile_lets_no_ticket_rest() -> None:
@@ -160,7 +160,7 @@ def test_a_check_whose_group_was_retired_meanwhile_lets_no_ticket_rest() -> None
     assert record.why == "uninformative"
     desk.now += OVERDUE_LEASES * CHECKED.lease_seconds
     desk.tell(ev.Tick())
-    assert desk.planner.standings.rests.get("ticket-s") is None
+    assert desk.planner.credits.rests.get("ticket-s") is None
     assert desk.planner.trust.of("ticket-s").num_missed == 1
 
 

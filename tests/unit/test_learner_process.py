@@ -56,7 +56,7 @@ async def train_step(one: OpenHead, step: int) -> wire.StepReport:
         await one.deliver(delivery(leases[0], [sample(RIGHT)] * 4))
         await until(lambda: len(one.fed) == step + 1)
     report = wire.StepReport(step=step, groups=[one.fed[-1].group.number], metrics_json="{}", epoch=one.epoch)
-    await one.service.report_step(LEARNER, report)
+    await one.service.learner.report_step(LEARNER, report)
     return report
 
 
@@ -70,7 +70,7 @@ def standing(one: OpenHead) -> tuple[Any, ...]:
         published,
         rows_,
         planner.training.checkpoint_version,
-        one.head.outcome,
+        one.head.ending.outcome,
     )
 
 
@@ -83,7 +83,7 @@ def test_a_copy_of_the_learner_is_refused_and_the_run_goes_on(tmp_path: Path) ->
             before = standing(one)
             for epoch in (0, one.epoch + 1):
                 with pytest.raises(PeerError, match="the run has a learner, process 0 on") as refused:
-                    await anext(one.service.learner_hello(LEARNER, hello(epoch)))
+                    await anext(one.service.learner.learner_hello(LEARNER, hello(epoch)))
                 assert refused.value.reason == "taken"
             assert standing(one) == before
             assert before[3] == [1]
@@ -96,16 +96,16 @@ def test_a_call_of_another_epoch_changes_nothing(method: str, tmp_path: Path) ->
     async def scenario() -> None:
         async with one_task(tmp_path) as one:
             await train_step(one, 0)
-            before, learner = standing(one), one.head.learner
+            before, learner = standing(one), one.head.connections.learner
             assert learner is not None
             for epoch in (0, one.epoch - 1, one.epoch + 1):
                 request = type(STALE[method])()
                 request.CopyFrom(STALE[method])
                 request.epoch = epoch
                 with pytest.raises(PeerError, match="unknown_learner"):
-                    await getattr(one.service, method)(LEARNER, request)
+                    await getattr(one.service.learner, method)(LEARNER, request)
                 with pytest.raises(PeerError, match="unknown_learner"):
-                    await anext(one.service.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=epoch)))
+                    await anext(one.service.learner.take_groups(LEARNER, wire.TakeGroups(step=1, epoch=epoch)))
             assert (standing(one), learner.doing) == (before, "")
 
     run(scenario())
@@ -114,20 +114,21 @@ def test_a_call_of_another_epoch_changes_nothing(method: str, tmp_path: Path) ->
 def test_a_learner_that_comes_back_ends_its_own_old_streams(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with one_task(tmp_path) as one:
-            feed = one.service.take_groups(LEARNER, wire.TakeGroups(step=0, epoch=one.epoch))
+            feed = one.service.learner.take_groups(LEARNER, wire.TakeGroups(step=0, epoch=one.epoch))
             waiting = asyncio.ensure_future(anext(feed))
-            await until(lambda: one.head.learner is not None and one.head.learner.feed is not None)
-            again = one.service.learner_hello(LEARNER, hello(one.epoch))
+            connections = one.head.connections
+            await until(lambda: connections.learner is not None and connections.learner.feed is not None)
+            again = one.service.learner.learner_hello(LEARNER, hello(one.epoch))
             welcome = await anext(again)
             assert welcome.epoch > one.epoch
             with pytest.raises(PeerError, match="unknown_learner"):
                 await waiting
             with pytest.raises(StopAsyncIteration):
                 await anext(one.session)
-            assert one.head.learner is not None
-            assert (one.head.learner.epoch, one.head.planner.training.learner_joined) == (welcome.epoch, True)
+            assert connections.learner is not None
+            assert (connections.learner.epoch, one.head.planner.training.learner_joined) == (welcome.epoch, True)
             await again.aclose()
-            assert (one.head.learner, one.head.planner.training.learner_joined) == (None, False)
+            assert (connections.learner, one.head.planner.training.learner_joined) == (None, False)
 
     run(scenario())
 
@@ -139,7 +140,7 @@ def test_another_learner_may_come_once_the_first_is_gone_and_no_epoch_is_given_t
             async with one_task(tmp_path) as one:
                 epochs.append(one.epoch)
                 await one.session.aclose()
-                other = one.service.learner_hello(LEARNER, hello())
+                other = one.service.learner.learner_hello(LEARNER, hello())
                 epochs.append((await anext(other)).epoch)
                 await other.aclose()
         assert epochs == sorted(set(epochs))
@@ -178,7 +179,7 @@ def test_a_learner_that_does_not_hear_that_its_step_is_recorded_falls_back_to_no
                 numbers = [fed.group.number async for fed in client.take_groups(0) if isinstance(fed, RolloutGroup)]
             monkeypatch.setattr(sending, "PAUSE_SECONDS", Backoff(60.0, 60.0))  # until the head is tried again
             reporting = asyncio.ensure_future(client.report_step(0, numbers, {}, {}))
-            await until(lambda: link.is_deaf and one.head.learner is None)
+            await until(lambda: link.is_deaf and one.head.connections.learner is None)
             before = standing(one)
             assert before[:2] == (1, 1)
             link.mend()

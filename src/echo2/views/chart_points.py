@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config.rundir import parse_row
-from echo2.head.fleet.decide.gauge import CAUSES
+from echo2.head.fleet.decide.measurements import CAUSES
 
 Row = Mapping[str, Any]
 Values = Sequence[float]

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from echo2.config.rundir import RunDir
 from echo2.core.printable import LINE_CHARS_MAX, PLAIN_SECONDS, printable
-from echo2.head.fleet.decide.gauge import CAUSES
+from echo2.head.fleet.decide.measurements import CAUSES
 from echo2.head.ledger.rollout_log import samples
 from echo2.views.run_view import RunView
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG

@@ -20,7 +20,7 @@ from echo2.core.addresses import join
 from echo2.core.background import spawn
 from echo2.core.errors import PeerError, UserError
 from echo2.core.printable import printable
-from echo2.head.serve.presence import check_hello
+from echo2.head.serve.connections import check_hello
 from echo2.head.strangers.tickets import OwnTickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handler, Peer

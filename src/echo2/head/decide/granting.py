@@ -121,10 +121,10 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
         state.open_lease(worker.worker_id, lease)
         state.groups.lease(record, now)
         leases.append(lease)
-    if state.frontier is not None and leases:
-        state.frontier.leased(leases[0].step, now)
+    if state.width_search is not None and leases:
+        state.width_search.leased(leases[0].step, now)
         if not worker.samples:
-            state.fleet.begin_step(worker, state.frontier.begin(leases[0].step, state.fleet.num_active))
+            state.fleet.begin_step(worker, state.width_search.begin(leases[0].step, state.fleet.num_active))
     return leases
 
 
@@ -255,10 +255,10 @@ def next_at(state: PlannerState) -> float | None:
 
 def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
     """Return when the last lease on each missing group becomes late: (time, lease, worker), sorted by time."""
-    usual, step = state.gauge.lease_seconds, state.training.open_step
+    usual, step = state.measurements.lease_seconds, state.training.open_step
     if step is None or not state.fleet.num_free or state.options.deterministic:
         return []
-    after = LATE_AFTER * usual if state.gauge.num_leases >= LEASES_KNOWN else state.options.lease_seconds
+    after = LATE_AFTER * usual if state.measurements.num_leases >= LEASES_KNOWN else state.options.lease_seconds
     found = []
     for record in state.groups.of_step(step):
         held = state.leases.of_group(state.train_group(record.number)) if record.state in ("pending", "leased") else ()

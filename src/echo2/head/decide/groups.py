@@ -257,11 +257,11 @@ class GroupBook:
         record.is_flat, record.ready_at = is_flat, now
 
     def hold(self, record: PlannedGroup) -> None:
-        """Do not feed this group, even when it is ready, until `let_go`."""
+        """Do not feed this group, even when it is ready, until `release`."""
         record.is_held = True
         self._by_step[record.step].ready.pop(record.number, None)
 
-    def let_go(self, record: PlannedGroup) -> None:
+    def release(self, record: PlannedGroup) -> None:
         """Allow this group to be fed."""
         if record.is_held and record.state == "ready":
             self._by_step[record.step].ready[record.number] = record

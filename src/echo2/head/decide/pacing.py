@@ -55,7 +55,7 @@ def fixed_version(step: int, max_staleness: int, publish_every: int) -> int:
     return max(0, publish_every * -(-(step - max_staleness) // publish_every))
 
 
-class Frontier:
+class WidthSearch:
     """The search for the best `width`, and the start of each step."""
 
     def __init__(self, most_groups: int) -> None:

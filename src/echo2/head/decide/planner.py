@@ -26,7 +26,7 @@ from echo2.head.decide.training import Training
 from echo2.head.decide.waits import list_waits
 from echo2.head.fleet.decide import standby, workers
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
-from echo2.head.fleet.decide.gauge import learner_wait
+from echo2.head.fleet.decide.measurements import learner_wait
 from echo2.head.strangers.decide import checks, strangers
 
 #: How many lease durations an evaluation waits for a machine of the owner.
@@ -118,7 +118,7 @@ class Planner(PlannerState):
             self._finish()
 
     def _ask_for_wake(self) -> None:
-        heaps = (self.leases.deadlines, self.fleet.silence, self.fleet.rests, self.standings.rests)
+        heaps = (self.leases.deadlines, self.fleet.silence, self.fleet.rests, self.credits.rests)
         dues = [at for heap in heaps if (at := heap.first()) is not None]
         if (overdue_at := self.trust.next_at()) is not None:
             dues.append(overdue_at)
@@ -205,8 +205,8 @@ class Planner(PlannerState):
             self.emit(do.RefuseLearner, reason)
             return
         training.join()
-        if self.frontier is not None:
-            self.frontier.interrupted()
+        if self.width_search is not None:
+            self.width_search.interrupted()
         if version < training.version:
             self._fall_back(version)
         else:
@@ -250,11 +250,11 @@ class Planner(PlannerState):
         reason = "the learner finished the step"
         self.emit(do.RecordStep, reason, step=event.step, lineage=training.lineage, numbers=event.numbers)
         for found in event.mismatches:
-            self.conducts.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise)
-        self.gauge.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
-        if self.frontier is not None:
-            self.frontier.step_trained(event.step, now)
-            self.fleet.limit(self.frontier.width)
+            self.penalties.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise)
+        self.measurements.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
+        if self.width_search is not None:
+            self.width_search.step_trained(event.step, now)
+            self.fleet.limit(self.width_search.width)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None
@@ -268,7 +268,7 @@ class Planner(PlannerState):
             return
         if self.snapshots.publish(ref, now):
             training.replaces_weights(now)
-        self.gauge.published(ref, now)
+        self.measurements.published(ref, now)
         if self.evaluation.is_due(ref.version):
             self._start_eval(ref, now)
         if ref == self.snapshots.newest_retained():
@@ -338,7 +338,7 @@ class Planner(PlannerState):
             results.release(self, self.train_group(record.number), "its step has all its groups")
         since = now if self.training.wanted_since is None else self.training.wanted_since
         self.training.end_step()
-        self.gauge.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
+        self.measurements.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
         last = self.groups.highest_number(step)
         cursor = self.groups.next_number if last is None else last + 1
         self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
@@ -347,8 +347,8 @@ class Planner(PlannerState):
 
     def _start_eval(self, ref: SnapshotRef, now: float) -> None:
         self.evaluation.start(ref, now)
-        if self.frontier is not None:
-            self.frontier.interrupted()
+        if self.width_search is not None:
+            self.width_search.interrupted()
         self.emit(do.StartEval, f"version {ref.version} is due for evaluation", ref=ref)
 
     def _finish_evals(self, now: float) -> None:
@@ -373,7 +373,7 @@ class Planner(PlannerState):
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def _is_expelled(self, event: ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed) -> bool:
-        return self.conducts.expulsion(event.worker_id, self.now) is not None
+        return self.penalties.expulsion(event.worker_id, self.now) is not None
 
     def waits(self, now: float) -> list[Wait]:
         """Return all waits: who waits for whom, since when, until when, and why."""

@@ -15,7 +15,7 @@ from echo2.head.decide.groups import FAILURES, MAX_ATTEMPTS, OWN, UNINFORMATIVE,
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.strangers.decide import checks, strangers
-from echo2.head.strangers.decide.standings import MALFORMED_COST, REFUSED_COST
+from echo2.head.strangers.decide.penalties import MALFORMED_COST, REFUSED_COST
 
 #: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
 #: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
@@ -149,11 +149,11 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         state.fleet.recognise(worker)
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
     if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
-        state.gauge.lease_done(strangers.held_seconds(state, lease))
-    state.conducts.succeed(event.worker_id, state.newest_had(event.worker_id, event.newest_version))
+        state.measurements.lease_done(strangers.held_seconds(state, lease))
+    state.penalties.succeed(event.worker_id, state.newest_had(event.worker_id, event.newest_version))
     if worker is not None:
         seconds = state.fleet.deliver(worker, event.num_samples, not state.options.deterministic, now)
-        state.gauge.batch_done(seconds)
+        state.measurements.batch_done(seconds)
     record = state.groups.get(event.group.number) if event.group.kind == "train" else None
     _accept(state, event, lease)
     if record is not None:
@@ -232,7 +232,7 @@ def _refuse(
         seconds=seconds,
     )
     if cost == MALFORMED_COST or event.lease_id >= state.leases.first_id:  # else an earlier head may have granted it
-        state.conducts.refused(event.worker_id, cost, reason, state.now)
+        state.penalties.refused(event.worker_id, cost, reason, state.now)
     held = state.leases.get(event.lease_id)
     if held is not None and held[0] == event.worker_id:
         worker = state.fleet.get(event.worker_id)
@@ -248,7 +248,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     held = state.leases.get(event.lease_id)
     if held is None or held[0] != event.worker_id:
         detail = f"lease {event.lease_id} failed, which it does not hold"
-        state.conducts.refused(event.worker_id, REFUSED_COST, detail, now)
+        state.penalties.refused(event.worker_id, REFUSED_COST, detail, now)
         return
     waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
     group = held[1].group

@@ -12,13 +12,13 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.evaluation import Evaluation
 from echo2.head.decide.groups import GroupBook, LeaseTable
-from echo2.head.decide.pacing import Frontier
+from echo2.head.decide.pacing import WidthSearch
 from echo2.head.decide.snapshots import Snapshots
 from echo2.head.decide.training import RunHealth, Training
 from echo2.head.fleet.decide.fleet import Fleet
-from echo2.head.fleet.decide.gauge import Gauge
+from echo2.head.fleet.decide.measurements import Measurements
 from echo2.head.fleet.decide.rentals import Rentals
-from echo2.head.strangers.decide.standings import Conducts, Standings
+from echo2.head.strangers.decide.penalties import TicketCredits, WorkerPenalties
 from echo2.head.strangers.decide.trust import TrustBook
 
 
@@ -77,11 +77,11 @@ class PlannerState(StateMachine):
         self.groups = GroupBook(options.groups_per_batch if options.deterministic else 1)
         self.leases = LeaseTable()
         self.evaluation = Evaluation(options.policy, options.eval_size, options.eval_every, options.max_steps)
-        self.frontier = Frontier(options.groups_per_batch) if options.order == "frontier" else None
+        self.width_search = WidthSearch(options.groups_per_batch) if options.order == "frontier" else None
         self.fleet = Fleet(options.heartbeat_seconds, options.group_size, self.groups.groups_per_unit)
         self.rentals = Rentals() if options.activation else None
-        self.gauge = Gauge()
-        self.standings, self.conducts, self.trust = Standings(), Conducts(), TrustBook()
+        self.measurements = Measurements()
+        self.credits, self.penalties, self.trust = TicketCredits(), WorkerPenalties(), TrustBook()
         self.now = 0.0
 
     def begin_at(self, event: ev.Event, now: float) -> None:
@@ -93,16 +93,16 @@ class PlannerState(StateMachine):
         """Add a lease held by this worker."""
         worker = self.fleet.get(worker_id)
         self.leases.add(worker_id, lease, self.newest_had(worker_id))
-        self.conducts.granted(worker_id)
+        self.penalties.granted(worker_id)
         if worker is not None and not worker.is_own:
-            self.standings.opened(worker.ticket, lease.lease_id)
+            self.credits.opened(worker.ticket, lease.lease_id)
             self._supply(lease, worker.ticket, lease.num_samples)
 
     def newest_had(self, worker_id: str, version: int | None = None) -> SnapshotRef | None:
         """Return the newest weights that this worker has had, as it says: by a report, by its results, or by one with
         this version. Weights of a history that the learner left do not count: it may go back behind them.
         """
-        worker, refs = self.fleet.get(worker_id), [self.conducts.of(worker_id).sampled_with]
+        worker, refs = self.fleet.get(worker_id), [self.penalties.of(worker_id).sampled_with]
         refs.append(None if worker is None else worker.installed)
         refs.append(None if version is None else self.snapshots.published.get(version))
         return max((ref for ref in refs if ref is not None and self.snapshots.has(ref)), default=None)
@@ -110,7 +110,7 @@ class PlannerState(StateMachine):
     def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
         """Close a lease and return (worker, lease). `is_in`: its result was accepted for the group."""
         worker_id, lease = self.leases.close(lease_id)
-        ticket = self.standings.closed(lease_id)
+        ticket = self.credits.closed(lease_id)
         if ticket is not None and not is_in:
             self._supply(lease, ticket, -lease.num_samples)
         return worker_id, lease

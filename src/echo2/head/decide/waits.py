@@ -103,7 +103,7 @@ def _why_unscored(state: PlannerState, step: int, num_unscored: int) -> str:
 
 
 def _for_rewards(state: PlannerState) -> str:
-    seconds = state.gauge.rewards.mean
+    seconds = state.measurements.rewards.mean
     each = f" ({seconds:.3g} s each)" if seconds is not None else ""
     return f"waiting for your reward function{each}"
 
@@ -116,7 +116,7 @@ def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
         waits.append(Wait("head", "workers", state.training.wanted_since or 0.0, None, reason + health.last_failure))
     return waits + [
         Wait(name, "head", one.at, one.expelled_until, f"it is expelled: {one.expelled_for}")
-        for name, one in state.conducts.expelled(now)
+        for name, one in state.penalties.expelled(now)
     ]
 
 
@@ -136,7 +136,7 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
     if installed is None or not state.snapshots.has(installed):
         return "head", _coming(worker, newest)
     last = installed.version + state.options.max_staleness
-    if not worker.is_own and (until := state.standings.rests.get(worker.ticket)) is not None:
+    if not worker.is_own and (until := state.credits.rests.get(worker.ticket)) is not None:
         return (
             "head",
             f"its ticket gets no leases for {max(0.0, until - state.now):.0f} s: its leases brought no results",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.state import PlannerState
-from echo2.head.fleet.decide.gauge import UsualSeconds
+from echo2.head.fleet.decide.measurements import UsualSeconds
 from echo2.head.strangers.decide import strangers
 
 #: A stranger's group may take this many times the usual seconds: some honest texts take longer than others.
@@ -23,7 +23,7 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
     worker = state.fleet.get(record.worker_id) if record is not None else None
     is_own = event.group.kind == "eval" or (worker is not None and worker.is_own)
     ticket = sole_supplier(state, record) if record is not None else None
-    _spent(state, state.gauge.rewards, event.seconds, is_own, ticket, "rewards")
+    _spent(state, state.measurements.rewards, event.seconds, is_own, ticket, "rewards")
 
 
 def replayed(state: PlannerState, worker_id: str, seconds: float, is_failed: bool = False) -> None:
@@ -33,7 +33,7 @@ def replayed(state: PlannerState, worker_id: str, seconds: float, is_failed: boo
         return
     if not is_failed:
         ticket = None if worker.is_own else worker.ticket
-        _spent(state, state.gauge.replay, seconds, worker.is_own, ticket, "replay in the environment")
+        _spent(state, state.measurements.replay, seconds, worker.is_own, ticket, "replay in the environment")
     elif not worker.is_own and seconds >= 1.0:
         strangers.blame(state, worker.ticket, seconds, int(seconds))
 

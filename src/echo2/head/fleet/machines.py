@@ -101,7 +101,7 @@ class Machines:
             self._remember()
         return self.offers.get(machine.offer)
 
-    def give_back(self, offer: str, worker_id: str) -> None:
+    def return_machine(self, offer: str, worker_id: str) -> None:
         """Return the machine of this worker; with an empty id, a machine of the offer whose worker has not joined."""
         for machine in self._out.values():
             if machine.offer == offer and machine.worker_id == worker_id and not machine.leaving:

@@ -158,7 +158,7 @@ def _record_of_strangers(ledger: Ledger, command: do.Command, now: float) -> Non
         case do.RecordCheck():
             ledger.keep("check", command.check.number, asdict(command.check))
         case do.EndCheck():
-            ledger.let_go("check", command.number)
+            ledger.forget("check", command.number)
         case do.RecordRest():
             ledger.keep("rest", command.rest.ticket, asdict(command.rest))
         case do.ExpelWorker():

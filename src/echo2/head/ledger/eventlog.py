@@ -67,7 +67,7 @@ class EventLog:
         self._add({"options": msgspec.to_builtins(options)})
         self.flush()
 
-    def add(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
+    def write(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
         """Record an event at `now` (seconds of the head's clock) with its commands, for the next `flush`."""
         self._add({"now": now, "event": to_plain(event), "commands": [to_plain(command) for command in commands]})
 

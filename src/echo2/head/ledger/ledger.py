@@ -300,7 +300,7 @@ class Ledger:
         with self._transaction():
             self._put_meta(f"{self.policy}.{kind}.{name}", value)
 
-    def let_go(self, kind: str, name: str | int) -> None:
+    def forget(self, kind: str, name: str | int) -> None:
         """Delete a record that `keep` stored."""
         with self._transaction():
             self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))

@@ -22,17 +22,15 @@ from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 
 #: Largest process id on Linux; other systems stay below it.
 PID_MAX = 2**22
-#: Maximum number of workers turned away for their price or engine that `echo2 status` names.
-TURNED_AWAY_MAX = 20
 
 
 def check_not_expelled(head: Head, worker_id: str) -> None:
     """Raise PeerError("expelled") while this worker is expelled."""
     now = head.clock.now()
-    conduct = head.planner.conducts.expulsion(worker_id, now)
-    if conduct is not None:
-        seconds = conduct.expelled_until - now
-        raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {conduct.expelled_for}")
+    penalty = head.planner.penalties.expulsion(worker_id, now)
+    if penalty is not None:
+        seconds = penalty.expelled_until - now
+        raise PeerError("expelled", f"{worker_id} may come back in {seconds:.0f} s: {penalty.expelled_for}")
 
 
 def delivers(head: Head, worker_id: str) -> None:
@@ -43,8 +41,8 @@ def delivers(head: Head, worker_id: str) -> None:
         PeerError: the worker is expelled, or is a stranger that does not attend.
     """
     check_not_expelled(head, worker_id)
-    if worker_id in head.workers:
-        head.heard(worker_id)
+    if worker_id in head.connections.workers:
+        head.events.heard(worker_id)
     elif not head.identity.member(worker_id).is_own:
         raise PeerError("unknown_worker", f"{worker_id} does not attend; attend first")
 
@@ -60,30 +58,17 @@ def known(head: Head, joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
     check_not_expelled(head, joined.worker_id)
     member = head.identity.member(joined.worker_id)
     if not member.is_own:
-        known_as = head.costs.machines.get(joined.worker_id)  # its first price stays: each price opens an account
+        known_as = head.books.costs.machines.get(joined.worker_id)  # its first price stays: each price opens an account
         joined = replace(joined, price_usd_per_hour=known_as.price_usd_per_hour) if known_as else joined
         try:
             check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
             check_engine(head.config, joined.draws, engine)
         except PeerError as error:
-            head.turned_away.pop(joined.worker_id, None)
-            head.turned_away[joined.worker_id] = error.detail
-            if len(head.turned_away) > TURNED_AWAY_MAX:
-                del head.turned_away[next(iter(head.turned_away))]
+            head.books.turn_away(joined.worker_id, error.detail)
             raise
-        head.turned_away.pop(joined.worker_id, None)
+        head.books.turn_away(joined.worker_id, "")
     held = possible_claims(head.planner, joined.held_leases)
     return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
-
-
-def check_own(head: Head, worker_id: str) -> None:
-    """Raise PeerError("not_own") for a stranger in a run whose rollouts a harness plays."""
-    if not head.identity.member(worker_id).is_own:
-        raise PeerError(
-            "not_own",
-            f"this run's rollouts are played by {head.config.tasks.environment}, which the head cannot go through "
-            "again: only machines of the run's owner sample for it. Ask the owner for a ticket for own machines",
-        )
 
 
 def most_paid(config: Config, offers: Mapping[str, Offer]) -> float:

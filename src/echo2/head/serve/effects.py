@@ -8,14 +8,13 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 
+from echo2.core.decide.seeds import group_seed
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Lease, RolloutGroup
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.serve import shutdown
+from echo2.head.serve.connections import WorkerConnection
 from echo2.head.serve.head import Head
-from echo2.head.serve.presence import Presence
-from echo2.head.serve.results import score, send_check
 from echo2.rollouts.generate import assignment_of
 from echo2.sandbox.plugins import traceback_of
 from echo2.transport import messages
@@ -27,27 +26,23 @@ log = logging.getLogger(__name__)
 _WASTED = {"expired": "expired", "lost": "lost", "failed": "failed", "superseded": "duplicate"}
 
 
-async def orders(head: Head, presence: Presence) -> AsyncIterator[wire.Order]:
-    """Yield the orders in the worker's outbox, until None ends it."""
-    while (item := await presence.outbox.get()) is not None:
+async def orders(head: Head, connection: WorkerConnection) -> AsyncIterator[wire.Order]:
+    """Yield a worker's orders, until its stream ends."""
+    async for item in connection.orders():
         if isinstance(item, wire.Order):
             yield item
-            continue
-        if item is presence.unsent:
-            presence.unsent = None  # leases granted from now on go into another message
-        batch = await _batch(head, item)
-        if batch.leases:
-            yield wire.Order(leases=batch)
+        elif batch := await _batch(head, item):
+            yield wire.Order(leases=wire.LeaseBatch(leases=batch))
 
 
-async def _batch(head: Head, leases: Sequence[Lease]) -> wire.LeaseBatch:
-    """Return the message with these leases. Groups whose task is unfit are reported to the planner and left out."""
-    batch = wire.LeaseBatch()
+async def _batch(head: Head, leases: Sequence[Lease]) -> list[wire.Lease]:
+    """Return the messages of these leases. Groups whose task is unfit are reported to the planner and left out."""
+    batch = []
     for lease in leases:
         try:
-            batch.leases.append(await _assignment(head, lease))
+            batch.append(await _assignment(head, lease))
         except UserError as error:
-            head.tell(ev.GroupUnfit(lease.group, "bad_task", str(error), traceback=traceback_of(error)))
+            head.events.tell(ev.GroupUnfit(lease.group, "bad_task", str(error), traceback=traceback_of(error)))
     return batch
 
 
@@ -59,6 +54,37 @@ async def _assignment(head: Head, lease: Lease) -> wire.Lease:
     return messages.encode_assignment(assignment_of(lease, task, head.reader.prompt(kind, task), params, *turns))
 
 
+async def send_check(head: Head, command: do.CheckGroup) -> None:
+    """Send a group to the checking worker: its assignment, and the rollouts that were delivered."""
+    try:
+        data = head.ledger.rollouts(command.group.number)
+    except InvariantError:  # a checkpoint covers the group, so its rollouts are deleted
+        head.events.tell(ev.GroupChecked(command.worker_id, command.group, missed="its rollouts are not kept any more"))
+        return
+    config, group = head.config, messages.parse_group(data)
+    if group.logged:
+        missed = "it comes from a log; nobody drew it"
+        head.events.tell(ev.GroupChecked(command.worker_id, command.group, missed=missed))
+        return
+    seconds = head.options.lease_seconds
+    seed, size = group_seed(head.options.seed, group.group), len(group.rollouts)
+    lease = Lease(0, group.group, group.step, group.cursor, size, 0, None, 0.0, seconds, seed)
+    try:
+        task = await head.tasks.task(group.group, group.cursor)
+    except UserError as error:
+        head.events.tell(ev.GroupChecked(command.worker_id, command.group, missed=str(error)))
+        return
+    turns = (config.tasks.environment, config.sampling.max_turns)
+    assignment = assignment_of(lease, task, group.prompt_tokens, config.sampling_params, *turns)
+    check = wire.Check(
+        lease=messages.encode_assignment(assignment),
+        group=data,
+        ref=messages.encode_ref(command.ref),
+        is_from_stream=command.is_from_stream,
+    )
+    head.connections.order(command.worker_id, wire.Order(check=check))
+
+
 class HeadEffects:
     """The driver's `Effects`: acts on links, costs, metrics and machines."""
 
@@ -67,7 +93,7 @@ class HeadEffects:
         self._wake: asyncio.TimerHandle | None = None
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
-        self._head.log.add(now, event, commands)
+        self._head.events.log.write(now, event, commands)
 
     def carry_out(self, command: do.Command, now: float) -> None:
         """Carry out one command. Raises InvariantError for an unknown one."""
@@ -78,31 +104,31 @@ class HeadEffects:
             case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
                 pass  # recorded by the ledger
             case do.GrantLeases():
-                head.grant(command.worker_id, command.leases)
+                head.connections.grant(command.worker_id, command.leases)
             case do.CloseLease():
                 if command.outcome in _WASTED:
-                    head.costs.wasted_lease(command.worker_id, _WASTED[command.outcome], command.held_seconds)
+                    head.books.costs.wasted_lease(command.worker_id, _WASTED[command.outcome], command.held_seconds)
             case do.RevokeLease():
                 for lease_id in command.lease_ids:
                     revoked = wire.LeaseRevoked(lease_id=lease_id, reason=command.reason)
-                    head.order(command.worker_id, wire.Order(revoked=revoked))
+                    head.connections.order(command.worker_id, wire.Order(revoked=revoked))
             case do.AcceptDelivery():
-                head.costs.useful(command.worker_id, command.seconds, now)
+                head.books.costs.useful(command.worker_id, command.seconds, now)
             case do.RefuseDelivery():
-                head.costs.wasted(command.worker_id, command.refusal, command.seconds, now)
+                head.books.costs.wasted(command.worker_id, command.refusal, command.seconds, now)
             case do.ScoreGroup():
-                head.spawn(score(head, command))
+                head.spawn(self._score(command))
             case do.KeepScores():
                 if command.scores is not None and command.scores.group is not None:
                     self._keep_scored(command.scores.group)
             case do.RetireGroup():
                 record = head.planner.groups.get(command.number)
                 if record is not None and record.worker_id:  # its result was delivered, and counted as useful
-                    head.costs.count_as_wasted(record.worker_id, command.why)
+                    head.books.costs.count_as_wasted(record.worker_id, command.why)
             case do.FeedGroup() | do.EndStep():
                 self._feed(command)
             case do.RecordLearner():
-                head.metrics.truncate(command.version)
+                head.books.metrics.truncate(command.version)
             case do.AnnounceSnapshot():
                 head.distribution.announce(command.ref, command.worker_ids)
             case do.DropSnapshot():
@@ -112,9 +138,9 @@ class HeadEffects:
             case do.WakeAt():
                 self._wake_at(command.at, now)
             case do.StopRun():
-                shutdown.stop(head, command.reason)
+                head.ending.stop(command.reason)
             case do.FinishRun():
-                head.end("finished", command.reason)
+                head.ending.end("finished", command.reason)
             case _:
                 self._manage_fleet(command, now)
 
@@ -129,29 +155,34 @@ class HeadEffects:
             case do.ExpelWorker():
                 log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
             case do.ActivateWorker():
-                head.costs.activated(command.worker_id, now)
+                head.books.costs.activated(command.worker_id, now)
             case do.ReleaseWorker():
-                head.costs.stands_by(command.worker_id, now)
-                head.broadcast_times.gone(command.worker_id)  # on standby it does not fetch snapshots
+                head.books.costs.stands_by(command.worker_id, now)
+                head.books.broadcast_times.gone(command.worker_id)  # on standby it does not fetch snapshots
             case do.RentMachine():
                 head.machines.rent(command.offer)
             case do.ReturnMachine():
-                head.order(command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back")))
-                head.machines.give_back(command.offer, command.worker_id)
+                head.connections.order(
+                    command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back"))
+                )
+                head.machines.return_machine(command.offer, command.worker_id)
             case _:
                 raise InvariantError(f"the head does not know {command}")
 
+    async def _score(self, command: do.ScoreGroup) -> None:
+        await self._head.events.tell(await self._head.scoring.score(command))
+
     def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
         head = self._head
-        feed = head.learner.feed if head.learner is not None else None
+        learner = head.connections.learner
         if isinstance(command, do.EndStep):
-            if feed is not None:
-                feed.put_nowait(wire.StepDone(cursor=command.cursor))
+            if learner is not None:
+                learner.send(wire.StepDone(cursor=command.cursor))
             return
         group = head.ledger.rollouts(command.number)
-        if feed is not None:
-            feed.put_nowait(group)
-        if head.rollout_log.claim(command.step + 1):
+        if learner is not None:
+            learner.send(group)
+        if head.books.rollout_log.claim(command.step + 1):
             head.spawn(self._log_rollouts(command.step + 1, group))
 
     async def _log_rollouts(self, step: int, data: bytes) -> None:
@@ -162,46 +193,43 @@ class HeadEffects:
         except UserError as error:
             log.warning("%s is not in rollouts/: %s", group.group, error)
             return
-        head.rollout_log.write(f"step_{step}", read, task, head.reader.pieces)
+        head.books.rollout_log.write(f"step_{step}", read, task, head.reader.pieces)
 
     def _keep_scored(self, group: RolloutGroup) -> None:
         head = self._head
         if group.group.kind == "eval":
-            head.evals.keep(group)
+            head.books.evals.keep(group)
             head.spawn(self._log_answers(group))
         elif name := head.train_tasks.source_of(group.cursor):
-            rewards = [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-            head.source_rewards.setdefault(name, []).extend(rewards)
+            head.books.add_rewards(name, [one.reward for one in group.rollouts if one.reward is not None])
 
     async def _log_answers(self, group: RolloutGroup) -> None:
         head = self._head
-        head.rollout_log.write(f"eval_{group.step}", group, await head.tasks.task(group.group, group.cursor))
+        head.books.rollout_log.write(f"eval_{group.step}", group, await head.tasks.task(group.group, group.cursor))
 
     def _evaluate(self, command: do.StartEval | do.FinishEval | do.SkipEval) -> None:
         head = self._head
         match command:
             case do.StartEval():
-                head.evals.start(command.ref.version)
-                head.rollout_log.begin(f"eval_{command.ref.version}")
+                head.books.evals.start(command.ref.version)
+                head.books.rollout_log.begin(f"eval_{command.ref.version}")
             case do.FinishEval():
-                head.metrics.amend(command.version, head.evals.finish(command.version, command.failed))
+                head.books.metrics.amend(command.version, head.books.evals.finish(command.version, command.failed))
             case do.SkipEval():
                 why = f"version {command.version} is not evaluated: {command.reason}; `echo2 eval DIR` makes up for it"
                 log.warning("%s", why)
-                head.metrics.amend(command.version, head.evals.skip(command.version, command.reason))
+                head.books.metrics.amend(command.version, head.books.evals.skip(command.version, command.reason))
 
     def _wake_at(self, at: float, now: float) -> None:
         if self._wake is not None:
             self._wake.cancel()
         delay = max(0.0, at - now)
-        self._wake = asyncio.get_running_loop().call_later(delay, self._head.tell, ev.Tick())
+        self._wake = asyncio.get_running_loop().call_later(delay, self._head.events.tell, ev.Tick())
 
     def _worker_gone(self, command: do.WorkerGone, now: float) -> None:
         head = self._head
-        head.counters["workers_lost"] += 1
-        head.costs.left(command.worker_id, now)
-        head.broadcast_times.gone(command.worker_id)
+        head.books.lose_worker()
+        head.books.costs.left(command.worker_id, now)
+        head.books.broadcast_times.gone(command.worker_id)
         head.distribution.origin.left(command.worker_id, command.reason)
-        presence = head.workers.pop(command.worker_id, None)
-        if presence is not None:
-            presence.outbox.put_nowait(None)
+        head.connections.leave(command.worker_id)

@@ -17,7 +17,6 @@ from echo2.head.serve import report as head_report
 from echo2.head.serve.effects import HeadEffects
 from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
-from echo2.head.serve.shutdown import check_budget, told_to_stop
 from echo2.head.strangers.tickets import OwnTickets, own_files
 from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 #: Interval at which status.json is written.
 STATUS_SECONDS = 0.5
 #: Time for the workers and the learner to receive the message that the run is over.
-FAREWELL_SECONDS = 1.0
+CLOSING_SECONDS = 1.0
 
 
 async def run_head(rundir: RunDir) -> None:
@@ -47,13 +46,11 @@ async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
     rundir.outcome.unlink(missing_ok=True)  # the outcome of an earlier head
     identity = RunIdentity.create_or_load(rundir.identity)
-    head = Head(rundir, config, identity, HeadEffects)
+    head = await Head.open(rundir, config, identity, HeadEffects)  # fails before any sampling if it can't go on
     host, port = config.head.address
     port = port or head.ledger.get_meta("port", 0)
     service = Service(head)
-    server = GrpcServer(host, port, identity, service.handlers(), head.fail)
-    await head.reward.start()  # fails before any sampling if a reward file does not load
-    await head.start()  # before the server: the planner must know the ledger before the first call
+    server = GrpcServer(host, port, identity, service.handlers(), head.ending.fail)
     bound = await server.start()
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
@@ -63,21 +60,21 @@ async def _serve(rundir: RunDir) -> None:
     tickets.keep()
     loop = asyncio.get_running_loop()
     for number, words in STOP_WORDS.items():
-        loop.add_signal_handler(number, told_to_stop, head, words)
+        loop.add_signal_handler(number, head.ending.request_stop, words)
     log.info("listening on %s", address)
     head.machines.start()
     head.spawn(_keep_reporting(head, service, identity, tickets))
-    await head.over.wait()
-    assert head.outcome is not None
-    log.info("the run is over: %s", head.outcome)
-    if head.outcome[0] != "no_room":  # "no_room" ends this head only; the run waits for disk space
+    await head.ending.over.wait()
+    assert head.ending.outcome is not None
+    log.info("the run is over: %s", head.ending.outcome)
+    if head.ending.outcome[0] != "no_room":  # "no_room" ends this head only; the run waits for disk space
         await head.machines.close()
-        _write_end(head)
+        _write_end(head, head.ending.outcome)
     await head.close()
-    await asyncio.sleep(FAREWELL_SECONDS)
+    await asyncio.sleep(CLOSING_SECONDS)
     await server.stop()
     await head.distribution.close()
-    kind, reason = head.outcome
+    kind, reason = head.ending.outcome
     if kind == "finished" or reason in STOP_WORDS.values():
         return
     if kind == "no_room":
@@ -92,12 +89,12 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     disk = DiskWatch(head.rundir.path)
     while True:
         try:
-            if disk.look(head.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
+            if disk.look(head.books.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
                 log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
-                head.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
+                head.events.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
             service.expel(identity.revoked())
             tickets.keep()
-            check_budget(head)
+            head_report.check_budget(head)
             head_report.write_status(head)
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 logs.cut_log(head.rundir.logs / name)
@@ -105,14 +102,14 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             if is_out_of_descriptors(error):
                 log.warning("%s", error)
             else:
-                head.fail(error)
+                head.ending.fail(error)
         await asyncio.sleep(STATUS_SECONDS)
 
 
-def _write_end(head: Head) -> None:
+def _write_end(head: Head, outcome: tuple[str, str]) -> None:
     try:
         head_report.write_status(head)
         write_atomically(head.rundir.summary, json.dumps(head_report.summary(head)))
-        write_atomically(head.rundir.outcome, json.dumps({"kind": head.outcome[0], "reason": head.outcome[1]}))  # type: ignore[index]
+        write_atomically(head.rundir.outcome, json.dumps(dict(zip(("kind", "reason"), outcome, strict=True))))
     except UserError:
         log.exception("the run's end could not be written")

@@ -9,18 +9,16 @@ import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from statistics import mean
 from typing import Any
 
 from echo2.config.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.core.types import SnapshotRef
-from echo2.head.fleet.decide.gauge import CAUSES, NUM_REMEMBERED
-from echo2.head.fleet.decide.outlook import auto_publish_every, outlook, predicted_idle_ratio
+from echo2.head.fleet.decide.fleet_need import auto_publish_every, fleet_need
+from echo2.head.fleet.decide.measurements import CAUSES, NUM_REMEMBERED
 from echo2.head.ledger.books import FAILED_BECAUSE
 from echo2.head.serve.head import Head
 from echo2.weights.broadcast.origin import Progress
-
-#: Maximum age of the prediction of the learner's idle time.
-PREDICTED_SECONDS = 5.0
 
 
 def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
@@ -28,20 +26,19 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
     now = head.clock.now()
     active = head.planner.fleet.active()
     idle = sum(1 for worker in active if worker.idle_since is not None)
-    cum_usd, counts = head.costs.cum_usd(now), head.ledger.counts()
-    before = head.metrics.recent[-1].get("cost/cum_usd", 0.0) if head.metrics.recent else 0.0
+    cum_usd, counts = head.books.costs.cum_usd(now), head.ledger.counts()
+    before = head.books.metrics.recent[-1].get("cost/cum_usd", 0.0) if head.books.metrics.recent else 0.0
     tokens = counts["trained_tokens"]
-    by_source, head.source_rewards = head.source_rewards, {}
     return {
         "policy": head.options.policy,
         "step": version,
         "time/unix": time.time(),
-        "time/since_start": now - head.started_at,
+        "time/since_start": now - head.books.started_at,
         **learner_metrics,
-        **{f"reward/source/{name}": sum(rewards) / len(rewards) for name, rewards in sorted(by_source.items())},
+        **{f"reward/source/{name}": mean(rewards) for name, rewards in sorted(head.books.take_rewards().items())},
         **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
-        "time/reward": head.planner.gauge.rewards.mean or 0.0,
-        "reward/retried": head.failures.count("reward_retried"),
+        "time/reward": head.planner.measurements.rewards.mean or 0.0,
+        "reward/retried": head.books.failures.count("reward_retried"),
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
         **_waits(head, version - 1),
@@ -53,21 +50,21 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "groups/refused": sum(counts["refused"].values()),
         "workers/active": len(active),
         "workers/idle": idle,
-        "workers/lost": head.counters["workers_lost"],
+        "workers/lost": head.books.num_lost,
         **fleet_metrics(head),
-        **head.broadcast_times.metrics(),
-        **{f"broadcast/{name}": num_bytes for name, num_bytes in head.traffic().items()},
+        **head.books.broadcast_times.metrics(),
+        **{f"broadcast/{name}": num_bytes for name, num_bytes in head.books.traffic(head.distribution.origin).items()},
         "broadcast/pause_seconds": _pause_seconds(head),
         "cost/step_usd": max(0.0, cum_usd - before),
         "cost/cum_usd": cum_usd,
         "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
-        "cost/wasted_usd": head.costs.wasted_usd(),
+        "cost/wasted_usd": head.books.costs.wasted_usd(),
     }
 
 
 def _waits(head: Head, step: int) -> dict[str, Any]:
     """Return the learner's waits before this step: seconds by cause, and the last worker."""
-    wait = next((one for one in head.planner.gauge.waits if one.step == step), None)
+    wait = next((one for one in head.planner.measurements.waits if one.step == step), None)
     if wait is None:
         return {}
     return {f"wait/{cause}": seconds for cause, seconds in wait.seconds.items()} | {"wait/last_worker": wait.worker_id}
@@ -85,14 +82,14 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
 
 def _batch_groups(head: Head) -> dict[str, int]:
     """Return, with order = "frontier", the number of groups that a worker could sample together in this step."""
-    frontier = head.planner.frontier
-    return {} if frontier is None else {"schedule/batch_groups": frontier.width}
+    search = head.planner.width_search
+    return {} if search is None else {"schedule/batch_groups": search.width}
 
 
 def fleet_metrics(head: Head) -> dict[str, Any]:
     """Return the fleet's rates and the learner's predicted idle ratio. Unknown and infinite values are left out."""
     now = head.clock.now()
-    found = outlook(head.planner, now)
+    found = fleet_need(head.planner, now)
     values = {
         "fleet/active": found.active,
         "fleet/standby": found.standby,
@@ -101,26 +98,17 @@ def fleet_metrics(head: Head) -> dict[str, Any]:
         "fleet/needed_rate": found.needed_rate,
         "fleet/short": found.short,
         "fleet/rented": len(head.machines.names()),
-        "learner/idle_predicted": _predicted_idle(head, now),
+        "learner/idle_predicted": head.books.idle_predicted(head.planner),
     }
     return {name: value for name, value in values.items() if value is not None and value < math.inf}
-
-
-def _predicted_idle(head: Head, now: float) -> float | None:
-    """Return the predicted idle ratio, at most `PREDICTED_SECONDS` old: simulating steps costs as much as handling
-    dozens of groups, so that short steps share one prediction."""
-    if head.idle_predicted is None or now >= head.idle_predicted[0] + PREDICTED_SECONDS:
-        ratio = predicted_idle_ratio(head.planner, now)
-        head.idle_predicted = None if ratio is None else (now, ratio)
-    return None if head.idle_predicted is None else head.idle_predicted[1]
 
 
 def fleet_status(head: Head) -> dict[str, Any]:
     """Return the fleet's state for `echo2 status`, with the newest predicted idle ratio and the ratio measured over the
     steps that the prediction is based on."""
-    found = outlook(head.planner, head.clock.now())
-    last = head.metrics.recent[-1] if head.metrics.recent else {}
-    recent = [row for row in head.metrics.recent[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
+    found = fleet_need(head.planner, head.clock.now())
+    last = head.books.metrics.recent[-1] if head.books.metrics.recent else {}
+    recent = [row for row in head.books.metrics.recent[-NUM_REMEMBERED:] if "time/wait_for_batch" in row]
     waited, whole = (sum(row.get(f"time/{name}", 0.0) for row in recent) for name in ("wait_for_batch", "step"))
     is_finite = found.needed_rate is not None and found.needed_rate < math.inf
     return {
@@ -143,19 +131,20 @@ def fleet_status(head: Head) -> dict[str, Any]:
 def status(head: Head) -> dict[str, Any]:
     """Return everything that `echo2 status` shows, as plain values."""
     now = head.clock.now()
-    planner, learner = head.planner, head.learner
+    planner, learner = head.planner, head.connections.learner
+    training = planner.training
     workers, progress = [], head.distribution.origin.progress()
     suspects = head.distribution.origin.suspects
     for worker in planner.fleet:
-        presence = head.workers.get(worker.worker_id)
-        report = presence.report if presence is not None else None
+        connection = head.connections.workers.get(worker.worker_id)
+        report = connection.report if connection is not None else None
         workers.append(
             {
                 "id": worker.worker_id,
-                "pid": presence.pid if presence else None,
-                "host": presence.host if presence else None,
-                "engine": presence.engine if presence else None,
-                "device": presence.device if presence else None,
+                "pid": connection.pid if connection else None,
+                "host": connection.host if connection else None,
+                "engine": connection.engine if connection else None,
+                "device": connection.device if connection else None,
                 "doing": report.doing if report else "",
                 "installed": str(worker.installed) if worker.installed else None,
                 "leases": len(planner.leases.of_worker(worker.worker_id)),
@@ -163,7 +152,7 @@ def status(head: Head) -> dict[str, Any]:
                 "standby": worker.standby,
                 "offer": worker.offer,
                 "rate": worker.speed.rate,
-                "useful_groups": head.costs.useful_groups(worker.worker_id),
+                "useful_groups": head.books.costs.useful_groups(worker.worker_id),
                 "price_usd_per_hour": worker.price_usd_per_hour,
                 "is_own": worker.is_own,
                 "pause_seconds": report.pause_seconds if report else 0.0,
@@ -172,7 +161,7 @@ def status(head: Head) -> dict[str, Any]:
                 "bytes_received": report.bytes_received if report else 0,
                 "bytes_sent": report.bytes_sent if report else 0,
                 "suspected": suspects.get(worker.worker_id),
-                "mismatch": planner.conducts.mismatch(worker.worker_id),
+                "mismatch": planner.penalties.mismatch(worker.worker_id),
             }
         )
     return {
@@ -183,31 +172,35 @@ def status(head: Head) -> dict[str, Any]:
         else {"pid": learner.pid, "host": learner.host, "device": learner.device, "doing": learner.doing},
         "workers": workers,
         "policy": planner.options.policy,
-        "version": planner.training.version,
-        "lineage": planner.training.lineage,
+        "version": training.version,
+        "lineage": training.lineage,
         "max_steps": planner.options.max_steps,
         "max_staleness": planner.options.max_staleness,
         "published": max(planner.snapshots.published, default=None),
-        "checkpoint": planner.training.checkpoint_version if planner.training.checkpoint_version >= 0 else None,
+        "checkpoint": training.checkpoint_version if training.checkpoint_version >= 0 else None,
         "groups": _group_counts(head),
-        "broadcast": {**head.broadcast_times.metrics(), **head.traffic(), "suspects": dict(suspects)},
+        "broadcast": {
+            **head.books.broadcast_times.metrics(),
+            **head.books.traffic(head.distribution.origin),
+            "suspects": dict(suspects),
+        },
         "paused": planner.health.paused.reason if planner.health.paused else "",
         "waits": [_told(head, asdict(wait)) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
-        "cost_usd": head.costs.cum_usd(now),
-        "not_evaluated": head.evals.not_evaluated,
-        "turned_away": head.turned_away,
+        "cost_usd": head.books.costs.cum_usd(now),
+        "not_evaluated": head.books.evals.not_evaluated,
+        "turned_away": head.books.turned_away,
         "trust": {ticket: trust.to_plain() for ticket, trust in planner.trust.all().items()},
-        "failures": head.failures.to_plain(),
-        "outcome": head.outcome,
+        "failures": head.books.failures.to_plain(),
+        "outcome": head.ending.outcome,
     }
 
 
 def _told(head: Head, wait: dict[str, Any]) -> dict[str, Any]:
     """Return a wait for display. If the worker refused the snapshot that it waits for, the reason says so."""
-    presence = head.workers.get(wait["waiter"])
-    if presence is not None and presence.report.refused and presence.installed is None:
-        wait["reason"] = f"it refused snapshot {presence.report.refused}; it tries again"
+    connection = head.connections.workers.get(wait["waiter"])
+    if connection is not None and connection.report.refused and connection.installed is None:
+        wait["reason"] = f"it refused snapshot {connection.report.refused}; it tries again"
     return wait
 
 
@@ -226,7 +219,7 @@ def _fetching(progress: Progress | None, installed: SnapshotRef | None) -> dict[
 
 def _pause_seconds(head: Head) -> float:
     """Return the seconds that generation paused for weight swaps since the start, averaged over attending workers."""
-    pauses = [presence.report.pause_seconds for presence in head.workers.values()]
+    pauses = [connection.report.pause_seconds for connection in head.connections.workers.values()]
     return sum(pauses) / max(1, len(pauses))
 
 
@@ -254,15 +247,15 @@ def summary(head: Head) -> dict[str, Any]:
     means = [row["off_policy/mean"] for row in steps if "off_policy/mean" in row]
     counts = head.ledger.counts()
     return {
-        "outcome": head.outcome,
+        "outcome": head.ending.outcome,
         "directory": str(head.rundir.path),
         "checkpoint": newest_checkpoint(head.rundir.checkpoints),
         "steps": head.planner.training.version,
         "eval_before": rows[0]["eval/accuracy"] if rows else None,
         "eval_after": rows[-1]["eval/accuracy"] if rows else None,
         "eval_failed": {row["step"]: found for row in written if (found := _failed_tasks(row))},
-        "not_evaluated": head.evals.not_evaluated,
-        "failures": head.failures.to_plain(),
+        "not_evaluated": head.books.evals.not_evaluated,
+        "failures": head.books.failures.to_plain(),
         "learner_idle_ratio": wait / whole if whole else None,
         "learner_waits": {cause: sum(row.get(f"wait/{cause}", 0.0) for row in steps) for cause in CAUSES},
         "staleness_mean": sum(means) / len(means) if means else None,
@@ -270,8 +263,8 @@ def summary(head: Head) -> dict[str, Any]:
         "staleness_bound": head.options.max_staleness,
         "all_logged": bool(steps) and all(row.get("off_policy/logged") == 1.0 for row in steps),
         "groups": counts,
-        **head.traffic(),
-        "seconds": now - head.started_at,
+        **head.books.traffic(head.distribution.origin),
+        "seconds": now - head.books.started_at,
         "machines": {
             name: {
                 "usd": machine.usd(now),
@@ -281,11 +274,18 @@ def summary(head: Head) -> dict[str, Any]:
                 "useful_groups": machine.useful_groups,
                 "wasted_seconds": machine.wasted_seconds,
             }
-            for name, machine in sorted(head.costs.machines.items())
+            for name, machine in sorted(head.books.costs.machines.items())
         },
-        "cost_usd": head.costs.cum_usd(now),
-        "wasted_usd": head.costs.wasted_usd(),
+        "cost_usd": head.books.costs.cum_usd(now),
+        "wasted_usd": head.books.costs.wasted_usd(),
     }
+
+
+def check_budget(head: Head) -> None:
+    """Stop the run once its budget is spent."""
+    budget = head.config.fleet.budget_usd
+    if budget and head.books.costs.cum_usd(head.clock.now()) >= budget:
+        head.ending.stop(f"the budget of ${budget:g} is spent; raise fleet.budget_usd and continue with --resume")
 
 
 def write_status(head: Head) -> None:

@@ -99,7 +99,7 @@ def _require(holds: bool, complaint: str) -> None:
         raise PeerError("malformed", f"a rollout in an environment: {complaint}")
 
 
-class Referee:
+class EnvironmentReplay:
     """Judges rollouts with the environment `spec`. Its process starts at the first call."""
 
     def __init__(self, spec: str) -> None:
@@ -123,7 +123,7 @@ class Referee:
         """Return the event with the seconds that the environment took to replay this result, if it did."""
         return replace(event, replay_seconds=self._seconds.pop(event.lease_id, 0.0))
 
-    async def judged(
+    async def replay(
         self, rules: TurnRules, lease: Lease, task: Task, group: RolloutGroup, seconds: float
     ) -> RolloutGroup:
         """Return the group, each rollout with the environment's reward. `seconds`: until the lease ends.

@@ -265,7 +265,7 @@ class SimHead(Actor):
         self.network.answer(asked, value, num_bytes)
 
     def _answer(self, sender: str, body: object) -> object:
-        if self.planner.conducts.expulsion(sender, self.world.now) is not None:
+        if self.planner.penalties.expulsion(sender, self.world.now) is not None:
             return Refused("expelled")
         match body:
             case Hello():

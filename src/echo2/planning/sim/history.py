@@ -121,9 +121,9 @@ class FleetMeter:
         history.active_usd += seconds / 3600 * self._usd_per_hour
         history.idle_worker_seconds += seconds * self._num_free
         self._counted_at, self._num_active, self._num_free = now, fleet.num_active, fleet.num_free
-        if planner.gauge.num_broadcasts > self._num_broadcasts:
-            history.broadcasts.append(planner.gauge.broadcasts[-1])
-        self._num_broadcasts = planner.gauge.num_broadcasts  # smaller after a restart of the head
+        if planner.measurements.num_broadcasts > self._num_broadcasts:
+            history.broadcasts.append(planner.measurements.broadcasts[-1])
+        self._num_broadcasts = planner.measurements.num_broadcasts  # smaller after a restart of the head
         counts = (fleet.num_attending, fleet.num_active)
         if not history.fleet or history.fleet[-1][1:] != counts:
             history.fleet.append((now, *counts))

@@ -36,10 +36,10 @@ Place = tuple[int, Kind]
 @dataclass(slots=True)
 class Worker:
     """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
-    begins a step, until one of them is delivered (`frontier`); None: no such limit. `detached_at`: when its connection
-    closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's owner.
-    `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine was
-    rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
+    begins a step, until one of them is delivered (`pacing.WidthSearch`); None: no such limit. `detached_at`: when its
+    connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's
+    owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine
+    was rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
     snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers.
     """
 
@@ -142,7 +142,7 @@ class Fleet:
         worker.samples = num_samples
         self.file(worker)
         worker.speed.use(num_samples, self.at_once(worker) * self.group_size, now)
-        if not worker.detached:
+        if worker.detached_at is None:
             worker.idle_since = None if num_samples else now if worker.idle_since is None else worker.idle_since
 
     def begin_step(self, worker: Worker, num_groups: int | None) -> None:
@@ -213,10 +213,11 @@ class Fleet:
 
     def file(self, worker: Worker) -> None:
         """Update the indexes for this worker. Call this whenever one of its fields has changed."""
-        here = not worker.detached and not worker.standby
+        attends = worker.detached_at is None
+        here = attends and worker.standby_since is None
         free = here and not worker.samples
         resting = here and self.rests.get(worker.worker_id) is not None
-        self._count(worker.worker_id, (not worker.detached, here, resting, free, self.at_once(worker) if here else 0))
+        self._count(worker.worker_id, (attends, here, resting, free, self.at_once(worker) if here else 0))
         depth = self._depth_of(worker) if here and not resting else None
         if depth is None:
             self._place(worker.worker_id, None)

@@ -71,7 +71,7 @@ def look(state: PlannerState, now: float) -> None:
         release(state, worker_id, change.reason, now)
     if change.activate:
         announce_newest(state, "newest when the workers were activated", change.activate)
-    if state.options.offers and change.short_rate > 0 and state.gauge.bottleneck() != "rewards":
+    if state.options.offers and change.short_rate > 0 and state.measurements.bottleneck() != "rewards":
         _rent(state, rentals, change.short_rate, now)
 
 
@@ -86,18 +86,18 @@ def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: fl
 
 def live_demand(state: PlannerState) -> Demand | None:
     """Return the learner's demand by measurements; None until a step is trained."""
-    options, gauge = state.options, state.gauge
-    train_seconds = gauge.typical_train_seconds()
+    options, measurements = state.options, state.measurements
+    train_seconds = measurements.typical_train_seconds()
     if not train_seconds:
         return None
     return Demand(
-        groups_per_step=options.groups_per_step + gauge.typical_replaced(),
+        groups_per_step=options.groups_per_step + measurements.typical_replaced(),
         group_size=options.group_size,
         publish_every=options.publish_every,
         max_staleness=state.options.max_staleness,
         train_seconds=train_seconds,
-        broadcast_seconds=gauge.typical_broadcast_seconds(),
-        rollout_seconds=gauge.batch_seconds,
+        broadcast_seconds=measurements.typical_broadcast_seconds(),
+        rollout_seconds=measurements.batch_seconds,
     )
 
 

@@ -39,7 +39,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         installed,
         now,
         event.ticket,
-        failures_in_a_row=state.conducts.of(event.worker_id).num_failed if event.ticket else 0,
+        failures_in_a_row=state.penalties.of(event.worker_id).num_failed if event.ticket else 0,
         idle_since=now,
         standby_since=now if _joins_standing_by(state, event, before) else None,
         offer=event.offer,
@@ -50,7 +50,7 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     )
     state.fleet.join(worker, now)
     if installed is not None and not worker.standby and (before is None or before.installed != installed):
-        state.gauge.installed(installed, state.fleet.num_active, now)
+        state.measurements.installed(installed, state.fleet.num_active, now)
     held = set(state.leases.of_worker(event.worker_id))
     ended = tuple(lease_id for lease_id in possible_claims(state, event.held_leases) if lease_id not in held)
     if ended:
@@ -100,14 +100,14 @@ def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -
     installed = state.own_snapshot(event.installed)
     is_new = state.fleet.report(worker, installed, event.refused, now)
     if is_new and installed is not None and not worker.standby:
-        state.gauge.installed(installed, state.fleet.num_active, now)
+        state.measurements.installed(installed, state.fleet.num_active, now)
     return is_new
 
 
 def stand_by(state: PlannerState, worker: Worker, now: float) -> None:
     """Give the worker no more leases; it finishes those that it has."""
     state.fleet.stand_by(worker, now)
-    state.gauge.fewer_active(state.fleet.num_active, now)
+    state.measurements.fewer_active(state.fleet.num_active, now)
 
 
 def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) -> None:
@@ -121,13 +121,13 @@ def lose_worker(state: PlannerState, worker_id: str, reason: str, now: float) ->
         end_lease(state, lease_id, "lost", reason)
     state.fleet.lose(worker_id)
     state.trust.interrupt(worker_id, is_gone=True)
-    state.gauge.fewer_active(state.fleet.num_active, now)
+    state.measurements.fewer_active(state.fleet.num_active, now)
     state.emit(do.WorkerGone, reason, worker_id=worker_id)
 
 
 def expire(state: PlannerState, now: float) -> bool:
     """End all overdue rests, silent workers and expired leases. Return whether there were any."""
-    any_over = state.fleet.end_rests(now) | state.standings.end_rests(now)
+    any_over = state.fleet.end_rests(now) | state.credits.end_rests(now)
     for worker_id in state.fleet.silence.pop_until(now):
         any_over = True
         worker = state.fleet.get(worker_id)
@@ -152,5 +152,5 @@ def expire(state: PlannerState, now: float) -> bool:
 
 def expel(state: PlannerState, now: float) -> None:
     """Expel workers with too many refusals or wrong logprobs."""
-    for worker_id, reason in state.conducts.take_to_expel() if state.conducts.to_expel else ():
+    for worker_id, reason in state.penalties.take_to_expel() if state.penalties.to_expel else ():
         lose_worker(state, worker_id, strangers.expel(state, worker_id, reason), now)

@@ -58,7 +58,7 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, 
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
     holds = trust.is_quarantined or (trust.is_new and (state.options.require_checks or any(strangers.checkers(state))))
-    is_drawn = holds or state.conducts.is_odd(worker.worker_id)
+    is_drawn = holds or state.penalties.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
     if not is_drawn:
         return
@@ -152,7 +152,7 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
     if check.drawn.holds:
         strangers.earn(state, check.drawn.ticket)
         if (record := state.groups.get(check.drawn.number)) is not None:
-            state.groups.let_go(record)
+            state.groups.release(record)
 
 
 def _why_undecided(event: ev.GroupChecked) -> str:
@@ -214,7 +214,7 @@ def _fault(state: PlannerState, check: OpenCheck, trust: Trust, reason: str) -> 
     if not is_again:
         return
     for worker in [worker for worker in state.fleet if worker.ticket == check.drawn.ticket]:
-        state.conducts.distrust(worker.worker_id, f"its rollouts were not drawn as it says; {reason}")
+        state.penalties.distrust(worker.worker_id, f"its rollouts were not drawn as it says; {reason}")
     strangers.rest(state, check.drawn.ticket, EXPELLED_REST_SECONDS, "its workers are expelled")
 
 

@@ -10,7 +10,7 @@ share     while a machine of the owner can work, a ticket supplies at most half 
           fixed shape are larger than that.
 attempts  a group that a ticket tried and failed is left to others that can try; the ticket's tries count once against
           the group.
-junk      a worker that causes more refusals than `standings` allows is expelled.
+refusals  a worker that causes more refusals than `penalties` allows is expelled.
 mismatch  so is any worker, the owner's included, whose logprobs are not those of the weights that it names.
 
 Groups that only strangers failed never stop a run: see `results.give_up`.
@@ -26,7 +26,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.groups import OWN, PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
-from echo2.head.strangers.decide.standings import RESULTS_PER_PARDON
+from echo2.head.strangers.decide.penalties import RESULTS_PER_PARDON
 
 #: Bounds of the rest of a ticket without credit: minimum; maximum; maximum if no other worker can sample.
 REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
@@ -101,9 +101,7 @@ def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterabl
         return True
     there = (worker for worker in state.fleet if not (worker.is_own or worker.detached or worker.standby))
     return any(
-        worker.ticket not in failed
-        and not state.standings.is_resting(worker.ticket)
-        and _can_sample(state, worker, step)
+        worker.ticket not in failed and not state.credits.is_resting(worker.ticket) and _can_sample(state, worker, step)
         for worker in there
     )
 
@@ -113,11 +111,11 @@ def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterabl
 
 def has_credit(state: PlannerState, worker: Worker) -> bool:
     """Whether the worker's ticket may hold another lease."""
-    if worker.is_own or state.standings.is_resting(worker.ticket):
+    if worker.is_own or state.credits.is_resting(worker.ticket):
         return worker.is_own
-    standing = state.standings.of(worker.ticket)
-    num_used = standing.num_held + state.trust.num_held(worker.ticket)
-    return standing.credit > num_used and not why_unchecked(state, worker)
+    account = state.credits.of(worker.ticket)
+    num_used = account.num_held + state.trust.num_held(worker.ticket)
+    return account.credit > num_used and not why_unchecked(state, worker)
 
 
 def may_supply(state: PlannerState, worker: Worker, step: int) -> bool:
@@ -150,7 +148,7 @@ def brought(state: PlannerState, worker: Worker | None, is_held: bool) -> None:
 def earn(state: PlannerState, ticket: str) -> None:
     """Record that a result of this ticket is good."""
     most = state.options.groups_per_step * (state.options.max_staleness + 1)
-    if state.standings.earn(ticket, max(2, most)):
+    if state.credits.earn(ticket, max(2, most)):
         _record(state, ticket, f"{RESULTS_PER_PARDON} of its results make up for a rest")
 
 
@@ -158,7 +156,7 @@ def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> N
     """Record that a lease of this worker gave no result: it rests, and other workers of its ticket come before it."""
     if worker is not None and not worker.is_own:
         state.fleet.rest(worker, state.now)
-        state.fleet.set_failures(worker, state.conducts.fail(worker.worker_id))
+        state.fleet.set_failures(worker, state.penalties.fail(worker.worker_id))
         blame(state, worker.ticket, held_seconds)
 
 
@@ -170,10 +168,10 @@ def blame(
     reason: str = "too many of its leases brought nothing",
 ) -> None:
     """Reduce the credit of this ticket, by `more` beyond the usual; with no credit left, it rests."""
-    if state.standings.blame(ticket, more):
+    if state.credits.blame(ticket, more):
         is_alone = not others_can_try(state, ticket, state.training.version)
         most = MOST_REST_ALONE_SECONDS if is_alone else MOST_REST_SECONDS
-        num_rests = state.standings.of(ticket).num_rests
+        num_rests = state.credits.of(ticket).num_rests
         seconds = Backoff(max(REST_SECONDS, held_seconds), most).after(num_rests + 1)
         rest(state, ticket, seconds, reason)
 
@@ -182,7 +180,7 @@ def rest(state: PlannerState, ticket: str, seconds: float, reason: str, is_fault
     """Give the ticket no leases for this many seconds, even if the head restarts meanwhile. `is_fault`: its next rest
     is longer.
     """
-    state.standings.rest(ticket, state.now + seconds, is_fault)
+    state.credits.rest(ticket, state.now + seconds, is_fault)
     _record(state, ticket, reason)
 
 
@@ -191,7 +189,7 @@ def _record(state: PlannerState, ticket: str, reason: str) -> None:
     is unknown.
     """
     if ticket != UNKNOWN:
-        state.emit(do.RecordRest, reason, rest=state.standings.recorded(ticket))
+        state.emit(do.RecordRest, reason, rest=state.credits.recorded(ticket))
 
 
 def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
@@ -209,13 +207,13 @@ def held_seconds(state: PlannerState, lease: Lease) -> float:
 def recover(state: PlannerState, event: ev.HeadStarted) -> None:
     """Restore rests and expulsions from before a restart of the head."""
     for old in event.rests:
-        state.standings.restore(old, state.now)
+        state.credits.restore(old, state.now)
     for gone in sorted(event.expulsions, key=lambda gone: gone.until):  # the book keeps the latest
-        state.conducts.restore(gone.worker_id, gone.num_expelled, gone.until, gone.reason)
+        state.penalties.restore(gone.worker_id, gone.num_expelled, gone.until, gone.reason)
 
 
 def expel(state: PlannerState, worker_id: str, reason: str) -> str:
     """Refuse everything from this worker for a while. Return the reason for ending its leases."""
-    seconds, num_expelled = state.conducts.expel(worker_id, reason, state.now)
+    seconds, num_expelled = state.penalties.expel(worker_id, reason, state.now)
     state.emit(do.ExpelWorker, reason, worker_id=worker_id, seconds=seconds, num_expelled=num_expelled)
     return f"expelled for {seconds:.0f} s: {reason}"

@@ -4,7 +4,6 @@ checks are recorded in the ledger and outlive the head.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -207,15 +206,15 @@ class TrustBook:
 
     def expire_late(self, now: float) -> bool:
         """Give up the late checks that are overdue again. Return whether there were any."""
-        ended = list(itertools.takewhile(lambda number: self.late[number].until <= now, self.late))
-        for number in ended:
+        num_before = len(self.late)
+        while self.late and self.late[number := next(iter(self.late))].until <= now:
             del self.late[number]
-        return bool(ended)
+        return len(self.late) < num_before
 
     def next_at(self) -> float | None:
         """Return the time at which the next check becomes overdue or is given up, or None."""
-        firsts = (next(iter(checks.values()), None) for checks in (self.open, self.late))
-        return min((check.until for check in firsts if check is not None), default=None)
+        firsts = [next(iter(checks.values())).until for checks in (self.open, self.late) if checks]
+        return min(firsts, default=None)
 
     def first_open(self) -> OpenCheck | None:
         """Return the open check that ends first, or None."""

@@ -31,13 +31,13 @@ SURPRISE_ODD = 0.3
 LOST_CREDIT = 2
 #: Accepted results that cancel one rest of a ticket: its next rest is half as long.
 RESULTS_PER_PARDON = 16
-#: Workers whose conduct is remembered; the least recently used are dropped first.
-CONDUCTS_MAX = 10_000
+#: Workers whose penalty is remembered; the least recently used are dropped first.
+PENALTIES_MAX = 10_000
 
 
 @dataclass(slots=True)
-class Standing:
-    """The standing of one ticket. `credit`: leases that it may hold at once; `num_rests`: rests not cancelled yet."""
+class TicketCredit:
+    """The account of one ticket. `credit`: leases that it may hold at once; `num_rests`: rests not cancelled yet."""
 
     credit: int = 1
     num_held: int = 0
@@ -46,16 +46,16 @@ class Standing:
 
 
 @dataclass(slots=True)
-class Standings:
-    """The standings by ticket. `rests`: until when each resting ticket rests, in seconds."""
+class TicketCredits:
+    """The credits by ticket. `rests`: until when each resting ticket rests, in seconds."""
 
-    _of: dict[str, Standing] = field(default_factory=dict)
+    _of: dict[str, TicketCredit] = field(default_factory=dict)
     _held: dict[int, str] = field(default_factory=dict)
     rests: LazyHeap[str, float] = field(default_factory=LazyHeap)
 
-    def of(self, ticket: str) -> Standing:
-        """Return the standing of this ticket; a new one if the ticket is unknown."""
-        return self._of.setdefault(ticket, Standing())
+    def of(self, ticket: str) -> TicketCredit:
+        """Return the account of this ticket; a new one if the ticket is unknown."""
+        return self._of.setdefault(ticket, TicketCredit())
 
     def opened(self, ticket: str, lease_id: int) -> None:
         """Record that a stranger's worker was granted this lease."""
@@ -71,20 +71,20 @@ class Standings:
 
     def earn(self, ticket: str, most: int) -> bool:
         """Raise the credit of this ticket, up to `most`. Return whether its results cancelled a rest."""
-        standing = self.of(ticket)
-        standing.credit = min(standing.credit + 1, most)
-        standing.num_good += 1
-        is_pardoned = standing.num_good >= RESULTS_PER_PARDON
+        account = self.of(ticket)
+        account.credit = min(account.credit + 1, most)
+        account.num_good += 1
+        is_pardoned = account.num_good >= RESULTS_PER_PARDON
         if is_pardoned:
-            standing.num_good, standing.num_rests = 0, max(0, standing.num_rests - 1)
+            account.num_good, account.num_rests = 0, max(0, account.num_rests - 1)
         return is_pardoned
 
     def blame(self, ticket: str, more: int) -> bool:
         """Reduce the credit of this ticket, by `more` beyond the usual. Return whether it must rest now."""
-        standing = self.of(ticket)
-        standing.credit = max(0, standing.credit - LOST_CREDIT - more)
-        standing.num_good = 0
-        return standing.credit == 0 and not self.is_resting(ticket)
+        account = self.of(ticket)
+        account.credit = max(0, account.credit - LOST_CREDIT - more)
+        account.num_good = 0
+        return account.credit == 0 and not self.is_resting(ticket)
 
     def is_resting(self, ticket: str) -> bool:
         """Whether this ticket gets no leases for a while."""
@@ -114,8 +114,8 @@ class Standings:
 
 
 @dataclass(slots=True)
-class Conduct:
-    """The conduct of one worker. `patience`: its value at time `at`; `num_failed`: a stranger's leases in a row without
+class WorkerPenalty:
+    """How a worker has behaved. `patience`: its value at time `at`; `num_failed`: a stranger's leases in a row without
     a result; `num_refused`: since the last expulsion; `expelled_for`: reason of the last expulsion. `mismatch`: mean
     |log ratio| at lag 0 over the last measured tokens, None if they were too few; `surprise`: likewise the mean of
     -logprob less the entropy; `measured`: number of tokens and both sums since then. `sampled_with`: the
@@ -136,19 +136,19 @@ class Conduct:
 
 
 @dataclass(slots=True)
-class Conducts:
-    """The conducts by worker. `to_expel`: workers to expel now -> reason, until `take_to_expel`."""
+class WorkerPenalties:
+    """The records of workers. `to_expel`: workers to expel now -> reason, until `take_to_expel`."""
 
     to_expel: dict[str, str] = field(default_factory=dict)
-    _of: dict[str, Conduct] = field(default_factory=dict)
+    _of: dict[str, WorkerPenalty] = field(default_factory=dict)
 
-    def of(self, worker_id: str) -> Conduct:
-        """Return the conduct of this worker; a new one if the worker is unknown."""
-        conduct = self._of.pop(worker_id, None) or Conduct()
-        self._of[worker_id] = conduct
-        if len(self._of) > CONDUCTS_MAX:
+    def of(self, worker_id: str) -> WorkerPenalty:
+        """Return the record of this worker; a new one if the worker is unknown."""
+        penalty = self._of.pop(worker_id, None) or WorkerPenalty()
+        self._of[worker_id] = penalty
+        if len(self._of) > PENALTIES_MAX:
             del self._of[next(iter(self._of))]
-        return conduct
+        return penalty
 
     def take_to_expel(self) -> list[tuple[str, str]]:
         """Return the workers to expel now, with reasons, once."""
@@ -162,19 +162,19 @@ class Conducts:
 
     def succeed(self, worker_id: str, newest: SnapshotRef | None) -> None:
         """Record an accepted result. `newest`: the newest weights that the worker has had."""
-        conduct = self.of(worker_id)
-        conduct.num_failed, conduct.sampled_with = 0, newest
+        penalty = self.of(worker_id)
+        penalty.num_failed, penalty.sampled_with = 0, newest
 
     def fail(self, worker_id: str) -> int:
         """Record a lease without a result. Return how many in a row."""
-        conduct = self.of(worker_id)
-        conduct.num_failed += 1
-        return conduct.num_failed
+        penalty = self.of(worker_id)
+        penalty.num_failed += 1
+        return penalty.num_failed
 
     def restore(self, worker_id: str, num_expelled: int, until: float, reason: str) -> None:
         """Restore an expulsion from before a restart of the head."""
-        conduct = self.of(worker_id)
-        conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = num_expelled, until, reason
+        penalty = self.of(worker_id)
+        penalty.num_expelled, penalty.expelled_until, penalty.expelled_for = num_expelled, until, reason
 
     def granted(self, worker_id: str) -> None:
         """Record a granted lease, which adds to the refusals that the worker may cause."""
@@ -182,14 +182,14 @@ class Conducts:
 
     def refused(self, worker_id: str, cost: float, reason: str, now: float) -> None:
         """Record that a result or report of this worker was refused."""
-        conduct = self.of(worker_id)
-        back = max(0.0, min(PATIENCE - conduct.patience, (now - conduct.at) * PATIENCE_PER_SECOND))
-        conduct.patience += back - cost
-        conduct.at, conduct.num_refused = now, conduct.num_refused + 1
-        if conduct.patience < 0:
+        penalty = self.of(worker_id)
+        back = max(0.0, min(PATIENCE - penalty.patience, (now - penalty.at) * PATIENCE_PER_SECOND))
+        penalty.patience += back - cost
+        penalty.at, penalty.num_refused = now, penalty.num_refused + 1
+        if penalty.patience < 0:
             self.distrust(
                 worker_id,
-                f"{conduct.num_refused} of its results and reports were refused, too many for its leases; the last: "
+                f"{penalty.num_refused} of its results and reports were refused, too many for its leases; the last: "
                 f"{reason}",
             )
 
@@ -197,45 +197,45 @@ class Conducts:
         """Record tokens of this worker at lag 0, with the sums of their |log ratio| to the learner's logprobs and of
         their -logprob less the entropy.
         """
-        conduct = self.of(worker_id)
-        before = conduct.measured
+        penalty = self.of(worker_id)
+        before = penalty.measured
         tokens, total, surprises = before[0] + num_tokens, before[1] + abs_log_ratio, before[2] + surprise
-        conduct.measured = (tokens, total, surprises)
+        penalty.measured = (tokens, total, surprises)
         if tokens < MISMATCH_TOKENS:
             return
-        conduct.mismatch, conduct.surprise, conduct.measured = total / tokens, surprises / tokens, (0.0, 0.0, 0.0)
-        if conduct.mismatch > MISMATCH_MAX:
+        penalty.mismatch, penalty.surprise, penalty.measured = total / tokens, surprises / tokens, (0.0, 0.0, 0.0)
+        if penalty.mismatch > MISMATCH_MAX:
             self.distrust(
                 worker_id,
-                f"its logprobs are {conduct.mismatch:.3g} nats a token away from the learner's for the same weights, "
+                f"its logprobs are {penalty.mismatch:.3g} nats a token away from the learner's for the same weights, "
                 f"over {tokens:.0f} tokens; {MISMATCH_MAX:g} is allowed. Its engine samples from other weights, or "
                 "reports logprobs of another distribution than it samples from (temperature, top-k, top-p)",
             )
 
     def expel(self, worker_id: str, reason: str, now: float) -> tuple[float, int]:
         """Expel the worker. Return for how many seconds, and how often it has been expelled."""
-        conduct = self.of(worker_id)
-        conduct.num_refused, conduct.num_expelled = 0, conduct.num_expelled + 1
-        seconds = EXPELLED_SECONDS.after(conduct.num_expelled)
-        conduct.patience, conduct.at, conduct.expelled_until = PATIENCE, now, now + seconds
-        conduct.expelled_for = reason
-        return seconds, conduct.num_expelled
+        penalty = self.of(worker_id)
+        penalty.num_refused, penalty.num_expelled = 0, penalty.num_expelled + 1
+        seconds = EXPELLED_SECONDS.after(penalty.num_expelled)
+        penalty.patience, penalty.at, penalty.expelled_until = PATIENCE, now, now + seconds
+        penalty.expelled_for = reason
+        return seconds, penalty.num_expelled
 
     def mismatch(self, worker_id: str) -> float | None:
         """Return the mean |log ratio| of this worker at lag 0, in nats per token; None if there were too few tokens."""
-        conduct = self._of.get(worker_id)
-        return None if conduct is None else conduct.mismatch
+        penalty = self._of.get(worker_id)
+        return None if penalty is None else penalty.mismatch
 
     def is_odd(self, worker_id: str) -> bool:
         """Whether the worker's tokens are more or less surprising than their entropy predicts."""
-        conduct = self._of.get(worker_id)
-        return conduct is not None and abs(conduct.surprise or 0.0) > SURPRISE_ODD
+        penalty = self._of.get(worker_id)
+        return penalty is not None and abs(penalty.surprise or 0.0) > SURPRISE_ODD
 
-    def expulsion(self, worker_id: str, now: float) -> Conduct | None:
-        """Return the conduct of an expelled worker; None if it is not expelled."""
-        conduct = self._of.get(worker_id)
-        return conduct if conduct is not None and conduct.expelled_until > now else None
+    def expulsion(self, worker_id: str, now: float) -> WorkerPenalty | None:
+        """Return the record of an expelled worker; None if it is not expelled."""
+        penalty = self._of.get(worker_id)
+        return penalty if penalty is not None and penalty.expelled_until > now else None
 
-    def expelled(self, now: float) -> list[tuple[str, Conduct]]:
-        """Return the expelled workers with their conduct."""
-        return [(name, conduct) for name, conduct in self._of.items() if conduct.expelled_until > now]
+    def expelled(self, now: float) -> list[tuple[str, WorkerPenalty]]:
+        """Return the expelled workers with their penalty."""
+        return [(name, penalty) for name, penalty in self._of.items() if penalty.expelled_until > now]

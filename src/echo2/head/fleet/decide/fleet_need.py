@@ -22,7 +22,7 @@ STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Outlook:
+class FleetNeed:
     """Rates in rollouts per second. `needed_rate`: None until a step is trained, infinite if no rate is enough.
     `rate_sd`: standard deviation of the active rate, from the changes of each worker's rate between its batches.
     `short`: workers missing; if negative, workers that could be released; None if unknown. `reward_seconds`: scoring
@@ -55,20 +55,20 @@ class Outlook:
         return f"{workers} {'short' if self.short > 0 else 'over'}" if self.short else "enough workers"
 
 
-def outlook(state: PlannerState, now: float) -> Outlook:
+def fleet_need(state: PlannerState, now: float) -> FleetNeed:
     """Compare the need with the fleet. Visits every worker."""
     active = [one for one in list_candidates(state, now) if one.is_active]
     needed = needed_rate(state)
     workers = state.fleet.active()
     rated = needed is not None and needed < math.inf and any(one.rate > 0 for one in active)
-    return Outlook(
+    return FleetNeed(
         active=len(workers),
         standby=state.fleet.num_attending - len(workers),
         rate=math.fsum(one.rate for one in active),
         rate_sd=math.sqrt(math.fsum(worker.speed.variance for worker in workers)),
         needed_rate=needed,
         short=num_short(active, needed) if rated and needed is not None else None,
-        reward_seconds=state.gauge.rewards.mean if state.gauge.bottleneck() == "rewards" else None,
+        reward_seconds=state.measurements.rewards.mean if state.measurements.bottleneck() == "rewards" else None,
         limit=_limit(state),
     )
 
@@ -85,7 +85,7 @@ def _limit(state: PlannerState) -> str:
 def auto_publish_every(state: PlannerState) -> int | None:
     """Return the value of `publish_every = "auto"` from measurements; None if it is unknown or no value works."""
     demand = live_demand(state)
-    if demand is None or not state.gauge.broadcasts:
+    if demand is None or not state.measurements.broadcasts:
         return None
     try:
         return choose_publish_every(state.options.max_staleness, demand.train_seconds, demand.broadcast_seconds)
@@ -97,7 +97,7 @@ def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
     """Return the predicted share of time that the learner waits with these workers, in the steady state. None while it
     is unknown, or if the learner waits for rewards, which workers do not compute.
     """
-    demand = live_demand(state) if state.gauge.bottleneck() != "rewards" else None
+    demand = live_demand(state) if state.measurements.bottleneck() != "rewards" else None
     rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
     workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
     if demand is None or not workers:

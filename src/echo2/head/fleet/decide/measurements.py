@@ -103,7 +103,7 @@ def _moved(mean: float | None, value: float) -> float:
 
 
 @dataclass(slots=True)
-class Gauge:
+class Measurements:
     """Measurements of recent steps. `train_seconds`: training time; `waits`: what the learner waited for before each
     step; `replaced`: groups that dynamic sampling retired. `broadcasts`: seconds from a publication until enough
     workers had installed it. `rewards`, `replay`: seconds of the reward functions, and of the environment's replay,
