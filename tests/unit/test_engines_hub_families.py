@@ -186,5 +186,5 @@ def test_the_engine_compact_takes_a_family_or_names_another(family: str, tmp_pat
     if family in ("qwen3", "llama"):
         read_architecture(values)
     else:
-        with pytest.raises(UserError, match=r'workers\.engine = "transformers"'):
+        with pytest.raises(UserError, match=r'workers\.engine = "auto" or "transformers"'):
             read_architecture(values)
