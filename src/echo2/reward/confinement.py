@@ -41,8 +41,10 @@ def missing() -> str:
     try:
         import landlockpy
         import seccompy
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         return f"{error.name} is not installed: pip install 'echo2[tasks]'"
+    except ImportError as error:
+        return f"landlockpy and seccompy cannot be used: {error}"
     if not landlockpy.supported():
         return "its kernel has no Landlock (Linux 5.13 and newer, switched on at boot)"
     if not seccompy.supported():
