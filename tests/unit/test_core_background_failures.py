@@ -86,8 +86,9 @@ async def _head(folder: Path, told: list[BaseException]) -> None:
     try:
         await opened.__aenter__()
     except BaseException:  # what was struck is needed for the start
-        await opened.head.close()
-        await opened.head.distribution.close()
+        if "head" in vars(opened):
+            await opened.head.close()
+            await opened.head.distribution.close()
         raise
     try:
         async with opened.attending() as leases:

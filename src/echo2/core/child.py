@@ -1,14 +1,17 @@
 """A child process: the one way to start a program that this process watches, hears the end of, and ends.
 
-Each child leads a process group of its own: Ctrl-C reaches its parent alone, and `kill` ends all that it started. No
-child outlives its parent, whatever kills that: a child with pipes reads the end of its stdin, and one with a lifeline
-the end of that (`lifeline.py`). What its owner says to it, and whether it is started again, is the owner's affair.
+A child leads a process group of its own, unless it is to end with its parent's: Ctrl-C reaches its parent alone, and
+`kill` ends all that it started. A child with pipes reads the end of its stdin, and one with a lifeline the end of that
+(`lifeline.py`), so that neither outlives its parent, whatever kills that; what they started ends with them. A child
+with neither goes on, as do the processes that it leaves. What its owner says to it, and whether it is started again, is
+the owner's affair.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -22,6 +25,8 @@ import echo2
 from echo2.core import logs
 from echo2.core.lifeline import LIFELINE_VARIABLE
 
+log = logging.getLogger(__name__)
+
 #: Entries of `no_proxy`: OpenAI clients and the like would send calls of the model to a proxy.
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
@@ -31,7 +36,8 @@ class ChildProcess:
     """A program that was started with `environment` (None: this process's) in `directory` (None: this process's).
 
     Its output goes to the end of `log_path` (None: to this process's stderr); with `has_pipes`, stdin and stdout are
-    pipes. `on_end` is called with its status in a thread of its own. May be used from any thread.
+    pipes. `on_end` is called with its status in a thread of its own. May be used from any thread, but for `kill` after
+    `streams`.
     """
 
     def __init__(
@@ -43,6 +49,7 @@ class ChildProcess:
         directory: str | None = None,
         has_pipes: bool = False,
         has_lifeline: bool = False,
+        leads_group: bool = True,
         on_end: Callable[[int], object] = lambda _: None,
     ) -> None:
         """Raises: OSError, the program, the log or a descriptor is not there."""
@@ -59,23 +66,26 @@ class ChildProcess:
                 self._lifeline = failing.enter_context(os.fdopen(writing, "wb"))
                 variables[LIFELINE_VARIABLE] = str(reading)
                 inherited = (reading,)
-            log = None
+            output = None
             if log_path is not None:
                 logs.cut_log(log_path)
-                log = opened.enter_context(log_path.open("ab"))  # appending: the log may be cut while the child writes
-                self._log_start = log.tell()
+                output = opened.enter_context(log_path.open("ab"))  # appending: it may be cut while the child writes
+                self._log_start = output.tell()
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE if has_pipes else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if has_pipes else log,
-                stderr=log,
+                stdout=subprocess.PIPE if has_pipes else output,
+                stderr=output,
                 env=variables,
                 cwd=directory,
                 pass_fds=inherited,
-                start_new_session=True,
+                start_new_session=leads_group,
             )
             failing.pop_all()
         self.pid = self._process.pid
+        self._leads_group, self._maker = leads_group, os.getpid()
+        self._ends_group = leads_group and (has_pipes or has_lifeline)
+        self._in_loop: asyncio.Future[int] | None = None
         threading.Thread(target=self._watch, name=f"child-{self.pid}", daemon=True).start()
 
     @property
@@ -119,19 +129,21 @@ class ChildProcess:
     async def ended(self, seconds: float | None = None) -> int | None:
         """Wait as `wait` does, without blocking the event loop."""
         if self.status is None:
-            await asyncio.wait([asyncio.wrap_future(self._exit)], timeout=seconds)
+            if self._in_loop is None or self._in_loop.get_loop() is not asyncio.get_running_loop():
+                self._in_loop = asyncio.wrap_future(self._exit)  # once: it can't be detached again
+            await asyncio.wait([self._in_loop], timeout=seconds)
         return self.status
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the child alone, if it runs."""
-        if self.status is None:
+        if self.status is None and os.getpid() == self._maker:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the child and everything that it started, and close its pipes."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kill the child and everything that it started, and close its pipes. A fork of this process kills nothing."""
+        if self.status is None and os.getpid() == self._maker:
+            self._kill_group()
         for transport in self._transports:
             if isinstance(transport, asyncio.WriteTransport) and not transport.is_closing():
                 transport.abort()  # does not wait until the child has read
@@ -142,12 +154,24 @@ class ChildProcess:
         if self._lifeline is not None:
             self._lifeline.close()
 
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._leads_group:
+                os.killpg(self.pid, signal.SIGKILL)
+            else:
+                os.kill(self.pid, signal.SIGKILL)
+
     def _watch(self) -> None:
         """Consumes: the child's end. Produces: the status, for all that wait. Waits for: the child."""
         status = self._process.wait()
+        if self._ends_group:
+            self._kill_group()  # now: later its number may be another's
         self.end_lifeline()
         self._exit.set_result(status)
-        self._on_end(status)
+        try:
+            self._on_end(status)
+        except Exception:
+            log.exception("hearing of the end of process %d", self.pid)
 
 
 def log_end(path: Path, bytes_max: int, start: int = 0) -> bytes:

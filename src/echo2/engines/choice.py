@@ -2,7 +2,7 @@
 
 `compact` where it knows the model, else `transformers`: a model's config.json decides it, and the engine `auto` does so
 once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
-head allows it to machines of the owner alone, because nobody can check it (`head/serve/results.py`).
+head allows it to machines of the owner alone, because nobody can check it (`head/serve/claims.py`).
 """
 
 from __future__ import annotations

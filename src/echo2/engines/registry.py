@@ -51,4 +51,8 @@ async def load_or_replace(
         log.warning("no token server, although it is installed here: %s The engine %s takes its place", error, AUTO)
     await engine.close()
     other = await asyncio.to_thread(make_engine, AUTO, device, engine.slots)
-    return other, await other.update_weights(snapshot, base)
+    try:
+        return other, await other.update_weights(snapshot, base)
+    except BaseException:
+        await other.close()
+        raise

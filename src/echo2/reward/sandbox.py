@@ -18,6 +18,7 @@ from echo2.core.child import PACKAGE_ROOT, ChildProcess
 from echo2.core.errors import PeerError, UserError
 from echo2.sandbox import pipes
 
+EXIT_SECONDS = 5.0  # for the system to end the killed process
 STARTUP_SECONDS = 120.0  # imports of the scorer's library
 SECONDS_PER_COMPLETION = 10.0  # more than the limits of `sandbox_child.py`; `reward.timeout_seconds` ends it before
 #: One thread, because the process forks; the rest makes scores the same on every machine.
@@ -83,6 +84,7 @@ class Sandbox:
                 environment={**ENVIRONMENT, "PYTHONPATH": PACKAGE_ROOT},
                 directory="/",
                 has_pipes=True,
+                leads_group=False,  # ends with the reward process, even while it scores
             )
         return self._process
 
@@ -90,7 +92,7 @@ class Sandbox:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            process.wait()
+            process.wait(EXIT_SECONDS)
             for pipe in process.pipes:
                 with contextlib.suppress(BrokenPipeError):  # data not sent yet is no longer needed
                     pipe.close()

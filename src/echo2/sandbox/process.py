@@ -25,6 +25,7 @@ from echo2.sandbox import pipes
 log = logging.getLogger(__name__)
 
 STARTUP_SECONDS = 120.0  # imports of the user's module: some load a judge, a game or a word list
+REAP_SECONDS = 5.0  # for the system to end a killed child; one that waits for a device may not end
 EXIT_SECONDS = 1.0  # from the end of the child's pipe to its exit, if it ends by itself
 LOG_BYTES_READ = 16 << 10
 LOG_CHARS_SHOWN = 1500
@@ -248,4 +249,4 @@ async def _kill(process: ChildProcess, grace_seconds: float) -> int | None:
         await process.ended(grace_seconds)
     finally:
         process.kill()
-    return await process.ended()
+    return await process.ended(REAP_SECONDS)

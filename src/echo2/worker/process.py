@@ -103,7 +103,8 @@ class WorkerProcess:
         self._sampler: LeaseSampler | None = None
         self._engine: Engine | None = None
         self._servers = servers_here(options.device, options.engine_python) if options.engine == AUTO else ()
-        self._chosen = ""  # a token server that nobody named
+        self._chosen = ""  # a token server that nobody named, until it has its first weights
+        self._chosen_name = ""  # likewise, for as long as it samples
         self._tokenizer_files: dict[str, bytes] = {}
         self._template_arguments: dict[str, Any] = {}
         self._outgoing: deque[do.Deliver] = deque()
@@ -228,7 +229,7 @@ class WorkerProcess:
             protocol=PROTOCOL_VERSION,
             slots=self._options.slots or NO_SLOT_LIMIT,
             price_usd_per_hour=self._options.price_usd_per_hour,
-            engine=self._options.engine,
+            engine=self._chosen_name or self._options.engine,
             device=self._options.device,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -236,7 +237,7 @@ class WorkerProcess:
             environments=sorted(self._environments),
             listen_port=self._weights.port,
             advertise=self._options.advertise,
-            servers=self._servers,
+            servers=() if self._engine is not None else self._servers,  # the choice is made once
         )
         if scheduler is not None:
             hello.held_leases.extend([*scheduler.waiting, *scheduler.generating, *scheduler.produced])
@@ -254,7 +255,7 @@ class WorkerProcess:
         """Handle the settings that begin a stream. The first time, make the engine: the run's, unless the owner named
         another."""
         if self._scheduler is None:
-            self._chosen = settings.server if settings.server in self._servers else ""
+            self._chosen = self._chosen_name = settings.server if settings.server in self._servers else ""
             name = self._chosen or (settings.engine if self._options.engine == AUTO else self._options.engine)
             if self._chosen:
                 log.info("engine %s: it is installed, and there is a GPU for it alone", name)
@@ -383,7 +384,7 @@ class WorkerProcess:
         engine, pause = await load_or_replace(self._engine, snapshot, base, self._options.device)
         if engine is not self._engine:
             self._engine, self._sampler.engine = engine, engine
-            self._servers = ()
+            self._chosen_name = ""
         self._chosen = ""
         return pause
 

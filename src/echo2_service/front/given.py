@@ -21,6 +21,8 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Given = TrainWork | OptimBody | SaveBody | LoadBody | SampleBody | PeerError | None
 #: Shorter bodies are read at once: a thread costs more.
 SHORT_BYTES = 32 << 10
+#: Memory of a sample's body as it was read, over its bytes, at most (numbers of three digits); of training data 1.
+SAMPLE_MEMORY = 10
 
 
 class GivenRequests:
@@ -32,6 +34,8 @@ class GivenRequests:
 
     def add(self, request: str, given: Given, num_bytes: int) -> None:
         """Keep what a request asks for, whose body has so many bytes, if there is room."""
+        if isinstance(given, SampleBody):
+            num_bytes *= SAMPLE_MEMORY
         if given is not None and self._num_bytes + num_bytes <= limits.DATA_BYTES_MAX:
             self._given[request] = given, num_bytes
             self._num_bytes += num_bytes
@@ -69,7 +73,8 @@ async def read_training(body: bytes, is_protobuf: bool, forward_only: bool = Fal
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Return the result of work on a body of this size, which does not hold up the event loop if the body is large."""
+    """Return the result of work on a body of this size, in a thread if the body is large. JSON's parser keeps the
+    interpreter to itself, so it still holds up the event loop (a second for 11 MB of numbers); conversions do not."""
     return work() if num_bytes <= SHORT_BYTES else await asyncio.to_thread(work)
 
 

@@ -123,10 +123,10 @@ class RequestsApi:
         sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)
         if sampler is None:
             raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
-        self.session(caller, sampler.session)
-        self._storage.check(caller.tenant, 1.0, len(body))
         most = self._work.backend.bases[sampler.base].max_tokens
         await off_loop(len(body), lambda: sample_spec(given, most, ""))
+        self.session(caller, sampler.session)  # last: it may have ended meanwhile
+        self._storage.check(caller.tenant, 1.0, len(body))
         submitted = self._dispatcher.submit(
             caller, sampler.session, sampler.id, "sample", given.seq_id, digest, body, given=given
         )

@@ -198,13 +198,13 @@ class Work:
         sampler = self.database.find(samplers, id=request.target)
         if sampler is None:
             raise UserError("The sampler is gone.")
-        directory = sampler.directory
-        if sampler.model is not None:
-            model = self.database.find(models, id=sampler.model)
-            directory = model.inflight if model is not None else directory
         most = self.backend.bases[sampler.base].max_tokens
         spec = await off_loop(request.body_bytes, lambda: sample_spec(body, most, request.id))
         spec = replace(spec, owner=request.tenant)
+        directory = sampler.directory
+        if sampler.model is not None:  # now: the weights in flight may have changed meanwhile
+            model = self.database.find(models, id=sampler.model)
+            directory = model.inflight if model is not None else directory
         output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
         num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)
         return Done(sample_answer(output, body), num_tokens)

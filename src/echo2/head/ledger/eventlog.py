@@ -57,7 +57,7 @@ def from_plain(plain: dict[str, Any]) -> ev.Event:
 
 
 class EventLog:
-    """Appends to events.jsonl: `add` buffers a line until `flush`."""
+    """Appends to events.jsonl: `write` buffers a line until `flush`."""
 
     def __init__(self, path: Path, options: PlannerOptions, part_bytes_max: int = PART_BYTES_MAX) -> None:
         self._path, self._part_bytes_max = path, part_bytes_max

@@ -171,8 +171,8 @@ def check_hello(hello: wire.WorkerHello) -> None:
         )
     if hello.slots < 1:
         raise PeerError("malformed", "a worker must have at least 1 slot")
-    if max(len(hello.held_leases), len(hello.environments)) > CLAIMS_MAX:
-        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases or environments claimed")
+    if max(len(hello.held_leases), len(hello.environments), len(hello.servers)) > CLAIMS_MAX:
+        raise PeerError("oversized", f"more than {CLAIMS_MAX} leases, environments or servers claimed")
     if any(len(name) > NAME_CHARS_MAX for name in hello.environments):
         raise PeerError("oversized", f"the name of an environment has over {NAME_CHARS_MAX} characters")
     if len(hello.advertise) > NAME_CHARS_MAX:

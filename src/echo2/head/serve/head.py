@@ -93,10 +93,15 @@ class Head:
                 another size are under way.
         """
         head = cls(rundir, config, identity, effects)
-        await head.reward.start()
-        published = [ref for ref in head.distribution.archive.retained if not ref.is_base_model]
-        if published:
-            await head.read_files(max(published))
+        try:
+            await head.reward.start()
+            published = [ref for ref in head.distribution.archive.retained if not ref.is_base_model]
+            if published:
+                await head.read_files(max(published))
+        except BaseException:
+            await head.close()
+            await head.distribution.close()
+            raise
         evaluated = tuple(head.books.metrics.accuracies)
         machines = tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in head.machines.kept())
         head._driver.start(Stored(tuple(published), evaluated, machines), head.clock.now())
@@ -166,6 +171,8 @@ class Head:
             self.tasks.close()
             await self.deliveries.close()
         finally:
-            self.books.close(self.distribution.origin)
-            self.ledger.close()
-            self.events.log.close()
+            try:
+                self.books.close(self.distribution.origin)
+            finally:
+                self.ledger.close()
+                self.events.log.close()

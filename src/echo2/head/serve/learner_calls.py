@@ -175,13 +175,15 @@ async def _together(feed: asyncio.Queue[bytes | wire.StepDone | None], held: lis
     `held`: the group that did not fit into the previous message; on return, the one that did not fit into this one.
     """
     groups: list[bytes] = []
+    size = 0
     item: bytes | wire.StepDone | None = held.pop() if held else await feed.get()
     while True:
         if item is None:
             return None
         if isinstance(item, wire.StepDone):
             return wire.FedGroups(groups=groups, done=item)
-        if groups and sum(map(len, groups)) + len(item) > FEED_BYTES:
+        size += len(item)
+        if groups and size > FEED_BYTES:
             held.append(item)
             return wire.FedGroups(groups=groups)
         groups.append(item)

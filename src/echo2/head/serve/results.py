@@ -158,8 +158,10 @@ class Deliveries:
             stop = await self._replay.stop()
             rules = self._reader.turn_rules(stop, is_chat, config.sampling.max_turns, params.max_tokens)
             worker = self._planner.fleet.get(worker_id)
-            until = lease.deadline if worker is None else lease_times.ends_at(self._planner, worker, lease)
-            group = await self._replay.replay(rules, lease, task, group, until - self._clock.now())
+            # What a worker may hold can shrink; the deadline of an open lease stays.
+            longest = lease.deadline if worker is None else lease_times.ends_at(self._planner, worker, lease)
+            seconds = max(lease.deadline, longest) - self._clock.now()
+            group = await self._replay.replay(rules, lease, task, group, seconds)
         elif not by_harness:
             self._reader.check_ends(group, params.max_tokens)
         member = self._identity.member(worker_id)

@@ -44,7 +44,7 @@ WRITTEN_AT_ONCE_BYTES = 1 << 20
 GATHERING_SECONDS = 0.01
 PROGRESS_SECONDS = 1.0
 #: First and longest pause before a measurement is tried again while the head measures another worker's link. The pause
-#: grows by `BUSY_GROWTH`: each try costs both ends a new connection, and a thousand workers may wait for their turn.
+#: doubles: each try costs both ends a new connection, and a thousand workers may wait for their turn.
 BUSY_SECONDS = Backoff(0.2, 10.0, growth=1.25)
 #: A peer that asks for a payload unknown to this node waits this long for the payload to be announced here.
 EARLY_SECONDS = 5.0
