@@ -195,7 +195,7 @@ bench: bench-time_to_accuracy
 
 # One benchmark: `make bench-idle_ratio`, with its flags in ARGS. What each measures: its first lines.
 bench-%: $(INSTALLED) $(MODEL)/config.json
-	PYTHONPATH="$$(echo benchmarks benchmarks/* tests | tr ' ' :)" $(PY) $(wildcard benchmarks/$*.py benchmarks/*/$*.py) $(ARGS)
+	PYTHONPATH="$$(echo benchmarks benchmarks/* tests | tr ' ' :)" $(PY) $(or $(wildcard benchmarks/$*.py benchmarks/*/$*.py),$(error there is no benchmark $*)) $(ARGS)
 
 clean:
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

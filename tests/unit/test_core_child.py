@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -106,3 +107,38 @@ def test_a_program_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None
     with pytest.raises(FileNotFoundError):
         ChildProcess([*PYTHON, ""], has_lifeline=True, log_path=tmp_path / "nowhere" / "log")
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_fork_of_the_parent_kills_nothing() -> None:
+    """A reward that forks and exits runs what was registered for the parent's exit."""
+    child = ChildProcess((*PYTHON, "import sys; sys.stdin.read()"), has_pipes=True)
+    if not (fork := os.fork()):
+        child.kill()
+        child.signal(signal.SIGKILL)
+        os._exit(0)
+    os.waitpid(fork, 0)
+    assert child.status is None
+    with child.pipes[0], child.pipes[1]:
+        child.kill()
+        assert child.wait(60.0) == -signal.SIGKILL
+
+
+def test_what_a_child_with_pipes_started_ends_with_it() -> None:
+    child = ChildProcess((*PYTHON, STARTS), has_pipes=True)
+    child.pipes[1].readline()
+    child.signal(signal.SIGKILL)  # the child alone
+    assert child.wait(60.0) == -signal.SIGKILL
+    with child.pipes[0], child.pipes[1] as output:
+        assert output.read() == b""  # the other had it open, too
+
+
+def test_an_owner_that_fails_to_hear_of_the_end_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(status: int) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    child = ChildProcess((*PYTHON, ""), on_end=fail)
+    assert child.wait(60.0) == 0
+    for thread in threading.enumerate():
+        if thread.name == f"child-{child.pid}":
+            thread.join()
+    assert "nobody foresaw this" in caplog.text

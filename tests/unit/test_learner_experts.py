@@ -67,3 +67,15 @@ def test_a_mixture_in_bfloat16_has_nearly_the_gradients_of_float32(checkpointing
         found.append(torch.cat([p.grad.flatten() for n, p in module.named_parameters() if ".experts." in n]))
     assert torch.cosine_similarity(*found, dim=0) > 0.99
     assert not torch.equal(*found)
+
+
+def test_policies_over_one_module_wrap_it_once() -> None:
+    """Adapters of tenants come and go over one module: each wrapping more would end in a RecursionError."""
+    module = nn.Module()
+    module = torch.nn.Module()
+    module.stacked = nn.Parameter(torch.zeros(2, 3, 4))
+    follow_autocast(module)
+    once = vars(module)["forward"]
+    for _ in range(3):
+        follow_autocast(module)
+    assert vars(module)["forward"] is once

@@ -122,9 +122,11 @@ class Beside:
 
         stream = _second_stream(self._device)
         stream.wait_event(self._ready)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()
+        try:
+            with torch.cuda.stream(stream):
+                yield
+        finally:  # also after an error: memory that is freed then may be in use there
+            stream.synchronize()
 
 
 @cache

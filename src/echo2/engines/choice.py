@@ -55,9 +55,11 @@ def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[st
     return in_worker(model)
 
 
-def servers_here(device: str, python: str = "") -> tuple[str, ...]:
+def servers_here(device: str, python: str = "", url: str = "") -> tuple[str, ...]:
     """Return the token servers that a worker on this device can start with a GPU for itself. `python`: of another
-    environment, which has vLLM; else ECHO2_ENGINE_PYTHON or this one counts."""
+    environment, which has vLLM; else ECHO2_ENGINE_PYTHON or this one counts. `url`: of a server that runs already."""
+    if url:
+        return ("vllm",)
     python = python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
     is_there = shutil.which(python) is not None if python else importlib.util.find_spec("vllm") is not None
     return ("vllm",) if is_there and _has_own_gpu(device, len(this_machine().gpus)) else ()

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from echo2 import config as configuration
+from echo2.config.values import SERVERS
 from echo2.core.decide.seeds import group_seed
 from echo2.core.errors import UserError
 from echo2.core.types import (
@@ -52,14 +53,16 @@ def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[E
     from echo2.learner.core.adapters import load_merged  # imported here: nothing else in planning needs torch
     from echo2.learner.core.model import DTYPES, load_policy
 
+    choice = local_engine(config, model)
+    device = "cpu" if choice.name in SERVERS else "auto"  # a server takes most of a GPU
     if (Path(model) / ADAPTER_CONFIG).is_file():
-        policy = load_merged(config.model.path, Path(model), "auto")
+        policy = load_merged(config.model.path, Path(model), device)
     else:
-        policy = load_policy(model, "float32", "auto")
+        policy = load_policy(model, "float32", device)
     tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])
-    engine = make_engine(local_engine(config, model).name, slots=slots)
-    asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))
     files = {name: bytes(data) for name, data in policy.files.items()}
+    engine = make_engine(choice.name, slots=slots)
+    asyncio.run(engine.update_weights(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, policy.files)))
     return engine, load_tokenizer(files, config.model.chat_template_args)
 
 

@@ -102,7 +102,9 @@ class WorkerProcess:
         self._scheduler: WorkerScheduler | None = None
         self._sampler: LeaseSampler | None = None
         self._engine: Engine | None = None
-        self._servers = servers_here(options.device, options.engine_python) if options.engine == AUTO else ()
+        self._servers = (
+            servers_here(options.device, options.engine_python, options.engine_url) if options.engine == AUTO else ()
+        )
         self._chosen = ""  # a token server that nobody named, until it has its first weights
         self._chosen_name = ""  # likewise, for as long as it samples
         self._tokenizer_files: dict[str, bytes] = {}

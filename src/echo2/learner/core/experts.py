@@ -18,6 +18,9 @@ from torch.func import functional_call
 def follow_autocast(module: nn.Module) -> None:
     """Make all parts of the module that hold stacked matrices compute in autocast's dtype where autocast is on."""
     for part in module.modules():
+        already = vars(part).get("forward")
+        if isinstance(already, partial) and already.func is _forward:
+            continue  # another policy over the same module asked for it
         if any(parameter.dim() > 2 for parameter in part.parameters(recurse=False)):
             part.forward = partial(_forward, part, part.forward)  # on this part only
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo2.config import Config
+from echo2.config.values import AUTO
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
 from echo2.learner.decide.memory import (
@@ -106,7 +107,7 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     available = min(machine.gpus, default=machine.memory_bytes)
     bytes_per_value = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
     parts = worker_parts(shape, bytes_per_value, rollouts, length)
-    if config.workers.engine in ("auto", "compact"):
+    if config.workers.engine in (AUTO, "compact"):
         free = max(0, available - sum(parts.values()))
         packs = not machine.gpus and bytes_per_value == 4
         parts |= engine_parts(parts["weights"], free, packs, bool(config.tasks.environment))

@@ -30,7 +30,11 @@ RECURRENT_SHARE = 0.72
 #: Model types whose experts have `intermediate_size`, although others have a value of their own.
 WIDE_EXPERTS = frozenset({"gpt_oss", "granitemoehybrid", "mixtral", "olmoe"})
 #: Model types whose two matrices of the feed-forward part have no gate beside them.
-UNGATED = frozenset({"gpt2", "gpt_neox", "nemotron_h", "phi"})
+UNGATED = frozenset(
+    {"apertus", "arcee", "gpt2", "gpt_neox", "mpt", "nemotron", "nemotron_h", "opt", "phi", "starcoder2"}
+)
+#: Model types whose layers are built in other ways than their values say here.
+UNKNOWN_LAYERS = frozenset({"falcon", "llama4", "llama4_text"})
 #: Model types whose queries have a gate of their size.
 GATED_QUERIES = frozenset({"qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"})
 QK_NORM = frozenset({"gemma3_text", "gemma4_text", "lfm2", "lfm2_moe", "olmoe", "qwen3", "qwen3_moe"}) | GATED_QUERIES
@@ -114,11 +118,13 @@ def read_shape(values: Values) -> ModelShape | None:
     """Read the sizes of a text model. None if one is missing or bad, or there is a layer of an unknown kind."""
     try:
         return _shape(values)
-    except (KeyError, TypeError, ValueError, ArithmeticError):
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError):
         return None
 
 
 def _shape(values: Values) -> ModelShape:
+    if values.get("model_type") in UNKNOWN_LAYERS:
+        raise ValueError("model_type")
     vocab, hidden = _size(values, "vocab_size"), _size(values, "hidden_size")
     kinds = values.get("layer_types") or ["full_attention"] * _size(values, "num_hidden_layers")
     layers, inactive = [], 0
