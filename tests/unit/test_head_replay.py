@@ -303,6 +303,24 @@ def test_a_replay_ends_with_its_lease(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+def test_a_replay_lasts_as_long_as_its_lease_is_open(tmp_path: Path) -> None:
+    """A worker whose rate has risen may hold less than it was given; what it was given stays."""
+
+    async def scenario() -> None:
+        async with parrot(tmp_path, lease_seconds=0.25) as open_head, playing(open_head, tmp_path) as leases:
+            await until(lambda: leases)
+            planner, clock = open_head.head.planner, open_head.head.clock
+            open_until = clock.now() + 1.0
+            planner.leases.prolong(leases[0].lease_id, open_until)
+            for worker in planner.fleet.own():
+                worker.speed.rate = 1000.0
+            ((_, reason),) = await open_head.deliver(delivery(leases[0], [HANGS] * 4))
+            assert reason.startswith("late: ")
+            assert clock.now() >= open_until
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
 def test_the_planner_hears_how_long_the_environment_took(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
