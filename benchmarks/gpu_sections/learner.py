@@ -170,7 +170,7 @@ def _steps(bench: Bench, case: Case) -> Row:
         found["mfu_of_measured"] = flops * run_tokens / seconds / 1e12 / bench.ceilings["tflops"]
     shape = read_shape(bench.values(case.shape))
     if shape is not None:
-        setup = LearnerSetup(shape, policy.computes_in_bfloat16, lora_rank=LORA_RANK if case.lora else 0)
+        setup = LearnerSetup(shape, policy.computes_in_bfloat16, on_gpu=True, lora_rank=LORA_RANK if case.lora else 0)
         found["forecast_gb"] = (setup.needed(run_tokens // len(done.outputs), checkpointing) - PROCESS_BYTES) / 1e9
     return found
 

@@ -80,7 +80,7 @@ def measured(sizes: dict[str, Any], tokens: int, checkpointing: bool, device: st
     shape = read_shape(sizes)
     assert shape is not None
     assert trainer.tokens_per_microbatch == tokens  # memory has not run out
-    forecast = LearnerSetup(shape, policy.computes_in_bfloat16).needed(tokens, checkpointing)
+    forecast = LearnerSetup(shape, policy.computes_in_bfloat16, on_gpu=device == "cuda").needed(tokens, checkpointing)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else _peak_bytes()
     return {"peak": peak, "forecast": forecast, "tokens_per_second": 2 * tokens / seconds}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,8 +156,8 @@ def test_one_machine_of_the_owner_keeps_an_engine_that_can_check_invited_strange
         async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="))) as open_head:
             stranger_of(open_head, tmp_path)
 
-            async def joins(name: str) -> Any:
-                hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine="auto", servers=["vllm"])
+            async def joins(name: str, engine: str = "auto", servers: Sequence[str] = ("vllm",)) -> Any:
+                hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine=engine, servers=servers)
                 stream = open_head.service.attend(open_head.peer(name), hello)
                 return stream, (await anext(stream)).settings.server
 
@@ -168,6 +169,11 @@ def test_one_machine_of_the_owner_keeps_an_engine_that_can_check_invited_strange
             assert of_again == ""
             for stream in (again, second):
                 await stream.aclose()
+            returned, _ = await joins("w-2", "vllm", ())  # as a worker says whose engine is made
+            worker = open_head.head.planner.fleet.get(open_head.peer("w-2").peer_id)
+            assert worker is not None
+            assert not worker.draws
+            await returned.aclose()
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

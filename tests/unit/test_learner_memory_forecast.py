@@ -160,22 +160,28 @@ SHAPES = st.builds(
     st.just(40_960),
 )
 SETUPS = st.builds(
-    LearnerSetup, SHAPES, st.booleans(), st.integers(1, 64), st.integers(0, 128), st.sampled_from([2, 4]), st.booleans()
+    LearnerSetup,
+    SHAPES,
+    st.booleans(),
+    st.integers(1, 64),
+    st.integers(0, 128),
+    st.sampled_from([2, 4]),
+    st.booleans(),
+    st.booleans(),
 )
 
 
 @given(
     SETUPS,
     st.integers(0, 200 * GB),
-    st.sampled_from(["cpu", "gpu"]),
     st.integers(1, 20_000),
     st.none() | st.integers(1, 100_000),
 )
 def test_what_is_settled_fits_or_nothing_does(
-    setup: LearnerSetup, memory: int, place: Any, longest: int, given: int | None
+    setup: LearnerSetup, memory: int, longest: int, given: int | None
 ) -> None:
-    settled = settle_microbatch(setup, memory, place, longest, given)
-    assert settled == settle_microbatch(setup, memory, place, longest, given)
+    settled = settle_microbatch(setup, memory, longest, given)
+    assert settled == settle_microbatch(setup, memory, longest, given)
     assert settled.tokens == given or settled.tokens >= longest
     if setup.needed(max(longest, settled.tokens), settled.checkpointing) > memory:
         assert settled.tokens in (longest, given)
@@ -184,14 +190,14 @@ def test_what_is_settled_fits_or_nothing_does(
 
 def test_a_cpu_with_room_to_spare_takes_a_gigabyte_of_activations_and_no_less_than_256_tokens() -> None:
     real = LearnerSetup(shape_of(QWEN3_0_6B))
-    settled = settle_microbatch(real, 1000 * GB, "cpu", longest=100)
+    settled = settle_microbatch(real, 1000 * GB, longest=100)
     assert 256 <= settled.tokens < 300
     assert not settled.checkpointing
     assert real.needed(settled.tokens, checkpointing=False) < 16 * real.shape.parameters + 2.5 * GB
-    assert settle_microbatch(real, 1000 * GB, "cpu", longest=700).tokens == 700
-    assert settle_microbatch(real, 1000 * GB, "gpu", longest=100).tokens == 16_384
+    assert settle_microbatch(real, 1000 * GB, longest=700).tokens == 700
+    assert settle_microbatch(replace(real, on_gpu=True), 1000 * GB, longest=100).tokens == 16_384
     small = LearnerSetup(shape_of({**QWEN3_0_6B, "hidden_size": 64, "num_hidden_layers": 2}))
-    assert settle_microbatch(small, 1000 * GB, "cpu", longest=100).tokens == 2048
+    assert settle_microbatch(small, 1000 * GB, longest=100).tokens == 2048
 
 
 @given(SETUPS, st.integers(1, 20_000), st.booleans())

@@ -206,7 +206,7 @@ async def join(ticket_text: str, state_directory: Path, patience_seconds: float 
 
 
 async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_seconds: float) -> wire.EnrolReply:
-    retries = Retries(JOIN_PAUSE_SECONDS, patience_seconds)
+    retries = Retries(JOIN_PAUSE_SECONDS, patience_seconds, spread=0.5)  # a fleet may join at once
     while True:
         try:
             reply: wire.EnrolReply = await link.call("Enrol", request, CALL_SECONDS)

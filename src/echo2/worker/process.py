@@ -105,8 +105,7 @@ class WorkerProcess:
         self._servers = (
             servers_here(options.device, options.engine_python, options.engine_url) if options.engine == AUTO else ()
         )
-        self._chosen = ""  # a token server that nobody named, until it has its first weights
-        self._chosen_name = ""  # likewise, for as long as it samples
+        self._chosen = ""  # the token server that this worker samples with although nobody named one
         self._tokenizer_files: dict[str, bytes] = {}
         self._template_arguments: dict[str, Any] = {}
         self._outgoing: deque[do.Deliver] = deque()
@@ -231,7 +230,7 @@ class WorkerProcess:
             protocol=PROTOCOL_VERSION,
             slots=self._options.slots or NO_SLOT_LIMIT,
             price_usd_per_hour=self._options.price_usd_per_hour,
-            engine=self._chosen_name or self._options.engine,
+            engine=self._chosen or self._options.engine,
             device=self._options.device,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -257,7 +256,7 @@ class WorkerProcess:
         """Handle the settings that begin a stream. The first time, make the engine: the run's, unless the owner named
         another."""
         if self._scheduler is None:
-            self._chosen = self._chosen_name = settings.server if settings.server in self._servers else ""
+            self._chosen = settings.server if settings.server in self._servers else ""
             name = self._chosen or (settings.engine if self._options.engine == AUTO else self._options.engine)
             if self._chosen:
                 log.info("engine %s: it is installed, and there is a GPU for it alone", name)
@@ -381,13 +380,12 @@ class WorkerProcess:
         """Give the engine its weights. A token server that nobody named, and that does not start, is replaced."""
         assert self._engine is not None
         assert self._sampler is not None
-        if not self._chosen:
+        if not self._chosen or self._engine.installed is not None:
             return await self._engine.update_weights(snapshot, base)
         engine, pause = await load_or_replace(self._engine, snapshot, base, self._options.device)
         if engine is not self._engine:
             self._engine, self._sampler.engine = engine, engine
-            self._chosen_name = ""
-        self._chosen = ""
+            self._chosen = ""
         return pause
 
     # ---- delivering ----------------------------------------------------------------------------------------------

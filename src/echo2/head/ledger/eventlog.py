@@ -27,6 +27,7 @@ from echo2.head.decide.state import PlannerOptions
 #: Maximum bytes of a part, and number of old parts that are kept: half a gigabyte in all.
 PART_BYTES_MAX = 64 << 20
 PARTS_KEPT = 7
+OTHER_VERSION = "A log is replayed by the version of echo2 that wrote it."
 
 _EVENTS: dict[str, type[ev.Event]] = {"Tick": ev.Tick}
 _EVENTS.update((kind.__name__, kind) for kind in ev.PlannerEvent.__subclasses__())
@@ -133,7 +134,9 @@ def replay(path: Path) -> Replay:
             try:
                 planner = Planner(msgspec.convert(record["options"], type=PlannerOptions))
             except msgspec.ValidationError as error:
-                raise UserError(f"{where} holds no planner options that this version knows: {error}.") from error
+                raise UserError(
+                    f"{where} holds no planner options that this version knows: {error}. {OTHER_VERSION}"
+                ) from error
             num_heads += 1
             continue
         if planner is None:
@@ -144,7 +147,7 @@ def replay(path: Path) -> Replay:
         try:
             event, now, logged = from_plain(record["event"]), float(record["now"]), record["commands"]
         except (KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
-            raise UserError(f"{where} holds no event that this version knows: {error}.") from error
+            raise UserError(f"{where} holds no event that this version knows: {error}. {OTHER_VERSION}") from error
         commands = [to_plain(command) for command in planner.handle(event, now)]
         # Through JSON, like the logged commands: tuples become lists, and infinities null.
         commands = msgspec.json.decode(msgspec.json.encode(commands))

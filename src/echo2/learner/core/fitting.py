@@ -9,7 +9,6 @@ machine's total memory, so it is the same on every start of a run.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from echo2.config import Config
 from echo2.config.values import AUTO
@@ -73,6 +72,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
     return LearnerSetup(
         shape,
         is_bfloat16=config.model.compute_dtype == "bfloat16" or (config.model.compute_dtype == "auto" and on_gpu),
+        on_gpu=on_gpu,
         ranks=config.learner.ranks,
         lora_rank=config.lora.rank,
         base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
@@ -84,9 +84,8 @@ def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
     """Return the learner's micro-batch on this machine."""
     given = config.learner.tokens_per_microbatch
     setup = learner_setup(config, shape, bool(machine.gpus))
-    place: Literal["cpu", "gpu"] = "gpu" if machine.gpus else "cpu"
     room = USABLE * learner_bytes(config, shape, machine)
-    return settle_microbatch(setup, room, place, row_tokens(config, shape), None if given == "auto" else given)
+    return settle_microbatch(setup, room, row_tokens(config, shape), None if given == "auto" else given)
 
 
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:

@@ -24,7 +24,7 @@ from echo2.engines.model_values import values_of
 from echo2.learner.core.fitting import settle
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.decide.memory import MICROBATCH_TOKENS_MAX, Microbatch
+from echo2.learner.decide.memory import CPU_MICROBATCH_TOKENS_MAX, Microbatch
 from echo2.learner.decide.model_shape import read_shape
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def _settled(policy: Policy, config: Config) -> Microbatch:
         machine = replace(machine, gpus=())
     shape = read_shape(values_of(policy.module.config))
     if shape is None:
-        tokens = MICROBATCH_TOKENS_MAX["cpu"] if given == "auto" else given
+        tokens = CPU_MICROBATCH_TOKENS_MAX if given == "auto" else given
         kind = policy.module.config.model_type
         log.warning("no memory forecast for %s: micro-batches have at most %d tokens", kind, tokens)
         return Microbatch(tokens, checkpointing=False)

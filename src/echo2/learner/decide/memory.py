@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
 
 from echo2.learner.decide.model_shape import LayerShape, ModelShape
 
@@ -33,7 +32,7 @@ LOGITS_BYTES, GPU_LOGITS_TOKEN_BYTES, GPU_LOGITS_TOKENS = 200_000_000, 14 * 8192
 PUBLISHING_BYTES = 200_000_000
 #: The learner starts to train when a micro-batch is full. A micro-batch larger than this makes no step faster
 #: (benchmarks/learning/microbatch.py).
-MICROBATCH_TOKENS_MAX: Mapping[str, int] = {"cpu": 2048, "gpu": 16_384}
+CPU_MICROBATCH_TOKENS_MAX, GPU_MICROBATCH_TOKENS_MAX = 2048, 16_384
 #: On a CPU, the limit of a micro-batch's activations in bytes, but at least CPU_TOKENS_MIN tokens: more gain no speed
 #: (benchmarks/learning/microbatch.py), and other processes share the machine's memory.
 CPU_ACTIVATIONS_BYTES, CPU_TOKENS_MIN = GB, 256
@@ -62,6 +61,7 @@ class LearnerSetup:
     lora_rank: int = 0
     base_bytes: int = 2
     keeps_reference: bool = False
+    on_gpu: bool = False
 
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
         """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
@@ -99,9 +99,8 @@ class LearnerSetup:
         return layer.kept16 if self.is_bfloat16 else layer.kept
 
     def _logits_bytes(self, tokens: int) -> int:
-        """Bytes of tiles of logits, and of tensors made from them. In bfloat16 the learner is taken to be on a GPU."""
-        on_gpu = GPU_LOGITS_TOKEN_BYTES * min(tokens, GPU_LOGITS_TOKENS) if self.is_bfloat16 else 0
-        return max(LOGITS_BYTES, on_gpu)
+        """Bytes of tiles of logits, and of tensors made from them."""
+        return max(LOGITS_BYTES, GPU_LOGITS_TOKEN_BYTES * min(tokens, GPU_LOGITS_TOKENS) if self.on_gpu else 0)
 
     @property
     def _vocabulary_gradients(self) -> int:
@@ -128,15 +127,13 @@ class Microbatch:
     checkpointing: bool
 
 
-def settle_microbatch(
-    setup: LearnerSetup, memory_bytes: float, place: Literal["cpu", "gpu"], longest: int, given: int | None = None
-) -> Microbatch:
+def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, given: int | None = None) -> Microbatch:
     """Return the micro-batch for a rank that may use `memory_bytes`: `given` tokens, or as many as fit but at least
     `longest`, because a row is never cut. Activations are checkpointed if too few tokens fit without. The result may
     still not fit; `needed` tells.
     """
-    most = MICROBATCH_TOKENS_MAX[place]
-    if place == "cpu":
+    most = GPU_MICROBATCH_TOKENS_MAX if setup.on_gpu else CPU_MICROBATCH_TOKENS_MAX
+    if not setup.on_gpu:
         most = min(most, max(CPU_TOKENS_MIN, CPU_ACTIVATIONS_BYTES // setup.token_bytes(checkpointing=False)))
     wanted = max(longest, most if given is None else given)
 
