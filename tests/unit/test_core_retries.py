@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
+from types import SimpleNamespace
 
+import pytest
+
+from echo2.core import retries
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 
@@ -16,14 +20,23 @@ def test_pauses_grow_up_to_the_longest() -> None:
     assert Backoff(0.2, 10.0, growth=1.25).after(3) == 0.2 * 1.25**2
 
 
-def test_patience_begins_again_after_a_success() -> None:
-    never, at_once = Retries(Backoff(0.0, 0.0), math.inf), Retries(Backoff(0.0, 0.0), 0.0)
-    assert not any(never.failed() for _ in range(100))
-    assert at_once.failed()
-    patient = Retries(Backoff(0.0, 0.0), 3600.0)
+def test_patience_begins_again_after_a_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(retries, "time", SimpleNamespace(monotonic=lambda: now))
+    never, patient = Retries(Backoff(0.0, 0.0), math.inf), Retries(Backoff(0.0, 0.0), 60.0)
+    assert not patient.failed()
+    now = 59.0
     assert not patient.failed()
     patient.succeeded()
+    now = 61.0
     assert not patient.failed()
+    now = 120.0
+    assert not patient.failed()
+    now = 121.0
+    assert patient.failed()
+    assert not never.failed()
+    now = 1e9
+    assert not never.failed()
 
 
 def test_a_spread_shortens_pauses_and_lengthens_none() -> None:
@@ -35,10 +48,10 @@ def test_a_spread_shortens_pauses_and_lengthens_none() -> None:
             return super().call_later(0.0, callback, *args)  # type: ignore[arg-type]
 
     async def tries() -> None:
-        retries = Retries(Backoff(1.0, 4.0), spread=0.5)
+        spread = Retries(Backoff(1.0, 4.0), spread=0.5)
         for _ in range(20):
-            retries.failed()
-            await retries.pause()
+            spread.failed()
+            await spread.pause()
 
     loop = Loop()
     loop.run_until_complete(tries())

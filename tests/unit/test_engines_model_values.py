@@ -98,7 +98,7 @@ def test_a_gemma_3_as_the_hub_has_it_is_served_and_imitated(tmp_path: Path) -> N
     assert engine._policy()[1:3] == (262_208, 131_072)
 
 
-def test_the_text_model_counts_before_the_whole_and_ties_and_ends_after(tmp_path: Path) -> None:
+def test_the_text_model_counts_before_the_whole_and_ties_and_ends_after() -> None:
     text = {"vocab_size": 80, "max_position_embeddings": 64, "tie_word_embeddings": True, "eos_token_id": 7}
     values = {"text_config": text, "vocab_size": 99, "tie_word_embeddings": False, "eos_token_id": 1}
     assert text_values(values) == {**text, "tie_word_embeddings": False, "eos_token_id": 1}

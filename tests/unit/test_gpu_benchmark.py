@@ -18,7 +18,7 @@ SECTIONS = ("ceilings", "engines", "learner", "profile", "head", "mismatch", "we
 
 def measured(out: Path, *flags: str, environment: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
     env = os.environ | (environment or {})
-    done = subprocess.run([*COMMAND, "--out", str(out), *flags], capture_output=True, text=True, timeout=200, env=env)
+    done = subprocess.run([*COMMAND, "--out", str(out), *flags], capture_output=True, text=True, env=env)
     return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
 
 

@@ -200,8 +200,8 @@ def test_no_delivery_ends_a_run_with_an_environment_or_takes_the_place_of_the_ho
             four = [attempt()] * 4
             with pytest.raises(PeerError, match="lease_id"):
                 await open_head.deliver(delivery(leases[0], four, lease_id=2**53 + 1))
-            conduct = open_head.head.planner.penalties.of(open_head.peer("w-3").peer_id)
-            conduct.num_expelled, conduct.expelled_until, conduct.expelled_for = 1, math.inf, "a test"
+            penalty = open_head.head.planner.penalties.of(open_head.peer("w-3").peer_id)
+            penalty.num_expelled, penalty.expelled_until, penalty.expelled_for = 1, math.inf, "a test"
             with pytest.raises(PeerError, match="may come back"):
                 await open_head.deliver(delivery(leases[0], four), name="w-3")
             thief, holder = await asyncio.gather(
@@ -307,7 +307,8 @@ def test_a_replay_lasts_as_long_as_its_lease_is_open(tmp_path: Path) -> None:
     """A worker whose rate has risen may hold less than it was given; what it was given stays."""
 
     async def scenario() -> None:
-        async with parrot(tmp_path, lease_seconds=0.25) as open_head, playing(open_head, tmp_path) as leases:
+        # Until its worker's rate is known the lease lasts eight times as long: time enough for the next lines.
+        async with parrot(tmp_path, lease_seconds=0.5) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             planner, clock = open_head.head.planner, open_head.head.clock
             open_until = clock.now() + 1.0

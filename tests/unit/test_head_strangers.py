@@ -273,36 +273,36 @@ def test_failures_of_leases_that_it_does_not_hold_are_junk_too() -> None:
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 2), st.floats(0.0, 600.0)), max_size=60))
 def test_whose_results_come_late_twice_for_each_lease_is_never_expelled(rounds: list[tuple[int, int, float]]) -> None:
     """A slow worker, each of whose results is refused, and sent again because the answer was lost."""
-    conducts, now = WorkerPenalties(), 0.0
+    penalties, now = WorkerPenalties(), 0.0
     for num_leases, num_refused, seconds in rounds:
         for _ in range(num_leases):
-            conducts.granted("w")
+            penalties.granted("w")
         now += seconds
         for _ in range(num_leases * num_refused):
-            conducts.refused("w", 1.0, "late", now)
-    assert not conducts.to_expel
+            penalties.refused("w", 1.0, "late", now)
+    assert not penalties.to_expel
 
 
 # ---- mismatch ------------------------------------------------------------------------------------------------------
 
 
-def measured(conducts: WorkerPenalties, worker_id: str, means: Sequence[float], tokens: float) -> None:
+def measured(penalties: WorkerPenalties, worker_id: str, means: Sequence[float], tokens: float) -> None:
     for mean in means:
-        conducts.measured(worker_id, tokens, mean * tokens)
+        penalties.measured(worker_id, tokens, mean * tokens)
 
 
 @given(st.lists(st.floats(0.0, MISMATCH_MAX), min_size=1), st.floats(1.0, 5e4))
 def test_logprobs_within_the_allowed_mismatch_expel_nobody(means: list[float], tokens: float) -> None:
-    conducts = WorkerPenalties()
-    measured(conducts, "w", means, tokens)
-    assert not conducts.to_expel or max(means) > MISMATCH_MAX * (1 - 1e-9)  # rounding
+    penalties = WorkerPenalties()
+    measured(penalties, "w", means, tokens)
+    assert not penalties.to_expel or max(means) > MISMATCH_MAX * (1 - 1e-9)  # rounding
 
 
 @given(st.lists(st.floats(0.11, 20.0), min_size=1), st.floats(1.0, 5e4))
 def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[float], tokens: float) -> None:
-    conducts = WorkerPenalties()
-    measured(conducts, "w", means, tokens)
-    assert bool(conducts.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
+    penalties = WorkerPenalties()
+    measured(penalties, "w", means, tokens)
+    assert bool(penalties.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
 
 
 def test_an_engine_that_samples_from_other_weights_is_turned_away_with_the_figure() -> None:

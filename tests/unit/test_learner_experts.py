@@ -72,7 +72,6 @@ def test_a_mixture_in_bfloat16_has_nearly_the_gradients_of_float32(checkpointing
 def test_policies_over_one_module_wrap_it_once() -> None:
     """Adapters of tenants come and go over one module: each wrapping more would end in a RecursionError."""
     module = nn.Module()
-    module = torch.nn.Module()
     module.stacked = nn.Parameter(torch.zeros(2, 3, 4))
     follow_autocast(module)
     once = vars(module)["forward"]
