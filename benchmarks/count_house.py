@@ -27,7 +27,7 @@ SMALL_LINES = 80
 GROUP = """
 echo2.head.decide: granting state planner results events commands groups pacing
 echo2.head.ledger: driver ledger
-echo2.head.serve: effects head reading service results
+echo2.head.serve: effects event_queue connections head reading service results learner_calls
 echo2.head.strangers: copied_rollouts
 echo2.tasks: streams base
 echo2.transport: messages grpc_server door grpc_link
@@ -46,7 +46,7 @@ echo2.weights.format: encoder segments planes deltas manifest chain
 echo2.weights.store: archive store packs content
 echo2.weights.broadcast: distribution origin peer edges sources serving payloads
 echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages fetcher_messages
-echo2.head: serve.service decide.planner
+echo2.head: serve.learner_calls decide.planner
 echo2.transport: messages codecs grpc_server door grpc_link
 echo2.worker: attending process weights decide.scheduler
 echo2.engines: decode_loop torch_engine snapshot_tensors
@@ -61,7 +61,7 @@ echo2.learner.core: tenants trainer
 #: Words by which the files of a topic are found.
 TOPICS = {
     "broadcast": r"\b(Fetcher|OriginNode|PeerNode|Broadcast|plan_routes|stripes?)\b",
-    "strangers": r"\b(strangers?|Trust|TicketCredits|conducts?|quarantine)\b",
+    "strangers": r"\b(strangers?|Trust|TicketCredits|penalt(y|ies)|quarantine)\b",
     "engines": r"\b(Engine|TokenServer|make_engine)\b",
     "losses": r"\b(LOSS_PARAMS|loss_params|policy_loss|TokenLoss)\b",
 }

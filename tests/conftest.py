@@ -1,6 +1,7 @@
 """One thread per process: on two cores, OpenMP barriers make two threads several times slower. And no example of a
 property test fails for being slow: that is the machine's affair. Examples are the same in every run, so that a change
-is to blame for a failure; `HYPOTHESIS_PROFILE=explore` draws new ones."""
+is to blame for a failure; `HYPOTHESIS_PROFILE=explore` draws new ones. Tests import scripts of benchmarks/ by their
+names."""
 
 import os
 
@@ -17,6 +18,9 @@ import pytest
 from hypothesis import settings
 
 from house import REPOSITORY
+
+BENCHMARKS = REPOSITORY / "benchmarks"
+sys.path += [str(folder) for folder in (BENCHMARKS, *sorted(BENCHMARKS.iterdir())) if folder.is_dir()]
 
 settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
 settings.register_profile("explore", deadline=None)

@@ -1,6 +1,6 @@
 """Random worlds of strangers that lie in fields drawn at random, and what must be true of every run in them.
 
-PYTHONPATH=src:tests:benchmarks python tests/worlds.py judge_lying 1000 2000      # seeds from 1000 up to 2000
+PYTHONPATH=src:tests:benchmarks/strangers python tests/worlds.py judge_lying 1000 2000      # seeds from 1000 up to 2000
 """
 
 from __future__ import annotations

@@ -62,6 +62,13 @@ def missing_names(page: Path) -> Iterator[str]:
             yield from (f"{path}: {name}" for name in names.split(", ") if not re.search(rf"\b{name}\b", text))
 
 
+def missing_scripts(page: Path) -> Iterator[str]:
+    """Paths below benchmarks/ anywhere on the page, and `make bench-NAME`."""
+    text, folder = page.read_text(), REPOSITORY / "benchmarks"
+    yield from (path for path in re.findall(r"benchmarks/[\w./*-]*\w", text) if not [*REPOSITORY.glob(path)])
+    yield from (f"bench-{name}" for name in re.findall(r"make bench-([a-z_]+)", text) if not [*folder.rglob(name + ".py")])
+
+
 def unknown_settings(page: Path) -> Iterator[str]:
     text = re.sub(
         r"^```python\n.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
@@ -104,7 +111,7 @@ def unknown_flags(page: Path) -> Iterator[str]:
 def test_what_a_page_names_exists(page: Path) -> None:
     found = list(broken_links(page))
     if page.name not in HISTORY:
-        found += [*missing_names(page), *unknown_settings(page), *unknown_flags(page)]
+        found += [*missing_names(page), *missing_scripts(page), *unknown_settings(page), *unknown_flags(page)]
     assert found == []
 
 
@@ -114,6 +121,12 @@ def test_a_command_that_does_not_exist_is_found(tmp_path: Path) -> None:
         "```bash\nX=1 .venv/bin/echo2 trian my.toml && echo2 run my.toml \\\n  --oot here\n```\n\n    echo2 statsu\n"
     )
     assert list(unknown_flags(page)) == ["trian my.toml ", "statsu", "run --oot"]
+
+
+def test_a_script_that_is_not_there_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("    sudo python benchmarks/wan/net.py\n\nmake bench-overlap, bench-NAME, make bench-overlop\n")
+    assert list(missing_scripts(page)) == ["benchmarks/wan/net.py", "bench-overlop"]
 
 
 def cases(page: str) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """What a run directory of the pretrained model says, in figures; and two commands that `real_model.py` runs.
 
-python benchmarks/real_model_figures.py changed MODEL CHECKPOINT ...       # weights that a step changed, in bfloat16
-python benchmarks/real_model_figures.py with-stranger RUN -- echo2 run ...  # a run, and a worker of somebody else
+make bench-real_model_figures ARGS='changed MODEL CHECKPOINT ...'        # weights that a step changed, in bfloat16
+make bench-real_model_figures ARGS='with-stranger RUN -- echo2 run ...'  # a run, and a worker of somebody else
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ items. The stream is cut into *segments*: a tensor, a shard of a tensor, or seve
 digest of its bytes after applying, and the *records* that lead to those bytes, in this order:
 
     raw     the bytes as they are, independent of the bytes before
-    delta   the change since the base, or since the record before (`items.py`)
+    delta   the change since the base, or since the record before (`deltas.py`)
 
 A segment without records is unchanged from the base. So a payload over a base may be one delta or several deltas in a
 row, and a payload without a base begins with a raw record in every segment. Each record is cut into chunks, named by
