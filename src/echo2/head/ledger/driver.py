@@ -179,11 +179,11 @@ def _check_options(state: LedgerState, options: PlannerOptions) -> None:
             f"run.max_steps = {options.max_steps}, but {state.version} steps are trained already. "
             f"Set it to {state.version} or more."
         )
-    for lease in state.leases:
-        if lease.num_samples != options.group_size:
+    for number, size in state.sizes.items():
+        if size != options.group_size:
             raise UserError(
-                f"sampling.group_size = {options.group_size}, but group {lease.number} is under way with "
-                f"{lease.num_samples} rollouts. Resume with the size that the run had."
+                f"sampling.group_size = {options.group_size}, but group {number} is under way with "
+                f"{size} rollouts. Resume with the size that the run had."
             )
 
 
@@ -196,22 +196,8 @@ def _head_started(state: LedgerState, stored: Stored) -> ev.HeadStarted:
         oldest_kept=state.oldest_kept,
         next_number=state.next_number,
         next_lease_id=state.next_lease_id,
-        groups=tuple(
-            ev.RecoveredGroup(
-                number=group.number,
-                step=group.step,
-                state=group.state,
-                oldest_version=group.oldest_version,
-                worker_id=group.worker_id,
-                why=group.reason,
-                is_flat=bool(group.is_flat),
-            )
-            for group in state.groups
-        ),
-        leases=tuple(
-            ev.RecoveredLease(lease.lease_id, lease.number, lease.worker_id, lease.granted_at, lease.deadline)
-            for lease in state.leases
-        ),
+        groups=state.groups,
+        leases=state.leases,
         published=tuple(sorted(stored.published)),
         # A kill during a fall-back may leave evaluations of later versions, which no longer count.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),

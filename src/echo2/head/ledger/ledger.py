@@ -22,11 +22,10 @@ from typing import Any
 
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RUN_POLICY
+from echo2.head.decide.events import RecoveredGroup, RecoveredLease
 from echo2.head.ledger.schema import (
     STRANGERS_KINDS,
     TRANSITIONS,
-    GroupRecord,
-    LeaseRecord,
     LedgerState,
     open_for_writing,
     storable,
@@ -36,10 +35,8 @@ from echo2.head.ledger.schema import (
 #: Bytes of delivered groups that are kept in memory until they are trained on; the oldest go first.
 RECENT_BYTES_MAX = 32 << 20
 
-#: The columns of a `GroupRecord`, in order.
-_COLUMNS = (
-    "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, ''), is_flat"
-)
+#: The columns of a `RecoveredGroup`, in order.
+_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, ''), is_flat"
 #: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
 _ARROWS = {
     event: (
@@ -119,7 +116,7 @@ class Ledger:
                 (lease_id, worker_id, now, deadline, num_samples, self.policy, number),
             )
             if granted.rowcount != 1:
-                self._group(number)  # raises if the group was never issued
+                self._value(number, "state")  # raises if the group was never issued
                 raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
 
     def close_lease(self, lease_id: int, outcome: str, now: float) -> None:
@@ -230,7 +227,7 @@ class Ledger:
             ready = f"WHERE policy = ? AND number IN {these} AND state = 'ready' AND step = ?"
             moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*mine, step))
             if moved.rowcount != len(numbers):
-                wrong = [number for number in numbers if self._group(number).state != "trained"] or list(numbers)
+                wrong = [number for number in numbers if self._value(number, "state") != "trained"] or list(numbers)
                 raise InvariantError(
                     f"step {step} trained on {sorted(numbers)}; {moved.rowcount} of them were ready for it.\n"
                     f"{self._story(wrong[0])}"
@@ -276,7 +273,7 @@ class Ledger:
             for row in undone:
                 self._move(row["number"], "fall_back")
                 self._count("trained", by=-1)
-                self._count("trained_tokens", by=-self._group(row["number"]).num_tokens)
+                self._count("trained_tokens", by=-self._value(row["number"], "num_tokens"))
             joined = (self.policy, lineage, version, now)
             self._execute("INSERT INTO joins (policy, lineage, version, at) VALUES (?, ?, ?, ?)", joined)
 
@@ -375,10 +372,10 @@ class Ledger:
                 version=version,
                 lineage=lineage,
                 next_number=self._counts["issued"],
-                cursor=self._next_cursor(),
                 next_lease_id=self._next_lease_id(),
-                groups=tuple(GroupRecord(*row) for row in groups),
-                leases=tuple(LeaseRecord(*row) for row in leases),
+                groups=tuple(RecoveredGroup(*row[:-1], is_flat=bool(row[-1])) for row in groups),
+                leases=tuple(RecoveredLease(*row[:-1]) for row in leases),
+                sizes={row["number"]: row["num_samples"] for row in leases},
                 checkpoint_version=checkpoint_version,
                 oldest_kept=oldest_kept,
                 strangers={kind: self._kept(kind) for kind in STRANGERS_KINDS},
@@ -391,14 +388,14 @@ class Ledger:
         begin, end = _ARROWS[event]
         moved = self._execute(f"{begin}{', ' if columns else ''}{columns} {end}", (*values, self.policy, number))
         if moved.rowcount != 1:
-            raise InvariantError(f"{event} of a group that is {self._group(number).state}.\n{self._story(number)}")
+            raise InvariantError(f"{event} of a group that is {self._value(number, 'state')}.\n{self._story(number)}")
 
-    def _group(self, number: int) -> GroupRecord:
-        found = f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND number = ?"
+    def _value(self, number: int, column: str) -> Any:
+        found = f"SELECT {column} FROM groups WHERE policy = ? AND number = ?"
         row = self._execute(found, (self.policy, number)).fetchone()
         if row is None:
             raise InvariantError(f"group {number} of {self.policy} was never issued")
-        return GroupRecord(*row)
+        return row[0]
 
     def _count(self, what: str, reason: str = "", by: int = 1) -> None:
         """Add to a count of `counts`. The new count is stored when the transaction ends."""
@@ -432,10 +429,6 @@ class Ledger:
         joined = self._execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         step = self._execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         return max(joined or 0, 0 if step is None else step + 1)
-
-    def _next_cursor(self) -> int:
-        following = "SELECT coalesce(max(cursor) + 1, 0) FROM groups WHERE policy = ?"
-        return int(self._execute(following, (self.policy,)).fetchone()[0])
 
     def _next_lease_id(self) -> int:
         recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])

@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import Any
 
 from echo2.core.errors import NoRoomError, UserError
+from echo2.head.decide.events import RecoveredGroup, RecoveredLease
 
 SCHEMA_VERSION = 4
 #: Kinds of records about strangers, stored in `meta` under POLICY.KIND.NAME: trust by ticket, pending checks by group,
@@ -164,47 +165,15 @@ def unusable(path: Path, error: Exception) -> UserError:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """One group that a learner may still need, or need again after a fall-back.
-
-    `state` is open | delivered | ready | trained (only until a checkpoint covers the group, that is while its rollouts
-    are kept) | retired (only of steps that may still be trained, or trained again). `reason`: why it was retired.
-    Versions are None until delivery. `is_flat`: its rewards are all equal.
-    """
-
-    number: int
-    step: int
-    cursor: int
-    state: str
-    oldest_version: int | None
-    newest_version: int | None
-    num_tokens: int
-    worker_id: str
-    reason: str = ""
-    is_flat: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
-    """One lease that is still held. Times in seconds of the head's clock."""
-
-    lease_id: int
-    number: int
-    worker_id: str
-    granted_at: float
-    deadline: float
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
 class LedgerState:
     """The state of a run in the ledger.
 
     version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
     next_number        number of the next group to issue
-    cursor             next position in the task stream: one more than the largest of any issued group
     next_lease_id      one more than the largest lease id granted (from 1)
-    groups, leases     in order of group numbers and lease ids
+    groups             in order of numbers: those that a learner may still need, or need again after a fall-back; trained
+                       ones until a checkpoint covers them, retired ones of steps that may still be trained
+    leases             that are still held, in order of their ids; `sizes`: the samples of each of their groups
     checkpoint_version, oldest_kept
                        version of the newest reported checkpoint, and of the oldest checkpoint kept at that time
     strangers          the stored records about strangers, by kind and name
@@ -213,10 +182,10 @@ class LedgerState:
     version: int
     lineage: int
     next_number: int
-    cursor: int
     next_lease_id: int
-    groups: tuple[GroupRecord, ...]
-    leases: tuple[LeaseRecord, ...]
+    groups: tuple[RecoveredGroup, ...]
+    leases: tuple[RecoveredLease, ...]
+    sizes: Mapping[int, int] = field(default_factory=dict)
     checkpoint_version: int = -1
     oldest_kept: int = 0
     strangers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {kind: {} for kind in STRANGERS_KINDS})
