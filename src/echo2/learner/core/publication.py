@@ -144,18 +144,14 @@ class Publisher:
         self.trouble = ""
 
 
-class Payload:
-    """One payload. A chunk can be read as soon as its part was taken."""
+class ChunkedPayload:
+    """A payload that `encoder` encodes part by part. A chunk can be read as soon as its part was taken: tensors' from
+    where `_reads` says, other files' from memory.
+    """
 
-    def __init__(
-        self, publisher: Publisher, target: _Source, base: SnapshotSource | None, weights: LentWeights | None
-    ) -> None:
-        self._publisher, self._target, self._weights = publisher, target, weights
-        num_threads = min(THREADS_MAX, os.cpu_count() or 1)
-        self.ref = target.ref
-        self.others: list[list[Segment]] = []  # of the first rank: the segments that the other ranks encoded
-        self._encoder = Encoder(target, base, share=publisher.share, num_threads=num_threads, keep=self._keep)
-        self._places: dict[bytes, tuple[NamelessFile, int, int]] = {}
+    def __init__(self, ref: SnapshotRef, encoder: Encoder) -> None:
+        self.ref, self._encoder = ref, encoder
+        self._reads: dict[bytes, Callable[[], Bytes]] = {}
         self._files: Chunks = {}
 
     def parts(self) -> Iterator[list[bytes]]:
@@ -165,12 +161,45 @@ class Payload:
             UserError: a dtype that snapshots cannot carry; the disk can't be written.
             LinkError: there is no room, and the publisher was stopped.
         """
+        for chunks in self._encoder.parts():
+            self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._reads)
+            yield list(chunks)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, when all parts were taken."""
+        return self._encoder.manifest()
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of all chunks whose parts were taken."""
+        return [*self._files, *self._reads]
+
+    def chunk(self, name: bytes) -> bytes:
+        """The bytes of a chunk."""
+        return bytes(self._files[name] if name in self._files else self._reads[name]())
+
+
+class Payload(ChunkedPayload):
+    """A payload of the weights, or of the last content (`weights` None)."""
+
+    def __init__(
+        self, publisher: Publisher, target: _Source, base: SnapshotSource | None, weights: LentWeights | None
+    ) -> None:
+        self._publisher, self._target, self._weights = publisher, target, weights
+        num_threads = min(THREADS_MAX, os.cpu_count() or 1)
+        self.others: list[list[Segment]] = []  # of the first rank: the segments that the other ranks encoded
+        encoder = Encoder(target, base, share=publisher.share, num_threads=num_threads, keep=self._keep)
+        super().__init__(target.ref, encoder)
+
+    def parts(self) -> Iterator[list[bytes]]:
+        """As `ChunkedPayload.parts`. Weights are given back at the end."""
         if self._weights is None:
-            yield from map(self._named, self._encoder.parts())
+            yield from super().parts()
             return
         try:
             self._publisher.begin(self._weights)
-            yield from map(self._named, self._encoder.parts())
+            yield from super().parts()
             self._publisher.end(self._target)
         finally:
             self._weights.give_back()
@@ -185,23 +214,6 @@ class Payload:
         """The manifest, when all parts were taken."""
         return self._encoder.manifest(self.others)
 
-    @property
-    def names(self) -> list[bytes]:
-        """Of all chunks whose parts were taken."""
-        return [*self._files, *self._places]
-
-    def chunk(self, name: bytes) -> bytes:
-        """The bytes of a chunk."""
-        if name in self._files:
-            return bytes(self._files[name])
-        file, start, num_bytes = self._places[name]
-        return bytes(file.read(start, 0, num_bytes))
-
-    def _named(self, chunks: Chunks) -> list[bytes]:
-        """Return the names of chunks. Those that `_keep` did not store are files, which are in memory anyway."""
-        self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._places)
-        return list(chunks)
-
     def _keep(self, start: int, target: Bytes, segment: Segment, chunks: Chunks) -> None:
         """Store encoded chunks for later reading. Runs in the encoder's threads."""
         publisher = self._publisher
@@ -214,43 +226,21 @@ class Payload:
                 encoded = b"".join(chunks[name] for name, _ in record.chunks())
                 file, at = publisher.spool, publisher.spool.append(encoded)
             for name, num_bytes in record.chunks():
-                self._places[name] = (file, at, num_bytes)
+                self._reads[name] = partial(file.read, at, 0, num_bytes)
                 at += num_bytes
 
 
-class BasePayload:
+class BasePayload(ChunkedPayload):
     """A base model as a payload. It is frozen, so its chunks are not stored but read from the model when sent."""
 
     def __init__(self, base_model: SnapshotSource) -> None:
-        self.ref, self._tensors = base_model.ref, base_model.tensors
-        self._encoder = Encoder(base_model, keep=self._keep)
-        self._reads: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream
-        self._chunks: dict[bytes, Callable[[], Bytes]] = {}
-        self._files: Chunks = {}
-
-    def parts(self) -> Iterator[list[bytes]]:
-        """As `Payload.parts`."""
-        for chunks in self._encoder.parts():
-            self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._chunks)
-            yield list(chunks)
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest, when all parts were taken."""
-        return self._encoder.manifest()
-
-    @property
-    def names(self) -> list[bytes]:
-        """Of all chunks whose parts were taken."""
-        return [*self._files, *self._chunks]
-
-    def chunk(self, name: bytes) -> bytes:
-        """The bytes of a chunk."""
-        return bytes(self._files[name] if name in self._files else self._chunks[name]())
+        super().__init__(base_model.ref, Encoder(base_model, keep=self._keep))
+        self._tensors = base_model.tensors
+        self._reads_at: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream
 
     def _keep(self, start: int, _: Bytes, segment: Segment, __: Chunks) -> None:
         for record in segment.records:
-            if not self._reads:
+            if not self._reads_at:
                 extents = cut_stream(tensor_index(self._tensors))
                 sizes = [
                     min(record.chunk_bytes, extent - at)
@@ -258,9 +248,9 @@ class BasePayload:
                     for at in range(0, extent, record.chunk_bytes)
                 ]
                 places = accumulate(sizes, initial=0)
-                self._reads = dict(zip(places, readers(self._tensors, sizes), strict=False))
+                self._reads_at = dict(zip(places, readers(self._tensors, sizes), strict=False))
             for name, num_bytes in record.chunks():
-                self._chunks[name] = self._reads[start]
+                self._reads[name] = self._reads_at[start]
                 start += num_bytes
 
 
