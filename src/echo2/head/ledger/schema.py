@@ -171,7 +171,7 @@ class LedgerState:
     version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
     next_number        number of the next group to issue
     next_lease_id      one more than the largest lease id granted (from 1)
-    groups             in order of numbers: those that a learner may still need, or need again after a fall-back; trained
+    groups             those that a learner may need, or need again after a fall-back, in order of numbers: trained
                        ones until a checkpoint covers them, retired ones of steps that may still be trained
     leases             that are still held, in order of their ids; `sizes`: the samples of each of their groups
     checkpoint_version, oldest_kept
