@@ -373,7 +373,7 @@ class Ledger:
                 lineage=lineage,
                 next_number=self._counts["issued"],
                 next_lease_id=self._next_lease_id(),
-                groups=tuple(RecoveredGroup(*row[:-1], is_flat=bool(row[-1])) for row in groups),
+                groups=tuple(RecoveredGroup(*row[:-1], bool(row[-1])) for row in groups),
                 leases=tuple(RecoveredLease(*row[:-1]) for row in leases),
                 sizes={row["number"]: row["num_samples"] for row in leases},
                 checkpoint_version=checkpoint_version,

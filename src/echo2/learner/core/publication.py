@@ -151,7 +151,7 @@ class ChunkedPayload:
 
     def __init__(self, ref: SnapshotRef, encoder: Encoder) -> None:
         self.ref, self._encoder = ref, encoder
-        self._reads: dict[bytes, Callable[[], Bytes]] = {}
+        self._reads: dict[bytes, Callable[[], Bytes | memoryview]] = {}
         self._files: Chunks = {}
 
     def parts(self) -> Iterator[list[bytes]]:
