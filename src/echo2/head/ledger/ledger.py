@@ -36,7 +36,7 @@ from echo2.head.ledger.schema import (
 RECENT_BYTES_MAX = 32 << 20
 
 #: The columns of a `RecoveredGroup`, in order.
-_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, ''), is_flat"
+_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, '') AS why, is_flat"
 #: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
 _ARROWS = {
     event: (
@@ -373,7 +373,7 @@ class Ledger:
                 lineage=lineage,
                 next_number=self._counts["issued"],
                 next_lease_id=self._next_lease_id(),
-                groups=tuple(RecoveredGroup(*row[:-1], bool(row[-1])) for row in groups),
+                groups=tuple(RecoveredGroup(**{**dict(row), "is_flat": bool(row["is_flat"])}) for row in groups),
                 leases=tuple(RecoveredLease(*row[:-1]) for row in leases),
                 sizes={row["number"]: row["num_samples"] for row in leases},
                 checkpoint_version=checkpoint_version,
