@@ -37,7 +37,6 @@ def test_a_spread_shortens_pauses_and_lengthens_none() -> None:
     async def tries() -> None:
         retries = Retries(Backoff(1.0, 4.0), spread=0.5)
         for _ in range(20):
-            retries.failed()
             await retries.pause()
 
     loop = Loop()
