@@ -22,11 +22,9 @@ from typing import Any
 
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RUN_POLICY
-from echo2.head.decide.events import RecoveredGroup, RecoveredLease
+from echo2.head.decide.events import HeadStarted, RecoveredGroup, RecoveredLease
 from echo2.head.ledger.schema import (
-    STRANGERS_KINDS,
     TRANSITIONS,
-    LedgerState,
     open_for_writing,
     storable,
     unusable,
@@ -293,7 +291,9 @@ class Ledger:
                 )
 
     def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
-        """Store a record about a stranger, by kind (one of `STRANGERS_KINDS`) and name. Replaces an earlier one."""
+        """Store a record about a stranger, in place of an earlier one, by kind and name: "trust" and "rest" by ticket,
+        "check" by group, "expulsion" by worker.
+        """
         with self._transaction():
             self._put_meta(f"{self.policy}.{kind}.{name}", value)
 
@@ -346,8 +346,11 @@ class Ledger:
         retired, refused = dict(self._counts["retired"]), dict(self._counts["refused"])
         return {**self._counts, "retired": retired, "refused": refused}
 
-    def recover(self) -> LedgerState:
-        """Return the state, from disk alone."""
+    def recover(self) -> HeadStarted:
+        """Return what the ledger knows of the run, from disk alone: the groups that a learner may need, or need again
+        after a fall-back (trained ones until a checkpoint covers them, retired ones of steps that may still be
+        trained), and the leases that are still held. Lineage 0: there was no learner yet.
+        """
         with self._transaction():
             lineage = self._lineage()
             version = self._version(lineage)
@@ -363,23 +366,35 @@ class Ledger:
                 (self.policy, self.policy, self.policy, version if oldest is None else min(version, oldest)),
             ).fetchall()
             leases = self._execute(
-                "SELECT lease_id, number, worker_id, granted_at, deadline, num_samples FROM leases "
+                "SELECT lease_id, number, worker_id, granted_at, deadline FROM leases "
                 "WHERE policy = ? AND outcome IS NULL ORDER BY lease_id",
                 (self.policy,),
             ).fetchall()
+            granted = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
             checkpoint_version, oldest_kept = self._meta(f"{self.policy}.checkpoint", (-1, 0))
-            return LedgerState(
+            return HeadStarted(
                 version=version,
                 lineage=lineage,
                 next_number=self._counts["issued"],
-                next_lease_id=self._next_lease_id(),
+                next_lease_id=1 + max(granted, int(self._meta("last_lease_id", 0))),
                 groups=tuple(RecoveredGroup(**{**dict(row), "is_flat": bool(row["is_flat"])}) for row in groups),
-                leases=tuple(RecoveredLease(*row[:-1]) for row in leases),
-                sizes={row["number"]: row["num_samples"] for row in leases},
+                leases=tuple(RecoveredLease(*row) for row in leases),
                 checkpoint_version=checkpoint_version,
                 oldest_kept=oldest_kept,
-                strangers={kind: self._kept(kind) for kind in STRANGERS_KINDS},
             )
+
+    def sizes(self) -> dict[int, int]:
+        """Return the number of rollouts of each group that is leased."""
+        held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
+        with self._transaction():
+            return {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
+
+    def kept(self, kind: str) -> dict[str, Any]:
+        """Return the records of one kind by name, see `keep`."""
+        mine, query = f"{self.policy}.{kind}.", "SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
+        with self._mapped_errors():
+            rows = self._execute(query, (len(mine), mine))
+            return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------
 
@@ -429,15 +444,6 @@ class Ledger:
         joined = self._execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         step = self._execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         return max(joined or 0, 0 if step is None else step + 1)
-
-    def _next_lease_id(self) -> int:
-        recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
-        return 1 + max(recorded, int(self._meta("last_lease_id", 0)))
-
-    def _kept(self, kind: str) -> dict[str, Any]:
-        mine = f"{self.policy}.{kind}."
-        rows = self._execute("SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key", (len(mine), mine))
-        return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
 
     def _meta(self, key: str, default: Any) -> Any:
         with self._mapped_errors():

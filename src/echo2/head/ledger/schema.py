@@ -1,4 +1,4 @@
-"""The ledger's tables, the rows that it returns after a restart, the life of a group as a table, and messages for
+"""The ledger's tables, the life of a group as a table, and messages for
 SQLite's errors.
 
 Every row names the run's policy.
@@ -21,18 +21,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from echo2.core.errors import NoRoomError, UserError
-from echo2.head.decide.events import RecoveredGroup, RecoveredLease
 
 SCHEMA_VERSION = 4
-#: Kinds of records about strangers, stored in `meta` under POLICY.KIND.NAME: trust by ticket, pending checks by group,
-#: rests by ticket, expulsions by worker.
-STRANGERS_KINDS = ("trust", "check", "rest", "expulsion")
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process's lock before it fails
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -162,30 +156,3 @@ def unusable(path: Path, error: Exception) -> UserError:
         f"Cannot use the ledger {path}: {error}. Nothing that was recorded is lost. "
         "Check for free space, permissions and a second process using this directory, then continue with --resume."
     )
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerState:
-    """The state of a run in the ledger.
-
-    version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
-    next_number        number of the next group to issue
-    next_lease_id      one more than the largest lease id granted (from 1)
-    groups             those that a learner may need, or need again after a fall-back, in order of numbers: trained
-                       ones until a checkpoint covers them, retired ones of steps that may still be trained
-    leases             that are still held, in order of their ids; `sizes`: the samples of each of their groups
-    checkpoint_version, oldest_kept
-                       version of the newest reported checkpoint, and of the oldest checkpoint kept at that time
-    strangers          the stored records about strangers, by kind and name
-    """
-
-    version: int
-    lineage: int
-    next_number: int
-    next_lease_id: int
-    groups: tuple[RecoveredGroup, ...]
-    leases: tuple[RecoveredLease, ...]
-    sizes: Mapping[int, int] = field(default_factory=dict)
-    checkpoint_version: int = -1
-    oldest_kept: int = 0
-    strangers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {kind: {} for kind in STRANGERS_KINDS})

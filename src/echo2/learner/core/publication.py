@@ -21,13 +21,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from echo2.core.errors import InvariantError, LinkError, NoRoomError, UserError, write_failed
-from echo2.core.types import SnapshotRef, StoredTensor, TensorSource
+from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.format.chain import is_anchor_due
 from echo2.weights.format.encoder import Encoder, SnapshotSource
 from echo2.weights.format.manifest import MAX_SEGMENTS, RAW, Manifest, Segment
@@ -68,16 +68,6 @@ class LentWeights:
             self.returned.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A snapshot whose tensors are read where they are."""
-
-    ref: SnapshotRef
-    tensors: Mapping[str, TensorSource]
-    files: Mapping[str, bytes]
-    base_model: SnapshotRef | None
-
-
 class Publisher:
     """Makes the payloads of one learner, one after the other: each is read to its end before the next is begun, and its
     chunks are available until then. `directory` needs room for a snapshot and a delta; if the disk is full, the
@@ -93,7 +83,7 @@ class Publisher:
         self.trouble = ""  # what the publisher waits for, for people
         self._stopped = threading.Event()
         self.content, self.spool = (NamelessFile(directory, self._wait_for_room) for _ in range(2))
-        self._last: _Source | None = None  # the snapshot in the content file; None: nothing, or a mixture
+        self._last: Snapshot | None = None  # the snapshot in the content file; None: nothing, or a mixture
         self._made_from: LentWeights | None = None
         self._steps: list[Manifest] = []  # payloads that build the last published content from nothing
 
@@ -107,7 +97,7 @@ class Publisher:
         if self._last is not None and self._made_from is weights:  # the lineage changed meanwhile
             return self.whole(ref)
         base = self._last if self._last is not None and self._last.ref.history == ref.history else None
-        return Payload(self, _Source(ref, weights.tensors, weights.files, weights.base_model), base, weights)
+        return Payload(self, Snapshot(ref, weights.tensors, weights.files, weights.base_model), base, weights)
 
     def whole(self, ref: SnapshotRef) -> Payload:
         """Return the last content as a payload without base, named `ref`."""
@@ -126,7 +116,7 @@ class Publisher:
         self._last, self._made_from = None, weights
         self.spool.clear()
 
-    def end(self, source: _Source) -> None:
+    def end(self, source: Snapshot) -> None:
         """Note that the content file now holds `source`."""
         tensors, start = {}, 0
         for entry in tensor_index(source.tensors):
@@ -184,7 +174,7 @@ class Payload(ChunkedPayload):
     """A payload of the weights, or of the last content (`weights` None)."""
 
     def __init__(
-        self, publisher: Publisher, target: _Source, base: SnapshotSource | None, weights: LentWeights | None
+        self, publisher: Publisher, target: Snapshot, base: SnapshotSource | None, weights: LentWeights | None
     ) -> None:
         self._publisher, self._target, self._weights = publisher, target, weights
         num_threads = min(THREADS_MAX, os.cpu_count() or 1)
