@@ -66,7 +66,8 @@ def missing_scripts(page: Path) -> Iterator[str]:
     """Paths below benchmarks/ anywhere on the page, and `make bench-NAME`."""
     text, folder = page.read_text(), REPOSITORY / "benchmarks"
     yield from (path for path in re.findall(r"benchmarks/[\w./*-]*\w", text) if not [*REPOSITORY.glob(path)])
-    yield from (f"bench-{name}" for name in re.findall(r"make bench-([a-z_]+)", text) if not [*folder.rglob(name + ".py")])
+    names = re.findall(r"make bench-([a-z_]+)", text)
+    yield from (f"bench-{name}" for name in names if not [*folder.rglob(name + ".py")])
 
 
 def unknown_settings(page: Path) -> Iterator[str]:

@@ -131,7 +131,6 @@ class AnsweringProcess:
                 self._fail(f"The {self._name} process does not start: see its log.")
             if num_answers:
                 retries.succeeded()
-            retries.failed()
             await retries.pause()
 
     def _failed(self, error: Exception) -> None:

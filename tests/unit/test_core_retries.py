@@ -50,7 +50,6 @@ def test_a_spread_shortens_pauses_and_lengthens_none() -> None:
     async def tries() -> None:
         spread = Retries(Backoff(1.0, 4.0), spread=0.5)
         for _ in range(20):
-            spread.failed()
             await spread.pause()
 
     loop = Loop()

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from echo2.core.errors import InvariantError, UserError
+from echo2.head.decide.events import HeadStarted, RecoveredGroup, RecoveredLease
 from echo2.head.ledger import ledger as ledger_module
 from echo2.head.ledger.audit import audit
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.ledger.schema import TRANSITIONS, GroupRecord, LeaseRecord, LedgerState
+from echo2.head.ledger.schema import TRANSITIONS
 
 
 @pytest.fixture
@@ -102,29 +103,35 @@ def test_what_was_rolled_back_is_not_there(ledger: Ledger) -> None:
 
 
 def test_a_new_ledger_is_empty(path: Path) -> None:
-    assert Ledger(path).recover() == LedgerState(0, 0, 0, 0, 1, (), ())
+    assert Ledger(path).recover() == HeadStarted(lineage=0)
 
 
 def test_the_life_of_a_group(ledger: Ledger, path: Path) -> None:
     ledger.issue(0, step=0, cursor=5, now=1.0)
     ledger.grant(1, 0, "w1", now=1.5, deadline=121.5, num_samples=4)
-    opened = GroupRecord(0, 0, 5, "open", None, None, 0, "")
-    lease = LeaseRecord(1, 0, "w1", 1.5, 121.5, 4)
-    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (opened,), (lease,))
+    opened = RecoveredGroup(0, 0, "open")
+    lease = RecoveredLease(1, 0, "w1", 1.5, 121.5)
+    assert ledger.recover() == HeadStarted(next_number=1, next_lease_id=2, groups=(opened,), leases=(lease,))
+    assert ledger.sizes() == {0: 4}
 
     deliver(ledger, 0, is_scored=False, rollouts=b"raw")
     ledger.close_lease(1, "accepted", now=2.0)
     assert ledger.rollouts(0) == b"raw"
     ledger.score(0, b"scored", is_flat=True, now=2.5)
     assert ledger.rollouts(0) == b"rawscored"
-    ready = GroupRecord(0, 0, 5, "ready", 0, 0, 10, "w1", is_flat=True)
-    assert ledger.recover() == LedgerState(0, 1, 1, 6, 2, (ready,), ())
+    ready = RecoveredGroup(0, 0, "ready", 0, "w1", is_flat=True)
+    assert ledger.recover() == HeadStarted(next_number=1, next_lease_id=2, groups=(ready,))
+    with sqlite3.connect(path) as raw:
+        told = raw.execute("SELECT cursor, newest_version, num_tokens FROM groups").fetchall()
+    assert told == [(5, 0, 10)]
 
     ledger.train(0, lineage=1, numbers=[0], now=3.0)
-    trained = GroupRecord(0, 0, 5, "trained", 0, 0, 10, "w1", is_flat=True)
-    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (trained,), ())
+    trained = RecoveredGroup(0, 0, "trained", 0, "w1", is_flat=True)
+    assert ledger.recover() == HeadStarted(version=1, next_number=1, next_lease_id=2, groups=(trained,))
     ledger.checkpoint(version=1, oldest_kept=1)
-    assert ledger.recover() == LedgerState(1, 1, 1, 6, 2, (), (), checkpoint_version=1, oldest_kept=1)
+    assert ledger.recover() == HeadStarted(
+        version=1, next_number=1, next_lease_id=2, checkpoint_version=1, oldest_kept=1
+    )
     assert audit(path).leases == {"accepted": 1}
 
 
@@ -272,7 +279,7 @@ def test_why_groups_of_coming_steps_were_retired_is_remembered(ledger: Ledger) -
     bring_to(ledger, "ready", 0, step=3)
     ledger.retire(0, "uninformative", now=4.0)
     (found,) = ledger.recover().groups
-    assert (found.state, found.step, found.reason) == ("retired", 3, "uninformative")
+    assert (found.state, found.step, found.why) == ("retired", 3, "uninformative")
 
 
 def test_meta_keeps_json_values(ledger: Ledger) -> None:

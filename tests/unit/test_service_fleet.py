@@ -33,11 +33,11 @@ def test_adapters_for_the_fleet_are_bounded_by_number_and_bytes(
         payloads, found = made(), []
         for number in range(6):
             if restarts:
-                await payloads.close()
+                await payloads.distribution.close()
                 payloads = made()
             await payloads.store("tiny", tmp_path / "published" / f"{number}")
             found.append(len(payloads._adapters))
-        await payloads.close()
+        await payloads.distribution.close()
         return found
 
     def made() -> Payloads:

@@ -77,7 +77,7 @@ def test_what_can_be_no_policy_id_is_refused_wherever_it_enters(name: str) -> No
         with pytest.raises(PeerError, match="is no policy id"):
             messages.decode_ref(message)
     with pytest.raises(PeerError, match="is no policy id"):
-        messages.delivered_group(wire.Delivery(policy=name, kind="train"))
+        messages.group_ref(wire.Delivery(policy=name, kind="train"))
 
 
 @given(st.builds(SnapshotRef, POLICIES, NUMBERS, NUMBERS))

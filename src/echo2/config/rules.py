@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from echo2.config.sections import (
     EvalConfig,
@@ -23,9 +23,6 @@ from echo2.config.sections import (
 from echo2.config.values import LOG_PACKAGES, SERVERS, loss_params
 from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

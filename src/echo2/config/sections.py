@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from echo2.config.values import AUTO, ENGINES, weighted
-from echo2.core.addresses import host_and_port, is_loopback
+from echo2.core.addresses import host_and_port
 from echo2.core.errors import InvariantError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
@@ -296,8 +296,3 @@ class HeadConfig:
             UserError: it is not HOST:PORT.
         """
         return host_and_port(self.listen, "head.listen", "0.0.0.0:7341")
-
-    @property
-    def is_local(self) -> bool:
-        """Whether nobody on another machine can call it."""
-        return not self.advertise and is_loopback(self.address[0])

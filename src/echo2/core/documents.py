@@ -7,11 +7,12 @@ values that just pass the parsers (copying, printing, writing). So depth has an 
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeGuard
 
 from echo2.core.errors import UserError, did_you_mean
 from echo2.core.types import TensorSource
@@ -122,3 +123,8 @@ def _check_depth(value: Any) -> None:
 
 def _too_deep() -> ValueError:
     return ValueError(f"nested deeper than {DEPTH_MAX}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether a value from JSON is a finite number, and no boolean."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

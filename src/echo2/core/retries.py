@@ -17,21 +17,20 @@ class Retries:
 
     def __init__(self, backoff: Backoff, patience_seconds: float = math.inf, spread: float = 0.0) -> None:
         self._backoff, self._patience_seconds, self._spread = backoff, patience_seconds, spread
-        self._num_failures, self._failing_since = 0, 0.0
+        self._num_pauses, self._failing_since = 0, math.inf
 
     def succeeded(self) -> None:
         """Begin again with the first pause, and with all patience."""
-        self._num_failures = 0
+        self._num_pauses, self._failing_since = 0, math.inf
 
     def failed(self) -> bool:
-        """Count a failure. Return whether the patience is used up."""
+        """Whether the patience is used up, after a failure. Callers that never give up need not ask."""
         now = time.monotonic()
-        if self._num_failures == 0:
-            self._failing_since = now
-        self._num_failures += 1
+        self._failing_since = min(now, self._failing_since)
         return now - self._failing_since >= self._patience_seconds
 
     async def pause(self, at_least_seconds: float = 0.0) -> None:
         """Wait before the next try."""
-        seconds = max(at_least_seconds, self._backoff.after(max(1, self._num_failures)))
+        self._num_pauses += 1
+        seconds = max(at_least_seconds, self._backoff.after(self._num_pauses))
         await asyncio.sleep(seconds * random.uniform(1.0 - self._spread, 1.0))

@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from echo2.config import Config
@@ -284,17 +284,13 @@ def check_context(config: Config) -> None:
     Raises:
         UserError: it has not: no answer could have the length that is asked for.
     """
-    context, max_tokens = _context(config), config.sampling.max_tokens
+    values, max_tokens = model_config(config.model.path), config.sampling.max_tokens
+    context = None if values is None else context_length(text_values(values))
     if context is not None and max_tokens >= context:
         raise UserError(
             f"sampling.max_tokens = {max_tokens}, and the model's context has {context} tokens for prompt and answer. "
             f"Set sampling.max_tokens to {context} less your longest prompt, or take a model with a longer context."
         )
-
-
-def _context(config: Config) -> int | None:
-    values = model_config(config.model.path)
-    return None if values is None else context_length(text_values(values))
 
 
 def check_place(config: Config, where: Path, resume: bool) -> None:
@@ -386,7 +382,8 @@ def check_lora(config: Config) -> None:
     if not config.lora.rank or not where.is_dir():
         return
     shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
-    if share := expert_share(shapes):
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    if share := sum(size for name, size in sizes.items() if ".experts." in name) / max(1, sum(sizes.values())):
         print(
             f"warning: lora.targets = {config.lora.targets}: experts get no adapter, and {share:.0%} of this model's "
             "weights are experts. They stay as they are; lora.rank = 0 trains them",
@@ -397,12 +394,6 @@ def check_lora(config: Config) -> None:
     if config.lora.path:
         ours = adapter_config(config.lora, targets, SnapshotRef("", 0, 0))
         check_same_settings(ours, Path(config.lora.path), BEGINNING_REMEDY)
-
-
-def expert_share(shapes: Mapping[str, Sequence[int]]) -> float:
-    """Return which share of a model's weights are experts of mixtures, by the names of its stored tensors."""
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    return sum(size for name, size in sizes.items() if ".experts." in name) / max(1, sum(sizes.values()))
 
 
 def check_trained(config: Config) -> None:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from echo2 import config as configuration
-from echo2.config import Config
 from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
 from echo2.core.printable import PlainLines, shown
@@ -102,7 +101,8 @@ def run(options: argparse.Namespace) -> int:
         return Answers(tasks, options.column, tokenizer, end_tokens(policy.files), policy.max_positions)
 
     rows = answers(tasks)
-    held_out = _held_out(config, answers)
+    judged = held_out_tasks(config.eval, config.run.seed)
+    held_out = [] if judged is None else answers(judged).data(range(min(HELD_OUT_ROWS, len(judged))))
     first = client.held_out_loss(held_out) if held_out else None
     with _told_to_end() as is_told:
         losses = _train(client, rows, options.rows_per_step, working, is_told)
@@ -120,11 +120,6 @@ def run(options: argparse.Namespace) -> int:
     }
     print(json.dumps(found) if options.json else _summary(found))
     return 0
-
-
-def _held_out(config: Config, answers: Callable[[Tasks], Answers]) -> list[Datum]:
-    tasks = held_out_tasks(config.eval, config.run.seed)
-    return [] if tasks is None else answers(tasks).data(range(min(HELD_OUT_ROWS, len(tasks))))
 
 
 def _train(

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from echo2.config.rundir import RunDir, read_metrics
+from echo2.core.documents import is_number
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE
 
@@ -58,5 +58,4 @@ def _numbers(rows: list[dict[str, Any]], key: str) -> list[float]:
 
 
 def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return float(value) if is_number else None
+    return float(value) if is_number(value) else None

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from echo2.core.background import spawn, unforeseen
+from echo2.core.background import Background, spawn, unforeseen
 from echo2.core.child import ChildProcess, child_environment, ending
 from echo2.core.errors import PeerError, UserError
 from echo2.core.frames import receive_frame
@@ -83,7 +83,7 @@ class CodeProcess:
         self._said: dict[str, Any] = {}
         self._turn = asyncio.Lock()
         self._is_closed = False
-        self._endings: set[asyncio.Task[int | None]] = set()
+        self._endings = Background(unforeseen(log, f"ending {name}"))
         self.num_started = 0
 
     @property
@@ -117,7 +117,7 @@ class CodeProcess:
         async with self._turn:
             pass  # a child that was being started is ended by its caller
         if self._endings:  # of children whose callers were cancelled meanwhile
-            await asyncio.wait(self._endings)
+            await asyncio.wait(list(self._endings))
 
     async def _running(self) -> _Child:
         async with self._turn:
@@ -228,10 +228,7 @@ class CodeProcess:
                     call.answer.exception()  # its caller may be gone
 
     def _ending(self, process: ChildProcess, grace_seconds: float) -> asyncio.Task[int | None]:
-        ending = spawn(_kill(process, grace_seconds), unforeseen(log, f"ending {self._name}"))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
-        return ending
+        return self._endings.spawn(_kill(process, grace_seconds))
 
     def _last_words(self, process: ChildProcess) -> str:
         """The end of the log, for an error message. A crash report is shown from its beginning, which has the cause."""

@@ -98,19 +98,15 @@ def permute(position: int, size: int, key: str) -> int:
     """Return the image of `position` (0 <= position < size) under the permutation of range(size) selected by `key`."""
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = (1 << half_bits) - 1
-    value = position
+    value, short_key = position, hashlib.blake2b(key.encode(), digest_size=32).digest()
     while True:  # at most 4 iterations on average: the network's domain is at most four times `size`
         left, right = value >> half_bits, value & mask
         for round_ in range(FEISTEL_ROUNDS):
-            digest = hashlib.blake2b(b"%d/%d" % (round_, right), key=_short_key(key), digest_size=8).digest()
+            digest = hashlib.blake2b(b"%d/%d" % (round_, right), key=short_key, digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         value = left << half_bits | right
         if value < size:
             return value
-
-
-def _short_key(key: str) -> bytes:
-    return hashlib.blake2b(key.encode(), digest_size=32).digest()
 
 
 def task_from_row(row: Any, cursor: int, where: str) -> Task:

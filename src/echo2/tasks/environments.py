@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from echo2.core.background import spawn, unforeseen
+from echo2.core.background import Background, unforeseen
 from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.core.types import Reply
@@ -195,7 +195,7 @@ class EnvironmentProcess:
         entry = "echo2.tasks.environments:make_handler"
         self._pool = ProcessPool(lambda: CodeProcess(name, entry, setup))
         self._is_async = False
-        self._under_way: set[asyncio.Future[Any]] = set()
+        self._under_way = Background(unforeseen(log, f"the environment {spec}"))
         self._closed = False
 
     async def start(self) -> str:
@@ -325,10 +325,7 @@ class EnvironmentProcess:
 
     def _finished(self, work: Coroutine[Any, Any, T]) -> asyncio.Future[T]:
         """Run `work` to its end even if the caller is cancelled."""
-        task = spawn(work, unforeseen(log, f"the environment {self._spec}"))
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return asyncio.shield(task)
+        return asyncio.shield(self._under_way.spawn(work))
 
 
 def _runs(member: Member, life: int) -> bool:

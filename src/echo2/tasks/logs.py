@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from array import array
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from echo2.core.documents import is_number
 from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, LOGGED_ROLLOUTS
@@ -142,7 +142,7 @@ def _check(line: Mapping[str, Any], where: str) -> str:
     for name in ("prompt", "reward"):
         if name not in line:
             raise UserError(f"{where}: no {name!r} (columns: {', '.join(line) or 'none'}).")
-    if not _is_number(line["reward"]):
+    if not is_number(line["reward"]):
         raise UserError(f"{where}: reward = {shown(line['reward'])}: expected a finite number.")
     if ("tokens" in line) != ("logprobs" in line):
         name, other = ("tokens", "logprobs") if "tokens" in line else ("logprobs", "tokens")
@@ -156,7 +156,7 @@ def _check(line: Mapping[str, Any], where: str) -> str:
             )
         if not all(type(token) is int and 0 <= token < 1 << 31 for token in tokens):
             raise UserError(f"{where}: tokens = {shown(tokens)}: expected token ids, whole numbers from 0.")
-        if not all(_is_number(value) and value <= 0 for value in logprobs):
+        if not all(is_number(value) and value <= 0 for value in logprobs):
             raise UserError(f"{where}: logprobs = {shown(logprobs)}: expected finite numbers <= 0.")
         if not isinstance(line.get("completion", ""), str):
             raise UserError(f"{where}: completion = {shown(line['completion'])}: expected text.")
@@ -165,13 +165,9 @@ def _check(line: Mapping[str, Any], where: str) -> str:
         raise UserError(f"{where}: completion = {shown(line.get('completion'))}: expected text.")
     if line.get("logprob") is None:
         return "none"
-    if not _is_number(line["logprob"]) or line["logprob"] > 0:
+    if not is_number(line["logprob"]) or line["logprob"] > 0:
         raise UserError(f"{where}: logprob = {shown(line['logprob'])}: expected a finite number <= 0.")
     return "whole"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _logged(line: Mapping[str, Any]) -> dict[str, Any]:

@@ -119,7 +119,7 @@ def parse_group(data: bytes) -> RolloutGroup:
     except (DecodeError, ValueError) as error:
         raise PeerError("malformed", f"{len(data)} bytes are not a rollout group: {error}") from error
     return RolloutGroup(
-        group=_group_ref(message),
+        group=group_ref(message),
         step=message.step,
         lineage=message.lineage,
         cursor=message.cursor,
@@ -150,15 +150,6 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
     return message
 
 
-def delivered_group(message: wire.Delivery) -> GroupRef:
-    """The group to which a worker's result claims to belong.
-
-    Raises:
-        PeerError: "malformed".
-    """
-    return _group_ref(message)
-
-
 def decode_delivery(
     message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str, seconds_max: float = math.inf
 ) -> RolloutGroup:
@@ -176,7 +167,7 @@ def decode_delivery(
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     check_rollouts(message.rollouts)
     return RolloutGroup(
-        group=delivered_group(message),
+        group=group_ref(message),
         step=lease.step,
         lineage=whole_number("lineage", message.lineage),
         cursor=lease.cursor,
@@ -395,7 +386,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     exact = whole_number("exact_version", message.exact_version) if message.HasField("exact_version") else None
     lease = Lease(
         lease_id=whole_number("lease_id", message.lease_id),
-        group=_group_ref(message),
+        group=group_ref(message),
         step=whole_number("step", message.step),
         cursor=whole_number("cursor", message.cursor),
         num_samples=message.num_samples,
@@ -468,7 +459,8 @@ def policy_id(text: str) -> str:
     return text
 
 
-def _group_ref(message: wire.RolloutGroup | wire.Lease | wire.Delivery) -> GroupRef:
+def group_ref(message: wire.RolloutGroup | wire.Lease | wire.Delivery) -> GroupRef:
+    """The group that a message names. Raises PeerError("malformed")."""
     return GroupRef(policy_id(message.policy), _kind(message.kind), whole_number("number", message.number))
 
 

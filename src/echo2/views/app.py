@@ -5,7 +5,6 @@ the runs; nothing can be changed here.
 from __future__ import annotations
 
 import asyncio
-import math
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -22,6 +21,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response, S
 from starlette.routing import Route
 
 from echo2.config.rundir import RunDir
+from echo2.core.documents import is_number
 from echo2.core.errors import UserError
 from echo2.head.ledger import rollout_log
 from echo2.views import run_files
@@ -68,8 +68,7 @@ def exposition(views: Sequence[RunView]) -> str:
         label = view.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         newest = {name: value for row in view.rows for name, value in row.items()}
         for name, value in {**newest, "version": view.version}.items():
-            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-            if is_number and NAME.fullmatch(name) and name != "step":
+            if is_number(value) and NAME.fullmatch(name) and name != "step":
                 samples.setdefault(f"echo2_{name.replace('/', '_')}", []).append(f'{{run="{label}"}} {value!r}')
     lines = [
         line

@@ -90,7 +90,8 @@ def _processes(rundir: RunDir, status: Mapping[str, Any], with_workers: bool) ->
 
 
 def _process(entry: dict[str, Any], here: str) -> dict[str, Any]:
-    alive = _is_alive(entry["pid"]) if entry["host"] == here and _is_pid(entry["pid"]) else None
+    is_pid = 0 < (entry["pid"] or 0) <= PID_MAX  # workers report their own
+    alive = _is_alive(entry["pid"]) if entry["host"] == here and is_pid else None
     doing = "stands by" if entry.get("standby") else entry.get("doing") or ""
     named = {key: entry[key] for key in ("role", "id", "pid", "host")}
     return {**named, "alive": alive, "doing": "" if alive is False else doing, "weights": _weights(entry)}
@@ -110,11 +111,6 @@ def _weights(entry: dict[str, Any]) -> str:
     if entry.get("suspected"):
         words.append(f"suspected: {entry['suspected']}")
     return ", ".join(words)
-
-
-def _is_pid(said: int | None) -> bool:
-    """Whether this can be a pid. Workers report their own pid, so any value is possible."""
-    return said is not None and 0 < said <= PID_MAX
 
 
 def _is_alive(pid: int) -> bool:

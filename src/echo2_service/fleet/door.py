@@ -86,7 +86,7 @@ class FleetDoor:
         for machine in list(self._machines.values()):
             machine.lose()
         await self._server.stop()
-        await self._payloads.close()
+        await self._payloads.distribution.close()
 
     def machines(self) -> dict[str, dict[str, Any]]:
         """Return host, device, activity, work and price of each machine by name."""

@@ -95,10 +95,6 @@ class Payloads:
         await self._archive.take(manifest)
         return manifest.content_bytes
 
-    async def close(self) -> None:
-        """Stop serving payloads."""
-        await self.distribution.close()
-
 
 def adapter_ref(directory: Path) -> SnapshotRef:
     """Return the reference of the adapter that was published to a directory and never changes."""

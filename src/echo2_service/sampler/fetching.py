@@ -60,17 +60,10 @@ class FetchedWeights:
         """
         if self._own_base is not None and self._own_base.ref.policy == policy:
             return self._own_base
-        return await self._content(SnapshotRef(policy, 0, 0))
+        return await self.content(SnapshotRef(policy, 0, 0))
 
-    async def adapter(self, ref: SnapshotRef) -> Snapshot:
-        """Return an adapter, fetching it if necessary. Raises as `base`."""
-        return await self._content(ref)
-
-    async def close(self) -> None:
-        """Stop fetching and serving chunks."""
-        await self.node.close()
-
-    async def _content(self, ref: SnapshotRef) -> Snapshot:
+    async def content(self, ref: SnapshotRef) -> Snapshot:
+        """Return an adapter or a base model, fetching it if necessary. Raises as `base`."""
         async with self._fetching:
             manifest = self._store.manifest(PayloadId(ref))
             if manifest is None or self._store.missing(manifest):

@@ -77,7 +77,7 @@ class SamplerMachine:
             for task in self._bases.values():
                 if task.done() and not task.cancelled() and not task.exception():
                     await task.result().close()
-            await self._weights.close()
+            await self._weights.node.close()
             await self._link.close()
 
     async def _attend(self) -> None:
@@ -161,7 +161,7 @@ class SamplerMachine:
         return await asyncio.to_thread(make)
 
     async def _adapter(self, policy: str) -> Snapshot:
-        return await self._had(self._weights.adapter(SnapshotRef(policy, LINEAGE, VERSION)))
+        return await self._had(self._weights.content(SnapshotRef(policy, LINEAGE, VERSION)))
 
     async def _had(self, fetching: Awaitable[Snapshot]) -> Snapshot:
         """Await weights; raise LinkError if they can't be fetched, so that another machine takes the call: this is not

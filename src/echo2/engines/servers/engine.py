@@ -260,7 +260,6 @@ class ServerEngine:
         while True:
             log.error("the token server is started again: %s", reason)
             await self._server.stop()
-            retries.failed()
             await retries.pause()
             try:
                 await self._server.start(self._installed())

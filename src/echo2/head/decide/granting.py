@@ -46,7 +46,9 @@ def grant(state: PlannerState, now: float) -> None:
     for depth in range(LOOK_AHEAD):
         served: set[Kind] = set()
         while (worker := next_worker(state, depth, served)) is not None:
-            leases = next_leases(state, worker, depth, now)
+            leases: list[Lease] = []
+            if depth == 0 or is_plenty(state, worker):
+                leases = eval_leases(state, worker, depth, now) or train_leases(state, worker, now)
             if not leases:
                 served.add((worker.installed, worker.ticket))
             else:  # in deterministic mode leases granted together are sampled together: grant unit by unit
@@ -71,13 +73,6 @@ def next_worker(state: PlannerState, depth: int, served: Container[Kind]) -> Wor
     )
     best = min((rank for rank in firsts if rank is not None), default=None)
     return None if best is None else state.fleet.get(best[-1])
-
-
-def next_leases(state: PlannerState, worker: Worker, depth: int, now: float) -> list[Lease]:
-    """Return the next leases for this worker, evaluations first; empty if there is nothing for it now."""
-    if depth > 0 and not is_plenty(state, worker):
-        return []
-    return eval_leases(state, worker, depth, now) or train_leases(state, worker, now)
 
 
 def is_plenty(state: PlannerState, worker: Worker) -> bool:

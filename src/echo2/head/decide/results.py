@@ -163,7 +163,9 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         if not event.logged:
             checks.delivered(state, record, worker, state.snapshots.published.get(event.newest_version))
     is_retired = record is not None and record.state == "retired"
-    strangers.brought(state, worker, is_held=record is not None and (record.is_held or is_retired))
+    is_unproven = record is not None and (record.is_held or is_retired)
+    if worker is not None and not (worker.is_own or is_unproven):
+        strangers.earn(state, worker.ticket)
     if is_retired:
         return
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)

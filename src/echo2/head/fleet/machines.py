@@ -147,7 +147,6 @@ class Machines:
             log.warning("%s could not be returned: %s", machine.name, problem)
             if tried == tries:
                 return
-            retries.failed()
             await retries.pause()
 
     async def _run(self, verb: str, machine: Machine) -> str:

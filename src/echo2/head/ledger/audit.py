@@ -93,7 +93,10 @@ def audit(path: Path) -> Audit:
                 f"SELECT count(*) FROM groups WHERE state = 'open' OR ({_WAITING} AND {_HAS_ROLLOUTS})",
             ),
             lost=_count_lost(mine, issued),
-            doubled=_count_doubled(mine),
+            doubled=mine.integer(
+                "SELECT count(*) FROM (SELECT number FROM trainings GROUP BY number "
+                "HAVING count(DISTINCT step) > 1 OR count(*) > count(DISTINCT lineage))",
+            ),
             max_staleness=mine.integer(
                 f"{_WITH} SELECT coalesce(max(surviving.step - oldest_version), 0) "
                 "FROM surviving JOIN groups USING (number)",
@@ -144,13 +147,6 @@ def _count_lost(mine: _Rows, issued: int) -> int:
     )
     emptied = mine.integer(f"SELECT count(*) FROM groups WHERE {_WAITING} AND NOT {_HAS_ROLLOUTS}")
     return missing + untrained + emptied
-
-
-def _count_doubled(mine: _Rows) -> int:
-    return mine.integer(
-        "SELECT count(*) FROM (SELECT number FROM trainings GROUP BY number "
-        "HAVING count(DISTINCT step) > 1 OR count(*) > count(DISTINCT lineage))",
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -208,7 +208,7 @@ def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callab
     metrics |= {"eval/accuracy": statistics.fmean(means), "eval/mean_length": statistics.fmean(lengths)}
     num_samples = min(len(group.rollouts) for group in found)
     for k in (1 << power for power in range(1, num_samples.bit_length())):
-        solved = (pass_at_k(len(group.rollouts), _num_solved(group), k) for group in found)
+        solved = (pass_at_k(len(group.rollouts), sum(one >= SOLVED for one in _rewards(group)), k) for group in found)
         metrics[f"eval/pass@{k}"] = statistics.fmean(solved)
     by_set: dict[str, list[float]] = {}
     for group, mean in zip(found, means, strict=True):
@@ -226,7 +226,3 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
 
 def _rewards(group: RolloutGroup) -> list[float]:
     return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
-
-
-def _num_solved(group: RolloutGroup) -> int:
-    return sum(reward >= SOLVED for reward in _rewards(group))

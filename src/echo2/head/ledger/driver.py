@@ -10,7 +10,7 @@ ledger, and workers and learner repeat the requests that got no answer.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from echo2.core.errors import InvariantError, UserError
@@ -20,7 +20,6 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.ledger.schema import LedgerState
 from echo2.head.strangers.decide.trust import DrawnCheck, TicketRest, Trust
 
 #: Commands that the ledger records.
@@ -78,8 +77,8 @@ class Driver:
             UserError: the ledger's run can't continue with these options.
         """
         state = self._ledger.recover()
-        _check_options(state, self.planner.options)
-        return self.handle(_head_started(state, stored), now)
+        _check_options(state.version, self._ledger.sizes(), self.planner.options)
+        return self.handle(_head_started(self._ledger, state, stored), now)
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """As `handle_all`, for one event. Return the planner's commands."""
@@ -172,54 +171,34 @@ def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
     return attachment.data
 
 
-def _check_options(state: LedgerState, options: PlannerOptions) -> None:
+def _check_options(version: int, sizes: Mapping[int, int], options: PlannerOptions) -> None:
     """Raises UserError if the run in the ledger can't continue with these options."""
-    if state.version > options.max_steps:
+    if version > options.max_steps:
         raise UserError(
-            f"run.max_steps = {options.max_steps}, but {state.version} steps are trained already. "
-            f"Set it to {state.version} or more."
+            f"run.max_steps = {options.max_steps}, but {version} steps are trained already. "
+            f"Set it to {version} or more."
         )
-    for lease in state.leases:
-        if lease.num_samples != options.group_size:
+    for number, size in sizes.items():
+        if size != options.group_size:
             raise UserError(
-                f"sampling.group_size = {options.group_size}, but group {lease.number} is under way with "
-                f"{lease.num_samples} rollouts. Resume with the size that the run had."
+                f"sampling.group_size = {options.group_size}, but group {number} is under way with "
+                f"{size} rollouts. Resume with the size that the run had."
             )
 
 
-def _head_started(state: LedgerState, stored: Stored) -> ev.HeadStarted:
+def _head_started(ledger: Ledger, state: ev.HeadStarted, stored: Stored) -> ev.HeadStarted:
     """Return the event that tells a planner its state after a restart."""
-    return ev.HeadStarted(
-        version=state.version,
+    return replace(
+        state,
         lineage=max(1, state.lineage),
-        checkpoint_version=state.checkpoint_version,
-        oldest_kept=state.oldest_kept,
-        next_number=state.next_number,
-        next_lease_id=state.next_lease_id,
-        groups=tuple(
-            ev.RecoveredGroup(
-                number=group.number,
-                step=group.step,
-                state=group.state,
-                oldest_version=group.oldest_version,
-                worker_id=group.worker_id,
-                why=group.reason,
-                is_flat=bool(group.is_flat),
-            )
-            for group in state.groups
-        ),
-        leases=tuple(
-            ev.RecoveredLease(lease.lease_id, lease.number, lease.worker_id, lease.granted_at, lease.deadline)
-            for lease in state.leases
-        ),
         published=tuple(sorted(stored.published)),
         # A kill during a fall-back may leave evaluations of later versions, which no longer count.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
         machines=stored.machines,
-        trust=tuple((ticket, _trust(plain)) for ticket, plain in state.strangers["trust"].items()),
-        checks=tuple(sorted(map(_check, state.strangers["check"].values()), key=lambda check: check.number)),
-        rests=tuple(TicketRest(**plain) for plain in state.strangers["rest"].values()),
-        expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in state.strangers["expulsion"].values()),
+        trust=tuple((ticket, _trust(plain)) for ticket, plain in ledger.kept("trust").items()),
+        checks=tuple(sorted(map(_check, ledger.kept("check").values()), key=lambda check: check.number)),
+        rests=tuple(TicketRest(**plain) for plain in ledger.kept("rest").values()),
+        expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in ledger.kept("expulsion").values()),
     )
 
 

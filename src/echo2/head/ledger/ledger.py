@@ -22,12 +22,9 @@ from typing import Any
 
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RUN_POLICY
+from echo2.head.decide.events import HeadStarted, RecoveredGroup, RecoveredLease
 from echo2.head.ledger.schema import (
-    STRANGERS_KINDS,
     TRANSITIONS,
-    GroupRecord,
-    LeaseRecord,
-    LedgerState,
     open_for_writing,
     storable,
     unusable,
@@ -36,10 +33,8 @@ from echo2.head.ledger.schema import (
 #: Bytes of delivered groups that are kept in memory until they are trained on; the oldest go first.
 RECENT_BYTES_MAX = 32 << 20
 
-#: The columns of a `GroupRecord`, in order.
-_COLUMNS = (
-    "number, step, cursor, state, oldest_version, newest_version, num_tokens, worker_id, coalesce(reason, ''), is_flat"
-)
+#: The columns of a `RecoveredGroup`, in order.
+_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, '') AS why, is_flat"
 #: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
 _ARROWS = {
     event: (
@@ -119,7 +114,7 @@ class Ledger:
                 (lease_id, worker_id, now, deadline, num_samples, self.policy, number),
             )
             if granted.rowcount != 1:
-                self._group(number)  # raises if the group was never issued
+                self._value(number, "state")  # raises if the group was never issued
                 raise InvariantError(f"lease {lease_id} on a group that is over.\n{self._story(number)}")
 
     def close_lease(self, lease_id: int, outcome: str, now: float) -> None:
@@ -230,7 +225,7 @@ class Ledger:
             ready = f"WHERE policy = ? AND number IN {these} AND state = 'ready' AND step = ?"
             moved = self._execute(f"{_ARROWS['train'][0]} {ready}", (*mine, step))
             if moved.rowcount != len(numbers):
-                wrong = [number for number in numbers if self._group(number).state != "trained"] or list(numbers)
+                wrong = [number for number in numbers if self._value(number, "state") != "trained"] or list(numbers)
                 raise InvariantError(
                     f"step {step} trained on {sorted(numbers)}; {moved.rowcount} of them were ready for it.\n"
                     f"{self._story(wrong[0])}"
@@ -276,7 +271,7 @@ class Ledger:
             for row in undone:
                 self._move(row["number"], "fall_back")
                 self._count("trained", by=-1)
-                self._count("trained_tokens", by=-self._group(row["number"]).num_tokens)
+                self._count("trained_tokens", by=-self._value(row["number"], "num_tokens"))
             joined = (self.policy, lineage, version, now)
             self._execute("INSERT INTO joins (policy, lineage, version, at) VALUES (?, ?, ?, ?)", joined)
 
@@ -296,7 +291,9 @@ class Ledger:
                 )
 
     def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
-        """Store a record about a stranger, by kind (one of `STRANGERS_KINDS`) and name. Replaces an earlier one."""
+        """Store a record about a stranger, in place of an earlier one, by kind and name: "trust" and "rest" by ticket,
+        "check" by group, "expulsion" by worker.
+        """
         with self._transaction():
             self._put_meta(f"{self.policy}.{kind}.{name}", value)
 
@@ -349,8 +346,11 @@ class Ledger:
         retired, refused = dict(self._counts["retired"]), dict(self._counts["refused"])
         return {**self._counts, "retired": retired, "refused": refused}
 
-    def recover(self) -> LedgerState:
-        """Return the state, from disk alone."""
+    def recover(self) -> HeadStarted:
+        """Return what the ledger knows of the run, from disk alone: the groups that a learner may need, or need again
+        after a fall-back (trained ones until a checkpoint covers them, retired ones of steps that may still be
+        trained), and the leases that are still held. Lineage 0: there was no learner yet.
+        """
         with self._transaction():
             lineage = self._lineage()
             version = self._version(lineage)
@@ -366,23 +366,35 @@ class Ledger:
                 (self.policy, self.policy, self.policy, version if oldest is None else min(version, oldest)),
             ).fetchall()
             leases = self._execute(
-                "SELECT lease_id, number, worker_id, granted_at, deadline, num_samples FROM leases "
+                "SELECT lease_id, number, worker_id, granted_at, deadline FROM leases "
                 "WHERE policy = ? AND outcome IS NULL ORDER BY lease_id",
                 (self.policy,),
             ).fetchall()
+            granted = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
             checkpoint_version, oldest_kept = self._meta(f"{self.policy}.checkpoint", (-1, 0))
-            return LedgerState(
+            return HeadStarted(
                 version=version,
                 lineage=lineage,
                 next_number=self._counts["issued"],
-                cursor=self._next_cursor(),
-                next_lease_id=self._next_lease_id(),
-                groups=tuple(GroupRecord(*row) for row in groups),
-                leases=tuple(LeaseRecord(*row) for row in leases),
+                next_lease_id=1 + max(granted, int(self._meta("last_lease_id", 0))),
+                groups=tuple(RecoveredGroup(**{**dict(row), "is_flat": bool(row["is_flat"])}) for row in groups),
+                leases=tuple(RecoveredLease(*row) for row in leases),
                 checkpoint_version=checkpoint_version,
                 oldest_kept=oldest_kept,
-                strangers={kind: self._kept(kind) for kind in STRANGERS_KINDS},
             )
+
+    def sizes(self) -> dict[int, int]:
+        """Return the number of rollouts of each group that is leased."""
+        held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
+        with self._transaction():
+            return {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
+
+    def kept(self, kind: str) -> dict[str, Any]:
+        """Return the records of one kind by name, see `keep`."""
+        mine, query = f"{self.policy}.{kind}.", "SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
+        with self._mapped_errors():
+            rows = self._execute(query, (len(mine), mine))
+            return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
 
     # ---- inside a transaction ----------------------------------------------------------------------------------------
 
@@ -391,14 +403,14 @@ class Ledger:
         begin, end = _ARROWS[event]
         moved = self._execute(f"{begin}{', ' if columns else ''}{columns} {end}", (*values, self.policy, number))
         if moved.rowcount != 1:
-            raise InvariantError(f"{event} of a group that is {self._group(number).state}.\n{self._story(number)}")
+            raise InvariantError(f"{event} of a group that is {self._value(number, 'state')}.\n{self._story(number)}")
 
-    def _group(self, number: int) -> GroupRecord:
-        found = f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND number = ?"
+    def _value(self, number: int, column: str) -> Any:
+        found = f"SELECT {column} FROM groups WHERE policy = ? AND number = ?"
         row = self._execute(found, (self.policy, number)).fetchone()
         if row is None:
             raise InvariantError(f"group {number} of {self.policy} was never issued")
-        return GroupRecord(*row)
+        return row[0]
 
     def _count(self, what: str, reason: str = "", by: int = 1) -> None:
         """Add to a count of `counts`. The new count is stored when the transaction ends."""
@@ -432,19 +444,6 @@ class Ledger:
         joined = self._execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         step = self._execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
         return max(joined or 0, 0 if step is None else step + 1)
-
-    def _next_cursor(self) -> int:
-        following = "SELECT coalesce(max(cursor) + 1, 0) FROM groups WHERE policy = ?"
-        return int(self._execute(following, (self.policy,)).fetchone()[0])
-
-    def _next_lease_id(self) -> int:
-        recorded = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
-        return 1 + max(recorded, int(self._meta("last_lease_id", 0)))
-
-    def _kept(self, kind: str) -> dict[str, Any]:
-        mine = f"{self.policy}.{kind}."
-        rows = self._execute("SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key", (len(mine), mine))
-        return {row["key"].removeprefix(mine): json.loads(row["value"]) for row in rows}
 
     def _meta(self, key: str, default: Any) -> Any:
         with self._mapped_errors():

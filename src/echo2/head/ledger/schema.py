@@ -1,4 +1,4 @@
-"""The ledger's tables, the rows that it returns after a restart, the life of a group as a table, and messages for
+"""The ledger's tables, the life of a group as a table, and messages for
 SQLite's errors.
 
 Every row names the run's policy.
@@ -21,17 +21,12 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from echo2.core.errors import NoRoomError, UserError
 
 SCHEMA_VERSION = 4
-#: Kinds of records about strangers, stored in `meta` under POLICY.KIND.NAME: trust by ticket, pending checks by group,
-#: rests by ticket, expulsions by worker.
-STRANGERS_KINDS = ("trust", "check", "rest", "expulsion")
 BUSY_SECONDS = 5.0  # how long a transaction waits for another process's lock before it fails
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
@@ -161,62 +156,3 @@ def unusable(path: Path, error: Exception) -> UserError:
         f"Cannot use the ledger {path}: {error}. Nothing that was recorded is lost. "
         "Check for free space, permissions and a second process using this directory, then continue with --resume."
     )
-
-
-@dataclass(frozen=True, slots=True)
-class GroupRecord:
-    """One group that a learner may still need, or need again after a fall-back.
-
-    `state` is open | delivered | ready | trained (only until a checkpoint covers the group, that is while its rollouts
-    are kept) | retired (only of steps that may still be trained, or trained again). `reason`: why it was retired.
-    Versions are None until delivery. `is_flat`: its rewards are all equal.
-    """
-
-    number: int
-    step: int
-    cursor: int
-    state: str
-    oldest_version: int | None
-    newest_version: int | None
-    num_tokens: int
-    worker_id: str
-    reason: str = ""
-    is_flat: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseRecord:
-    """One lease that is still held. Times in seconds of the head's clock."""
-
-    lease_id: int
-    number: int
-    worker_id: str
-    granted_at: float
-    deadline: float
-    num_samples: int
-
-
-@dataclass(frozen=True, slots=True)
-class LedgerState:
-    """The state of a run in the ledger.
-
-    version, lineage   of the learner: its last trained step + 1 (0, 0 before the first learner)
-    next_number        number of the next group to issue
-    cursor             next position in the task stream: one more than the largest of any issued group
-    next_lease_id      one more than the largest lease id granted (from 1)
-    groups, leases     in order of group numbers and lease ids
-    checkpoint_version, oldest_kept
-                       version of the newest reported checkpoint, and of the oldest checkpoint kept at that time
-    strangers          the stored records about strangers, by kind and name
-    """
-
-    version: int
-    lineage: int
-    next_number: int
-    cursor: int
-    next_lease_id: int
-    groups: tuple[GroupRecord, ...]
-    leases: tuple[LeaseRecord, ...]
-    checkpoint_version: int = -1
-    oldest_kept: int = 0
-    strangers: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {kind: {} for kind in STRANGERS_KINDS})

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS, best_version
-from echo2.core.documents import parse_json
+from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import PeerError
 from echo2.core.printable import printable
 from echo2.head.decide import commands as do
@@ -195,7 +195,7 @@ async def _together(feed: asyncio.Queue[bytes | wire.StepDone | None], held: lis
 def _busy_seconds(metrics: dict[str, Any]) -> float:
     """Return the seconds of a step in which the learner did not wait; 0 if its metrics are not numbers."""
     seconds = [metrics.get(key, 0.0) for key in ("time/step", "time/wait_for_batch", "time/publish_wait")]
-    if not all(isinstance(value, int | float) and math.isfinite(value) for value in seconds):
+    if not all(map(is_number, seconds)):
         return 0.0
     return max(0.0, float(seconds[0] - seconds[1] - seconds[2]))
 
@@ -206,7 +206,7 @@ def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
         if key.startswith(FRESH_MISMATCH):
             worker_id = key.removeprefix(FRESH_MISMATCH)
             num, surprise = (metrics.get(name + worker_id, 0.0) for name in (FRESH_TOKENS, FRESH_SURPRISE))
-            if all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, num, surprise)):
+            if all(map(is_number, (mean, num, surprise))):
                 yield ev.WorkerMismatch(worker_id, num, mean * num, surprise * num)
 
 

@@ -42,7 +42,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
         **_waits(head, version - 1),
-        **_batch_groups(head),
+        **({} if (search := head.planner.width_search) is None else {"schedule/batch_groups": search.width}),
         **resampling_metrics(head, version - 1),
         "groups/issued": counts["issued"],
         "groups/trained": counts["trained"],
@@ -78,12 +78,6 @@ def resampling_metrics(head: Head, step: int) -> dict[str, Any]:
     groups = head.planner.groups
     kept = sum(record.is_flat for record in groups.of_step(step) if record.state != "retired")
     return {"schedule/resampled": groups.num_uninformative(step), "schedule/uninformative_kept": kept}
-
-
-def _batch_groups(head: Head) -> dict[str, int]:
-    """Return, with order = "frontier", the number of groups that a worker could sample together in this step."""
-    search = head.planner.width_search
-    return {} if search is None else {"schedule/batch_groups": search.width}
 
 
 def fleet_metrics(head: Head) -> dict[str, Any]:

@@ -166,11 +166,6 @@ def collate(data: Sequence[Datum], layout: Layout, pair_cost: float, tokens_max:
     return _tensors([[_prefix_tree([item])] for family in families for item in family], masked=False)
 
 
-def _loss_positions(datum: Datum) -> Ints:
-    """Return the indices of the loss tokens."""
-    return np.flatnonzero(np.frombuffer(datum.loss_mask, dtype=np.uint8))
-
-
 def _int_array(tokens: Sequence[int]) -> Ints:
     return np.asarray(tokens, dtype=np.int64)
 
@@ -185,7 +180,7 @@ def _prefix_tree(family: _Family) -> _Strip:
     prompt = _int_array(data[0].prompt_tokens)
     if not len(prompt):
         raise InvariantError("a datum with an empty prompt reached the learner: nothing predicts its first token")
-    losses = [_loss_positions(datum) for datum in data]
+    losses = [np.flatnonzero(np.frombuffer(datum.loss_mask, dtype=np.uint8)) for datum in data]
     # Inputs stop before the last loss token: nothing is predicted after it.
     inputs = [datum.tokens[: datum.num_inputs] for datum in data]
     order = sorted(range(len(inputs)), key=lambda index: inputs[index])

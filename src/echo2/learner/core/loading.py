@@ -81,11 +81,6 @@ def outline_module(directory: Path) -> tuple[nn.Module, HubLayout]:
     return module, layout
 
 
-def shapes_of(tensors: Mapping[str, StoredTensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of tensors by name."""
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-
-
 def kept_in_float32(directory: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> frozenset[str]:
     """Return those stored tensors that transformers keeps in float32 in a model of `dtype`, where directory has its
     config.json."""
@@ -103,7 +98,7 @@ def _read_config(directory: Path) -> Any:
 
 def _fitting_layout(config: Any, tensors: Mapping[str, StoredTensor], half: torch.dtype) -> HubLayout:
     """Return the map of files that have all tensors of the model, in shapes and dtypes that fit."""
-    layout = hub_layout(config, shapes_of(tensors), half)
+    layout = hub_layout(config, {name: tuple(one.shape) for name, one in tensors.items()}, half)
     if layout.missing:
         raise UserError(
             f"model.path: the files do not fill {len(layout.missing)} tensors of the model that config.json describes, "

@@ -21,13 +21,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from echo2.core.errors import InvariantError, LinkError, NoRoomError, UserError, write_failed
-from echo2.core.types import SnapshotRef, StoredTensor, TensorSource
+from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 from echo2.weights.format.chain import is_anchor_due
 from echo2.weights.format.encoder import Encoder, SnapshotSource
 from echo2.weights.format.manifest import MAX_SEGMENTS, RAW, Manifest, Segment
@@ -68,16 +68,6 @@ class LentWeights:
             self.returned.set_result(None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """A snapshot whose tensors are read where they are."""
-
-    ref: SnapshotRef
-    tensors: Mapping[str, TensorSource]
-    files: Mapping[str, bytes]
-    base_model: SnapshotRef | None
-
-
 class Publisher:
     """Makes the payloads of one learner, one after the other: each is read to its end before the next is begun, and its
     chunks are available until then. `directory` needs room for a snapshot and a delta; if the disk is full, the
@@ -93,7 +83,7 @@ class Publisher:
         self.trouble = ""  # what the publisher waits for, for people
         self._stopped = threading.Event()
         self.content, self.spool = (NamelessFile(directory, self._wait_for_room) for _ in range(2))
-        self._last: _Source | None = None  # the snapshot in the content file; None: nothing, or a mixture
+        self._last: Snapshot | None = None  # the snapshot in the content file; None: nothing, or a mixture
         self._made_from: LentWeights | None = None
         self._steps: list[Manifest] = []  # payloads that build the last published content from nothing
 
@@ -107,7 +97,7 @@ class Publisher:
         if self._last is not None and self._made_from is weights:  # the lineage changed meanwhile
             return self.whole(ref)
         base = self._last if self._last is not None and self._last.ref.history == ref.history else None
-        return Payload(self, _Source(ref, weights.tensors, weights.files, weights.base_model), base, weights)
+        return Payload(self, Snapshot(ref, weights.tensors, weights.files, weights.base_model), base, weights)
 
     def whole(self, ref: SnapshotRef) -> Payload:
         """Return the last content as a payload without base, named `ref`."""
@@ -126,7 +116,7 @@ class Publisher:
         self._last, self._made_from = None, weights
         self.spool.clear()
 
-    def end(self, source: _Source) -> None:
+    def end(self, source: Snapshot) -> None:
         """Note that the content file now holds `source`."""
         tensors, start = {}, 0
         for entry in tensor_index(source.tensors):
@@ -144,18 +134,14 @@ class Publisher:
         self.trouble = ""
 
 
-class Payload:
-    """One payload. A chunk can be read as soon as its part was taken."""
+class ChunkedPayload:
+    """A payload that `encoder` encodes part by part. A chunk can be read as soon as its part was taken: tensors' from
+    where `_reads` says, other files' from memory.
+    """
 
-    def __init__(
-        self, publisher: Publisher, target: _Source, base: SnapshotSource | None, weights: LentWeights | None
-    ) -> None:
-        self._publisher, self._target, self._weights = publisher, target, weights
-        num_threads = min(THREADS_MAX, os.cpu_count() or 1)
-        self.ref = target.ref
-        self.others: list[list[Segment]] = []  # of the first rank: the segments that the other ranks encoded
-        self._encoder = Encoder(target, base, share=publisher.share, num_threads=num_threads, keep=self._keep)
-        self._places: dict[bytes, tuple[NamelessFile, int, int]] = {}
+    def __init__(self, ref: SnapshotRef, encoder: Encoder) -> None:
+        self.ref, self._encoder = ref, encoder
+        self._reads: dict[bytes, Callable[[], Bytes | memoryview]] = {}
         self._files: Chunks = {}
 
     def parts(self) -> Iterator[list[bytes]]:
@@ -165,12 +151,45 @@ class Payload:
             UserError: a dtype that snapshots cannot carry; the disk can't be written.
             LinkError: there is no room, and the publisher was stopped.
         """
+        for chunks in self._encoder.parts():
+            self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._reads)
+            yield list(chunks)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, when all parts were taken."""
+        return self._encoder.manifest()
+
+    @property
+    def names(self) -> list[bytes]:
+        """Of all chunks whose parts were taken."""
+        return [*self._files, *self._reads]
+
+    def chunk(self, name: bytes) -> bytes:
+        """The bytes of a chunk."""
+        return bytes(self._files[name] if name in self._files else self._reads[name]())
+
+
+class Payload(ChunkedPayload):
+    """A payload of the weights, or of the last content (`weights` None)."""
+
+    def __init__(
+        self, publisher: Publisher, target: Snapshot, base: SnapshotSource | None, weights: LentWeights | None
+    ) -> None:
+        self._publisher, self._target, self._weights = publisher, target, weights
+        num_threads = min(THREADS_MAX, os.cpu_count() or 1)
+        self.others: list[list[Segment]] = []  # of the first rank: the segments that the other ranks encoded
+        encoder = Encoder(target, base, share=publisher.share, num_threads=num_threads, keep=self._keep)
+        super().__init__(target.ref, encoder)
+
+    def parts(self) -> Iterator[list[bytes]]:
+        """As `ChunkedPayload.parts`. Weights are given back at the end."""
         if self._weights is None:
-            yield from map(self._named, self._encoder.parts())
+            yield from super().parts()
             return
         try:
             self._publisher.begin(self._weights)
-            yield from map(self._named, self._encoder.parts())
+            yield from super().parts()
             self._publisher.end(self._target)
         finally:
             self._weights.give_back()
@@ -185,23 +204,6 @@ class Payload:
         """The manifest, when all parts were taken."""
         return self._encoder.manifest(self.others)
 
-    @property
-    def names(self) -> list[bytes]:
-        """Of all chunks whose parts were taken."""
-        return [*self._files, *self._places]
-
-    def chunk(self, name: bytes) -> bytes:
-        """The bytes of a chunk."""
-        if name in self._files:
-            return bytes(self._files[name])
-        file, start, num_bytes = self._places[name]
-        return bytes(file.read(start, 0, num_bytes))
-
-    def _named(self, chunks: Chunks) -> list[bytes]:
-        """Return the names of chunks. Those that `_keep` did not store are files, which are in memory anyway."""
-        self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._places)
-        return list(chunks)
-
     def _keep(self, start: int, target: Bytes, segment: Segment, chunks: Chunks) -> None:
         """Store encoded chunks for later reading. Runs in the encoder's threads."""
         publisher = self._publisher
@@ -214,43 +216,21 @@ class Payload:
                 encoded = b"".join(chunks[name] for name, _ in record.chunks())
                 file, at = publisher.spool, publisher.spool.append(encoded)
             for name, num_bytes in record.chunks():
-                self._places[name] = (file, at, num_bytes)
+                self._reads[name] = partial(file.read, at, 0, num_bytes)
                 at += num_bytes
 
 
-class BasePayload:
+class BasePayload(ChunkedPayload):
     """A base model as a payload. It is frozen, so its chunks are not stored but read from the model when sent."""
 
     def __init__(self, base_model: SnapshotSource) -> None:
-        self.ref, self._tensors = base_model.ref, base_model.tensors
-        self._encoder = Encoder(base_model, keep=self._keep)
-        self._reads: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream
-        self._chunks: dict[bytes, Callable[[], Bytes]] = {}
-        self._files: Chunks = {}
-
-    def parts(self) -> Iterator[list[bytes]]:
-        """As `Payload.parts`."""
-        for chunks in self._encoder.parts():
-            self._files.update((name, chunk) for name, chunk in chunks.items() if name not in self._chunks)
-            yield list(chunks)
-
-    @property
-    def manifest(self) -> Manifest:
-        """The manifest, when all parts were taken."""
-        return self._encoder.manifest()
-
-    @property
-    def names(self) -> list[bytes]:
-        """Of all chunks whose parts were taken."""
-        return [*self._files, *self._chunks]
-
-    def chunk(self, name: bytes) -> bytes:
-        """The bytes of a chunk."""
-        return bytes(self._files[name] if name in self._files else self._chunks[name]())
+        super().__init__(base_model.ref, Encoder(base_model, keep=self._keep))
+        self._tensors = base_model.tensors
+        self._reads_at: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream
 
     def _keep(self, start: int, _: Bytes, segment: Segment, __: Chunks) -> None:
         for record in segment.records:
-            if not self._reads:
+            if not self._reads_at:
                 extents = cut_stream(tensor_index(self._tensors))
                 sizes = [
                     min(record.chunk_bytes, extent - at)
@@ -258,9 +238,9 @@ class BasePayload:
                     for at in range(0, extent, record.chunk_bytes)
                 ]
                 places = accumulate(sizes, initial=0)
-                self._reads = dict(zip(places, readers(self._tensors, sizes), strict=False))
+                self._reads_at = dict(zip(places, readers(self._tensors, sizes), strict=False))
             for name, num_bytes in record.chunks():
-                self._chunks[name] = self._reads[start]
+                self._reads[name] = self._reads_at[start]
                 start += num_bytes
 
 

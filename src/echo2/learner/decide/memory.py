@@ -70,6 +70,8 @@ class LearnerSetup:
         frozen = shape.parameters if self.lora_rank else 0
         reference = 4 * shape.parameters if self.keeps_reference and not self.lora_rank else 0
         activations = tokens * self.token_bytes(checkpointing)
+        # Of the embedding's and the head's gradients, before they are summed, after the activations are freed.
+        vocabulary = 0 if self.lora_rank else 4 * shape.vocabulary * (2 if shape.tied else 1)
         return {
             "process": PROCESS_BYTES,
             "weights": (4 * trained + self.base_bytes * frozen) // ranks,
@@ -77,7 +79,7 @@ class LearnerSetup:
             "gradients": 4 * trained // ranks,
             "moments": 8 * trained // ranks,
             "gathered and cast weights": self._copies(checkpointing),
-            "gradients of the vocabulary": max(0, self._vocabulary_gradients - activations),
+            "gradients of the vocabulary": max(0, vocabulary - activations),
             "activations": activations,
             "log-probabilities": self._logits_bytes(tokens) + 12 * tokens * shape.hidden,
             "publishing": PUBLISHING_BYTES,
@@ -101,11 +103,6 @@ class LearnerSetup:
     def _logits_bytes(self, tokens: int) -> int:
         """Bytes of tiles of logits, and of tensors made from them."""
         return max(LOGITS_BYTES, GPU_LOGITS_TOKEN_BYTES * min(tokens, GPU_LOGITS_TOKENS) if self.on_gpu else 0)
-
-    @property
-    def _vocabulary_gradients(self) -> int:
-        """Bytes of the embedding's and the head's gradients before they are summed, after the activations are freed."""
-        return 0 if self.lora_rank else 4 * self.shape.vocabulary * (2 if self.shape.tied else 1)
 
     def _copies(self, checkpointing: bool) -> int:
         """Bytes of temporary weights that are gathered or cast. With several ranks or checkpointing: two layers at a

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from echo2.config.rundir import write_atomically
 from echo2.core.errors import LinkError, NoRoomError, PeerError, UserError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core import checkpoint
@@ -117,13 +117,11 @@ class CrashRecord:
     def _write(self, at_work: list[int]) -> None:
         """Write the record. A disk error costs the record, not the step."""
         self._deaths.at_work = at_work
-        temporary = self._path.with_name(f"{self._path.name}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(json.dumps(asdict(self._deaths)), encoding="utf-8")
-            os.replace(temporary, self._path)
-        except OSError as error:
-            log.warning("deaths are not counted: cannot write %s: %s", self._path, error.strerror)
+            write_atomically(self._path, json.dumps(asdict(self._deaths)))
+        except (OSError, UserError) as error:
+            log.warning("deaths are not counted: %s", error)
 
 
 def _read(path: Path) -> _Deaths:

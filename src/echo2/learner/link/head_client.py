@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from echo2.core.background import spawn
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import RUN_POLICY, RolloutGroup, SnapshotRef
-from echo2.learner.core.publication import BasePayload, LentWeights, Payload, Publisher
+from echo2.learner.core.publication import BasePayload, ChunkedPayload, LentWeights, Payload, Publisher
 from echo2.learner.link.sending import (
     AGAIN,
     CALL_SECONDS,
@@ -310,7 +310,7 @@ class HeadClient:
         request.epoch = self._epoch
         await self._link.call("ReportStep", request, CALL_SECONDS)
 
-    async def _send(self, payload: Payload | BasePayload, started: float, verb: str = WEIGHTS) -> Manifest:
+    async def _send(self, payload: ChunkedPayload, started: float, verb: str = WEIGHTS) -> Manifest:
         """Send a payload and have it announced. `started`: when the weights were lent. Chunks that the head dropped
         meanwhile are sent again. `verb`: what the other ranks do for it."""
         await self._send_shares(payload, verb)
@@ -325,7 +325,7 @@ class HeadClient:
             await self._send_shares(payload, AGAIN)
         raise InvariantError("a payload is sent at least once")
 
-    async def _send_shares(self, payload: Payload | BasePayload, verb: str) -> None:
+    async def _send_shares(self, payload: ChunkedPayload, verb: str) -> None:
         """Send this rank's share of a payload, and have the other ranks send theirs. A base model is sent by the first
         rank alone."""
         others = self._others if isinstance(payload, Payload) else OtherRanks()
@@ -338,7 +338,7 @@ class HeadClient:
         if verb != AGAIN and isinstance(payload, Payload):
             payload.others = [one.segments for one in sent]
 
-    async def _upload(self, payload: Payload | BasePayload, names: Sequence[bytes]) -> None:
+    async def _upload(self, payload: ChunkedPayload, names: Sequence[bytes]) -> None:
         await self._patiently("PutChunk", lambda: upload(self._link, self._epoch, payload, names))
 
     async def _announce(self, manifest: Manifest, started: float) -> None:

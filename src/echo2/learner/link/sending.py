@@ -25,7 +25,7 @@ from echo2.core.frames import frame, receive_frame
 from echo2.core.loop_thread import LoopThread
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, SnapshotRef
-from echo2.learner.core.publication import BasePayload, LentWeights, Payload, Publisher
+from echo2.learner.core.publication import ChunkedPayload, LentWeights, Payload, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.weights.format.manifest import MAX_MANIFEST_BYTES, Segment
@@ -87,7 +87,7 @@ class Patience:
         await self._retries.pause()
 
 
-async def send_parts(payload: Payload | BasePayload, send: Callable[[Sequence[bytes]], Awaitable[None]]) -> None:
+async def send_parts(payload: ChunkedPayload, send: Callable[[Sequence[bytes]], Awaitable[None]]) -> None:
     """Send each part when it is encoded. Encoding runs in a thread, so that arriving groups do not wait for it. It does
     not wait for the link, because the weights are lent until it ends."""
     loop = asyncio.get_running_loop()
@@ -107,7 +107,7 @@ async def send_parts(payload: Payload | BasePayload, send: Callable[[Sequence[by
     encoding.result()
 
 
-async def upload(link: Link, epoch: int, payload: Payload | BasePayload, names: Sequence[bytes]) -> None:
+async def upload(link: Link, epoch: int, payload: ChunkedPayload, names: Sequence[bytes]) -> None:
     """Upload those of the chunks that the head lacks. `epoch`: of the head's last welcome."""
     missing: list[bytes] = []
     for start in range(0, len(names), OFFER_CHUNKS):

@@ -247,11 +247,8 @@ class SimHead(Actor):
         record = self.planner.groups.get(group.number) if group.kind == "train" else None
         if record is not None and record.state == "retired":
             return  # a check retired the group while it waited for its rewards
-        is_flat = group.kind == "train" and self._is_flat(group)
+        is_flat = group.kind == "train" and self.scenario.is_flat(self.ledger.rollouts(group.number))
         self.tell_soon(ev.GroupScored(group, is_flat, scores=Attachment(b"")))
-
-    def _is_flat(self, group: GroupRef) -> bool:
-        return self.scenario.is_flat(self.ledger.rollouts(group.number))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 

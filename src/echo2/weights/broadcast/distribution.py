@@ -95,13 +95,10 @@ class Distribution:
         notice = self._notice(manifest)
         for worker_id in worker_ids:
             self._order(worker_id, wire.Order(snapshot=notice))
-        wanting = tuple(w for w in worker_ids if self._lacks(w, manifest.ref))
+        there = ((worker_id, self._attending(worker_id)) for worker_id in worker_ids)
+        wanting = tuple(name for name, one in there if one is not None and one.installed != manifest.ref)
         if wanting:
             self.origin.assign(manifest.payload, wanting, manifest)
-
-    def _lacks(self, worker_id: str, ref: SnapshotRef) -> bool:
-        worker = self._attending(worker_id)
-        return worker is not None and worker.installed != ref
 
     async def fetch_manifest(self, worker_id: str, request: wire.ManifestRequest) -> wire.SnapshotNotice:
         """Return the payload of a version for a worker, as a delta if the request names a base. A worker that has used

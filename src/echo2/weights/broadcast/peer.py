@@ -402,6 +402,5 @@ class PeerNode:
                     self._know(NO_LINK)
                 if error.reason != "busy":
                     break
-                retries.failed()
                 await retries.pause()  # another worker's turn
         self._measuring = None

@@ -49,13 +49,9 @@ def is_anchor_due(steps: Sequence[Manifest]) -> bool:
         whole = compose(steps)
     except PeerError:  # they do not fit into one payload
         return True
-    num_deltas = max((_num_deltas(segment) for segment in whole.segments), default=0)
+    num_deltas = max((sum(one.codec != RAW for one in segment.records) for segment in whole.segments), default=0)
     is_large = num_deltas > 0 and whole.total_bytes >= 2 * whole.content_bytes
     return is_large or max(num_deltas, len(steps) - 1) >= MAX_DELTAS
-
-
-def _num_deltas(segment: Segment) -> int:
-    return sum(record.codec != RAW for record in segment.records)
 
 
 def _sent_file(entry: FileEntry, steps: Sequence[Manifest]) -> FileEntry:

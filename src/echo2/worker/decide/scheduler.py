@@ -130,7 +130,8 @@ class WorkerScheduler(StateMachine):
             case ev.GroupProduced():
                 self._produced(event)
             case ev.LeaseAbandoned():
-                self._abandoned(event)
+                if self.generating.pop(event.lease_id, None) is not None:
+                    self.emit(do.FailLease, event.detail, lease_id=event.lease_id, failure=event.failure)
             case ev.DeliveryAnswered():
                 self.produced.pop(event.lease_id, None)
             case ev.DeliveryFailed():
@@ -174,10 +175,6 @@ class WorkerScheduler(StateMachine):
             return  # revoked meanwhile
         self.produced[event.lease_id] = Produced(event.result)
         self.emit(do.Deliver, "the group is complete", lease_id=event.lease_id, result=event.result)
-
-    def _abandoned(self, event: ev.LeaseAbandoned) -> None:
-        if self.generating.pop(event.lease_id, None) is not None:
-            self.emit(do.FailLease, event.detail, lease_id=event.lease_id, failure=event.failure)
 
     def _redeliver(self, now: float) -> None:
         if not self.connected:

@@ -170,14 +170,6 @@ def staleness_bound(publish_every: int, train_seconds: float, broadcast_seconds:
     return publish_every + _ceil((1 - 1 / publish_every) * broadcast_seconds / train_seconds)
 
 
-def allows(publish_every: int, max_staleness: int, train_seconds: float, broadcast_seconds: float) -> bool:
-    """Whether the bound (12) of this kappa is at most S, and kappa T > Tb."""
-    return (
-        publish_every * train_seconds > broadcast_seconds
-        and staleness_bound(publish_every, train_seconds, broadcast_seconds) <= max_staleness
-    )
-
-
 def choose_publish_every(max_staleness: int, train_seconds: float, broadcast_seconds: float) -> int:
     """`publish_every = "auto"`: the largest kappa >= 1 whose bound (12) is at most S; 1 where S = 0.
 
@@ -187,7 +179,8 @@ def choose_publish_every(max_staleness: int, train_seconds: float, broadcast_sec
     if max_staleness == 0:
         return 1
     for publish_every in range(max_staleness, 0, -1):
-        if allows(publish_every, max_staleness, train_seconds, broadcast_seconds):
+        is_bounded = publish_every * train_seconds > broadcast_seconds
+        if is_bounded and staleness_bound(publish_every, train_seconds, broadcast_seconds) <= max_staleness:
             return publish_every
     least = _least_kappa(train_seconds, broadcast_seconds)
     needed = staleness_bound(least, train_seconds, broadcast_seconds)

@@ -171,10 +171,6 @@ class Measurements:
         waited = math.fsum(seconds for wait in self.waits for seconds in wait.seconds.values())
         return main_cause(self.waits) if waited > LITTLE_WAIT * math.fsum(self.train_seconds) else None
 
-    def typical_replaced(self) -> int:
-        """Groups that dynamic sampling typically adds to a step."""
-        return math.ceil(statistics.mean(self.replaced)) if self.replaced else 0
-
     def typical_train_seconds(self) -> float | None:
         """Median seconds of a training step; None before the first."""
         return statistics.median(self.train_seconds) if self.train_seconds else None

@@ -91,7 +91,7 @@ def live_demand(state: PlannerState) -> Demand | None:
     if not train_seconds:
         return None
     return Demand(
-        groups_per_step=options.groups_per_step + measurements.typical_replaced(),
+        groups_per_step=options.groups_per_step + math.ceil(statistics.mean(measurements.replaced or (0,))),
         group_size=options.group_size,
         publish_every=options.publish_every,
         max_staleness=state.options.max_staleness,

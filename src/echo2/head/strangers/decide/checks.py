@@ -94,7 +94,8 @@ def assign(state: PlannerState) -> None:
     """Give each idle machine of the owner that can check one check, the oldest first."""
     if all(check.checker for check in state.trust.open.values()):
         return
-    free = state.trust.free_checkers(strangers.checkers(state))
+    busy = {check.checker for check in (*state.trust.open.values(), *state.trust.late.values())}
+    free = [worker for worker in strangers.checkers(state) if worker.worker_id not in busy]
     for check in state.trust.open.values() if free else ():
         if check.checker:
             continue
@@ -165,7 +166,7 @@ def _why_undecided(event: ev.GroupChecked) -> str:
 def expire(state: PlannerState, now: float) -> bool:
     """Wait no longer for overdue checks, and give up late ones. Returns whether there were any."""
     is_any = False
-    while (check := state.trust.first_open()) is not None and check.until <= now:
+    while (check := next(iter(state.trust.open.values()), None)) is not None and check.until <= now:
         if check.checker:
             state.trust.wait_longer(check, now + LATE_LEASES * state.options.lease_seconds)
         _missed(state, check, "no verdict came in time")

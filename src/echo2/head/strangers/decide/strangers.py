@@ -45,11 +45,6 @@ NO_CHECKER = (
 )
 
 
-def owner_of(worker: Worker | None) -> str:
-    """Return the ticket of a stranger, or `OWN`. A worker that has left counts as a stranger."""
-    return UNKNOWN if worker is None else worker.ticket
-
-
 # ---- available workers -------------------------------------------------------------------------------------------
 
 
@@ -139,12 +134,6 @@ def leaves_to_others(state: PlannerState, worker: Worker, unit: Iterable[Planned
 # ---- consequences ------------------------------------------------------------------------------------------------
 
 
-def brought(state: PlannerState, worker: Worker | None, is_held: bool) -> None:
-    """Record that a result of this worker was accepted. `is_held`: it earns nothing before it is checked."""
-    if worker is not None and not worker.is_own and not is_held:
-        earn(state, worker.ticket)
-
-
 def earn(state: PlannerState, ticket: str) -> None:
     """Record that a result of this ticket is good."""
     most = state.options.groups_per_step * (state.options.max_staleness + 1)
@@ -194,7 +183,7 @@ def _record(state: PlannerState, ticket: str, reason: str) -> None:
 
 def count_attempt(state: PlannerState, record: PlannedGroup, worker: Worker | None) -> None:
     """Record that a lease on this group gave no result. A ticket's tries count once while others can try."""
-    owner = owner_of(worker)
+    owner = UNKNOWN if worker is None else worker.ticket  # one that has left counts as a stranger
     is_again = owner != OWN and owner in record.tried_by
     record.count_try(owner, not (is_again and others_can_try(state, owner, record.step, record.tried_by)))
 

@@ -5,12 +5,10 @@ checks are recorded in the ledger and outlive the head.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from echo2.core.types import SnapshotRef
-from echo2.head.fleet.decide.fleet import Worker
 
 #: Clean checks after which a ticket is no longer a newcomer.
 NEWCOMER_CHECKS = 4
@@ -182,11 +180,6 @@ class TrustBook:
         check = self.open.get(number) or self.late.get(number)
         return check if check is not None and check.checker == checker else None
 
-    def free_checkers(self, workers: Iterable[Worker]) -> list[Worker]:
-        """Return those of the workers that check nothing, also nothing late."""
-        busy = {check.checker for check in (*self.open.values(), *self.late.values())}
-        return [worker for worker in workers if worker.worker_id not in busy]
-
     def interrupt(self, worker_id: str, is_gone: bool) -> None:
         """Ask others for the open checks of this worker. Of one that is gone no late verdict comes either."""
         for check in self.open.values():
@@ -215,10 +208,6 @@ class TrustBook:
         """Return the time at which the next check becomes overdue or is given up, or None."""
         firsts = [next(iter(checks.values())).until for checks in (self.open, self.late) if checks]
         return min(firsts, default=None)
-
-    def first_open(self) -> OpenCheck | None:
-        """Return the open check that ends first, or None."""
-        return next(iter(self.open.values()), None)
 
     def num_held(self, ticket: str) -> int:
         """Return how many groups of the ticket wait for a verdict before they may be trained."""

@@ -155,7 +155,8 @@ class Fetcher(StateMachine):
             case ev.Tick():
                 self._look(now)
         self._ask(now)
-        self._sleep(now)
+        if self.download is not None:
+            self.wake_at(now + CHECK_SECONDS, "to look at the sources")
         return self.out
 
     # ---- payloads ----------------------------------------------------------------------------------------------------
@@ -359,7 +360,3 @@ class Fetcher(StateMachine):
             source.slow_again_at = now + SLOW_AGAIN_SECONDS
             self._slow_after = now + SLOW_PAUSE_SECONDS
             self._report(name, "slow")
-
-    def _sleep(self, now: float) -> None:
-        if self.download is not None:
-            self.wake_at(now + CHECK_SECONDS, "to look at the sources")

@@ -436,13 +436,9 @@ class _Trees:
                 return parent
         return None
 
-    def _may_link(self, one: Receiver, other: Receiver) -> bool:
-        return can_link(one, other) and not is_blocked(one, other, self.blocked)
-
     def _may_take(self, parent: Receiver, member: Receiver) -> bool:
-        return self._may_link(parent, member) and self._has_room(parent, member)
-
-    def _has_room(self, parent: Receiver, member: Receiver) -> bool:
+        if not can_link(parent, member) or is_blocked(parent, member, self.blocked):
+            return False
         mine = self.children[parent.worker_id]
         return len(mine) < self.most_children or member.worker_id in mine
 
