@@ -3,7 +3,7 @@
 `random_scenario(seed)` draws a small run and its machines; `judge(report, scenario)` says what is wrong with a report,
 as a list of sentences. The planner's and the relays' invariants are checked by `invariants` after every event.
 
-    PYTHONPATH=src:tests:benchmarks/strangers python tests/worlds.py judge_forging 1000 2000  # seeds from 1000 up to 2000
+    PYTHONPATH=src:tests:benchmarks/strangers python tests/worlds.py judge_forging 1000 2000  # these seeds
 """
 
 from __future__ import annotations
