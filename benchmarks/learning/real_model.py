@@ -59,6 +59,8 @@ WORKLOAD_STEPS = 2
 #: Of part trl: 12 of 20.
 BESIDE_SHARE = 0.6
 ECHO2_SIDE = beside.ECHO2
+#: The jobs of part trl that judge what the others have trained.
+JUDGED = "trl"
 
 Flags = Mapping[str, object]
 
@@ -126,15 +128,15 @@ class Bench:
 
     def trl(self) -> Iterable[Job]:
         """All sides with the same seeds: one job after the other interleaves them, several at once run one side's
-        seeds beside each other and then the next side's."""
+        seeds beside each other and then the next side's. What they saved is judged when all have been trained."""
         sides = [ECHO2_SIDE, *(f"trl-{threads}" for threads in self.options.trl_threads)]
         pairs = [(side, seed) for seed in self.options.seeds for side in sides]
         if self.options.at_once > 1:
             pairs.sort(key=lambda pair: sides.index(pair[0]))
         for side, seed in pairs:
-            yield self._beside(side, seed)
+            yield from self._beside(side, seed)
 
-    def _beside(self, side: str, seed: int) -> Job:
+    def _beside(self, side: str, seed: int) -> tuple[Job, Job]:
         """One run of one side, saved every few steps, and the judge of what it saved, outside the clock."""
         given, directory = self.options, self.work / f"beside-{side}-{seed}"
         steps = max(2, round(BESIDE_SHARE * given.steps))
@@ -144,29 +146,32 @@ class Bench:
         options.echo2_flags = words({"tasks.source": self.facts["tasks.source"], "head.listen": "127.0.0.1:0"})
         options.echo2_flags += given.flags
         config = load(EXAMPLES / "json.toml", {name: str(value) for name, value in self.facts.items()})
-        train, held_out = self.work / f"train-{seed}.jsonl", self.work / "held_out.jsonl"
-        beside.write_problems(config, seed, steps, train, held_out)
+        rows, held_out = self.work / f"train-{seed}.jsonl", self.work / "held_out.jsonl"
+        beside.write_problems(config, seed, steps, rows, held_out)
         out = directory / "run"
         if side == ECHO2_SIDE:
             command = [*ECHO2, "run", options.config, "--out", str(out), *map(str, beside.run_flags(options, seed))]
         else:
             threads = int(side.removeprefix("trl-"))
-            command = beside.trl_command(options, config, seed, train, out, threads)
+            command = beside.trl_command(options, config, seed, rows, out, threads)
         kept = out / ("checkpoints" if side == ECHO2_SIDE else "weights")
         saved = range(given.save_every, steps + 1, given.save_every)
         weights = [options.model, *(str(kept / f"step_{step}") for step in saved)]
         judged = beside.judge_command(config, weights, held_out, given.samples, given.device)
 
+        def trained(directory: Path) -> Found:
+            return {"run": figures.run_figures(out)} if side == ECHO2_SIDE else {}
+
         def read(directory: Path) -> Found:
             is_ours = side == ECHO2_SIDE
             run = beside.read_run(options, seed, out, 0.0, 0.0) if is_ours else beside.read_trl(out, seed, 1, 0.0)
-            ours = {"run": figures.run_figures(out)} if is_ours else {}
             found = judged_figures(run, options.model, last_json(directory / "judge.out"))
-            figures.clean(directory)
-            return {**found, **ours}
+            figures.clean(out.parent)
+            return found
 
-        told = {"side": side, "seed": seed}
-        return Job(directory.name, "trl", {"train": command, "judge": judged}, read, told, beside=f"{side} of trl")
+        told, name = {"side": side, "seed": seed}, directory.name
+        train = Job(name, "trl-train", {"train": command}, trained, told, beside=f"{side} of trl")
+        return train, Job(f"judge-{name}", JUDGED, {"judge": judged}, read, told)
 
     def lora(self) -> Iterable[Job]:
         for seed in self.options.seeds:
@@ -226,8 +231,10 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
 
 
 def in_order(jobs: Sequence[Job]) -> list[Job]:
-    """The first seed of every part before the second of any; jobs that must not run beside others, last."""
-    return sorted(jobs, key=lambda job: (bool(job.beside), 0 if job.beside else job.told.get("seed", 0)))
+    """The first seed of every part before the second of any; jobs that must not run beside others later, and the
+    judges of what these saved last."""
+    last = {job.name: 2 if job.part == JUDGED else bool(job.beside) for job in jobs}
+    return sorted(jobs, key=lambda job: (last[job.name], 0 if job.beside else job.told.get("seed", 0)))
 
 
 def words(flags: Flags) -> list[str]:
@@ -256,7 +263,7 @@ def ratio(records: Sequence[Found]) -> Found:
     """TRL's seconds to the threshold over echo2's, by seed, if both sides have been measured."""
     times: dict[str, dict[int, float | None]] = {}
     for record in records:
-        if record["part"] == "trl" and "points" in record:
+        if record["part"] == JUDGED and "points" in record:
             times.setdefault(record["side"], {})[record["seed"]] = record["seconds_to_threshold"]
     return beside.compare(times) if ECHO2_SIDE in times and len(times) > 1 else {}
 
