@@ -71,6 +71,20 @@ class ClientDatum:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainWork:
+    """A parsed `forward_backward`: its settings, and its data or, in `error`, what is wrong with the data."""
+
+    model: str
+    seq: int | None
+    data: list[ClientDatum]
+    widths: list[int]
+    loss: str
+    params: dict[str, float]
+    forward_only: bool
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class TrainOutput:
     """`logprobs[i]` is 'f' [N * K] of datum i; `metrics` has `loss:sum`."""
 

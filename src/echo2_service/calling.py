@@ -49,7 +49,7 @@ class AnsweringProcess:
 
     def __init__(self, module: str, settings: str, log_path: Path) -> None:
         self._command = (sys.executable, "-m", module, settings)
-        self._name, self._log_path = module.split(".")[-2], log_path
+        self._name, self._log_path = module.removesuffix(".process").rpartition(".")[2], log_path
         self._numbers, self._pending = itertools.count(1), dict[int, _Pending]()
         self._process: ChildProcess | None = None
         self._inbox: asyncio.StreamWriter | None = None
@@ -119,7 +119,8 @@ class AnsweringProcess:
                     process.kill()
                 status = await process.ended() if is_readable else 1
                 process.kill()  # with what it started
-                log.warning("the %s %s; it is started again", self._name, ending(status))
+                if not self._is_closing:
+                    log.warning("the %s %s; it is started again", self._name, ending(status))
             except OSError as error:  # no descriptor, no memory, or no room for the log
                 log.warning("the %s cannot be started, trying again: %s", self._name, error)
             self._process = self._inbox = None

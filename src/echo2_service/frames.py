@@ -11,7 +11,15 @@ from typing import Any, TypeAlias
 import msgspec
 
 from echo2.core import frames
-from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec, SampleOutput, SampleSpec, TrainOutput
+from echo2_service.backend import (
+    AdamSettings,
+    ClientDatum,
+    ModelSpec,
+    SampleOutput,
+    SampleSpec,
+    TrainOutput,
+    TrainWork,
+)
 
 #: Type codes of the arrays that may be sent.
 _CODES = ("i", "f", "d")
@@ -88,6 +96,13 @@ class SampleCall(msgspec.Struct, frozen=True, tag=True):
     spec: SampleSpec
 
 
+class ReadCall(msgspec.Struct, frozen=True, tag=True):
+    """Read training data in JSON."""
+
+    body: bytes
+    forward_only: bool
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
     """The caller no longer waits for the answer to call `number`."""
 
@@ -96,7 +111,7 @@ class CancelCall(msgspec.Struct, frozen=True, tag=True):
 
 Operation: TypeAlias = ForwardBackwardCall | OptimStepCall | SaveStateCall | LoadStateCall | PublishCall
 ModelCall: TypeAlias = CreateModelCall | Operation | UnloadCall | DeleteCall
-Call: TypeAlias = ModelCall | SampleCall | CancelCall
+Call: TypeAlias = ModelCall | SampleCall | ReadCall | CancelCall
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -118,6 +133,7 @@ class Answer(msgspec.Struct, frozen=True):
     trained: TrainOutput | None = None
     metrics: dict[str, float] | None = None
     sampled: SampleOutput | None = None
+    work: TrainWork | None = None
 
 
 class JournalRecord(msgspec.Struct, frozen=True):

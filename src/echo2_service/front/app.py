@@ -27,6 +27,7 @@ from echo2_service.front.cleaning import ARRIVING, Cleaning
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.entrance import Entrance, Handler
+from echo2_service.front.given import BodyReader
 from echo2_service.front.requests_api import RequestsApi
 from echo2_service.front.storage import Storage
 from echo2_service.front.work import Work
@@ -87,9 +88,10 @@ class Front:
         self.database, self.clock = database, clock
         self.work = Work(database, backend, Storage(database, backend, directory, quotas), clock)
         self.bills = Bills(database, quotas)
-        self.dispatcher = Dispatcher(database, self.work, self.bills, clock, ticks)
+        self.bodies = BodyReader(directory.parent / "reader.log")
+        self.dispatcher = Dispatcher(database, self.work, self.bills, self.bodies, clock, ticks)
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
-        self.requests = RequestsApi(self.work, self.dispatcher)
+        self.requests = RequestsApi(self.work, self.dispatcher, self.bodies)
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
         self.entrance = Entrance(Doorkeeper(database, clock, ticks))
         self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
@@ -161,6 +163,7 @@ class Front:
         sweeper.cancel()
         await asyncio.gather(sweeper, return_exceptions=True)
         await self.dispatcher.close()
+        await self.bodies.close()
 
     async def _sweep(self) -> None:
         while True:

@@ -9,7 +9,6 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
 from echo2_service import tinker_pb2 as pb
-from echo2_service.backend import ClientDatum, Floats, TrainOutput
+from echo2_service.backend import ClientDatum, Floats, TrainOutput, TrainWork
 from echo2_service.front.bodies import DatumBody, LossBody, TensorBody, TrainBody, not_text, parse, prompt_tokens
 from echo2_service.front.sampled import are_whole, csr_rows, sample_as_json
 
@@ -34,20 +33,6 @@ JSON_DTYPES = {"float32": "<f4", "int64": "<i8"}
 CLIPS = ("clip_low_threshold", "clip_high_threshold")
 INPUTS = frozenset({"target_tokens", "weights", "advantages", "logprobs", "mask", "sequence_ratio_mask", *CLIPS})
 Array: TypeAlias = NDArray[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class TrainWork:
-    """A parsed `forward_backward`: its settings, and its data or, in `error`, what is wrong with the data."""
-
-    model: str
-    seq: int | None
-    data: Sequence[ClientDatum]
-    widths: Sequence[int]
-    loss: str
-    params: Mapping[str, float]
-    forward_only: bool
-    error: str = ""
 
 
 def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:

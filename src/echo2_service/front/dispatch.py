@@ -23,7 +23,7 @@ from echo2_service.front.access import Caller
 from echo2_service.front.bills import Bills
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2_service.front.entrance import for_tenants
-from echo2_service.front.given import Given, GivenRequests, off_loop, read_stored
+from echo2_service.front.given import BodyReader, Given, GivenRequests, read_stored
 from echo2_service.front.storage import ROW_BYTES
 from echo2_service.front.work import Work
 
@@ -57,11 +57,13 @@ class Dispatcher:
         database: Database,
         work: Work,
         bills: Bills,
+        bodies: BodyReader,
         clock: Callable[[], float],
         ticks: Callable[[], float],
     ) -> None:
         """`clock`: seconds since 1970; `ticks`: seconds that never step, by which requests wait for others."""
-        self._database, self._work, self._bills, self._clock, self._ticks = database, work, bills, clock, ticks
+        self._database, self._work, self._bills, self._bodies = database, work, bills, bodies
+        self._clock, self._ticks = clock, ticks
         self._orders: dict[str, ModelOrder] = {}
         self._lanes: dict[str, _Lane] = {}
         self._samples: dict[str, deque[str]] = {}
@@ -272,7 +274,7 @@ class Dispatcher:
         given = self._given.look(row.id)
         if given is None:
             stored = self._database.find(requests, columns=["body"], id=row.id)
-            given = read_stored(stored.body if stored is not None else b"", row.kind)
+            given = read_stored(stored.body or b"" if stored is not None else b"", row.kind)
         return self._work.refusal(row, given)
 
     async def _asked(self, row: Row) -> Given:
@@ -281,7 +283,7 @@ class Dispatcher:
         if given is not None or row.kind == "create_model":
             return given
         stored = await self._reached(partial(self._database.find, requests, columns=["body"], id=row.id))
-        return await off_loop(row.body_bytes, lambda: read_stored(stored.body if stored else b"", row.kind))
+        return await self._bodies.read_stored(stored.body or b"" if stored else b"", row.kind)
 
     def _run_next(self, row: Row) -> None:
         lane = self._lanes.get(row.target)

@@ -1,4 +1,6 @@
-"""What open requests ask for: each body is read once, large ones in a thread, and kept in memory if there is room."""
+"""What open requests ask for: each body is read once, away from the event loop if it is large, and kept in memory if
+there is room.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +8,18 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from echo2.core.errors import PeerError
+from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
+from echo2_service.backend import TrainWork
+from echo2_service.calling import AnsweringProcess
+from echo2_service.frames import ReadCall
 from echo2_service.front.bodies import LoadBody, OptimBody, SampleBody, SaveBody, parse
-from echo2_service.front.data import TrainWork, read_json, read_protobuf
+from echo2_service.front.data import read_json, read_protobuf
 
 T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -21,6 +27,9 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 Given = TrainWork | OptimBody | SaveBody | LoadBody | SampleBody | PeerError | None
 #: Shorter bodies are read at once: a thread costs more.
 SHORT_BYTES = 32 << 10
+#: Longer training data in JSON are read in a process of their own: in a thread they would hold up the event loop for
+#: 20 ms and more.
+LONG_JSON_BYTES = 256 << 10
 #: Memory of a sample's body as it was read, over its bytes, at most (numbers of three digits); of training data 1.
 SAMPLE_MEMORY = 10
 
@@ -51,38 +60,69 @@ class GivenRequests:
         return given
 
 
-async def read(kind: type[Body], body: bytes) -> tuple[Body, str]:
-    """Read a body that has just come. Return it and its digest.
-
-    Raises:
-        PeerError: the body is not JSON of that type.
+class BodyReader:
+    """Reads bodies: short ones at once, longer ones in a thread, and long training data in JSON in a process that the
+    first of them starts. For one event loop.
     """
-    return await off_loop(len(body), lambda: (parse(kind, body), digest_of(body)))
 
+    def __init__(self, log_path: Path) -> None:
+        self._process = AnsweringProcess("echo2_service.front.reader", "", log_path)
 
-async def read_training(body: bytes, is_protobuf: bool, forward_only: bool = False) -> tuple[TrainWork, str]:
-    """Read training data that have just come, as `read`. The digest of protobuf is that of its canonical bytes."""
+    async def close(self) -> None:
+        """End the process."""
+        await self._process.close()
 
-    def work() -> tuple[TrainWork, str]:
-        if not is_protobuf:
-            return read_json(body, forward_only), digest_of(body)
-        found, canonical = read_protobuf(body)
-        return found, digest_of(canonical)
+    async def read(self, kind: type[Body], body: bytes) -> tuple[Body, str]:
+        """Read a body that has just come. Return it and its digest.
 
-    return await off_loop(len(body), work)
+        Raises:
+            PeerError: the body is not JSON of that type.
+        """
+        return await off_loop(len(body), lambda: (parse(kind, body), digest_of(body)))
+
+    async def read_training(self, body: bytes, is_protobuf: bool, forward_only: bool = False) -> tuple[TrainWork, str]:
+        """Read training data that have just come, as `read`. The digest of protobuf is that of its canonical bytes.
+
+        Raises:
+            PeerError: the body is not such a message.
+            InvariantError: a bug in echo2, or the body kills the process that reads it.
+        """
+        if is_protobuf:
+            work, canonical = await off_loop(len(body), lambda: read_protobuf(body))
+        else:
+            work, canonical = await self._read_json(body, forward_only), body
+        return work, await off_loop(len(canonical), lambda: digest_of(canonical))
+
+    async def read_stored(self, body: bytes, kind: str) -> Given:
+        """Read the stored body of a request that was not kept."""
+        if not kind.startswith("forward"):
+            return await off_loop(len(body), lambda: read_stored(body, kind))
+        try:  # protobuf or JSON, as the body begins
+            return (await self.read_training(body, body[:1] != b"{", kind == "forward"))[0]
+        except PeerError as error:
+            return error
+
+    async def _read_json(self, body: bytes, forward_only: bool) -> TrainWork:
+        if len(body) <= LONG_JSON_BYTES:
+            return await off_loop(len(body), lambda: read_json(body, forward_only))
+        try:
+            answer = await self._process.call(ReadCall(body, forward_only))
+        except UserError as error:
+            raise PeerError("malformed", str(error)) from error
+        if answer.work is None:
+            raise InvariantError("the process that reads bodies has answered another call")
+        return answer.work
 
 
 async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
-    """Return the result of work on a body of this size, in a thread if the body is large. JSON's parser keeps the
-    interpreter to itself, so it still holds up the event loop (a second for 11 MB of numbers); conversions do not."""
+    """Return the result of work on a body of this size, in a thread if the body is large."""
     return work() if num_bytes <= SHORT_BYTES else await asyncio.to_thread(work)
 
 
-def read_stored(body: bytes | None, kind: str) -> Given:
-    """Read the stored body of a request that was not kept."""
-    stored = body or b""
+def read_stored(body: bytes, kind: str) -> Given:
+    """Read the stored body of a request that carries no training data."""
     try:
-        return _READERS[kind](stored) if kind in _READERS else None
+        return _READERS[kind](body) if kind in _READERS else None
     except PeerError as error:
         return error
 
@@ -92,14 +132,7 @@ def digest_of(body: bytes) -> str:
     return hashlib.sha256(body).hexdigest()
 
 
-def _training(forward_only: bool, body: bytes) -> TrainWork:
-    """Read protobuf or JSON, as the body begins."""
-    return read_json(body, forward_only) if body[:1] == b"{" else read_protobuf(body)[0]
-
-
 _READERS: Mapping[str, Callable[[bytes], Any]] = {
-    "forward_backward": partial(_training, False),
-    "forward": partial(_training, True),
     "optim_step": partial(parse, OptimBody),
     "save_weights": partial(parse, SaveBody),
     "save_weights_for_sampler": partial(parse, SaveBody),

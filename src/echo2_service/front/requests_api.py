@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from echo2.core.background import awaited
 from echo2.core.errors import PeerError, UserError
-from echo2_service.backend import ModelSpec
+from echo2_service.backend import ModelSpec, TrainWork
 from echo2_service.front.access import Caller
 from echo2_service.front.bodies import (
     FutureBody,
@@ -26,11 +26,11 @@ from echo2_service.front.bodies import (
     SaveBody,
     parse,
 )
-from echo2_service.front.data import TrainWork, answer_as_json
+from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.entrance import WhenRefused, answer, for_tenants, refused
-from echo2_service.front.given import Given, digest_of, off_loop, read, read_training
+from echo2_service.front.given import BodyReader, Given, digest_of, off_loop
 from echo2_service.front.numbering import numbered
 from echo2_service.front.work import Work, sample_spec
 
@@ -47,7 +47,8 @@ WITH_PROTOBUF = {"forward": "train", "forward_backward": "train", "sample": "sam
 class RequestsApi:
     """Accepts requests and returns their answers."""
 
-    def __init__(self, work: Work, dispatcher: Dispatcher) -> None:
+    def __init__(self, work: Work, dispatcher: Dispatcher, bodies: BodyReader) -> None:
+        self._bodies = bodies
         self._work, self._database, self._dispatcher, self._storage = work, work.database, dispatcher, work.storage
         self._stopping = asyncio.Event()
 
@@ -67,7 +68,7 @@ class RequestsApi:
 
     async def load_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Load a checkpoint into a model, or into a new model with the settings of the checkpoint's model."""
-        given, digest = await read(LoadBody, body)
+        given, digest = await self._bodies.read(LoadBody, body)
         if given.session_id is None or given.model_seq_id is None:
             return await self._submit(caller, given.model_id or "", "load_weights", given.seq_id, body, digest, given)
         found = self._work.checkpoint(given.path, caller.tenant)
@@ -78,30 +79,30 @@ class RequestsApi:
     async def forward_backward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Add up gradients; the body is protobuf or JSON."""
         if request.headers.get("content-type", "").startswith(PROTOBUF):
-            work, digest = await read_training(body, is_protobuf=True)
+            work, digest = await self._bodies.read_training(body, is_protobuf=True)
             kind = "forward" if work.forward_only else "forward_backward"  # they have prices of their own
             return await self._submit(caller, work.model, kind, work.seq, body, digest, work)
-        work, digest = await read_training(body, is_protobuf=False)
+        work, digest = await self._bodies.read_training(body, is_protobuf=False)
         return await self._submit(caller, work.model, "forward_backward", work.seq, body, digest, work)
 
     async def forward(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Compute logprobs only, for the SDKs that send JSON."""
-        work, digest = await read_training(body, is_protobuf=False, forward_only=True)
+        work, digest = await self._bodies.read_training(body, is_protobuf=False, forward_only=True)
         return await self._submit(caller, work.model, "forward", work.seq, body, digest, work)
 
     async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Apply one step of the optimizer."""
-        given, digest = await read(OptimBody, body)
+        given, digest = await self._bodies.read(OptimBody, body)
         return await self._submit(caller, given.model_id, "optim_step", given.seq_id, body, digest, given)
 
     async def save_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Save a checkpoint with the optimizer."""
-        given, digest = await read(SaveBody, body)
+        given, digest = await self._bodies.read(SaveBody, body)
         return await self._submit(caller, given.model_id, "save_weights", given.seq_id, body, digest, given)
 
     async def save_weights_for_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Publish an adapter to sample from."""
-        given, digest = await read(SaveBody, body)
+        given, digest = await self._bodies.read(SaveBody, body)
         kind = "save_weights_for_sampler"
         return await self._submit(caller, given.model_id, kind, given.seq_id, body, digest, given)
 
@@ -117,7 +118,7 @@ class RequestsApi:
 
     async def sample(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Request samples; each gets an id of its own."""
-        given, digest = await read(SampleBody, body)
+        given, digest = await self._bodies.read(SampleBody, body)
         if given.sampling_session_id is None:
             raise UserError("sampling_session_id is missing: create a sampling session first.")
         sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)

@@ -17,9 +17,9 @@ import msgspec
 from echo2.core.disk import num_bytes
 from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
-from echo2_service.backend import AdamSettings, Backend, ModelSpec, SampleSpec
+from echo2_service.backend import AdamSettings, Backend, ModelSpec, SampleSpec, TrainWork
 from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
-from echo2_service.front.data import TrainWork, train_answer
+from echo2_service.front.data import train_answer
 from echo2_service.front.database import Database, Row, checkpoints, models, samplers
 from echo2_service.front.given import Given, off_loop
 from echo2_service.front.sampled import check_scores, read_targets, sample_answer

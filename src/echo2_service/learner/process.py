@@ -25,7 +25,7 @@ from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
 from echo2_service.calling import receive
 from echo2_service.decide.order import Turns
-from echo2_service.frames import Answer, CancelCall, ModelCall, Request, SampleCall, frame
+from echo2_service.frames import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall, frame
 from echo2_service.learner.models import Models, Turn
 
 log = logging.getLogger(__name__)
@@ -60,8 +60,8 @@ class Desk:
     def take(self, request: Request) -> None:
         """Queue a call."""
         call = request.call
-        if isinstance(call, SampleCall | CancelCall):
-            return  # the learner neither cancels calls nor samples
+        if isinstance(call, SampleCall | ReadCall | CancelCall):
+            return  # the learner only trains, and cancels nothing
         waiting = self._queues.get(call.model)
         if waiting is None:
             waiting = self._queues[call.model] = _Queue(self._models.owner(call))

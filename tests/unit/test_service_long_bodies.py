@@ -1,0 +1,73 @@
+"""Long training data in JSON are read in a process of their own, with the same outcome as short ones."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2_service.front.given import LONG_JSON_BYTES
+from front_service import Service
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
+        yield made
+
+
+def body(model: str, number: int, count: int, token: Any = 7) -> dict[str, Any]:
+    """`count` data, each of two tokens."""
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    inputs = {"target_tokens": {"data": [2, token], "dtype": "int64", "shape": [2]}}
+    data = [{"model_input": prompt, "loss_fn_inputs": inputs}] * count
+    return {"model_id": model, "seq_id": number, "forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
+
+
+def reader(service: Service) -> int | None:
+    return service.front.bodies._process.process_id
+
+
+def test_a_long_body_is_read_by_another_process_that_may_die(service: Service) -> None:
+    model = service.model(service.session())
+    short = service.result(service.post("forward_backward", body(model, 1, 2)))
+    assert reader(service) is None
+    for number in (2, 3):
+        long = service.result(service.post("forward_backward", body(model, number, 2500)))
+        assert long["loss_fn_outputs"] == short["loss_fn_outputs"][:1] * 2500
+        pid = reader(service)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        service.until(lambda killed=pid: reader(service) != killed)  # type: ignore[misc]
+
+
+def test_what_is_wrong_with_a_long_body_is_said_as_of_a_short_one(service: Service) -> None:
+    model = service.model(service.session())
+    answers = [
+        service.result(service.post("forward_backward", body(model, number, count, 1.5)))["error"]
+        for number, count in ((1, 1), (2, 2500))
+    ]
+    assert answers[0] == answers[1]
+    assert "datum 0: an int64 tensor" in answers[0]
+    refusals = [service.post("forward_backward", text, status=400) for text in (b"{", b"{" + b" " * LONG_JSON_BYTES)]
+    assert [answer["detail"] for answer in refusals] == ["Input data was truncated"] * 2
+    assert reader(service) is not None
+
+
+def test_a_long_body_that_was_not_kept_is_read_again_after_a_restart(service: Service) -> None:
+    model = service.model(service.session())
+    service.backend.gate.clear()
+    future = service.post("forward_backward", body(model, 1, 2500))
+    service.end()
+    service.backend.gate = asyncio.Event()
+    service.backend.gate.set()
+    service.begin(service.backend)
+    answer = service.result(future)
+    assert len(answer["loss_fn_outputs"]) == 2500
+    assert reader(service) is not None
