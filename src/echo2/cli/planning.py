@@ -18,6 +18,8 @@ def add_plan(add: Add) -> None:
     parser.add_argument("--budget", type=float, metavar="USD", help="most that the run may cost")
     parser.add_argument("--rehearse", action="store_true", help="also simulate the plan with the real control code")
     given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
+    text = "the learner's GPUs, as in 4xA100-80GB: estimates what is not given from their data sheet"
+    given.add_argument("--learner", metavar="GPUS", help=text)
     given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a similar run that was measured")
     for flag, symbol, what in (
         ("--train-seconds", "T", "seconds of training in one step"),
@@ -27,6 +29,7 @@ def add_plan(add: Add) -> None:
         ("--delta-bytes", "D", "bytes of a delta, where deltas are sent"),
         ("--uplink-mbps", "B0", "upload rate of the head in Mbit/s (default: 1000)"),
         ("--reload-seconds", "L", "seconds that a worker pauses to load a snapshot"),
+        ("--answer-tokens", "N", "mean tokens of an answer (default: half of sampling.max_tokens)"),
         ("--learner-memory-gb", "M", "memory of each GPU of the learner in GB (default: this machine's)"),
     ):
         given.add_argument(flag, type=float, metavar=symbol, help=what)

@@ -42,7 +42,8 @@ class Offer:
     0: as the run has it. `reliability`: share of its rollouts that count. `mean_life_hours` 0: it stays until released;
     a lost one is back, or replaced, after `replace_seconds`. `memory_gb`: of the GPU that a worker has there, or of the
     machine without one; 0: not known. `parameters` and `max_tokens`: of the model that the rate is for, and of its
-    answers; 0: those of the run. `rent` and `release`: commands, without a shell, that get
+    answers; 0: those of the run. `gpu`: its name in `echo2 plan`'s data sheet, from which a rate that is not known is
+    estimated. `rent` and `release`: commands, without a shell, that get
     one machine, start `echo2 worker {ticket} --offer {name}` there, and give it back.
     """
 
@@ -60,6 +61,7 @@ class Offer:
     memory_gb: Amount = 0.0
     parameters: Annotated[float, Meta(ge=0.0, le=1e15)] = 0.0
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
+    gpu: str = ""
     rent: str = ""
     release: str = ""
 

@@ -7,7 +7,8 @@ import itertools
 import json
 import math
 import shlex
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -26,6 +27,7 @@ from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, worker_need
 from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
 from echo2.learner.decide.memory import GB
+from echo2.planning.first_plan import Basis, FirstPlan, Range, open_range, shortened, told_range, usual_delta_share
 from echo2.planning.memory_needs import (
     learner_that_fits,
     needs_as_dict,
@@ -41,28 +43,25 @@ from echo2.reward.process import groups_at_once
 from echo2.reward.score import Scorer
 
 DEFAULT_UPLINK_MBPS = 1000.0
+AT_ONCE = "sampling.groups_per_batch"
+#: A setting is proposed if a step costs at most this share with it.
+WORTH_SAYING = 0.9
 #: Flags that take a number: those in seconds may be 0, the others must be positive.
 SECONDS = ("train_seconds", "reward_seconds", "broadcast_seconds", "reload_seconds")
-POSITIVE = ("snapshot_bytes", "delta_bytes", "uplink_mbps", "learner_memory_gb")
-
-
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """The value of an input and its origin, for the reader of the plan."""
-
-    name: str
-    value: str
-    origin: str
+POSITIVE = ("answer_tokens", "snapshot_bytes", "delta_bytes", "uplink_mbps", "learner_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
 class _Decided:
-    """A plan with all that it was made from. `needs`: of memory; None if the model's shape is unknown."""
+    """A plan with all that it was made from. `needs`: of memory; None if the model's shape is unknown. `open`: what the
+    plan may become once its estimates are measured; None if there are none.
+    """
 
     plan: Plan
     inputs: PlanInputs
     sources: list[Basis]
     needs: tuple[LearnerMemoryNeed, MemoryNeed] | None
+    open: Range | None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -82,11 +81,14 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         rests = {one.name: [one.value, one.origin] for one in found.sources}
         memory = needs_as_dict(*found.needs) if found.needs else None
-        told = {"inputs": rests, "rehearsal": rehearsal and rehearsal.to_dict(), "memory": memory}
+        rehearsed, left_open = rehearsal and rehearsal.to_dict(), found.open and asdict(found.open)
+        told = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
         print(json.dumps({**plan.to_dict(), **told}))
         return 0
     console = Console()
-    show(plan, by_staleness(inputs), inputs, found.sources, console)
+    show(found, by_staleness(inputs), console)
+    if cheaper := _cheaper(options, past, found.plan):
+        console.print(cheaper, highlight=False)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
     console.print(needs_table(*found.needs) if found.needs else unknown, highlight=False)
     if rehearsal is not None:
@@ -100,14 +102,20 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _decide(config: configuration.Config, options: argparse.Namespace, past: PastRun | None) -> _Decided:
-    """Raises:
+def _decide(
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, is_beside: bool = False
+) -> _Decided:
+    """Return the plan; with `is_beside`, one of few steps and without its range.
+
+    Raises:
     NoPlanError: no plan exists.
     DoesNotFitError: the learner does not fit, or a worker fits no offer.
     UserError: an input is missing.
     """
-    inputs, sources = gather(config, options, past)
-    shape, given, needs = model_shape(config.model.path), options.learner_memory_gb, None
+    first = FirstPlan(config, options.learner, options.answer_tokens)
+    inputs, sources, estimated = gather(config, options, past, first)
+    shape, needs = model_shape(config.model.path), None
+    given = options.learner_memory_gb or first.learner_memory_gb
     if shape is not None:
         share = None if given is None else int(given * GB)
         hardware = this_machine() if share is None else Hardware(share, (share,) * config.learner.ranks)
@@ -115,26 +123,31 @@ def _decide(config: configuration.Config, options: argparse.Namespace, past: Pas
         inputs = replace(inputs, offers=offers)
         sources += [Basis(f"without {name!r}", "a worker does not fit", told) for name, told in left_out.items()]
         needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
-    return _Decided(make_plan(inputs), inputs, sources, needs)
+    if is_beside:
+        return _Decided(make_plan(shortened(inputs)), inputs, sources, needs, None)
+    plan = make_plan(inputs)
+    return _Decided(plan, inputs, sources, needs, open_range(inputs, plan, sources, estimated))
 
 
 def gather(
-    config: configuration.Config, options: argparse.Namespace, past: PastRun | None
-) -> tuple[PlanInputs, list[Basis]]:
-    """Return the inputs of the plan and the origin of each.
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, first: FirstPlan
+) -> tuple[PlanInputs, list[Basis], list[str]]:
+    """Return the inputs of the plan, the origin of each, and the offers whose rates are estimated.
 
     Raises:
-        UserError: a required input is neither given nor measured; a given number is out of bounds.
+        UserError: a required input is neither given nor measured, and can't be estimated; a number is out of bounds.
     """
     for flag in (*SECONDS, *POSITIVE):
         value = getattr(options, flag)
         if value is not None and not (math.isfinite(value) and (value > 0 or (flag in SECONDS and value == 0))):
             raise UserError(f"--{flag.replace('_', '-')} {value} must be a positive number.")
     sources: list[Basis] = []
-    train_seconds = _train_seconds(options, past, sources)
+    train_seconds = _train_seconds(options, past, first, sources)
     pace_seconds = max(train_seconds, _reward_seconds(config, options, past, sources))
-    broadcast = _broadcast(config, options, past, sources)
-    offers = _offers(config, options, sources)
+    broadcast = _broadcast(config, options, past, first, sources)
+    known = _offers(config, options, sources)
+    offers, estimates = first.offers(known)
+    sources += estimates
     engine = chosen(config, model_config(config.model.path), ())
     sources.append(Basis("engine", engine.name, engine.why))
     schedule, sampling = config.schedule, config.sampling
@@ -154,7 +167,7 @@ def gather(
         max_idle=options.max_idle,
         budget_usd=options.budget,
     )
-    return inputs, sources
+    return inputs, sources, [one.name for one in known if one.rollouts_per_second is None]
 
 
 def _offers(config: configuration.Config, options: argparse.Namespace, sources: list[Basis]) -> tuple[Offer, ...]:
@@ -173,15 +186,14 @@ def _offers(config: configuration.Config, options: argparse.Namespace, sources: 
     return offers
 
 
-def _train_seconds(options: argparse.Namespace, past: PastRun | None, sources: list[Basis]) -> float:
+def _train_seconds(options: argparse.Namespace, past: PastRun | None, first: FirstPlan, sources: list[Basis]) -> float:
     if options.train_seconds is not None:
         sources.append(Basis("T_train", duration(options.train_seconds), "--train-seconds"))
         return float(options.train_seconds)
     if past is None:
-        raise UserError(
-            "The learner's seconds for a step are not known. Measure them: `echo2 run CONFIG --run.max_steps 5 --out "
-            "DIR`, then `echo2 plan CONFIG --from DIR`; or give --train-seconds."
-        )
+        seconds, basis = first.train_seconds()
+        sources.append(basis)
+        return seconds
     sources.append(
         Basis("T_train", duration(past.train_seconds), f"median of {past.num_steps} steps of {options.source}")
     )
@@ -205,13 +217,17 @@ def _reward_seconds(
 
 
 def _broadcast(
-    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, sources: list[Basis]
+    config: configuration.Config,
+    options: argparse.Namespace,
+    past: PastRun | None,
+    first: FirstPlan,
+    sources: list[Basis],
 ) -> BroadcastInputs:
     reload_seconds = options.reload_seconds or 0.0
     if options.broadcast_seconds is not None:
         sources.append(Basis("T_bcast", duration(options.broadcast_seconds), "--broadcast-seconds"))
         return BroadcastInputs(seconds=options.broadcast_seconds, reload_seconds=reload_seconds)
-    found = SnapshotSize(options.snapshot_bytes) if options.snapshot_bytes else snapshot_size(config)
+    found = _snapshot_size(config, options, first)
     full = found.num_bytes
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
     if found.base_bytes:
@@ -223,6 +239,9 @@ def _broadcast(
     elif past is not None and past.delta_ratio is not None and past.delta_ratio < 1:
         delta = full * past.delta_ratio
         sources.append(Basis("delta", size(delta), f"{past.delta_ratio:.2%} of a snapshot in {options.source}"))
+    elif past is None and options.learner is not None and (share := usual_delta_share(config)) is not None:
+        delta = full * share
+        sources.append(Basis("delta", size(delta), f"{share:.0%} of a snapshot, as is usual", is_estimate=True))
     least = 0.0
     if past is not None and past.broadcast_seconds is not None:
         least = past.broadcast_seconds
@@ -233,12 +252,27 @@ def _broadcast(
     return BroadcastInputs(full, delta, uplink * 1e6, reload_seconds=reload_seconds, at_least_seconds=least)
 
 
+def _snapshot_size(config: configuration.Config, options: argparse.Namespace, first: FirstPlan) -> SnapshotSize:
+    if options.snapshot_bytes:
+        return SnapshotSize(options.snapshot_bytes)
+    try:
+        return snapshot_size(config)
+    except UserError:  # no files of weights here
+        if options.learner is None:
+            raise
+        return first.snapshot_size()
+
+
 # ---- where there is no plan ------------------------------------------------------------------------------------------
 
 
 def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanError | DoesNotFitError) -> str:
     """Return the nearest plans that exist, the first as the command that prints it; "" if none was found."""
     if isinstance(error, NoPlanError):
+        more = next(((value, plan) for value, plan in _more_at_once(options, past)), None)
+        if more is not None:
+            command = _command(options, {f"--{AT_ONCE}": more[0]})
+            return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
         return _told(options, {}, remedies(error))
     config = configuration.load(options.config, options.overrides)
     memory = options.learner_memory_gb or max(1, round(this_machine().memory_bytes / GB))
@@ -259,6 +293,29 @@ def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanErr
         else:
             return f"A plan that works: `{_command(options, changes)}` ({_in_short(plan)})."
     return ""
+
+
+def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[str, Plan]]:
+    """Yield plans in which workers of estimated rates sample more groups at once, with that setting's value."""
+    if all(one.rollouts_per_second is not None for one in load_offers(options.offers)):
+        return
+    now = configuration.load(options.config, options.overrides).sampling.groups_per_batch
+    for power in range(1, 7):
+        value = str(now << power)
+        try:
+            config = configuration.load(options.config, {**options.overrides, AT_ONCE: value})
+            yield value, _decide(config, options, past, is_beside=True).plan
+        except UserError:
+            continue
+
+
+def _cheaper(options: argparse.Namespace, past: PastRun | None, plan: Plan) -> str:
+    """Return the number of groups at once with which a step costs clearly less, as a command; "" if there is none."""
+    plans = list(_more_at_once(options, past))
+    value, best = min(plans, key=lambda one: one[1].usd_per_step, default=("", plan))
+    if best.usd_per_step > WORTH_SAYING * plan.usd_per_step:
+        return ""
+    return f"Cheaper, with more rollouts at once: `{_command(options, {f'--{AT_ONCE}': value})}` ({_in_short(best)})."
 
 
 def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Remedy]) -> str:
@@ -295,8 +352,9 @@ def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basis], console: Console) -> None:
+def show(found: _Decided, choices: list[Plan], console: Console) -> None:
     """Print the plan as two short tables, and the origin of its inputs."""
+    plan, inputs, sources = found.plan, found.inputs, found.sources
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
     table.add_row(
@@ -323,6 +381,8 @@ def show(plan: Plan, choices: list[Plan], inputs: PlanInputs, sources: list[Basi
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
+    if found.open is not None:
+        table.add_row("once measured", told_range(found.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
     told = f"checks cost ${checks.checks_usd:.2g} a step if they sample half of it; a cheat in every group is paid"

@@ -6,16 +6,19 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from echo2.config.offers import COUNT_MAX
 from echo2.core.errors import UserError
 from echo2.planning.plan import NoPlanError, Plan, PlanInputs, make_plan, may_have_plan
 
 #: The largest staleness bound that is tried; data older than that are of little use.
 STALENESS_MAX = 64
+#: By how much it is raised: each try looks at all pairs of it and a publication period, so a larger one is coarser.
+STALER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 #: Steps are made up to 2 to this power times as large.
 DOUBLINGS_MAX = 10
 #: Inputs of a kind whose run is forecast, which takes seconds with many machines.
 TRIES_MAX = 4
+#: Machines of one offer that are tried at most. Thousands take long to forecast, and nobody rents them for a start.
+MACHINES_MAX = 512
 #: Idle ratios that are tried, where no fleet keeps to the one that was asked for.
 IDLE_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
 
@@ -100,7 +103,8 @@ def _period(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
 
 
 def _staler(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
-    for bound in range(inputs.max_staleness + 1, STALENESS_MAX + 1):
+    bounds = {min(STALENESS_MAX, inputs.max_staleness + more) for more in STALER}
+    for bound in sorted(bounds - set(range(inputs.max_staleness + 1))):
         yield _Try(replace(inputs, max_staleness=bound), {"--schedule.max_staleness": str(bound)})
 
 
@@ -129,8 +133,8 @@ def _more_machines(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
     """More of one offer, the cheapest for a rollout first."""
     for offer in sorted(inputs.offers, key=lambda one: one.effective_usd_per_hour / one.effective_rate):
         count = offer.count
-        while count < COUNT_MAX:
-            count = min(COUNT_MAX, 2 * count)
+        while count < MACHINES_MAX:
+            count = min(MACHINES_MAX, 2 * count)
             others = (replace(one, count=count) if one is offer else one for one in inputs.offers)
             yield _Try(replace(inputs, offers=tuple(others)), {})
 

@@ -1,0 +1,227 @@
+"""The inputs of a plan that nothing has measured: estimates from the model's config.json and from data sheets."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.core.errors import UserError
+from echo2.core.printable import duration
+from echo2.core.types import Hardware
+from echo2.learner.core.fitting import learner_need
+from echo2.learner.core.model_size import SnapshotSize, model_shape
+from echo2.learner.decide.memory import BYTES_PER_VALUE, GB
+from echo2.learner.decide.model_shape import ModelShape
+from echo2.planning.data_sheet import GPUS, Gpu, gpu, several
+from echo2.planning.estimates import (
+    ANSWER_SHARE,
+    SPREAD,
+    STEP_SECONDS,
+    Workload,
+    rollouts_per_second,
+    training_seconds,
+    training_share,
+)
+from echo2.planning.plan import NoPlanError, Plan, PlanInputs, make_plan
+
+#: In bfloat16, at rates from 1e-6 to 2e-5, a step's delta is 1 to 1.5 % (docs/log.md); the first steps change more.
+DELTA_SHARE = 0.03
+#: Steps of plans beside the one that was asked for.
+STEPS_BESIDE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Basis:
+    """The value of an input and its origin, for the reader of the plan. `is_estimate`: a data sheet's, not measured."""
+
+    name: str
+    value: str
+    origin: str
+    is_estimate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Least and most, over all that the estimates leave open. `has_gaps`: for a part of it there is no plan."""
+
+    machines: tuple[int, int]
+    usd_per_step: tuple[float, float]
+    has_gaps: bool
+
+
+class FirstPlan:
+    """Estimates for one configuration. `learner`: the learner's GPUs, as in 4xA100-80GB; None: not told.
+    `answer_tokens`: mean length of the answers; None: half of the longest.
+    """
+
+    def __init__(self, config: Config, learner: str | None, answer_tokens: float | None) -> None:
+        """Raises: UserError, the GPU is not known, or there are more or fewer of them than `learner.ranks`."""
+        self._config, self._given_tokens = config, answer_tokens
+        self._learner: tuple[int, str, Gpu] | None = None
+        if learner is not None:
+            self._learner = count, _, _ = several(learner, "--learner")
+            if count != config.learner.ranks:
+                raise UserError(
+                    f"--learner {learner} has {count} GPUs and learner.ranks = {config.learner.ranks}: the learner has "
+                    f"one process a GPU. Add --learner.ranks {count}."
+                )
+
+    @property
+    def learner_memory_gb(self) -> float | None:
+        """Memory of each of the learner's GPUs; None if they are not told."""
+        return None if self._learner is None else self._learner[2].memory_gb
+
+    @property
+    def answer_tokens(self) -> float:
+        """Mean length of the answers."""
+        return self._given_tokens or ANSWER_SHARE * self._config.sampling.max_tokens
+
+    def train_seconds(self) -> tuple[float, Basis]:
+        """Estimate the seconds of a training step.
+
+        Raises:
+            UserError: the learner's GPUs or the model's sizes are not known.
+        """
+        if self._learner is None:
+            raise UserError(
+                "The learner's seconds for a step are not known. Name its GPUs, for an estimate: --learner "
+                f"{self._config.learner.ranks}xA100-80GB ({', '.join(GPUS)}). Or measure them: `echo2 run CONFIG "
+                "--run.max_steps 5 --out DIR`, then `echo2 plan CONFIG --from DIR`; or give --train-seconds."
+            )
+        config, (count, name, card) = self._config, self._learner
+        memory = int(card.memory_gb * GB)
+        hardware = Hardware(memory, (memory,) * count)
+        need = learner_need(config, self._shape(), hardware)
+        work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
+        rollouts = config.schedule.groups_per_step * config.sampling.group_size
+        seconds = training_seconds(work, rollouts, card, count)
+        tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
+        share = training_share(work.shape.hidden, card.tflops, work.is_mixture)
+        why = (
+            f"estimated within a factor of {SPREAD:g}: {count} x {name} use {share:.0%} of their arithmetic for "
+            f"{tokens:.3g} tokens ({self._told_length()}); five steps of a run measure it"
+        )
+        return seconds, Basis("T_train", duration(seconds), why, is_estimate=True)
+
+    def offers(self, offers: Sequence[Offer]) -> tuple[tuple[Offer, ...], list[Basis]]:
+        """Fill in rates and memory of the offers that name a GPU.
+
+        Raises:
+            UserError: a GPU, or the model's sizes, are not known.
+        """
+        sampling, filled, told = self._config.sampling, list[Offer](), list[str]()
+        for offer in offers:
+            if offer.gpu:
+                card = gpu(offer.gpu, f"offer {offer.name!r}: gpu")
+                offer = replace(offer, memory_gb=offer.memory_gb or card.memory_gb)
+                if offer.rollouts_per_second is None:
+                    at_once = (offer.groups_per_batch or sampling.groups_per_batch) * sampling.group_size
+                    rate = rollouts_per_second(self._work(), card, at_once)
+                    offer = replace(offer, rollouts_per_second=rate)
+                    told.append(f"{offer.name} {rate:.3g}/s with {at_once} at once")
+            filled.append(offer)
+        if not told:
+            return tuple(filled), []
+        why = (
+            f"estimated within a factor of {SPREAD:g} for {self._work().engine} ({self._told_length()}); `echo2 probe` "
+            "measures them"
+        )
+        return tuple(filled), [Basis("rates", ", ".join(told), why, is_estimate=True)]
+
+    def snapshot_size(self) -> SnapshotSize:
+        """Estimate what a worker receives in a full snapshot.
+
+        Raises:
+            UserError: the model's sizes are not known.
+        """
+        config, shape = self._config, self._shape()
+        width = BYTES_PER_VALUE[config.model.snapshot_dtype]
+        if not config.lora.rank:
+            return SnapshotSize(shape.parameters * width)
+        return SnapshotSize(shape.adapter_parameters(config.lora.rank) * width, shape.parameters * shape.stored_bytes)
+
+    def _told_length(self) -> str:
+        if self._given_tokens:
+            return f"answers of {self._given_tokens:g}, --answer-tokens"
+        return f"answers of {self.answer_tokens:g}, half of the longest; --answer-tokens"
+
+    def _work(self) -> Workload:
+        config = self._config
+        engine = config.workers.engine if config.workers.engine in STEP_SECONDS else "vllm"
+        return Workload(
+            self._shape(),
+            self.answer_tokens,
+            bytes_per_weight=BYTES_PER_VALUE[config.model.snapshot_dtype],
+            lora=bool(config.lora.rank),
+            engine=engine,
+        )
+
+    def _shape(self) -> ModelShape:
+        return fetched_shape(self._config.model.path)
+
+
+def fetched_shape(path: str) -> ModelShape:
+    """Return the sizes of a model from its config.json: in a directory, in the hub's cache, or from the hub.
+
+    Raises:
+        UserError: there is none, or it has layers of a kind that is not known.
+    """
+    found = model_shape(path)
+    if found is None:
+        with contextlib.suppress(Exception):  # offline, no such model, no library: the message below says what to do
+            from huggingface_hub import hf_hub_download
+
+            hf_hub_download(path, "config.json")
+            found = model_shape(path)
+    if found is None:
+        raise UserError(
+            f"The sizes of {path!r} are not known: its config.json is neither here nor in the hub's cache, the hub "
+            "does not answer with it, or its layers are of a kind without a forecast. Put its config.json into a "
+            "directory and name that: --model.path DIR."
+        )
+    return found
+
+
+def usual_delta_share(config: Config) -> float | None:
+    """Return the share of a snapshot that one step's delta has as a rule; None where deltas save little."""
+    return DELTA_SHARE if config.model.snapshot_dtype == "bfloat16" and not config.lora.rank else None
+
+
+def shortened(inputs: PlanInputs) -> PlanInputs:
+    """Return the inputs of a plan beside the one that was asked for: fewer steps say what its step costs."""
+    return replace(inputs, steps=min(inputs.steps, STEPS_BESIDE), budget_usd=None)
+
+
+def open_range(inputs: PlanInputs, plan: Plan, sources: Sequence[Basis], estimated: Sequence[str]) -> Range | None:
+    """Return what the plan may become once all is measured; None if nothing is estimated. `estimated`: the offers with
+    estimated rates.
+    """
+    trains = any(one.is_estimate and one.name == "T_train" for one in sources)
+    if not trains and not estimated:
+        return None
+    plans, has_gaps = [plan], False
+    for slower in (1 / SPREAD, SPREAD) if trains else (1.0,):
+        for faster in (1 / SPREAD, SPREAD) if estimated else (1.0,):
+            offers = tuple(
+                replace(one, rollouts_per_second=one.rollouts_per_second * faster)
+                if one.name in estimated and one.rollouts_per_second
+                else one
+                for one in inputs.offers
+            )
+            changed = shortened(replace(inputs, train_seconds=inputs.train_seconds * slower, offers=offers))
+            try:
+                plans.append(make_plan(changed))
+            except NoPlanError:
+                has_gaps = True
+    counts, prices = [sum(one.machines.values()) for one in plans], [one.usd_per_step for one in plans]
+    return Range((min(counts), max(counts)), (min(prices), max(prices)), has_gaps)
+
+
+def told_range(found: Range) -> str:
+    """Return the range in words."""
+    gaps = "; in a part of that range the offers are too few" if found.has_gaps else ""
+    (fewest, most), (least, highest) = found.machines, found.usd_per_step
+    return f"{fewest} to {most} machines, ${least:.3g} to ${highest:.3g} a step{gaps}"

@@ -1,0 +1,215 @@
+"""A plan without measurements: from config.json and data sheets."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from echo2.cli import main
+from echo2.core.errors import UserError
+from echo2.learner.decide.model_shape import ModelShape, read_shape
+from echo2.planning.data_sheet import GPUS, Gpu, gpu, several
+from echo2.planning.estimates import (
+    Workload,
+    rollouts_per_second,
+    tokens_per_second,
+    touched_weights,
+    training_flops_per_token,
+    training_seconds,
+)
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+MIXTURE = {
+    **QWEN3_8B,
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+}
+CARDS = st.sampled_from(sorted(GPUS))
+
+
+def shape(values: dict[str, object]) -> ModelShape:
+    found = read_shape(values)
+    assert found is not None
+    return found
+
+
+DENSE, SPARSE = Workload(shape(QWEN3_8B), 1000.0), Workload(shape(MIXTURE), 1000.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "memory_gb"),
+    [("4xA100-80GB", 4, 80), ("H200", 1, 141), ("2 x GeForce RTX 4090", 2, 24), ("8×h100", 8, 80), ("a100", 1, 80)],
+)
+def test_gpus_are_named_as_people_write_them(text: str, count: int, memory_gb: float) -> None:
+    found = several(text, "--learner")
+    assert (found[0], found[2].memory_gb) == (count, memory_gb)
+
+
+@pytest.mark.parametrize("text", ["", "0xH100", "4x", "GTX 9090", "-1xH100", "4 4090", "x" * 1000, "4x\n"])
+def test_a_gpu_without_data_sheet_is_refused_with_those_that_have_one(text: str) -> None:
+    with pytest.raises(UserError, match=r"H100|B200"):
+        several(text, "--learner")
+
+
+def test_flops_are_those_of_the_textbook() -> None:
+    """6 for each weight and token, 4 with frozen weights, 8 with activations computed again."""
+    weights = 6.0 * (shape(QWEN3_8B).parameters - 151936 * 4096)
+    assert training_flops_per_token(DENSE) == pytest.approx(weights, rel=0.05)
+    assert training_flops_per_token(replace(DENSE, lora=True)) == pytest.approx(weights * 4 / 6, rel=0.05)
+    assert training_flops_per_token(replace(DENSE, checkpointing=True)) == pytest.approx(weights * 8 / 6, rel=0.05)
+
+
+@given(name=CARDS, rollouts=st.integers(1, 4096), count=st.integers(1, 64), work=st.sampled_from([DENSE, SPARSE]))
+def test_more_of_anything_is_never_slower(name: str, rollouts: int, count: int, work: Workload) -> None:
+    card = GPUS[name]
+    seconds = training_seconds(work, rollouts, card, count)
+    assert seconds > training_seconds(work, rollouts, card, 2 * count) > 0
+    assert training_seconds(work, 2 * rollouts, card, count) == pytest.approx(2 * seconds)
+    assert training_seconds(replace(work, lora=True), rollouts, card, count) < seconds
+    assert training_seconds(work, rollouts, replace(card, tflops=2 * card.tflops), count) < seconds
+    rate = tokens_per_second(work, card, rollouts)
+    assert tokens_per_second(work, card, rollouts + 1) > rate
+    faster = Gpu(card.memory_gb, 2 * card.bandwidth_gb_per_second, 2 * card.tflops)
+    assert rate < tokens_per_second(work, faster, rollouts) < 2 * rate
+    assert rollouts_per_second(replace(work, answer_tokens=2000.0), card, rollouts) < rate / 1000
+    assert rate / rollouts <= tokens_per_second(work, card, 1)
+
+
+@given(rollouts=st.integers(1, 10_000))
+def test_a_mixture_reads_what_some_rollout_chose(rollouts: int) -> None:
+    sparse = SPARSE.shape
+    read = touched_weights(sparse, rollouts)
+    assert sparse.active * (1 - 1e-9) <= read <= sparse.parameters
+    assert touched_weights(DENSE.shape, rollouts) == DENSE.shape.parameters
+
+
+def write(folder: Path, values: dict[str, object], settings: str, offers: str) -> list[str]:
+    """The words of a plan for a model of which only config.json is there."""
+    model = folder / "model"
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(values))
+    config = f'[model]\npath = "{model}"\nsnapshot_dtype = "bfloat16"\n[tasks]\nsource = "digit_sorting"\n'
+    (folder / "run.toml").write_text(config + '[reward]\nfunctions = ["exact_match"]\n' + settings)
+    (folder / "offers.toml").write_text(offers)
+    return ["plan", str(folder / "run.toml"), "--offers", str(folder / "offers.toml")]
+
+
+SETTINGS = """[run]
+max_steps = 50
+[sampling]
+group_size = 16
+groups_per_batch = 1
+max_tokens = 4096
+[schedule]
+groups_per_step = 32
+max_staleness = 3
+[learner]
+ranks = 4
+[workers]
+count = 0
+"""
+OFFERS = '[[offers]]\nname = "card"\nprice_usd_per_hour = 0.35\ngpu = "RTX 5090"\ncount = 40\n'
+
+
+def test_a_plan_needs_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = write(tmp_path, QWEN3_8B, SETTINGS, OFFERS)
+    assert main(words) == 2
+    assert "--learner 4xA100-80GB" in capsys.readouterr().err
+    assert main([*words, "--learner", "2xH100"]) == 2
+    assert "Add --learner.ranks 2" in capsys.readouterr().err
+    assert main([*words, "--learner", "4xA100-80GB", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    fewest, most = plan["range"]["machines"]
+    assert fewest <= plan["machines"]["card"] <= most
+    assert fewest < most
+    least, highest = plan["range"]["usd_per_step"]
+    assert 0 < least < plan["usd_per_step"] < highest
+    assert "estimated" in plan["inputs"]["T_train"][1]
+    assert plan["inputs"]["snapshot"][0] == "16.4 GB"
+    assert plan["memory"]["learner"]["available"] == 80_000_000_000
+    assert main([*words, "--learner", "4xA100-80GB", "--answer-tokens", "1024"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "once measured" in shown
+    assert "answers of 1024, --answer-tokens" in shown
+    assert "Cheaper, with more rollouts at once" not in shown, "two groups don't fit in 32 GB"
+
+
+def test_more_rollouts_at_once_are_proposed_where_they_pay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    offers = (
+        '[[offers]]\nname = "card"\nprice_usd_per_hour = 3.0\ngpu = "H200"\nup_mbps = 2000\ndown_mbps = 2000\ncount = '
+    )
+    words = [*write(tmp_path, MIXTURE, SETTINGS, offers + "90\n"), "--learner", "4xH200"]
+    assert main([*words]) == 0
+    assert "Cheaper, with more rollouts at once: `echo2 plan" in " ".join(capsys.readouterr().out.split())
+    words = [*write(tmp_path, MIXTURE, SETTINGS, offers + "12\n"), "--learner", "4xH200"]
+    assert main([*words]) == 2
+    told = capsys.readouterr().err
+    assert "A plan that works, with more rollouts at once: `echo2 plan" in told
+
+
+def test_any_configuration_ends_in_a_plan_or_in_a_refusal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes, GPUs and lengths at random; a refusal names a setting, a flag or a plan."""
+    plans = 0
+    for seed in range(6):
+        draw = random.Random(seed)
+        heads = draw.choice((4, 16))
+        values = {
+            **draw.choice((QWEN3_8B, MIXTURE)),
+            "hidden_size": heads * 64,
+            "num_attention_heads": heads,
+            "num_key_value_heads": draw.choice((1, 4)),
+            "num_hidden_layers": draw.choice((2, 30)),
+            "intermediate_size": draw.choice((512, 20_000)),
+            "max_position_embeddings": draw.choice((2048, 131_072)),
+        }
+        ranks = draw.choice((1, 2, 8))
+        settings = (
+            f"[run]\nmax_steps = {draw.choice((1, 8))}\n[sampling]\ngroup_size = {draw.choice((2, 16))}\n"
+            f"groups_per_batch = {draw.choice((1, 8))}\nmax_tokens = {draw.choice((16, 1024, 8000))}\n"
+            f"[schedule]\ngroups_per_step = {draw.choice((1, 8))}\nmax_staleness = {draw.choice((1, 3))}\n"
+            f"[learner]\nranks = {ranks}\n[lora]\nrank = {draw.choice((0, 16))}\n[workers]\ncount = 0\n"
+        )
+        offers = "".join(
+            f'[[offers]]\nname = "card{number}"\nprice_usd_per_hour = {draw.choice((0.0, 0.3, 4.0))}\n'
+            f'down_mbps = 2000\ngpu = "{draw.choice(sorted(GPUS))}"\ncount = {draw.choice((2, 32))}\n'
+            for number in range(draw.choice((1, 2)))
+        )
+        words = write(tmp_path / str(seed), values, settings, offers)
+        status = main([*words, "--learner", f"{ranks}x{draw.choice(sorted(GPUS))}", "--json"])
+        told = capsys.readouterr()
+        assert status in (0, 2), (seed, told.err)
+        assert status == 0 or json.loads(told.err)["error"], (seed, told.err)
+        plans += status == 0 or "A plan that works" in told.err
+    assert plans >= 3
+
+
+def test_a_gpu_of_an_offer_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = write(tmp_path, QWEN3_8B, SETTINGS, OFFERS.replace("5090", "9090"))
+    assert main([*words, "--learner", "4xA100-80GB"]) == 2
+    assert "offer 'card': gpu: the data sheet of 'RTX 9090' is not known" in capsys.readouterr().err
+    assert gpu("rtx3090", "x").memory_gb == 24
