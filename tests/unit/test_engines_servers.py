@@ -397,6 +397,29 @@ def test_a_server_that_dies_or_hangs_costs_what_is_in_it_and_comes_back(
     asyncio.run(run())
 
 
+def test_a_server_that_cannot_be_restarted_for_a_while_is_restarted_later(
+    tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its log cannot be opened, as descriptors or memory may be missing."""
+    monkeypatch.setattr(server_engine, "RESTART_SECONDS", Backoff(0.01, 0.02))
+    monkeypatch.setattr(server_engine, "CHECK_EVERY_SECONDS", 0.1)
+    pids, log = tmp_path / "pids", tmp_path / "models.log"
+
+    async def run() -> None:
+        place = ServerPlace(python, "", ("--pids", str(pids)), tmp_path / "models")
+        async with closing(make_engine("vllm", "cpu", 8, place)) as engine:
+            await engine.update_weights(snapshot(10, 3))
+            log.rename(tmp_path / "aside.log")
+            log.mkdir()
+            os.kill(int(pids.read_text()), signal.SIGKILL)
+            await until(lambda: "Is a directory" in caplog.text)
+            waiting = engine.submit(request(2))
+            log.rmdir()
+            assert completed(await asyncio.wait_for(waiting, 60.0)).version_spans == ((0, 3),)
+
+    asyncio.run(run())
+
+
 def test_a_server_that_cannot_start_says_why(tmp_path: Path, python: str) -> None:
     async def start(python: str, *arguments: str) -> None:
         place = ServerPlace(python, "", arguments, tmp_path / "models")

@@ -492,3 +492,18 @@ def test_a_base_model_of_the_owner_that_is_another_is_one_clear_error(tmp_path: 
                 assert "leave --base out" in said
 
     asyncio.run(story())
+
+
+def test_a_base_model_of_the_owner_that_changed_since_its_name_was_taken_is_one_clear_error(tmp_path: Path) -> None:
+    async def story() -> None:
+        base = base_model()
+        changed = {name: replace(one, data=bytes(one.num_bytes)) for name, one in base.tensors.items()}
+        async with joined(tmp_path) as (head, member):
+            await head.archive.take(await stored(head, payload(Encoder(base))))
+            async with taking(head, member, tmp_path, own=replace(base, tensors=changed)) as machine:
+                said = await take_base(head, machine, base)
+                assert said.startswith("UserError")
+                assert "--base" in said
+                assert "start the worker again" in said
+
+    asyncio.run(story())

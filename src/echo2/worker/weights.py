@@ -126,7 +126,13 @@ class WorkerWeights:
                 f"--base holds {ours}, and the run's adapters are over {theirs}: these differ, if only by a byte. "
                 "Give the model that the learner has, or leave --base out to fetch it."
             )
-        await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
+        try:
+            await loop.run_in_executor(self._loading, self.content.take_base, manifest, own)
+        except PeerError as error:
+            raise UserError(
+                f"--base no longer holds {own.ref.policy}: it changed while the worker ran ({error}). Leave it as it "
+                "is, and start the worker again."
+            ) from error
         if self._incoming is manifest:
             self.node.fetch(manifest)
 

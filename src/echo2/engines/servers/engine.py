@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.core.loop_thread import LoopThread
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, Snapshot, SnapshotRef
@@ -235,12 +235,11 @@ class ServerEngine:
         self._up.set()
         if self._looking is None:
             self._looking = self._thread.start(self._look_after())
-            self._looking.add_done_callback(_tell_failure)
         return time.perf_counter() - started
 
     async def _look_after(self) -> None:
         """Check the server every `CHECK_EVERY_SECONDS`, or at once when a request failed (`_doubted`). Restart it if
-        the check fails."""
+        the check fails, for whatever reason: all requests would wait for ever without this task."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CHECK_EVERY_SECONDS):
@@ -249,8 +248,8 @@ class ServerEngine:
                 self._doubted.clear()
                 try:
                     await self._server.check(self._installed())
-                except (LinkError, PeerError) as error:
-                    await self._start_again(str(error))
+                except Exception as error:
+                    await self._start_again(_words(error))
                 self._up.set()
 
     async def _start_again(self, reason: str) -> None:
@@ -259,18 +258,19 @@ class ServerEngine:
         self._reason, retries = reason, Retries(RESTART_SECONDS)
         while True:
             log.error("the token server is started again: %s", reason)
-            await self._server.stop()
             await retries.pause()
             try:
+                await self._server.stop()
                 await self._server.start(self._installed())
-            except (LinkError, PeerError, UserError) as error:
-                reason = str(error)
+            except Exception as error:  # also if this machine has no descriptor, memory or room for a while
+                reason = _words(error)
             else:
                 self._reason = ""
                 self._up.set()
                 return
 
 
-def _tell_failure(looking: Future[Any]) -> None:
-    if not looking.cancelled() and (error := looking.exception()) is not None:
-        log.error("the token server is no longer monitored, after an unexpected error", exc_info=error)
+def _words(error: Exception) -> str:
+    if not isinstance(error, (Echo2Error, OSError)):
+        log.error("the token server", exc_info=error)
+    return str(error) or type(error).__name__
