@@ -53,7 +53,7 @@ echo2.engines: decode_loop torch_engine snapshot_tensors
 """
 #: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.
 FORWARD_BACKWARD = """
-echo2_service.front: app entrance access requests_api bodies numbering data given dispatch database work traffic
+echo2_service.front: app request_guard access requests_api bodies numbering data given dispatch database work traffic
 echo2_service: decide.order backend frames calling tinker_pb2 fleet.processes
 echo2_service.learner: process models journal data
 echo2.learner.core: tenants trainer

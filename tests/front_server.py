@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from echo2_service.front.access import Doorkeeper
-from echo2_service.front.app import NO_QUOTAS, Front
+from echo2_service.front.access import ApiKeys
+from echo2_service.front.app import NO_QUOTAS, App
 from echo2_service.front.database import Database
 from echo2_service.front.http_server import HttpServer, listening
 from echo2_service.settings import Quotas
@@ -27,7 +27,7 @@ class FrontServer:
     def __init__(self, folder: Path, quotas: Quotas = NO_QUOTAS) -> None:
         self.folder, self.quotas, self.now = folder, quotas, START
         self.database = Database(f"sqlite:///{folder}/service.sqlite")
-        self.keeper = Doorkeeper(self.database, lambda: self.now)
+        self.api_keys = ApiKeys(self.database, lambda: self.now)
         self._listener = listening("127.0.0.1", 0)
         self.port: int = self._listener.getsockname()[1]
         self._is_up = threading.Event()
@@ -44,10 +44,10 @@ class FrontServer:
     async def _serve(self) -> None:
         database = Database(f"sqlite:///{self.folder}/service.sqlite")
         self.loop, self.backend = asyncio.get_running_loop(), OneRowBackend(self.folder)
-        self.front = Front(
+        self.front = App(
             database, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas, lambda: self.now
         )
-        self.server = HttpServer(self.front.app, self.front.requests.stop)
+        self.server = HttpServer(self.front.asgi, self.front.requests.stop)
         self.loop.call_soon(self._is_up.set)
         await self.server.serve([self._listener])
         database.close()
@@ -63,7 +63,7 @@ class FrontServer:
 
     def client(self, tenant: str) -> Client:
         """A client of a tenant, with a key of its own."""
-        return Client(self.port, self.keeper.add_key(tenant))
+        return Client(self.port, self.api_keys.add_key(tenant))
 
     def close(self) -> None:
         self.in_front(self.front.requests.stop)

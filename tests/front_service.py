@@ -15,8 +15,8 @@ import numpy as np
 from starlette.testclient import TestClient
 
 from echo2_service import tinker_pb2 as pb
-from echo2_service.front.access import Doorkeeper
-from echo2_service.front.app import NO_QUOTAS, Front
+from echo2_service.front.access import ApiKeys
+from echo2_service.front.app import NO_QUOTAS, App
 from echo2_service.front.database import Database
 from echo2_service.settings import Quotas
 from one_row_backend import OneRowBackend
@@ -32,8 +32,8 @@ class Service:
         self.folder, self.url, self.quotas = folder, url, quotas
         self.now, self.stepped = START, 0.0  # the clock, and by how much it has stepped
         self.database = Database(url)
-        self.keeper = Doorkeeper(self.database, lambda: self.now)
-        self.key = self.keeper.add_key("ada")
+        self.api_keys = ApiKeys(self.database, lambda: self.now)
+        self.key = self.api_keys.add_key("ada")
         self.begin()
 
     def step_clock(self, seconds: float) -> None:
@@ -42,7 +42,7 @@ class Service:
     def begin(self, backend: OneRowBackend | None = None) -> None:
         self.backend = backend or OneRowBackend(self.folder)
         self._of_the_front = Database(self.url)
-        self.front = Front(
+        self.front = App(
             self._of_the_front,
             self.backend,
             self.folder / "checkpoints",
@@ -50,7 +50,7 @@ class Service:
             self.quotas,
             lambda: self.now - self.stepped,
         )
-        self.client = TestClient(self.front.app, raise_server_exceptions=True)
+        self.client = TestClient(self.front.asgi, raise_server_exceptions=True)
         self.client.__enter__()
 
     def end(self) -> None:

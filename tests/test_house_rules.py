@@ -118,7 +118,7 @@ BROKEN = [
     (house.docstring_complaints, "echo2.core.types", '"""A module."""\nclass A: ...'),
     (house.except_complaints, "echo2.core.types", "try:\n    pass\nexcept:\n    raise"),
     (house.except_complaints, "echo2.core.types", "try:\n    pass\nexcept Exception:\n    pass"),
-    (house.address_complaints, "echo2_service.fleet.door", "address = f'{host}:{self.port}'"),
+    (house.address_complaints, "echo2_service.fleet.server", "address = f'{host}:{self.port}'"),
     (house.child_complaints, "echo2.core.types", "import subprocess\nsubprocess.Popen(['true'])"),
     (house.child_complaints, "echo2.core.types", "from asyncio import create_subprocess_exec"),
     (house.background_complaints, "echo2.core.types", "import asyncio\nasyncio.ensure_future(f())"),

@@ -30,7 +30,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from echo2.config.rundir import RunDir
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import RUN_POLICY, RolloutGroup, TensorBytes
-from echo2.learner.core.publication import LentWeights, Publisher
+from echo2.learner.core.publication import BorrowedWeights, Publisher
 from echo2.learner.link.head_client import LearnerInfo, join_head
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcLink, connect
@@ -165,7 +165,7 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
     publisher = Publisher(directory / "learner")
     client = await join_head(await connect_head(), 0, LearnerInfo("cpu", VOCAB), publisher, 60.0, print)
     files = tokenizer_files()
-    await client.publish(0, LentWeights({"w": TensorBytes("I16", (4,), bytes(8))}, files))
+    await client.publish(0, BorrowedWeights({"w": TensorBytes("I16", (4,), bytes(8))}, files))
     ready.set()
     for step in range(1_000_000):
         numbers = [item.group.number async for item in client.take_groups(step) if isinstance(item, RolloutGroup)]
@@ -173,7 +173,7 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
         marks.append((len(numbers), time.perf_counter()))
         if (step + 1) % PUBLISH_STEPS == 0:
             weights = (step + 1).to_bytes(8, "little")
-            await client.publish(step + 1, LentWeights({"w": TensorBytes("I16", (4,), weights)}, files))
+            await client.publish(step + 1, BorrowedWeights({"w": TensorBytes("I16", (4,), weights)}, files))
         if step % CHECKPOINT_STEPS == 0:
             oldest = max(0, step + 1 - CHECKPOINT_STEPS)
             await client.report_checkpoint(step + 1, oldest, [oldest, step + 1])

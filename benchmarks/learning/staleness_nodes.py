@@ -124,7 +124,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
 def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.config.rundir import RunDir
     from echo2.learner import process as learner_process
-    from echo2.learner.core.publication import LentWeights, Payload, Publisher
+    from echo2.learner.core.publication import BorrowedWeights, Payload, Publisher
     from echo2.learner.grpo.loop import GrpoClient
 
     group_seconds = settings["train_seconds"] / settings["groups_per_step"]
@@ -139,7 +139,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
 
     @paced_run.in_place_of(learner_process, Publisher)
     class PacedPublisher(Publisher):
-        def payload(self, ref: SnapshotRef, weights: LentWeights) -> Payload:
+        def payload(self, ref: SnapshotRef, weights: BorrowedWeights) -> Payload:
             time.sleep(settings["broadcast_seconds"])  # in the thread that publishes: training goes on
             return super().payload(ref, weights)
 

@@ -34,7 +34,7 @@ from recording import HERE, save
 
 from echo2.config.offers import Offer
 from echo2.head.fleet.decide import formulas
-from echo2.head.fleet.decide.forecast import WorkerPace, forecast
+from echo2.head.fleet.decide.forecast import WorkerKind, forecast
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
 from echo2.planning.sim.run import run_scenario
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
@@ -144,7 +144,7 @@ def predicted(job: Job, max_staleness: int, shares: Sequence[float]) -> list[Row
             "is_choice": count == chosen,
             "is_below": count == least - 1,
             "fluid": formulas.idle_ratio(demand, count * job.rate),
-            "forecast": forecast(demand, [WorkerPace(job.rate, count, 1, job.spread)], job.steps).steady_idle_ratio,
+            "forecast": forecast(demand, [WorkerKind(job.rate, count, 1, job.spread)], job.steps).steady_idle_ratio,
         }
         for count in sorted({*(max(1, round(least * share)) for share in shares), least - 1, chosen})
     ]
@@ -154,7 +154,7 @@ def curve(job: Job, max_staleness: int, most: int) -> Row:
     """What is predicted for other numbers of workers, up to so many: a line to draw."""
     demand = job.demand(max_staleness)
     counts = sorted({round(most * (0.4 + 0.6 * part / CURVE_POINTS)) for part in range(CURVE_POINTS + 1)})
-    walks = [forecast(demand, [WorkerPace(job.rate, count, 1, job.spread)], job.steps) for count in counts]
+    walks = [forecast(demand, [WorkerKind(job.rate, count, 1, job.spread)], job.steps) for count in counts]
     points = [(count, walk.steady_idle_ratio) for count, walk in zip(counts, walks, strict=True)]
     return {"max_staleness": max_staleness, "overlaps": job.overlaps, "points": points}
 

@@ -31,7 +31,7 @@ from rich.table import Table
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import formulas
-from echo2.head.fleet.decide.forecast import WorkerPace, forecast
+from echo2.head.fleet.decide.forecast import WorkerKind, forecast
 from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
 from echo2.planning.sim.run import run_scenario
@@ -60,7 +60,7 @@ def any_fleet(seed: int) -> Row:
     paces, specs = [], []
     for _ in range(rng.choice([1, 1, 2])):
         batch, count, spread = rng.choice([1, 2, 4]), rng.randint(2, 24), rng.choice([0.0, 0.1, 0.3])
-        paces.append(WorkerPace(needed * rng.uniform(0.5, 2.0) / count, count, batch, spread))
+        paces.append(WorkerKind(needed * rng.uniform(0.5, 2.0) / count, count, batch, spread))
     share = 1 / len(paces)
     paces = [replace(pace, rate=pace.rate * share) for pace in paces]
     specs = [

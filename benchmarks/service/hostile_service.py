@@ -38,7 +38,7 @@ sys.path.insert(0, str(REPOSITORY / "tests"))
 from echo2.core.disk import allocated_bytes  # noqa: E402
 from echo2_service import tinker_pb2 as pb  # noqa: E402
 from echo2_service.commands.serve import open_database  # noqa: E402
-from echo2_service.front.access import Doorkeeper  # noqa: E402
+from echo2_service.front.access import ApiKeys  # noqa: E402
 from served import Served  # noqa: E402 (a service and a machine, as the tests start them)
 
 NUM_STEPS = 40
@@ -214,9 +214,9 @@ class Tenant:
 
     def __init__(self, served: Served, tenant: str) -> None:
         database = open_database(served.folder)
-        keeper = Doorkeeper(database, time.time)
+        api_keys = ApiKeys(database, time.time)
         self.served, self.tenant = served, tenant
-        self.key, self.other = keeper.add_key(tenant), keeper.add_key("bystander")
+        self.key, self.other = api_keys.add_key(tenant), api_keys.add_key("bystander")
         database.close()
 
     def ask(self, path: str, body: object, key: str = "") -> tuple[int, Any]:
@@ -372,7 +372,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder))
         database = open_database(served.folder)
-        key = Doorkeeper(database, time.time).add_key("mallory")
+        key = ApiKeys(database, time.time).add_key("mallory")
         database.close()
         undisturbed, _ = served.client("tinker-038", "training.py", str(NUM_STEPS)).communicate()
         foreign = [one["tinker_path"] for one in told(served, "checkpoints")["checkpoints"][:4]]

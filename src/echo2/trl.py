@@ -158,7 +158,7 @@ class RolloutFleet:
             Echo2Error: the run has failed.
         """
         from echo2.learner.core.model import DTYPES, stored, with_dtype
-        from echo2.learner.core.publication import LentWeights
+        from echo2.learner.core.publication import BorrowedWeights
 
         session, version = self._joined(), self._published + 1
         session.doing = f"publishing version {version}"
@@ -169,7 +169,7 @@ class RolloutFleet:
         }
         files = self._files | {"config.json": with_dtype(self._files["config.json"], dtype)}
         self._wait_for(lambda: self._handed_out >= version)
-        lent = LentWeights(tensors, files)
+        lent = BorrowedWeights(tensors, files)
         self._joined().publish(version, lent)
         lent.returned.result()
         session.doing = "TRL trains"

@@ -10,7 +10,7 @@ import pytest
 
 import house
 from echo2_service.commands.serve import open_database
-from echo2_service.front.access import Doorkeeper
+from echo2_service.front.access import ApiKeys
 from served import SDKS, Served
 
 NUM_STEPS = 24
@@ -49,7 +49,7 @@ def served(sdk: str, tmp_path: Path) -> Iterator[Served]:
 )
 def test_what_clients_count_on(served: Served, sdk: str) -> None:
     database = open_database(served.folder)
-    other = Doorkeeper(database, time.time).add_key("other")
+    other = ApiKeys(database, time.time).add_key("other")
     database.close()
     text, _ = served.client(sdk, "conformance.py", other).communicate()
     lines = [line for line in text.splitlines() if line.startswith("ok ")]

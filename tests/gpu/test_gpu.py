@@ -151,7 +151,7 @@ def test_a_snapshot_has_the_weights_of_the_moment_it_was_lent(dtype: str) -> Non
     trainer.optim_step("it", AdamParams(1e-2))  # queued work that the reading must follow
     lent = trainer.save_weights_for_sampler("it", dtype)
     read = {name: bytes(tensor.read(0, tensor.num_bytes)) for name, tensor in lent.tensors.items()}
-    lent.give_back()
+    lent.release()
     torch.cuda.synchronize()
     expected = policy.tensors(DTYPES[dtype])
     assert read == {name: bytes(tensor.data) for name, tensor in expected.items()}

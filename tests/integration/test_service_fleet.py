@@ -14,8 +14,8 @@ import pytest
 
 from echo2.core.errors import UserError
 from echo2_service.backend import AdamSettings, ModelSpec, SampleSpec
-from echo2_service.fleet.door import FleetDoor
 from echo2_service.fleet.processes import LocalBackend
+from echo2_service.fleet.server import FleetServer
 from echo2_service.settings import FleetSettings
 from learner_cases import model_directory
 from service_cases import some_data
@@ -38,7 +38,7 @@ class Service:
     def open(self) -> None:
         base = str(self.root / "base")
         self.backend = LocalBackend({"tiny": base}, self.root / "backend", "cpu")
-        self.door = FleetDoor(self.root / "out", self.settings, {"tiny": base}, self.backend.samplers)
+        self.door = FleetServer(self.root / "out", self.settings, {"tiny": base}, self.backend.samplers)
 
     async def close(self) -> None:
         await self.door.close()

@@ -71,7 +71,7 @@ def test_nor_does_any_in_more_worlds(first: int) -> None:
     judge_block(first, judge_lying)
 
 
-def test_what_one_forged_who_did_not_come_back_to_a_new_head_is_not_held_against_the_others() -> None:
+def test_groups_of_a_forger_that_did_not_rejoin_a_new_head_do_not_count_against_others() -> None:
     assert judge_forging(300_185) == []
 
 

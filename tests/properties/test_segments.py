@@ -19,12 +19,12 @@ from weights_cases import bytes_of, decode, new_content, spoil
 
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.learner.core.publication import LentWeights, Payload, Publisher
+from echo2.learner.core.publication import BorrowedWeights, Payload, Publisher
 from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import FORMAT, Manifest, widths_of
 from echo2.weights.format.segments import encode_segment, tensor_index
 from echo2.weights.store.archive import Archive
-from echo2.weights.store.content import KeptContent
+from echo2.weights.store.content import InstalledContent
 from echo2.weights.store.store import ChunkStore
 
 #: Steps of one story; stories.
@@ -42,7 +42,7 @@ class Worker:
     def start(self) -> None:
         """Also a second time, after a kill."""
         self.store = ChunkStore(self.directory)
-        self.kept = KeptContent(self.store)
+        self.kept = InstalledContent(self.store)
         self.kept.restore()
         self.installed = self.kept.ref
         self.is_refusing = False
@@ -103,7 +103,7 @@ class Story:
         files = {"config.json": b"{}", "notes.txt": self.rng.choice([b"one", b"two"])}
         target = Snapshot(self.ref, tensors, files)
         self.truth[self.ref] = target
-        lent = LentWeights(tensors, files)
+        lent = BorrowedWeights(tensors, files)
         sent = await self.send(self.publisher.payload(self.ref, lent))
         assert lent.returned.done()
         if self.publisher.published(sent):

@@ -38,7 +38,7 @@ from echo2.engines.servers.engine import ServerEngine
 from echo2.engines.servers.models import ServedModel
 from echo2.head.ledger.metrics import Copy, Sink
 from echo2.head.serve.reading import TaskReader
-from echo2.learner.core.publication import LentWeights, Publisher
+from echo2.learner.core.publication import BorrowedWeights, Publisher
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.session import HeadSession
 from echo2.sandbox.process import CodeFailure, CodeProcess
@@ -67,9 +67,9 @@ def directory() -> Iterator[Path]:
         yield Path(path)
 
 
-def lent(version: int) -> LentWeights:
+def lent(version: int) -> BorrowedWeights:
     data = np.random.default_rng(7).integers(0, 1 << 16, 40_000).astype(np.uint16) + np.uint16(version)
-    return LentWeights({"w": TensorBytes("BF16", (40_000,), data.tobytes())}, sending.FILES)
+    return BorrowedWeights({"w": TensorBytes("BF16", (40_000,), data.tobytes())}, sending.FILES)
 
 
 def shuffled(draw: random.Random, *actions: Callable[[], object]) -> list[Callable[[], object]]:
@@ -153,7 +153,7 @@ def session(draw: random.Random) -> None:
         except LinkError:
             assert link.is_closed
             return
-        lendings: list[LentWeights] = []
+        lendings: list[BorrowedWeights] = []
 
         def train() -> None:
             for step in range(draw.randrange(4)):
@@ -177,7 +177,7 @@ def session(draw: random.Random) -> None:
         assert link.is_closed
 
 
-def lent_until_read(version: int) -> LentWeights:
+def lent_until_read(version: int) -> BorrowedWeights:
     """Weights that must not be read once they are given back: they may change then."""
     data = lent(version).tensors["w"]
 
@@ -186,7 +186,7 @@ def lent_until_read(version: int) -> LentWeights:
             log.error("weights were given back while they are read")
         return data.read(start, stop)
 
-    weights = LentWeights({"w": StoredTensor(data.dtype, data.shape, data.num_bytes, read)}, sending.FILES)
+    weights = BorrowedWeights({"w": StoredTensor(data.dtype, data.shape, data.num_bytes, read)}, sending.FILES)
     return weights
 
 

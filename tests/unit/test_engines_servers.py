@@ -436,7 +436,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, python: str) -> Non
         asyncio.run(start(""))
 
 
-def test_what_a_guard_runs_ends_with_the_one_who_started_it() -> None:
+def test_what_a_guard_runs_ends_with_its_parent() -> None:
     command = [sys.executable, "-S", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)"]
     child = ChildProcess([sys.executable, "-S", guard.__file__, *command], has_pipes=True, has_lifeline=True)
     with child.pipes[0], child.pipes[1] as output:

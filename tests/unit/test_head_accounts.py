@@ -181,7 +181,7 @@ def test_broadcast_times_are_those_of_the_newest_installed_version() -> None:
     assert (row["broadcast/latency_p50"], row["broadcast/latency_p95"]) == (2.0, 6.0)
 
 
-def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
+def test_t_bcast_waits_for_a_share_of_the_connected_workers() -> None:
     """Eleven attend: ten of them are a share of 1/1.1."""
     meter, ref = BroadcastTimes(), SnapshotRef(RUN_POLICY, 1, 5)
     workers = [f"w{number}" for number in range(11)]
@@ -196,7 +196,7 @@ def test_t_bcast_waits_for_a_share_of_those_who_attended() -> None:
     assert meter.metrics()["broadcast/t_bcast"] == 20.0
 
 
-def test_who_leaves_is_waited_for_no_longer_and_who_skips_a_version_has_it() -> None:
+def test_a_broadcast_waits_no_longer_for_workers_that_left_and_counts_those_that_skipped_a_version() -> None:
     meter = BroadcastTimes()
     meter.published(SnapshotRef(RUN_POLICY, 1, 1), 0.0, ["w1", "w2"])
     meter.installed("w1", SnapshotRef(RUN_POLICY, 1, 1), now=2.0)

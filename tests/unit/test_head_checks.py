@@ -200,7 +200,7 @@ def test_a_restarted_head_goes_on_with_the_checks_that_were_under_way() -> None:
     assert desk.planner.trust.of("ticket-liar").is_quarantined
 
 
-def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long() -> None:
+def test_a_restarted_head_knows_resting_and_expelled_workers_and_for_how_long() -> None:
     desk = desk_with("s")
     for _ in range(2):
         (asked,) = of(do.CheckGroup, brings(desk, "s"))
@@ -218,7 +218,7 @@ def test_a_restarted_head_knows_who_rests_and_who_is_expelled_and_for_how_long()
     assert "another" in [one.worker_id for one in of(do.GrantLeases, desk.tell(ev.Tick()))]
 
 
-def test_a_restarted_head_knows_who_is_in_quarantine_and_who_is_trusted() -> None:
+def test_a_restarted_head_knows_quarantined_and_trusted_workers() -> None:
     desk = desk_with("liar", "honest", groups_per_step=1200)
     recorded = {}
     for name, fault in (("liar", "wrong"), *[("honest", "")] * NEWCOMER_CHECKS):
@@ -394,7 +394,9 @@ def _lease_of_step(desk: Desk, worker_id: str, step: int) -> int:
 
 
 @pytest.mark.parametrize("has_new_weights", [False, True])
-def test_who_has_not_heard_yet_that_the_learner_fell_back_loses_a_group_and_nothing_else(has_new_weights: bool) -> None:
+def test_a_worker_that_does_not_know_of_the_older_checkpoint_loses_a_group_and_nothing_else(
+    has_new_weights: bool,
+) -> None:
     desk = desk_with("s", groups_per_step=4)
     for step in range(2):
         _complete(desk, step)

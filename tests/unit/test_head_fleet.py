@@ -111,7 +111,7 @@ def test_an_event_costs_no_more_in_a_large_fleet(kind: str) -> None:
     assert costs[1] <= 1.3 * costs[0] + 20, costs  # a look at each worker would cost 600 lines
 
 
-def test_the_last_groups_are_left_to_who_is_free_first() -> None:
+def test_the_last_groups_go_to_the_worker_that_is_free_first() -> None:
     hall = Hall(4, max_staleness=1, groups_per_step=5)  # the window has 10 groups
     assert [len(hall.planner.leases.of_worker(f"w{number}")) for number in range(4)] == [2, 2, 2, 2]
     for lease_id in [lease_id for lease_id, (worker_id, _) in hall.leases.items() if worker_id == "w2"]:
@@ -160,7 +160,7 @@ def test_without_activation_everybody_works() -> None:
     assert hall.planner.fleet.num_active == 8
 
 
-def test_who_stands_by_gets_no_leases_and_no_snapshots_and_says_why() -> None:
+def test_a_standby_worker_gets_no_leases_and_no_snapshots_and_says_why() -> None:
     hall = lively()
     fleet = hall.planner.fleet
     standing = {worker.worker_id for worker in fleet if worker.standby}
@@ -392,7 +392,7 @@ def test_before_a_step_is_trained_the_outlook_knows_nothing_but_heads() -> None:
     assert found.text == "how many workers are needed is known after the first step"
 
 
-def test_the_outlook_counts_who_is_over_and_who_is_short_and_the_forecast_agrees() -> None:
+def test_the_fleet_need_counts_surplus_and_missing_workers_and_the_forecast_agrees() -> None:
     hall = Hall(8, groups_per_step=16, max_staleness=50)  # nobody is released: the surplus stays
     for _ in range(3):
         hall.train_a_step()
@@ -464,7 +464,7 @@ def test_a_worker_is_at_most_as_fast_as_what_it_has_not_finished_allows() -> Non
     assert measured.current(1.0, 32, 128.0) == pytest.approx(0.5)
 
 
-def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_those_who_are_released() -> None:
+def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_released_workers() -> None:
     measurements = Measurements()
     measurements.published(SnapshotRef(RUN_POLICY, 1, 0), 0.0)
     measurements.installed(SnapshotRef(RUN_POLICY, 1, 0), 1, 500.0)  # it had to start first

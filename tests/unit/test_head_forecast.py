@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import formulas
-from echo2.head.fleet.decide.forecast import WorkerPace, forecast, longest_of
+from echo2.head.fleet.decide.forecast import WorkerKind, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
@@ -82,7 +82,7 @@ def test_idle_staleness_and_seconds_are_those_of_the_simulator(
 ) -> None:
     scenario = scenario_of(bound, kappa, count, factor, broadcast, pauses)
     predicted = forecast(
-        demand_of(scenario), [WorkerPace(scenario.worker_rate(scenario.workers[0]), count, 2, 0.2)], scenario.max_steps
+        demand_of(scenario), [WorkerKind(scenario.worker_rate(scenario.workers[0]), count, 2, 0.2)], scenario.max_steps
     )
     found = run_scenario(scenario, seed=3, keeps_events=False)
     assert found.steps == scenario.max_steps
@@ -107,7 +107,7 @@ def test_a_forecast_keeps_the_bound_and_never_beats_the_fluid(
 ) -> None:
     demand = Demand(12, 4, 1 + kappa % (bound + 1), bound, 1.0, broadcast, overlaps)
     mu = factor * demand.rollouts_per_step
-    found = forecast(demand, [WorkerPace(mu / count, count, batch, 0.2)], 60)
+    found = forecast(demand, [WorkerKind(mu / count, count, batch, 0.2)], 60)
     assert found.max_staleness <= bound
     assert math.fsum(found.staleness.values()) == pytest.approx(1.0)
     assert 0.0 <= found.idle_ratio < 1.0
@@ -119,13 +119,13 @@ def test_a_forecast_keeps_the_bound_and_never_beats_the_fluid(
 def test_very_many_very_quick_workers_are_a_fluid() -> None:
     for bound, kappa, broadcast in ((0, 1, 0.3), (1, 1, 0.3), (2, 2, 0.5), (3, 2, 0.2)):
         demand = Demand(400, 1, kappa, bound, 1.0, broadcast)
-        found = forecast(demand, [WorkerPace(rate=0.9 * 400 / 10, count=10, groups_per_batch=1)], 80)
+        found = forecast(demand, [WorkerKind(rate=0.9 * 400 / 10, count=10, groups_per_batch=1)], 80)
         assert found.step_seconds == pytest.approx(formulas.step_seconds(demand, 0.9 * 400), rel=0.02)
 
 
 def test_the_same_inputs_give_the_same_forecast_and_a_long_run_is_extrapolated() -> None:
     demand = Demand(16, 4, 1, 2, 1.0, 0.3)
-    paces = [WorkerPace(40.0, 2, 2, 0.3), WorkerPace(5.0, 3, 4, 0.1)]
+    paces = [WorkerKind(40.0, 2, 2, 0.3), WorkerKind(5.0, 3, 4, 0.1)]
     assert forecast(demand, paces, 50) == forecast(demand, paces, 50)
     short, long = forecast(demand, paces, 120), forecast(demand, paces, 12_000)
     assert long.run_seconds == pytest.approx(short.run_seconds + 11_880 * short.step_seconds)
@@ -134,7 +134,7 @@ def test_the_same_inputs_give_the_same_forecast_and_a_long_run_is_extrapolated()
 
 def test_a_forecast_without_workers_is_refused() -> None:
     demand = Demand(16, 4, 1, 2, 1.0, 0.3)
-    for paces in ([], [WorkerPace(0.0)], [WorkerPace(1.0, count=0)]):
+    for paces in ([], [WorkerKind(0.0)], [WorkerKind(1.0, count=0)]):
         with pytest.raises(UserError, match="needs workers"):
             forecast(demand, paces, 10)
 

@@ -170,7 +170,7 @@ def test_a_release_that_fails_is_tried_again_by_the_next_head_too(tmp_path: Path
     asyncio.run(second(asyncio.run(first())))
 
 
-def test_who_never_joined_is_given_back_by_offer_and_everybody_at_the_end(tmp_path: Path) -> None:
+def test_machines_that_never_joined_are_returned_by_offer_and_all_at_the_end(tmp_path: Path) -> None:
     async def scenario() -> None:
         yard = Yard(tmp_path)
         for _ in range(3):
@@ -188,7 +188,7 @@ def test_who_never_joined_is_given_back_by_offer_and_everybody_at_the_end(tmp_pa
     asyncio.run(scenario())
 
 
-def test_the_next_head_knows_who_was_on_its_way_who_had_joined_and_who_was_leaving(tmp_path: Path) -> None:
+def test_the_next_head_knows_which_machines_were_coming_had_joined_or_were_leaving(tmp_path: Path) -> None:
     async def first() -> dict[str, Any]:
         yard = Yard(tmp_path)
         for _ in range(3):

@@ -22,7 +22,7 @@ from echo2.engines.random_streams import derived_seed
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer, tokens_with
 from echo2.head.decide.lease_times import LEASE_STRETCH_MAX
-from echo2.head.strangers.replay import TurnRules, retrace
+from echo2.head.strangers.replay import TurnRules, replay_rollout
 from echo2.rollouts.generate import sample_groups
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE
 from echo2.transport import messages
@@ -92,7 +92,7 @@ def gone_through(whim: int, rules: TurnRules, group: RolloutGroup, lease: Lease,
     async def step(action: str) -> Reply:
         return world.step(number, action)
 
-    return asyncio.run(retrace(rules, world.turn_tokens(number), len(group.prompt_tokens), rollout, step))
+    return asyncio.run(replay_rollout(rules, world.turn_tokens(number), len(group.prompt_tokens), rollout, step))
 
 
 @pytest.mark.parametrize("engine_name", ["fake", "compact"])
@@ -357,4 +357,4 @@ def test_rewards_that_add_up_to_no_reward_are_the_environments_failure() -> None
         return Reply("", 6e5, False)
 
     with pytest.raises(UserError, match=r"add up to 1\.2e\+06"):
-        asyncio.run(retrace(rules, 0, 1, rollout, step))
+        asyncio.run(replay_rollout(rules, 0, 1, rollout, step))

@@ -78,7 +78,7 @@ def test_a_learner_that_waits_for_groups_hears_it_at_once_and_a_checkpoint_on_di
 
 
 @pytest.mark.parametrize("why", ["told twice", "no learner"])
-def test_nobody_is_waited_for_who_will_not_come(tmp_path: Path, why: str) -> None:
+def test_a_stop_does_not_wait_for_a_learner_that_is_gone_or_for_a_second_signal(tmp_path: Path, why: str) -> None:
     async def scenario() -> None:
         async with open_head(tmp_path) as one:
             if why == "no learner":

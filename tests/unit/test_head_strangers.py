@@ -94,7 +94,7 @@ def test_a_ticket_that_lets_its_lease_expire_rests_twice_as_long_each_time() -> 
     assert rests == pytest.approx([120.0, 240.0, 480.0], abs=10.0)
 
 
-def test_who_is_back_under_its_name_or_another_of_its_ticket_still_rests() -> None:
+def test_a_resting_worker_still_rests_under_its_name_or_another_of_its_ticket() -> None:
     desk = desk_with(("own", ""), ("s", "t"))
     fail(desk, "s")
     desk.tell(ev.WorkerLeft("s", "it goes"))
@@ -105,7 +105,7 @@ def test_who_is_back_under_its_name_or_another_of_its_ticket_still_rests() -> No
     assert any("its ticket gets no leases" in one.reason for one in desk.planner.waits(desk.now) if one.waiter == "s2")
 
 
-def test_of_one_ticket_who_failed_is_tried_after_those_who_did_not() -> None:
+def test_a_worker_that_failed_is_tried_after_others_of_its_ticket() -> None:
     desk = desk_with(("bad", "t"), ("good", "t"))
     assert held_by(desk, "bad")
     fail(desk, "bad")
@@ -212,7 +212,7 @@ def test_a_group_that_a_stranger_failed_is_left_to_others() -> None:
     assert record.worker_id == "own"
 
 
-def test_what_breaks_the_reward_function_at_the_head_counts_against_who_sent_it() -> None:
+def test_what_breaks_the_reward_function_at_the_head_counts_against_its_sender() -> None:
     desk = desk_with(("s", "t"))
     commands: list[do.Command] = []
     for _ in range(50):
@@ -243,7 +243,7 @@ def junk(desk: Desk, worker_id: str) -> list[do.Command]:
     return desk.tell(ev.DeliveryMalformed(worker_id, 10**6, "malformed", "noise"))
 
 
-def test_who_sends_junk_is_expelled_its_leases_end_and_each_time_it_is_for_longer() -> None:
+def test_a_worker_that_sends_junk_is_expelled_for_longer_each_time_and_its_leases_end() -> None:
     desk = desk_with(("own", ""), ("s", "t"))
     seconds = []
     for _ in range(9):
@@ -271,7 +271,7 @@ def test_failures_of_leases_that_it_does_not_hold_are_junk_too() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 8), st.integers(0, 2), st.floats(0.0, 600.0)), max_size=60))
-def test_whose_results_come_late_twice_for_each_lease_is_never_expelled(rounds: list[tuple[int, int, float]]) -> None:
+def test_a_worker_with_two_late_results_for_each_lease_is_never_expelled(rounds: list[tuple[int, int, float]]) -> None:
     """A slow worker, each of whose results is refused, and sent again because the answer was lost."""
     penalties, now = WorkerPenalties(), 0.0
     for num_leases, num_refused, seconds in rounds:

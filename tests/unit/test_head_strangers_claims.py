@@ -58,7 +58,7 @@ def test_strangers_are_paid_for_accepted_results_and_for_no_more_time_than_there
     assert again.cum_usd(9000.0) == pytest.approx(1000.0 + 120.0)
 
 
-def test_status_says_what_strangers_ask_who_was_turned_away_and_what_was_not_evaluated() -> None:
+def test_status_shows_strangers_prices_refused_workers_and_missing_evaluations() -> None:
     workers = [
         {"id": "w-1", "price_usd_per_hour": 0.4, "is_own": False},
         {"id": "w-2", "price_usd_per_hour": 9.0, "is_own": True},

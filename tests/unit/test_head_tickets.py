@@ -60,7 +60,7 @@ def test_tickets_of_the_owner_are_written_and_kept(head: Head) -> None:
     assert texts == [head.rundir.ticket.read_text(), head.rundir.learner_ticket.read_text()]
 
 
-def test_half_used_ticket_is_replaced_and_still_admits_whom_it_was_given(head: Head) -> None:
+def test_half_used_ticket_is_replaced_and_still_admits_its_workers(head: Head) -> None:
     old = head.ticket.ticket_id
     for _ in range(OWN_TICKET_USES // 2 + 1):
         assert head.ticket.ticket_id == old
@@ -129,7 +129,7 @@ def test_invitation_says_to_scripts_what_it_made(head: Head, capsys: pytest.Capt
     assert "no other machine can reach the head" in near["note"]
 
 
-def test_revoked_ticket_takes_along_all_who_came_by_it(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revoked_ticket_revokes_all_its_workers(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     ticket = Ticket.parse(said(capsys, "invite", head.rundir.path)).ticket_id
     came, own = {head.enrol(ticket) for _ in range(3)}, head.enrol(head.ticket.ticket_id)
     assert said(capsys, "revoke", head.rundir.path, ticket) == f"{ticket} is revoked"
@@ -146,7 +146,7 @@ def test_revoked_worker_is_told_with_its_ticket(head: Head, capsys: pytest.Captu
     assert told == f"{peer_id} is revoked; ticket {ticket}, by which it came, admits nobody any more"
 
 
-def test_revocation_says_to_scripts_who_is_out(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revocation_tells_scripts_which_workers_are_out(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     ticket = Ticket.parse(said(capsys, "invite", head.rundir.path)).ticket_id
     came = [head.enrol(ticket) for _ in range(2)]
     one = json.loads(said(capsys, "revoke", head.rundir.path, came[0], "--json"))

@@ -110,7 +110,7 @@ def test_honest_groups_never_add_up_to_a_fault() -> None:
     assert trust.variance < 2 * SURPRISE_KEPT
 
 
-def test_whose_tokens_surprise_the_learner_is_checked_more() -> None:
+def test_a_worker_with_tokens_that_surprise_the_learner_is_checked_more() -> None:
     desk = desk_with("s")
     honest(desk, "s", NEWCOMER_CHECKS)
     assert honest(desk, "s", 12) < 6

@@ -57,7 +57,7 @@ def lives(path: Path, batch: list[RolloutGroup], deadly: set[int]) -> tuple[int,
 
 
 @given(deadly=st.sets(st.integers(0, 7), max_size=LEFT_OUT_MAX), size=st.integers(1, 8))
-def test_who_kills_is_left_out_and_all_others_are_trained_on(
+def test_groups_that_kill_are_left_out_and_all_others_are_trained_on(
     tmp_path_factory: pytest.TempPathFactory, deadly: set[int], size: int
 ) -> None:
     path, batch = tmp_path_factory.mktemp("deaths") / "training.json", groups(size)

@@ -13,7 +13,7 @@ from weights_cases import bytes_of, new_content
 
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor, TensorBytes
-from echo2.learner.core.publication import BasePayload, LentWeights, Payload, Publisher
+from echo2.learner.core.publication import BasePayload, BorrowedWeights, Payload, Publisher
 from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.weights.format.segments import SEGMENT_BYTES, base_model_of
 from echo2.weights.store.content import Content
@@ -33,8 +33,8 @@ def weights(version: int) -> np.ndarray:
     return items
 
 
-def lent(items: np.ndarray) -> LentWeights:
-    return LentWeights({"w": TensorBytes("BF16", items.shape, items.data)}, {"config.json": b"{}"})
+def lent(items: np.ndarray) -> BorrowedWeights:
+    return BorrowedWeights({"w": TensorBytes("BF16", items.shape, items.data)}, {"config.json": b"{}"})
 
 
 def take(content: Content, payload: Payload | BasePayload) -> None:
@@ -88,7 +88,7 @@ def test_what_broke_off_is_no_base(tmp_path: Path) -> None:
             raise UserError("gone")
         return weights(1).tobytes()[start:stop]
 
-    loan = LentWeights({"w": StoredTensor("BF16", (ITEMS,), 2 * ITEMS, torn)}, {"config.json": b"{}"})
+    loan = BorrowedWeights({"w": StoredTensor("BF16", (ITEMS,), 2 * ITEMS, torn)}, {"config.json": b"{}"})
     with pytest.raises(UserError, match="gone"):
         take(new_content(), publisher.payload(ref(1), loan))
     assert loan.returned.done()
@@ -108,7 +108,7 @@ def test_an_update_waits_until_the_weights_are_given_back(tmp_path: Path) -> Non
     saving.result()  # another reader waits for nobody
     updating.join(0.05)
     assert updating.is_alive()
-    loan.give_back()
+    loan.release()
     updating.join()
 
 

@@ -69,7 +69,7 @@ def digests(client: GrpoClient, mesh: Mesh | None = None) -> list[str]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(segments, "SEGMENT_BYTES", 256)
         lent = client.save_weights_for_sampler()
-        lent.give_back()
+        lent.release()
         extents = segments.cut_stream(segments.tensor_index(lent.tensors))
     first, step = share_of(mesh.rank, mesh.size)
     reads = list(segments.readers(lent.tensors, extents))[first::step]

@@ -17,7 +17,7 @@ from weights_cases import bytes_of, decode, new_content
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import RUN_POLICY, SnapshotRef, StoredTensor, TensorBytes
-from echo2.learner.core.publication import LentWeights, Publisher, share_of
+from echo2.learner.core.publication import BorrowedWeights, Publisher, share_of
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.sending import OtherRanks, RankSender
 from echo2.learner.link.session import HeadSession
@@ -108,7 +108,7 @@ class Learner:
         info = LearnerInfo("cpu", 8)
         self.session = HeadSession(lambda: connect(0), 0, info, publishers[0], others=self.others)
 
-    def publish(self, version: int, of_rank: Callable[[int], LentWeights]) -> None:
+    def publish(self, version: int, of_rank: Callable[[int], BorrowedWeights]) -> None:
         for rank, sender in enumerate(self.senders, 1):
             sender.lend(version, of_rank(rank))
         self.session.publish(version, of_rank(0))
@@ -139,11 +139,11 @@ def content(version: int) -> dict[str, TensorBytes]:
     return tensors
 
 
-def lent(version: int) -> Callable[[int], LentWeights]:
+def lent(version: int) -> Callable[[int], BorrowedWeights]:
     """Each rank can read its own share and nothing else."""
     tensors = content(version)
 
-    def of_rank(rank: int) -> LentWeights:
+    def of_rank(rank: int) -> BorrowedWeights:
         entries = segments.tensor_index(tensors)
         mine: set[tuple[str, int, int]] = set()
         for number, parts in enumerate(segments.pieces(entries, segments.cut_stream(entries))):
@@ -159,7 +159,7 @@ def lent(version: int) -> Callable[[int], LentWeights]:
         sources = {
             name: StoredTensor(one.dtype, one.shape, one.num_bytes, reader(name)) for name, one in tensors.items()
         }
-        return LentWeights(sources, FILES)
+        return BorrowedWeights(sources, FILES)
 
     return of_rank
 
@@ -168,7 +168,7 @@ def alone(directory: Path, versions: range) -> list[Manifest]:
     """What one rank publishes."""
     publisher, made = Publisher(directory), []
     for version in versions:
-        payload = publisher.payload(SnapshotRef(RUN_POLICY, 1, version), LentWeights(content(version), FILES))
+        payload = publisher.payload(SnapshotRef(RUN_POLICY, 1, version), BorrowedWeights(content(version), FILES))
         for _ in payload.parts():
             pass
         made.append(payload.manifest)
@@ -245,13 +245,13 @@ def test_chunks_that_the_head_lost_are_sent_again_by_the_rank_that_has_them(tmp_
 
 
 def test_a_rank_that_fails_ends_the_publication_with_its_error(tmp_path: Path) -> None:
-    def of_rank(rank: int) -> LentWeights:
+    def of_rank(rank: int) -> BorrowedWeights:
         def read(start: int, stop: int) -> bytes:
             if rank == 2:
                 raise UserError("the disk is gone")
             return bytes(stop - start)
 
-        return LentWeights({"w": StoredTensor("BF16", (200_000,), 400_000, read)}, FILES)
+        return BorrowedWeights({"w": StoredTensor("BF16", (200_000,), 400_000, read)}, FILES)
 
     head = Head()
     with learner(head, tmp_path) as made:

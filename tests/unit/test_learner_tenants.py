@@ -142,7 +142,7 @@ def test_tenants_are_as_if_alone_bit_for_bit(tenants: Tenants, tmp_path: Path) -
         assert train(alone, name, range(3)) == mixed[name]
 
 
-def test_who_left_memory_comes_back_as_it_was(tenants: Tenants, tmp_path: Path) -> None:
+def test_a_tenant_that_left_memory_comes_back_as_it_was(tenants: Tenants, tmp_path: Path) -> None:
     lora = LoraConfig(rank=2)
     tenants.add("stays", lora, 1)
     tenants.add("leaves", lora, 1)

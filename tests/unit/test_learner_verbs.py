@@ -46,7 +46,7 @@ def flat_gradient(trainer: Trainer, name: str) -> Tensor:
 
 def bits(trainer: Trainer, name: str) -> dict[str, bytes]:
     lent = trainer.save_weights_for_sampler(name, "float64")
-    lent.give_back()
+    lent.release()
     return {key: bytes(tensor.read(0, tensor.num_bytes)) for key, tensor in lent.tensors.items()}
 
 

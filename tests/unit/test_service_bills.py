@@ -33,7 +33,7 @@ def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path
         spent = {"model_id": model, "seq_id": 4, "adam_params": {"learning_rate": 0.1}}
         assert "$1.0000 of $1" in service.post("optim_step", spent, status=402)["detail"]
         assert service.result(again)["metrics"]["loss:sum"] > 0  # what was done is still told
-        eve = service.keeper.add_key("eve")
+        eve = service.api_keys.add_key("eve")
         service.model(service.session(eve), key=eve)
         told = status(service.database, service.now)["tenants"]
         assert told["ada"]["usd"] == pytest.approx(1.0)

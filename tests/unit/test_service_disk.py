@@ -167,10 +167,10 @@ def test_models_leave_the_disk_when_their_session_is_finished_or_long_silent(ser
     assert "metrics" in service.result(service.train(used, 1, [1]))
 
 
-def test_a_copy_is_charged_to_who_has_it_and_no_more_to_who_had_the_original(tmp_path: Path) -> None:
+def test_a_copy_is_charged_to_its_owner_and_not_to_the_owner_of_the_original(tmp_path: Path) -> None:
     with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
         service.backend.more_bytes = 10_000
-        model, eve = service.model(service.session()), service.keeper.add_key("eve")
+        model, eve = service.model(service.session()), service.api_keys.add_key("eve")
         path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
         service.post(f"training_runs/{model}/checkpoints/weights/a/publish", status=204)
         service.post("copy_weights", {"source_path": path}, key=eve)
@@ -346,7 +346,7 @@ def test_neither_the_cleanup_nor_a_start_loads_bodies_or_answers(service: Servic
 
 
 def test_a_clock_that_steps_ends_no_session_and_fails_no_request_that_waits(service: Service) -> None:
-    slow = service.keeper.add_key("ada", per_minute=10)
+    slow = service.api_keys.add_key("ada", per_minute=10)
     session = service.session()
     model = service.model(session)
     held = service.train(model, 2, [1])

@@ -205,7 +205,7 @@ def test_a_state_makes_a_new_model_in_another_session(service: Service) -> None:
 def test_a_copy_outlives_what_it_is_of(service: Service) -> None:
     model = service.model(service.session())
     path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
-    other = service.keeper.add_key("eve")
+    other = service.api_keys.add_key("eve")
     body = {"source_path": path, "destination_project_id": "any", "ttl_seconds": 3600}
     assert "no checkpoint" in service.post("copy_weights", body, key=other, status=400)["detail"]
     service.post(f"training_runs/{model}/checkpoints/weights/a/publish", status=204)
@@ -264,7 +264,7 @@ def test_a_tenant_sees_nothing_of_another(service: Service) -> None:
     sampler = {"session_id": session, "sampling_session_seq_id": 5, "model_path": path}
     service.post("create_sampling_session", sampler)
     future = service.train(model, 2, [1])
-    eve = service.keeper.add_key("eve")
+    eve = service.api_keys.add_key("eve")
     hers = service.session(eve)
     service.post("retrieve_future", {"request_id": future["request_id"]}, eve, 404)
     service.post("get_info", {"model_id": model}, eve, 404)
@@ -286,11 +286,11 @@ def test_a_tenant_sees_nothing_of_another(service: Service) -> None:
 
 def test_keys_have_scopes_an_end_and_a_rate(service: Service) -> None:
     service.post("create_session", key="tml-guessed", status=401)
-    sampling = service.keeper.add_key("ada", scopes=["sample"], days=1.0)
+    sampling = service.api_keys.add_key("ada", scopes=["sample"], days=1.0)
     service.post("create_model", {}, sampling, 403)
     service.now += 86401.0
     service.post("create_session", key=sampling, status=401)
-    slow = service.keeper.add_key("ada", per_minute=2)
+    slow = service.api_keys.add_key("ada", per_minute=2)
     assert [service.client.post("/api/v1/telemetry", headers={"x-api-key": slow}).status_code for _ in range(3)] == [
         200,
         200,
@@ -421,7 +421,7 @@ def test_a_cancelled_sample_loses_its_turn_and_costs_nothing(service: Service) -
     service.backend.gate.clear()
     future = service.post("asample", {**body, "prompt": {"chunks": [{"tokens": [1]}]}})
     request = {"request_id": future["request_id"]}
-    service.post("cancel_future", request, service.keeper.add_key("eve"), status=204)
+    service.post("cancel_future", request, service.api_keys.add_key("eve"), status=204)
     assert service.database.count(requests, state="queued") == 1
     service.post("cancel_future", request, status=204)
     assert "cancelled" in service.result(future)["error"]

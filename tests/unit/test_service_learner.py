@@ -17,7 +17,7 @@ from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
 from echo2_service import calling, limits
 from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec
-from echo2_service.decide.order import Turns
+from echo2_service.decide.order import FairQueue
 from echo2_service.frames import (
     Answer,
     CreateModelCall,
@@ -130,7 +130,7 @@ def test_an_adapter_that_takes_too_much_memory_is_refused(client: Client, monkey
     assert client.loss("large", 1) > 0
 
 
-def test_who_is_moved_out_of_memory_comes_back(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_moved_out_of_memory_comes_back(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models_module, "MEMORY_BYTES", 1)
     found: dict[str, list[float]] = {"m": [], "same": []}
     for operation in range(1, 8):
@@ -269,7 +269,7 @@ def test_bounds_of_a_datum_are_for_losses_that_clip() -> None:
 
 
 def test_shares_are_equal_whatever_the_pieces() -> None:
-    turns, used = Turns(), {"small": 0.0, "large": 0.0, "late": 0.0}
+    turns, used = FairQueue(), {"small": 0.0, "large": 0.0, "late": 0.0}
     cost = {"small": 0.1, "large": 1.0, "late": 0.3}
     turns.wait("small")
     turns.wait("large")

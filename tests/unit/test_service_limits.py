@@ -76,7 +76,7 @@ def address(server: FrontServer, client: Client) -> None:
             for _ in range(7)
         ]
         assert everything(opened[-1]) == b""
-        assert Client(server.port, server.keeper.add_key("other")).is_served()
+        assert Client(server.port, server.api_keys.add_key("other")).is_served()
 
 
 def training_body(server: FrontServer, client: Client) -> None:
@@ -123,14 +123,14 @@ def bodies_in_all(server: FrontServer, client: Client) -> None:
     """Two uploads that begin and do not end, of one tenant."""
     uploads = "adapters?base_model=echo2/tiny&name=a"
     first = raw(client, uploads, b"Content-Length: 5500\r\n\r\n" + b"x" * 5000)
-    until(server, lambda: server.front.entrance.traffic.num_bytes == 5000)
+    until(server, lambda: server.front.guard.traffic.num_bytes == 5000)
     refused(client.post(uploads, b"x" * 5500), 429, "too much is under way")
-    other = Client(server.port, server.keeper.add_key("other"))
+    other = Client(server.port, server.api_keys.add_key("other"))
     assert other.is_served()
     model = other.model(other.session())
     assert "metrics" in other.result(other.ok("forward_backward", training(model, [datum(100)])))
     first.close()
-    until(server, lambda: server.front.entrance.traffic.num_bytes == 0)
+    until(server, lambda: server.front.guard.traffic.num_bytes == 0)
 
 
 def requests_at_once(server: FrontServer, client: Client) -> None:
@@ -140,7 +140,7 @@ def requests_at_once(server: FrontServer, client: Client) -> None:
     future = client.ok("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
     body = json.dumps({"request_id": future["request_id"]}).encode()
     polls = [raw(client, "retrieve_future", b"Content-Length: %d\r\n\r\n" % len(body) + body) for _ in range(2)]
-    until(server, lambda: server.front.entrance.traffic._requests[client_tenant(client)] == 2)
+    until(server, lambda: server.front.guard.traffic._requests[client_tenant(client)] == 2)
     refused(client.post("session_heartbeat", {"session_id": session}), 429, "requests are under way")
     server.in_front(server.backend.gate.set)
     for poll in polls:
@@ -153,7 +153,7 @@ def client_tenant(client: Client) -> str:
 
 
 def calls_of_a_key(server: FrontServer, client: Client) -> None:
-    slow = Client(server.port, server.keeper.add_key("mallory", per_minute=2))
+    slow = Client(server.port, server.api_keys.add_key("mallory", per_minute=2))
     assert [slow.post("telemetry")[0] for _ in range(3)] == [200, 200, 429]
 
 
@@ -454,7 +454,7 @@ OF_OTHERS = "ADAPTER_MEMORY_BYTES JOURNAL_BYTES_MAX placing.OTHERS_SHARE FLEET_A
 
 
 @pytest.mark.parametrize("limit", ATTACKS)
-def test_a_limit_stops_who_exceeds_it_and_nobody_else(
+def test_a_limit_stops_the_caller_that_exceeds_it_and_no_other(
     tmp_path: Path, limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attack, smaller = ATTACKS[limit]

@@ -81,7 +81,7 @@ def test_what_is_refused_fails_alone(service: Service, why: str, monkeypatch: py
 
 def test_a_quota_of_disk_uses_up_the_number_and_one_of_dollars_is_asked_again(service: Service) -> None:
     """402 makes the SDKs send the same request again."""
-    eve = service.keeper.add_key("eve")
+    eve = service.api_keys.add_key("eve")
     model = service.model(service.session())
     assert service.post("save_weights", text(model_id=model, seq_id=1, path="a b"), key=eve, status=400)
     assert "metrics" in service.result(service.train(model, 1, [1])), "of another tenant's model nothing is refused"

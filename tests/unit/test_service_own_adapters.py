@@ -165,12 +165,12 @@ def test_an_adapter_becomes_a_checkpoint_of_its_tenant(tmp_path: Path) -> None:
         assert config is not None
         assert json.load(config)["base_model_name_or_path"] == "echo2/tiny"
     service.post(url.replace("mine", "again"), archive(service, path))
-    eve = service.keeper.add_key("eve")
+    eve = service.api_keys.add_key("eve")
     service.post("load_weights", {**load, "session_id": service.session(eve)}, eve, 400)
     for wrong in ("adapters?base_model=no/model&name=a", "adapters?base_model=echo2/tiny&name=../a", "adapters"):
         service.post(wrong, body, status=400)
     service.post(url, b"no tar" * 1000, status=400)
-    service.post(url, body, service.keeper.add_key("ada", scopes=["sample"]), 403)
+    service.post(url, body, service.api_keys.add_key("ada", scopes=["sample"]), 403)
     assert list((tmp_path / "checkpoints" / "arriving").iterdir()) == []
     service.end()
     service.database.close()

@@ -25,7 +25,7 @@ from echo2.weights.format.model_files import read_base_model
 from echo2_service.backend import SampledSequence, SampleOutput, SampleSpec
 from echo2_service.frames import Answer, Request, SampleCall, frame
 from echo2_service.sampler import process
-from echo2_service.sampler.process import SampleDesk, base_sampler
+from echo2_service.sampler.process import SampleCalls, base_sampler
 from echo2_service.sampler.samplers import BaseSampler
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module
 
@@ -214,7 +214,7 @@ def test_an_adapter_over_another_base_is_refused(sampler: BaseSampler, tmp_path:
         sampled(sampler, [str(tmp_path / "a")])
 
 
-def test_who_has_many_waiting_does_not_hold_up_another(model: Path) -> None:
+def test_an_owner_with_many_waiting_calls_does_not_hold_up_another(model: Path) -> None:
     sampler, ended = base_sampler(str(model), "cpu", slots=4), list[str]()
 
     async def one(owner: str, seed: int) -> None:
@@ -236,7 +236,7 @@ def test_who_has_many_waiting_does_not_hold_up_another(model: Path) -> None:
     assert ended.count("many") == 60
 
 
-def test_who_uses_all_slots_for_long_leaves_one_in_sixteen(model: Path) -> None:
+def test_an_owner_that_uses_all_slots_for_long_leaves_one_in_sixteen(model: Path) -> None:
     sampler = base_sampler(str(model), "cpu", slots=16)
     ended: list[str] = []
 
@@ -275,9 +275,9 @@ def test_an_answer_that_cannot_be_sent_is_told_as_an_error(model: Path, monkeypa
             if len(told) == 2:
                 both.set()
 
-        desk = SampleDesk(sampler_of, tell)
+        calls = SampleCalls(sampler_of, tell)
         for number, most in ((1, 200), (2, 2)):
-            desk.take(Request(number, SampleCall("", "", replace(SPEC, max_tokens=most, ends_with_model=False))))
+            calls.take(Request(number, SampleCall("", "", replace(SPEC, max_tokens=most, ends_with_model=False))))
         await both.wait()
         await sampler.close()
         return told

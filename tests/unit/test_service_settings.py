@@ -14,7 +14,7 @@ from echo2.core.errors import PeerError, UserError
 from echo2.engines.tokenizer import load_tokenizer
 from echo2_service import settings, tiny_model
 from echo2_service.commands import serve
-from echo2_service.front.access import Doorkeeper
+from echo2_service.front.access import ApiKeys
 from echo2_service.front.database import sessions
 
 
@@ -57,12 +57,12 @@ def test_the_tiny_model_is_the_same_each_time_and_reads_its_own_text(tmp_path: P
 
 def test_the_first_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
     database = serve.open_database(tmp_path)
-    keeper = Doorkeeper(database, lambda: 0.0)
+    api_keys = ApiKeys(database, lambda: 0.0)
     for _ in range(2):
-        serve.first_key(tmp_path, database, keeper)
+        serve.first_key(tmp_path, database, api_keys)
     text = (tmp_path / "api-key").read_text().strip()
     assert text.startswith("tml-")
-    assert keeper.admit(text).tenant == "owner"
+    assert api_keys.admit(text).tenant == "owner"
     assert stat.S_IMODE((tmp_path / "api-key").stat().st_mode) == 0o600
     assert text.encode() not in (tmp_path / "service.sqlite").read_bytes()
     database.close()
@@ -73,15 +73,15 @@ def test_keys_are_added_listed_and_revoked_beside_the_service(
 ) -> None:
     assert main(["keys", str(tmp_path)]) == 2
     database = serve.open_database(tmp_path)
-    keeper = Doorkeeper(database, lambda: 0.0)
+    api_keys = ApiKeys(database, lambda: 0.0)
     assert main(["keys", str(tmp_path), "--add", "eve", "--scopes", "sample"]) == 0
     text = capsys.readouterr().out.strip()
-    assert keeper.admit(text).scopes == {"sample"}
+    assert api_keys.admit(text).scopes == {"sample"}
     assert main(["keys", str(tmp_path), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert main(["keys", str(tmp_path), "--revoke", row["id"]]) == 0
     with pytest.raises(PeerError, match="revoked"):
-        keeper.admit(text)
+        api_keys.admit(text)
     assert main(["keys", str(tmp_path), "--revoke", "key_none"]) == 2
     assert main(["keys", str(tmp_path), "--add", "eve", "--scopes", "all"]) == 2
     database.close()

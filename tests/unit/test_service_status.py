@@ -20,7 +20,7 @@ MACHINE = {"host": "<b>", "device": "cpu", "doing": "samples", "under_way": 3, "
 @pytest.fixture
 def found(tmp_path: Path) -> dict[str, Any]:
     service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")
-    eve = service.keeper.add_key("<script>eve\x1b[2J")
+    eve = service.api_keys.add_key("<script>eve\x1b[2J")
     service.session(eve)
     service.model(service.session())
     told = status(service.database, service.now)

@@ -13,7 +13,7 @@ import pytest
 from starlette.routing import Route
 
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2_service.front.entrance import ERROR_CHARS_MAX, for_tenants
+from echo2_service.front.request_guard import ERROR_CHARS_MAX, for_tenants
 from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, serving
 from one_row_backend import OneRowBackend
@@ -132,7 +132,7 @@ def test_no_endpoint_tells_a_path(tmp_path: Path) -> None:
         wrong |= {"sampling_session_seq_id": 7, "prompt": {"chunks": [{"tokens": [1]}]}, "adam_params": {}}
         wrong |= {"base_model": "/etc/passwd", "request_id": "/etc/passwd", "name": "/etc/passwd"}
         bodies = [*BODIES, json.dumps(wrong).encode(), json.dumps({**wrong, "base_model": "echo2/tiny"}).encode()]
-        urls = [(method, url) for route in server.front.app.routes for method, url in methods(route, model)]
+        urls = [(method, url) for route in server.front.asgi.routes for method, url in methods(route, model)]
         assert len(urls) > 100
         for key in (client, server.client("poor")):
             for method, url in urls:

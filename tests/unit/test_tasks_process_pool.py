@@ -49,7 +49,7 @@ async def waiting(pool: ProcessPool, number: int, until: Callable[[], bool]) -> 
     """So many calls at once, none of which ends; what they are when something is so."""
 
     async def call() -> None:
-        async with pool.turn(None, is_bound=False):
+        async with pool.acquire(None, is_bound=False):
             await asyncio.Event().wait()
 
     calls = [asyncio.ensure_future(call()) for _ in range(number)]
@@ -133,7 +133,7 @@ def test_code_that_computes_gets_no_more_processes_than_cores(cpu_share: Callabl
 def test_means_are_of_the_time_and_of_what_was_computed() -> None:
     pool = pool_of(Standin())
     for _ in range(200):
-        pool.took(0.5, 0.125)
+        pool.observe(0.5, 0.125)
     assert (pool._mean_seconds, pool._mean_cpu_seconds) == pytest.approx((0.5, 0.125), rel=1e-4)
 
 

@@ -28,7 +28,7 @@ def test_no_stretch_of_time_has_more_than_its_rate_and_burst(pauses: list[float]
 
 
 @given(MOMENTS, st.floats(10.0, 100.0))
-def test_who_keeps_to_the_rate_is_never_refused_whatever_others_do(pauses: list[float], rate: float) -> None:
+def test_a_caller_that_keeps_to_the_rate_is_never_refused_whatever_others_do(pauses: list[float], rate: float) -> None:
     buckets, now = Buckets(), 0.0
     for pause in pauses:
         now += pause
@@ -126,7 +126,7 @@ def test_bytes_that_are_handled_count_no_longer_and_others_do(sent: list[tuple[i
         began_at = clock()
         peers = [(Party(f"w-{number}", unread=1e6), ticket) for number in range(2)]
         for number, size in sent:
-            assert budgets.came(peers[number], size) is None
+            assert budgets.count_unread(peers[number], size) is None
         for number, parties in enumerate(peers):
             own = sum(size for whose, size in sent if whose == number)
             unread = budgets.unread(parties[0])
@@ -144,10 +144,10 @@ def test_too_many_unread_bytes_of_a_ticket_are_told() -> None:
     async def scenario() -> None:
         budgets, ticket = Budgets(), Party("ticket", unread=2500.0)
         peers = [(Party(f"w-{number}", unread=1000.0), ticket) for number in range(4)]
-        assert [budgets.came(parties, 800) for parties in peers] == [None, None, None, ticket]
-        assert budgets.came(peers[0], 300) == ticket
+        assert [budgets.count_unread(parties, 800) for parties in peers] == [None, None, None, ticket]
+        assert budgets.count_unread(peers[0], 300) == ticket
         own = peers[0][0]
-        assert budgets.came((own,), 1) == own
+        assert budgets.count_unread((own,), 1) == own
 
     run(scenario())
 

@@ -71,7 +71,7 @@ def test_idle_connections_of_one_address_are_bounded_and_keep_nobody_else_out(
     assert "refused 70 connections: 70 of 127.0.0.2" in told[0]
 
 
-def test_who_says_nothing_or_no_tls_or_half_of_it_is_dropped(
+def test_a_connection_without_a_whole_handshake_is_dropped(
     identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(grpc_options, "HANDSHAKE_SECONDS", 3.0)  # enough for the honest one, too
@@ -260,7 +260,7 @@ def test_addresses_of_one_machine_count_as_one() -> None:
     assert doors._plain("fe80::1%eth0") == "fe80::1"
 
 
-def test_door_forgets_who_has_gone(identity: RunIdentity, tmp_path: Path) -> None:
+def test_door_forgets_closed_connections(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         credentials = enrolled(identity, tmp_path / "peer")[1]
         server = GrpcServer(LOOPBACK, 0, identity, Desk().handlers())

@@ -118,7 +118,7 @@ def test_altered_signing_request_is_malformed_or_admits_the_key_that_signed(
 @pytest.mark.parametrize(
     ("address", "cause"), [("127.0.0.1:1", "Connection refused"), ("host.invalid:7", "there is no such host")]
 )
-def test_who_joins_where_no_head_answers_is_told_why(tmp_path: Path, address: str, cause: str) -> None:
+def test_joining_where_no_head_answers_is_explained(tmp_path: Path, address: str, cause: str) -> None:
     ticket = RunIdentity.create_or_load(tmp_path / "run").make_ticket("worker", address, 1, 1.0)
     with pytest.raises(LinkError) as caught:
         asyncio.run(connect(ticket, tmp_path / "peer", patience_seconds=0.0))
@@ -128,7 +128,7 @@ def test_who_joins_where_no_head_answers_is_told_why(tmp_path: Path, address: st
     assert "`echo2 doctor @TICKET`" in str(caught.value)
 
 
-def test_who_joins_where_another_run_is_is_told_so(tmp_path: Path) -> None:
+def test_joining_at_the_address_of_another_run_is_explained(tmp_path: Path) -> None:
     async def main() -> None:
         async with head(tmp_path / "other", {}) as (of_the_other, _):
             address = Ticket.parse(of_the_other).address

@@ -476,7 +476,7 @@ def test_killed_caller_is_noticed_at_once(
     """Because the kernel closes its connections: here nobody asks whether it lives, and no time runs out."""
     quiet = [(name, value) for name, value in grpc_options._SERVER if "keepalive" not in name]
     monkeypatch.setattr(grpc_options, "_SERVER", quiet)
-    monkeypatch.setattr(doors, "FAREWELL_SECONDS", 10 * SECONDS)
+    monkeypatch.setattr(doors, "CLOSE_SECONDS", 10 * SECONDS)
 
     async def scenario() -> None:
         desk = Desk()

@@ -169,7 +169,7 @@ def test_any_bytes_as_signing_request(tmp_path_factory: pytest.TempPathFactory, 
     assert refusal(lambda: run.enrol(run.tickets()[0].ticket_id, "worker", data))[0] == "malformed"
 
 
-def test_certificate_names_whom_others_dial(run: RunIdentity, tmp_path: Path) -> None:
+def test_certificate_has_the_name_under_which_others_dial(run: RunIdentity, tmp_path: Path) -> None:
     peer = PeerIdentity(tmp_path / "peer")
     peer_id, der = run.enrol(ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR)), "worker", peer.request())
     names = x509.load_der_x509_certificate(der).extensions.get_extension_for_class(x509.SubjectAlternativeName).value

@@ -45,7 +45,7 @@ def identity(tmp_path: Path) -> RunIdentity:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory of another process is read below /proc")
 @pytest.mark.parametrize("who", ["ticket", "revoked ticket", "revoked worker", "wrong role"])
-def test_bodies_of_those_who_may_not_call_are_not_read(identity: RunIdentity, tmp_path: Path, who: str) -> None:
+def test_bodies_of_unauthorized_callers_are_not_read(identity: RunIdentity, tmp_path: Path, who: str) -> None:
     """Eight bodies of 60 MiB at once."""
     peer_id, credentials = enrolled(identity, tmp_path / "peer")
     honest, method = enrolled(identity, tmp_path / "honest")[1], "LearnerReport" if who == "wrong role" else "Report"

@@ -165,7 +165,7 @@ def test_nobody_waits_to_be_read_for_another_ticket(num_tickets: int, num_peers:
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), min_size=1, max_size=6), min_size=2, max_size=20))
-def test_who_has_less_than_the_worst_ticket_is_not_cut_off(tickets: list[list[int]]) -> None:
+def test_a_caller_with_less_than_the_worst_ticket_is_not_cut_off(tickets: list[list[int]]) -> None:
     strangers, has = Party("strangers"), dict[str, float]()
     chains = []
     for number, peers in enumerate(tickets):

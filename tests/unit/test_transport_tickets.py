@@ -220,7 +220,7 @@ def test_revoked_machine_is_not_back_with_another_key(run: RunIdentity, tmp_path
     assert (known.terms.uses, known.refuses, set(known.members)) == (3, "used up", {peer_id, other, newcomer})
 
 
-def test_revoked_ticket_shuts_out_all_who_came_by_it(run: RunIdentity, tmp_path: Path) -> None:
+def test_revoked_ticket_shuts_out_all_its_workers(run: RunIdentity, tmp_path: Path) -> None:
     text = run.make_ticket("worker", ADDRESS, 9, HOUR)
     ticket = ticket_id(text)
     came = [run.enrol(ticket, "worker", PeerIdentity(tmp_path / name).request())[0] for name in "abc"]
@@ -264,7 +264,7 @@ def test_ticket_that_admits_nobody_costs_no_look_at_the_request(run: RunIdentity
         assert refusal(lambda ticket=ticket: run.enrol(ticket, "worker", b"junk"))[0] == "ticket"
 
 
-def test_members_know_whose_they_are(run: RunIdentity, tmp_path: Path) -> None:
+def test_members_have_their_ticket_and_owner(run: RunIdentity, tmp_path: Path) -> None:
     for is_own in (True, False):
         ticket = ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR, is_own))
         peer_id, _ = run.enrol(ticket, "worker", PeerIdentity(tmp_path / str(is_own)).request())
@@ -284,7 +284,7 @@ def test_damaged_terms_admit_nobody_and_harm_no_other(run: RunIdentity, tmp_path
     run.enrol(other, "worker", request)
 
 
-def test_who_cannot_be_written_down_is_not_admitted(run: RunIdentity, tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_recorded_is_not_admitted(run: RunIdentity, tmp_path: Path) -> None:
     ticket = ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR))
     request, book = PeerIdentity(tmp_path / "peer").request(), tmp_path / "identity" / "members.json"
     book.mkdir()

@@ -444,7 +444,7 @@ def test_a_new_evaluation_is_shown_with_samples_once(rundir: RunDir, monkeypatch
     assert shown(on).count("step 3/40") == 2
 
 
-def test_without_a_terminal_who_waits_is_said_where_nothing_happens_and_what_failed_once(rundir: RunDir) -> None:
+def test_without_a_terminal_waits_are_printed_when_nothing_happens_and_each_failure_once(rundir: RunDir) -> None:
     write_progress(rundir)
     rundir.status.write_text(json.dumps(status(os.getpid()) | {"failures": [FAILED]}))
     on = console()
@@ -490,7 +490,7 @@ def test_the_fleet_in_a_few_words() -> None:
     assert fleet_words(None) == []  # of an older run
 
 
-def test_who_stands_by_is_said_to(rundir: RunDir) -> None:
+def test_standby_workers_are_shown(rundir: RunDir) -> None:
     told = status(os.getpid())
     told["workers"][0]["standby"] = True
     rundir.status.write_text(json.dumps(told))

@@ -47,7 +47,7 @@ def test_no_peer_is_sent_more_than_copies_of_what_is_new_and_of_the_largest_payl
 
 
 @given(st.lists(st.integers(1, 1 << 30), min_size=1, max_size=30))
-def test_who_takes_the_content_and_each_delta_never_waits_whatever_others_take(deltas: list[int]) -> None:
+def test_a_worker_that_takes_the_content_and_each_delta_never_waits_whatever_others_take(deltas: list[int]) -> None:
     allowance, content = Allowance(), 1 << 30
     assert allowance.take("w-1", 1000, 0.0) == 0.0  # before the payload is announced, as after a restart of the head
     allowance.add(payload_bytes=content)

@@ -81,18 +81,18 @@ def test_everybody_is_told_routes_and_where_to_dial() -> None:
 
 def test_members_of_a_plan_are_paced_to_their_shares_of_the_uplink() -> None:
     bench = mesh(4)
-    paces = [bench.machine.pace(f"w{at}", P1) for at in range(4)]
+    paces = [bench.machine.rate_limit(f"w{at}", P1) for at in range(4)]
     assert paces == [pytest.approx(PACE * UP / 4)] * 4
     for at in range(3):
         bench.tell(ev.PayloadReceived(f"w{at}", P1, ()))
-    assert bench.machine.pace("w3", P1) is None  # it has the uplink to itself
-    assert bench.machine.pace("w0", P2) is None
+    assert bench.machine.rate_limit("w3", P1) is None  # it has the uplink to itself
+    assert bench.machine.rate_limit("w0", P2) is None
 
 
 def test_members_that_get_everything_from_the_origin_do_not_share_one_copy_s_pace() -> None:
     bench = Bench(3, scheme="star")
     bench.assign("w0", "w1", "w2")
-    assert bench.machine.pace("w1", P1) == pytest.approx(PACE * UP)
+    assert bench.machine.rate_limit("w1", P1) == pytest.approx(PACE * UP)
 
 
 def test_a_measured_uplink_sets_the_pace_and_one_machine_has_none() -> None:
@@ -100,15 +100,15 @@ def test_a_measured_uplink_sets_the_pace_and_one_machine_has_none() -> None:
     for at, reach in enumerate(("", "", "", ev.ONE_MACHINE, ev.ONE_MACHINE)):
         machine.handle(ev.MemberJoined(f"w{at}", f"host:{at}", reach), 0.0)
     machine.handle(ev.PayloadAssigned(P1, tuple(f"w{at}" for at in range(5)), 1000), 0.0)
-    assert machine.pace("w0", P1) is None  # no link is measured yet
+    assert machine.rate_limit("w0", P1) is None  # no link is measured yet
     for at, down in enumerate((1e6, 9e6, 2e6, 800e6)):
         machine.handle(ev.LinkMeasured(f"w{at}", 1e6, down), 0.0)
     taken = machine.plans[P1].children[""]
-    assert machine.pace("w0", P1) == pytest.approx(PACE * 2e6 * taken["w0"] / machine.plans[P1].num_stripes)
-    assert machine.pace("w3", P1) is None
+    assert machine.rate_limit("w0", P1) == pytest.approx(PACE * 2e6 * taken["w0"] / machine.plans[P1].num_stripes)
+    assert machine.rate_limit("w3", P1) is None
     for at in range(3):
         machine.handle(ev.LinkMeasured(f"w{at}", 1e6, 1.1 * PACED_MAX), 0.0)
-    assert machine.pace("w0", P1) is None  # processors are the limit
+    assert machine.rate_limit("w0", P1) is None  # processors are the limit
 
 
 def test_one_that_can_not_be_dialled_is_told_to_dial() -> None:
@@ -165,7 +165,7 @@ def test_one_that_sends_wrong_bytes_is_named_once_and_never_a_source_again() -> 
     assert not bench.takers_of(P2, "w1")
 
 
-def test_one_who_accuses_everybody_is_not_believed() -> None:
+def test_a_worker_that_accuses_everybody_is_not_believed() -> None:
     bench = mesh(8)
     for at in range(1, 8):
         bench.fail("w0", f"w{at}", "corrupt")
@@ -223,7 +223,7 @@ def test_an_accuser_that_comes_back_may_not_accuse_anew() -> None:
     assert len(bench.machine.suspects) == MAX_ACCUSED
 
 
-def test_one_who_misses_everything_everywhere_is_not_believed() -> None:
+def test_a_worker_that_misses_everything_everywhere_is_not_believed() -> None:
     bench = mesh(8)
     for at in range(1, 8):
         bench.fail("w0", f"w{at}", "missing")
@@ -242,7 +242,7 @@ def test_what_one_says_of_a_source_that_is_not_its_own_does_not_count(reason: st
     assert bench.takers_of(P1, "w1")
 
 
-def test_who_says_it_again_and_again_is_heard_once() -> None:
+def test_a_report_that_is_repeated_counts_once() -> None:
     bench = mesh(4)
     tallies = tuple(ev.Tally(f"w{at}", 1 << 20, 1.0 if at < 3 else 9.0) for at in range(1, 4))
     bench.tell(ev.PayloadReceived("w0", P1, tallies))
@@ -281,7 +281,7 @@ def test_one_that_joins_in_the_middle_is_a_leaf() -> None:
     assert not bench.takers_of(P1, "late")
 
 
-def test_those_who_hold_the_content_serve_it_though_it_was_sent_otherwise() -> None:
+def test_workers_with_the_content_serve_it_whichever_payload_brought_it() -> None:
     bench = Bench(3)
     whole = PayloadId(SnapshotRef(RUN_POLICY, 1, 5))
     bench.tell(ev.SnapshotHeld("w0", whole), ev.SnapshotHeld("w1", whole))
@@ -291,7 +291,7 @@ def test_those_who_hold_the_content_serve_it_though_it_was_sent_otherwise() -> N
     assert set(bench.routes["w2"]) == {"w1"}
 
 
-def test_those_who_have_an_adapter_serve_the_base_model_that_it_is_over() -> None:
+def test_workers_with_an_adapter_serve_its_base_model() -> None:
     bench = Bench(3)
     adapter, base = PayloadId(SnapshotRef(RUN_POLICY, 1, 5)), PayloadId(SnapshotRef("base-" + "0" * 16, 0, 0))
     bench.tell(ev.SnapshotHeld("w0", adapter, base), ev.SnapshotHeld("w1", adapter, base))

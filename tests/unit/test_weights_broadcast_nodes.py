@@ -126,7 +126,7 @@ def test_what_is_delivered_to_a_node_that_ends_is_let_go(tmp_path: Path) -> None
 
 
 @BOTH
-def test_who_can_only_dial_gives_by_dialling(tmp_path: Path, backend: str) -> None:
+def test_a_worker_that_can_only_dial_gives_by_dialling(tmp_path: Path, backend: str) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, backend) as fleet:
             giver, taker = await fleet.join("w-1", listens=False), await fleet.join("w-2")
@@ -249,7 +249,7 @@ def test_newer_payload_takes_the_place_and_what_is_shared_stays(tmp_path: Path, 
 
 
 @BOTH
-def test_late_joiner_is_fed_by_who_has_the_content_on_disk(tmp_path: Path, backend: str) -> None:
+def test_late_joiner_is_fed_by_workers_with_the_content_on_disk(tmp_path: Path, backend: str) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, backend) as fleet:
             holder = await fleet.join("w-1")
@@ -257,7 +257,7 @@ def test_late_joiner_is_fed_by_who_has_the_content_on_disk(tmp_path: Path, backe
             fleet.put((manifest, data))
             for hash_, chunk in data.items():
                 holder.store.put(hash_, chunk)
-            fleet.origin.held(holder.peer_id, manifest.ref)
+            fleet.origin.has_installed(holder.peer_id, manifest.ref)
             late = await fleet.join("w-2")
             fleet.assign(manifest, late)
             await late.has(manifest)

@@ -21,7 +21,7 @@ from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.weights.broadcast.edges import EDGES_MAX, GIVES_MAX, REDIAL_SECONDS, AwaitedSource
-from echo2.weights.broadcast.origin import TURN_MAX_SECONDS, TURN_SECONDS, OriginNode
+from echo2.weights.broadcast.origin import PROBE_SECONDS_MAX, PROBE_SLOT_SECONDS, OriginNode
 from echo2.weights.broadcast.payloads import encode_payload
 from echo2.weights.broadcast.probe import DONE
 from echo2.weights.broadcast.serving import ChunkCache, Server
@@ -147,14 +147,14 @@ def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
         origin = OriginNode(store, lambda worker_id, order: None, dial, fail, lambda: seconds)
         put = origin.handlers()["PutProbe"]
         greedy, other = Peer("w-1", "worker"), Peer("w-2", "worker")
-        while seconds < TURN_MAX_SECONDS:
+        while seconds < PROBE_SECONDS_MAX:
             await put(greedy, codecs.ALIVE)
             with pytest.raises(PeerError, match="busy"):
                 await put(other, codecs.ALIVE)
-            seconds += 0.9 * TURN_SECONDS
+            seconds += 0.9 * PROBE_SLOT_SECONDS
         with pytest.raises(PeerError, match="overlong"):
             await put(greedy, codecs.ALIVE)
-        seconds += TURN_SECONDS
+        seconds += PROBE_SLOT_SECONDS
         await put(other, codecs.ALIVE)
         with pytest.raises(PeerError, match="busy"):
             await put(greedy, codecs.ALIVE)
@@ -182,7 +182,7 @@ def test_no_link_is_measured_while_weights_are_on_it(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_who_joins_again_and_again_is_dialled_back_once_at_a_time(tmp_path: Path) -> None:
+def test_a_worker_that_joins_again_and_again_is_dialled_back_once_at_a_time(tmp_path: Path) -> None:
     async def scenario() -> None:
         waiting = 0
 

@@ -102,7 +102,7 @@ def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path
     asyncio.run(story())
 
 
-def test_who_has_it_already_is_told_that_it_is_the_newest_and_sent_nothing(tmp_path: Path) -> None:
+def test_a_worker_that_has_it_already_is_told_that_it_is_the_newest_and_sent_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         fleet = Fleet(tmp_path, worker=ref(0))
         await fleet.publish(0, as_delta=False)

@@ -421,14 +421,14 @@ def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     old, new = fill(store, 1, b"aaaabbbb"), fill(store, 2, b"aaaacccc")
     gone = set(old.hashes) - set(new.hashes)
-    assert store.let_go([new]) == 4
+    assert store.forget([new]) == 4
     assert len(gone) == 1
     assert set(store.missing(old)) == gone, "it counts as missing at once"
     [hash_] = gone
     store.put(hash_, b"bbbb")
     store.sweep()
     assert store.get(hash_) == b"bbbb"
-    store.let_go([new])
+    store.forget([new])
     store.sweep()
     assert stored_hashes(tmp_path) == set(new.hashes)
     assert store.missing(new) == ()
@@ -438,7 +438,7 @@ def test_what_was_let_go_and_not_swept_goes_after_the_next_opening(tmp_path: Pat
     store = ChunkStore(tmp_path)
     fill(store, 1, b"aaaabbbb")
     new = fill(store, 2, b"aaaacccc")
-    store.let_go([new])
+    store.forget([new])
     assert len(stored_hashes(tmp_path)) == 4
     reopened = ChunkStore(tmp_path)
     assert [manifest.ref.version for manifest in reopened.manifests()] == [2]

@@ -198,7 +198,7 @@ class Run:
             os.kill(supervisor, signal.SIGTERM)
             while self.goes_on():
                 time.sleep(POLL_SECONDS)
-        self._let_go()
+        self._release()
 
     def resume(self, **settings: Any) -> Run:
         """Resume a run that has ended, for example for more steps (`max_steps=200`). Like `echo2.start`, this returns
@@ -246,7 +246,7 @@ class Run:
     def check_end(self) -> None:
         """Raise the error that ended the run, unless it finished all its steps or was told to stop. That is whenever
         `echo2 run` has an exit status of failure."""
-        self._let_go()
+        self._release()
         outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}
         if self._process is None:
             is_fine = outcome["kind"] in ("", "finished") or outcome["reason"] in STOP_WORDS.values()
@@ -258,7 +258,7 @@ class Run:
             reason = said or outcome["reason"] or f"the run ended without a word; see {self.rundir.logs}"
             raise UserError(reason) if is_mistake else Echo2Error(reason)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._process is not None:
             self._process.end_lifeline()
 

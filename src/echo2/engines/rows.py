@@ -210,7 +210,7 @@ class RowTable:
         )
 
 
-class KeptCache(Protocol):
+class RowCache(Protocol):
     """Keys and values of one row."""
 
     @property
@@ -218,10 +218,10 @@ class KeptCache(Protocol):
         """Memory of this cache, bytes."""
 
 
-C = TypeVar("C", bound=KeptCache)
+C = TypeVar("C", bound=RowCache)
 
 
-class KeptRows(Generic[C]):
+class PrefixCache(Generic[C]):
     """Caches by the tokens that were read, oldest first. Above the memory limit the oldest are dropped, so rollouts
     that never continue do not pile up."""
 

@@ -44,7 +44,7 @@ from echo2.engines.engine import (
     refuse_request,
 )
 from echo2.engines.prefill import TILE_ITEMS, batches, measure, sequence_of
-from echo2.engines.rows import KEPT_SHARE, KeptRows, Limits, RowTable
+from echo2.engines.rows import KEPT_SHARE, Limits, PrefixCache, RowTable
 from echo2.engines.snapshot_tensors import Places, check_layout, check_values, copy_tensors
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class TorchDecoder:
         self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
-        self._kept: KeptRows[Cache] | None = None
+        self._kept: PrefixCache[Cache] | None = None
         # Rows from this number on were read with the policy of `_read_with` from their first token.
         self._read_with: SnapshotRef | None = None
         self._read_from = self._next_number = 0
@@ -281,7 +281,7 @@ class TorchDecoder:
             tokens = (request.prompt_tokens + completion.tokens)[:-1]  # the last was never read
             if (cache := self._cache.copy(place, len(tokens))) is not None:
                 if self._kept is None:
-                    self._kept = KeptRows(int(KEPT_SHARE * free_memory_bytes(self._device)))
+                    self._kept = PrefixCache(int(KEPT_SHARE * free_memory_bytes(self._device)))
                 self._kept.keep(tokens.tobytes(), cache)
 
     def _known(self, request: SampleRequest) -> Cache | None:

@@ -32,7 +32,7 @@ from echo2.transport.identity import PeerIdentity, RunIdentity
 #: A process that meets a full disk twice within this time, although there is room, is not restarted.
 ROOM_WINDOW_SECONDS = 60.0
 #: Time for a process to end by itself once the run is over.
-FAREWELL_SECONDS = 10.0
+END_SECONDS = 10.0
 #: Time after which a stop that waits for the learner's checkpoint prints a message.
 PATIENCE_SECONDS = 3.0
 #: Time for the other processes to end once the head is gone.
@@ -308,7 +308,7 @@ class Supervisor:
         told = self._head_tells()
         if told:
             self._wait_for_checkpoint()
-        deadline = time.monotonic() + (FAREWELL_SECONDS if told else 0.0)
+        deadline = time.monotonic() + (END_SECONDS if told else 0.0)
         started = [(child, child.process) for child in self.children if child.process is not None]
         for child, process in started:
             if process.wait(max(0.1, deadline - time.monotonic())) is None:

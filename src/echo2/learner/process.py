@@ -39,7 +39,7 @@ from echo2.transport.grpc_link import connect
 log = logging.getLogger(__name__)
 
 #: Time for the other ranks to end by themselves after they were released.
-FAREWELL_SECONDS = 10.0
+RANKS_END_SECONDS = 10.0
 #: Exit statuses with a meaning of their own, which are passed on; any other becomes 1.
 TELLING_STATUSES = (2, 3)
 TOLD_TO_STOP = "the learner was told to stop"
@@ -65,7 +65,7 @@ def started(rundir: RunDir, size: int) -> Iterator[Place]:
             yield Place(0, size, 0, rendezvous)
             is_over.set()
             for process in ranks:
-                process.wait(FAREWELL_SECONDS)
+                process.wait(RANKS_END_SECONDS)
         finally:
             is_over.set()
             for process in ranks:

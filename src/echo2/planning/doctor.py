@@ -93,14 +93,14 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
     yield from _gpus(hardware.gpus)
     memory = hardware.memory_bytes
     todo = "A learner or worker needs some 2 GB for the smallest model; see `echo2 plan`."
-    yield _judged("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
+    yield _finding("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
     free = free_bytes(directory)
     todo = f"A run pauses below {FLOOR_BYTES / 1e6:.0f} MB: make room."
-    yield _judged("disk", free >= FLOOR_BYTES, f"{free / 1e9:.1f} GB free at {directory}", "wrong", todo)
+    yield _finding("disk", free >= FLOOR_BYTES, f"{free / 1e9:.1f} GB free at {directory}", "wrong", todo)
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_enough = hard == resource.RLIM_INFINITY or hard >= DESCRIPTORS_MIN
     todo = f"A head with many workers needs {DESCRIPTORS_MIN}: raise ulimit -Hn, or limits.conf."
-    yield _judged("open files", is_enough, f"{hard} at most", "doubtful", todo)
+    yield _finding("open files", is_enough, f"{hard} at most", "doubtful", todo)
     yield _port(HEAD_PORT)
 
 
@@ -109,7 +109,7 @@ def _token_servers() -> Finding:
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python:
         is_there = shutil.which(python) is not None
-        return _judged(
+        return _finding(
             "vllm", is_there, f"by {python}", "wrong", "ECHO2_ENGINE_PYTHON names no program: correct or unset it."
         )
     is_here = importlib.util.find_spec("vllm") is not None
@@ -136,7 +136,7 @@ def _port(port: int) -> Finding:
     return Finding("port", "fine", f"{port} is free for a head")
 
 
-def _judged(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str) -> Finding:
+def _finding(about: str, is_fine: bool, said: str, otherwise: Verdict, todo: str) -> Finding:
     return Finding(about, "fine", said) if is_fine else Finding(about, otherwise, said, todo)
 
 
@@ -204,7 +204,7 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
             seconds = time.monotonic() - began
             said = f"{ticket.address} answers in {seconds * 1e3:.0f} ms"
             todo = "Rollouts will be late: give this worker few slots, or the run a larger max_staleness."
-            yield _judged("link", seconds < SLOW_SECONDS, said, "doubtful", todo)
+            yield _finding("link", seconds < SLOW_SECONDS, said, "doubtful", todo)
             yield from _shake_hands(ticket, link, now)
     except socket.gaierror as error:
         yield Finding("link", "wrong", f"no host {host!r}: {error.strerror}", "Check the name, and this machine's DNS.")

@@ -19,7 +19,7 @@ from typing import Any
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import activation, formulas
-from echo2.head.fleet.decide.forecast import Prediction, WorkerPace, forecast, longest_of
+from echo2.head.fleet.decide.forecast import Prediction, WorkerKind, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
 
 #: Costs within this relative difference count as equal; then the plan with fresher data wins.
@@ -403,12 +403,12 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
 def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
     """Return the draft as a plan. No more seeds are forecast once the idle ratio exceeds `most_idle`."""
     demand, machines = draft.demand, [(inputs.offer(name), count) for name, count in sorted(draft.machines.items())]
-    paces = [WorkerPace(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
+    kinds = [WorkerKind(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
     # Which worker gets the last batch of a step is chance: the worst of a few forecasts counts.
-    prediction = forecast(demand, paces, inputs.steps)
+    prediction = forecast(demand, kinds, inputs.steps)
     for seed in range(1, WALKS):
         if prediction.steady_idle_ratio <= most_idle:
-            walk = forecast(demand, paces, inputs.steps, seed=seed)
+            walk = forecast(demand, kinds, inputs.steps, seed=seed)
             prediction = max(prediction, walk, key=lambda one: one.steady_idle_ratio)
     hourly = inputs.learner_usd_per_hour + draft.selection.usd_per_hour
     return Plan(

@@ -82,7 +82,7 @@ class RewardProcesses:
         self._most = num_processes or groups_at_once(is_async=False)
         self._processes = [CodeProcess(*self._process_arguments)]
         self._alone: CodeProcess | None = None
-        self._alone_turn = asyncio.Lock()
+        self._alone_lock = asyncio.Lock()
         self._free: asyncio.LifoQueue[CodeProcess] = asyncio.LifoQueue()
         self._is_async: bool | None = None
         self._takes_tokens = True
@@ -210,7 +210,7 @@ class RewardProcesses:
         finally:
             self._free.put_nowait(process)
         for group in left:
-            async with self._alone_turn:
+            async with self._alone_lock:
                 self._alone = self._alone or CodeProcess(*self._process_arguments)
                 await self._answer(self._alone, [group])
 

@@ -30,7 +30,7 @@ class Sandbox:
 
     def __init__(self) -> None:
         self._process: ChildProcess | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
 
     def score(self, scorer: str, column: Any, texts: Sequence[str]) -> list[float]:
         """Return one score in [0, 1] for each text, by `scorer` of `text_scorers.py` for one task's `column`.
@@ -50,7 +50,7 @@ class Sandbox:
         self._asked({"scorer": scorer}, 0)
 
     def _asked(self, request: dict[str, Any], num_texts: int) -> dict[str, Any]:
-        with self._turn:
+        with self._lock:
             process = self._running()
             seconds = STARTUP_SECONDS + SECONDS_PER_COMPLETION * num_texts
             killer = threading.Timer(seconds, process.kill)  # which ends its pipes
@@ -74,7 +74,7 @@ class Sandbox:
         process = self._process
         if process is not None:
             process.kill()  # which ends a call under way
-        with self._turn:
+        with self._lock:
             self._kill()
 
     def _running(self) -> ChildProcess:

@@ -81,7 +81,7 @@ class CodeProcess:
         self._python = python
         self._child: _Child | None = None
         self._said: dict[str, Any] = {}
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._is_closed = False
         self._endings = Background(unforeseen(log, f"ending {name}"))
         self.num_started = 0
@@ -114,13 +114,13 @@ class CodeProcess:
         self._is_closed = True
         if self._child is not None:
             await self._lose(self._child, "was closed")
-        async with self._turn:
+        async with self._lock:
             pass  # a child that was being started is ended by its caller
         if self._endings:  # of children whose callers were cancelled meanwhile
             await asyncio.wait(list(self._endings))
 
     async def _running(self) -> _Child:
-        async with self._turn:
+        async with self._lock:
             self._check_open()
             if self._child is not None and self._child.process.status is None:
                 return self._child

@@ -161,7 +161,7 @@ class LocalEnvironment:
 
 
 @dataclass(slots=True)
-class Begun:
+class RolloutHandle:
     """A rollout, with all that is needed to begin it again. `member`: the process that holds it; `life`: how many times
     that process had been started (0: not begun); `number`: the rollout's number in that process; `seconds`: of its
     ended calls; `called_at`: when the call under way began."""
@@ -209,11 +209,11 @@ class EnvironmentProcess:
         self._is_async = bool(said["is_async"])
         return str(said["stop"])
 
-    def begin(self, columns: Mapping[str, Any], seed: int) -> Begun:
+    def begin(self, columns: Mapping[str, Any], seed: int) -> RolloutHandle:
         """Return a new rollout. Its instance is created at its first call."""
-        return Begun(columns, seed)
+        return RolloutHandle(columns, seed)
 
-    async def turn_tokens(self, rollout: Begun) -> int:
+    async def turn_tokens(self, rollout: RolloutHandle) -> int:
         """Return the longest turn of a rollout in tokens (0: no limit of its own).
 
         Raises:
@@ -222,7 +222,7 @@ class EnvironmentProcess:
         await self._finished(self._begin(rollout))
         return rollout.turn_tokens
 
-    async def step(self, rollout: Begun, action: str) -> Reply:
+    async def step(self, rollout: RolloutHandle, action: str) -> Reply:
         """Return the environment's answer to an action.
 
         Raises:
@@ -230,7 +230,7 @@ class EnvironmentProcess:
         """
         return await self._finished(self._step(rollout, action))
 
-    def end(self, rollout: Begun) -> None:
+    def end(self, rollout: RolloutHandle) -> None:
         """Forget a rollout. A process that is found dead or hanging here is replaced at the next call."""
         rollout.is_over = True
         self._finished(self._end(rollout))
@@ -242,21 +242,21 @@ class EnvironmentProcess:
         if self._under_way:
             await asyncio.wait(list(self._under_way))
 
-    def _turn(self, member: Member | None, is_bound: bool = True) -> AbstractAsyncContextManager[Member]:
+    def _acquire(self, member: Member | None, is_bound: bool = True) -> AbstractAsyncContextManager[Member]:
         """Return a context that holds a process for one call: `member` if the rollout is bound to it."""
-        return nullcontext(self._pool.members[0]) if self._is_async else self._pool.turn(member, is_bound)
+        return nullcontext(self._pool.members[0]) if self._is_async else self._pool.acquire(member, is_bound)
 
-    async def _begin(self, rollout: Begun) -> None:
-        async with self._turn(rollout.member, is_bound=False) as member:
+    async def _begin(self, rollout: RolloutHandle) -> None:
+        async with self._acquire(rollout.member, is_bound=False) as member:
             await self._outlived(partial(self._number, rollout, member))
 
-    async def _step(self, rollout: Begun, action: str) -> Reply:
+    async def _step(self, rollout: RolloutHandle, action: str) -> Reply:
         async def step() -> dict[str, Any]:
             number = await self._number(rollout, member)
             return await self._called(rollout, member, {"step": number, "action": action})
 
         # Before its first action, a rollout can be begun in any process.
-        async with self._turn(rollout.member, is_bound=bool(rollout.actions)) as member:
+        async with self._acquire(rollout.member, is_bound=bool(rollout.actions)) as member:
             answer = await self._outlived(step)
             rollout.actions.append(action)
             return Reply(answer["text"], answer["reward"], answer["done"])
@@ -271,7 +271,7 @@ class EnvironmentProcess:
                     raise
         return await work()
 
-    async def _number(self, rollout: Begun, member: Member) -> int:
+    async def _number(self, rollout: RolloutHandle, member: Member) -> int:
         """Return the rollout's number in this process; begin it there and replay its actions if need be."""
         if rollout.is_over:
             raise UserError("This rollout was given up.")  # while this call waited; its caller is gone
@@ -287,16 +287,16 @@ class EnvironmentProcess:
                 await self._called(rollout, member, {"step": rollout.number, "action": action})
         return rollout.number
 
-    async def _end(self, rollout: Begun) -> None:
+    async def _end(self, rollout: RolloutHandle) -> None:
         if rollout.member is not None:
-            async with self._turn(rollout.member):  # wait for an abandoned step of this rollout
+            async with self._acquire(rollout.member):  # wait for an abandoned step of this rollout
                 pass
             await self._forget(rollout.member, rollout.life, rollout.number)
 
     async def _forget(self, member: Member, life: int, number: int) -> None:
         """Make a process forget a rollout."""
         member.num_rollouts -= 1
-        async with self._turn(member):
+        async with self._acquire(member):
             if _runs(member, life) and not self._closed:
                 try:
                     await self._call(member, {"end": number})
@@ -304,7 +304,7 @@ class EnvironmentProcess:
                     if not self._closed:
                         log.warning("%s", error)
 
-    async def _called(self, rollout: Begun, member: Member, request: dict[str, Any]) -> dict[str, Any]:
+    async def _called(self, rollout: RolloutHandle, member: Member, request: dict[str, Any]) -> dict[str, Any]:
         """Make a call of this rollout, and count its seconds."""
         rollout.called_at = time.monotonic()
         try:
@@ -316,7 +316,7 @@ class EnvironmentProcess:
         self._check_open()
         seconds = self._call_seconds + (GRACE_SECONDS if self._is_async else 0.0)
         answer = await member.process.call(request, seconds, f"answering {next(iter(request))!r}")
-        self._pool.took(answer.get("seconds", 0.0), answer.get("cpu_seconds", 0.0))
+        self._pool.observe(answer.get("seconds", 0.0), answer.get("cpu_seconds", 0.0))
         return answer
 
     def _check_open(self) -> None:

@@ -54,7 +54,7 @@ class ProcessPool:
         self._added_bytes = 0  # memory taken by the processes that were added last
 
     @asynccontextmanager
-    async def turn(self, begun_in: Member | None, is_bound: bool) -> AsyncIterator[Member]:
+    async def acquire(self, begun_in: Member | None, is_bound: bool) -> AsyncIterator[Member]:
         """Hold a process for one call: `begun_in`, where the rollout was begun, if it is bound to that, else any."""
         member = await self._free(begun_in, is_bound)
         member.called_at = asyncio.get_running_loop().time()
@@ -63,7 +63,7 @@ class ProcessPool:
         finally:
             self._release(member)
 
-    def took(self, seconds: float, cpu_seconds: float) -> None:
+    def observe(self, seconds: float, cpu_seconds: float) -> None:
         """Record a call's time within the user's code, and how much of it was CPU time."""
         self._mean_seconds += (seconds - self._mean_seconds) / MEAN_CALLS
         self._mean_cpu_seconds += (cpu_seconds - self._mean_cpu_seconds) / MEAN_CALLS
@@ -81,22 +81,22 @@ class ProcessPool:
         free = [member for member in candidates if member.called_at is None]
         if free:
             return min(free, key=lambda member: member.num_rollouts - (member is begun_in))
-        turn: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
+        freed: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         if candidates is not self.members:
-            candidates[0].waiting.append(turn)
-            return await turn
-        self._waiting.append(turn)
+            candidates[0].waiting.append(freed)
+            return await freed
+        self._waiting.append(freed)
         if self._can_grow() and (self._growing is None or self._growing.done()):
             self._growing = spawn(self._grow(), self._growing_failed)
-        return await turn
+        return await freed
 
     def _release(self, member: Member) -> None:
         """Give the process to the next waiting call: of rollouts bound to it first, then of any other."""
         for waiting in (member.waiting, self._waiting):
             while waiting:
-                turn = waiting.popleft()
-                if not turn.done():
-                    turn.set_result(member)  # the process stays taken
+                freed = waiting.popleft()
+                if not freed.done():
+                    freed.set_result(member)  # the process stays taken
                     return
         member.called_at = None
 

@@ -2,7 +2,7 @@
 second in both directions.
 
 Each peer belongs to *parties* that share a budget: the peer itself, all peers of its ticket, all strangers together.
-Nobody waits for another ticket: what is waited for (a rate, a turn) belongs to a peer or to a ticket. What strangers
+Nobody waits for another ticket: what is waited for (a rate, a slot) belongs to a peer or to a ticket. What strangers
 share is memory and connections. Where these are used up, `PeerServer` cuts off whoever has most of them.
 """
 
@@ -91,7 +91,9 @@ class Budgets:
     def __init__(self) -> None:
         self._calls, self._bytes, self._unread, self._sent = Buckets(), Buckets(), Buckets(), Buckets()
         self._under_way: Counter[str] = Counter()
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # to read a body, by party
+        self._read_slots: WeakValueDictionary[str, asyncio.Semaphore] = (
+            WeakValueDictionary()
+        )  # to read a body, by party
 
     def called(self, parties: tuple[Party, ...]) -> None:
         """Count a call.
@@ -127,26 +129,26 @@ class Budgets:
 
     @asynccontextmanager
     async def reading(self, parties: tuple[Party, ...], is_large: bool) -> AsyncGenerator[None]:
-        """Read one body. Waits until the byte debt of earlier bodies is paid off and, for a large body, a turn is free:
+        """Read one body. Waits until the byte debt of earlier bodies is paid off and, for a large body, a slot is free:
         a small one, such as a heartbeat, does not wait for large ones that come slowly, or never to their end."""
         for party in parties:
             if (owed := -self._charge(party, 0.0)) > 0:
                 await asyncio.sleep(owed / party.bytes_per_second)
-        turns, num_held = [self._turns_of(party) for party in parties if party.reads and is_large], 0
+        slots, num_held = [self._read_slots_of(party) for party in parties if party.reads and is_large], 0
         try:
-            for each in turns:
+            for each in slots:
                 await each.acquire()
                 num_held += 1
             yield
         finally:
-            for each in turns[:num_held]:
+            for each in slots[:num_held]:
                 each.release()
 
-    def _turns_of(self, party: Party) -> asyncio.Semaphore:
-        turns = self._turns.get(party.name)
-        if turns is None:
-            turns = self._turns[party.name] = asyncio.Semaphore(party.reads)
-        return turns
+    def _read_slots_of(self, party: Party) -> asyncio.Semaphore:
+        slots = self._read_slots.get(party.name)
+        if slots is None:
+            slots = self._read_slots[party.name] = asyncio.Semaphore(party.reads)
+        return slots
 
     def has_read(self, parties: tuple[Party, ...], num_bytes: int) -> None:
         """Charge a body that has been read."""
@@ -155,9 +157,9 @@ class Budgets:
 
     def handled(self, parties: tuple[Party, ...], num_bytes: int) -> None:
         """Remove a body from the bytes that are held: its handler is done with it."""
-        self.came(parties, -UNREAD_OVERHEAD * num_bytes - UNREAD_PER_CALL)
+        self.count_unread(parties, -UNREAD_OVERHEAD * num_bytes - UNREAD_PER_CALL)
 
-    def came(self, parties: tuple[Party, ...], num_bytes: float) -> Party | None:
+    def count_unread(self, parties: tuple[Party, ...], num_bytes: float) -> Party | None:
         """Count bytes that arrived (negative: that are no longer held). Returns a party that is over its `unread`."""
         now, over = asyncio.get_running_loop().time(), None
         for party in parties:

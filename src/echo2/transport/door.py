@@ -35,7 +35,7 @@ FIRST_BYTES_SECONDS = 5.0
 #: Time from the end of the handshake to the first call.
 NAMELESS_SECONDS = 20.0
 #: Time for data in flight to reach a caller after the server has closed one connection, or all of them.
-FAREWELL_SECONDS = 5.0
+CLOSE_SECONDS = 5.0
 CLOSE_SECONDS = 1.0
 #: Time until unacknowledged data closes a connection; longer than keepalive takes to notice (`grpc_options`).
 SILENCE_SECONDS = 15.0
@@ -224,7 +224,7 @@ class Door:
 
     # ---- told by connections -----------------------------------------------------------------------------------------
 
-    def came(self, connection: Connection) -> None:
+    def accepted(self, connection: Connection) -> None:
         """Count a connection that was just accepted; its name is not known yet."""
         self._open[connection] = None
         self._unproven.add(connection)
@@ -283,7 +283,7 @@ class Door:
             if not self._by_party[party.name]:
                 del self._by_party[party.name]
 
-    def went(self, connection: Connection, inner_port: int) -> None:
+    def closed(self, connection: Connection, inner_port: int) -> None:
         """Forget a connection that has ended."""
         self.proven(connection)
         self.uncounted(connection)
@@ -308,7 +308,7 @@ class Connection:
         self._task: asyncio.Task[None] | None = None
         self._inner_port, self._has_begun = 0, False
         self._timer = loop.call_later(FIRST_BYTES_SECONDS, self.drop, "said nothing")
-        door.came(self)
+        door.accepted(self)
 
     def start(self, taken: socket.socket) -> None:
         """Begin to read what this caller sends."""
@@ -322,7 +322,7 @@ class Connection:
             self.drop(f"could not be taken: {error.strerror}")
             self._end()
 
-    def came(self, end: _End, data: memoryview) -> None:
+    def received(self, end: _End, data: memoryview) -> None:
         """Pass on bytes that arrived at one end to the other."""
         far = self.inner if end is self.outer else self.outer
         if far is self.inner:
@@ -405,7 +405,7 @@ class Connection:
                 end.transport.abort()
 
     def lost(self, end: _End) -> None:
-        """One end has closed: close the other when its buffer is sent, or after `FAREWELL_SECONDS`. (Neither TLS nor
+        """One end has closed: close the other when its buffer is sent, or after `CLOSE_SECONDS`. (Neither TLS nor
         gRPC continues when one direction has ended.)"""
         self._timer.cancel()
         end.is_over = True
@@ -414,12 +414,12 @@ class Connection:
             self._end()
         else:
             far.transport.close()
-            asyncio.get_running_loop().call_later(FAREWELL_SECONDS, far.transport.abort)
+            asyncio.get_running_loop().call_later(CLOSE_SECONDS, far.transport.abort)
 
     def _end(self) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
-            self.door.went(self, self._inner_port)
+            self.door.closed(self, self._inner_port)
 
 
 class _End(asyncio.BufferedProtocol):
@@ -439,7 +439,7 @@ class _End(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         door = self._connection.door
-        self._connection.came(self, door.buffer[:nbytes])
+        self._connection.received(self, door.buffer[:nbytes])
 
     def pause_writing(self) -> None:
         self._connection.hold(self, True)

@@ -196,13 +196,13 @@ class PeerServer:
 
     def _came(self, parties: tuple[Party, ...], num_bytes: int) -> None:
         """Count received bytes; if a party is over its limit, disconnect its peer with the most unread bytes."""
-        over = self._budgets.came(parties, num_bytes)
+        over = self._budgets.count_unread(parties, num_bytes)
         if over is None:
             return
         for connection in self._worst(over, self._budgets.unread):
             parties = connection.parties
             connection.drop("sent much more than was read")
-        self._budgets.came(parties, -self._budgets.unread(parties[0]))
+        self._budgets.count_unread(parties, -self._budgets.unread(parties[0]))
 
     async def _body(self, method: Method, context: Any, parties: tuple[Party, ...]) -> bytes:
         try:

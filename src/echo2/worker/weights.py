@@ -23,7 +23,7 @@ from echo2.transport.grpc_link import Membership
 from echo2.weights.broadcast.receiving import WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.format.model_files import rounded
-from echo2.weights.store.content import KeptContent
+from echo2.weights.store.content import InstalledContent
 from echo2.worker.decide import messages as ev
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class WorkerWeights:
         self._loading = ThreadPoolExecutor(1, thread_name_prefix="loading")
         self._taking: asyncio.Task[None] | None = None
         self.port = 0
-        self.content = KeptContent(self._store)
+        self.content = InstalledContent(self._store)
 
     async def start(self) -> None:
         """Listen for other workers, and restore the content that an earlier process had installed.
@@ -215,7 +215,7 @@ class WorkerWeights:
             return
         kept = await asyncio.get_running_loop().run_in_executor(self._loading, self.content.keep, manifest)
         if kept is not None:
-            self._store.let_go([*kept, self._incoming or manifest])  # no await in between: no fetch relies on the rest
+            self._store.forget([*kept, self._incoming or manifest])  # no await in between: no fetch relies on the rest
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:

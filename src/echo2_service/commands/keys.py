@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from echo2.core.errors import UserError
 from echo2.core.printable import printable
 from echo2_service.commands.serve import open_database
-from echo2_service.front.access import Doorkeeper
+from echo2_service.front.access import ApiKeys
 from echo2_service.front.database import keys
 
 _ENDS = ("expires", "revoked")
@@ -25,11 +25,11 @@ def run(options: argparse.Namespace) -> int:
     if not options.database and not (options.directory / "service.sqlite").is_file():
         raise UserError(f"{options.directory} is not a directory of `echo2 serve`: it has no service.sqlite.")
     database = open_database(options.directory, options.database)
-    keeper = Doorkeeper(database, time.time)
+    api_keys = ApiKeys(database, time.time)
     if options.add:
-        print(keeper.add_key(options.add, options.scopes.split(","), options.days, options.per_minute))
+        print(api_keys.add_key(options.add, options.scopes.split(","), options.days, options.per_minute))
     elif options.revoke:
-        keeper.revoke(options.revoke)
+        api_keys.revoke(options.revoke)
         print(f"{options.revoke} is revoked")
     else:
         columns = ("id", "tenant", "scopes", "per_minute", "created", "expires", "revoked")

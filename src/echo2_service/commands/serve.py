@@ -11,10 +11,10 @@ from echo2.config.rundir import claimed
 from echo2.core.devices import forbid_torch, require_torch
 from echo2.core.errors import UserError
 from echo2_service import tiny_model
-from echo2_service.fleet.door import FleetDoor
 from echo2_service.fleet.processes import LocalBackend
-from echo2_service.front.access import SCOPES, Doorkeeper
-from echo2_service.front.app import Front
+from echo2_service.fleet.server import FleetServer
+from echo2_service.front.access import SCOPES, ApiKeys
+from echo2_service.front.app import App
 from echo2_service.front.database import Database, keys
 from echo2_service.front.http_server import HttpServer, listening
 from echo2_service.settings import ServiceSettings, load
@@ -31,7 +31,7 @@ def serve(config: Path, out: Path, port: int | None) -> int:
     forbid_torch()
     with claimed(out, "serve"):
         database = open_database(out, settings.database)
-        first_key(out, database, Doorkeeper(database, time.time))
+        first_key(out, database, ApiKeys(database, time.time))
         asyncio.run(_serve(settings, out.absolute(), database, settings.port if port is None else port))
     return 0
 
@@ -41,12 +41,12 @@ def open_database(out: Path, url: str = "") -> Database:
     return Database(url or f"sqlite:///{out.absolute() / 'service.sqlite'}")
 
 
-def first_key(out: Path, database: Database, keeper: Doorkeeper) -> None:
+def first_key(out: Path, database: Database, api_keys: ApiKeys) -> None:
     """Write a key with all scopes to DIR/api-key, for the owner of the service, unless there is one."""
     path = out / "api-key"
     if path.exists() and database.count(keys):
         return
-    text = keeper.add_key("owner", SCOPES)
+    text = api_keys.add_key("owner", SCOPES)
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text + "\n")
@@ -76,10 +76,10 @@ async def _serve(settings: ServiceSettings, out: Path, database: Database, port:
     fleet = None
     if settings.fleet.listen:
         directories = {name: base.directory for name, base in backend.bases.items()}
-        fleet = FleetDoor(out, settings.fleet, directories, backend.samplers)
+        fleet = FleetServer(out, settings.fleet, directories, backend.samplers)
         await fleet.open()
-    front = Front(database, backend, out / "checkpoints", time.time, settings.bills)
-    server = HttpServer(front.app, front.requests.stop)
+    front = App(database, backend, out / "checkpoints", time.time, settings.bills)
+    server = HttpServer(front.asgi, front.requests.stop)
     try:
         await server.serve([listener])
     finally:

@@ -18,7 +18,7 @@ from echo2.core.printable import printable
 from echo2.views.serve import serve_pages
 from echo2_service.commands.serve import open_database
 from echo2_service.commands.status_page import StatusPage, Table
-from echo2_service.fleet.door import STATUS_FILE
+from echo2_service.fleet.server import STATUS_FILE
 from echo2_service.front.database import OPEN, Database, bills, models, requests, sessions
 
 #: Age after which the service's last report on its fleet is ignored.

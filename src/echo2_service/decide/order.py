@@ -73,7 +73,7 @@ class ModelOrder:
         return out
 
 
-class Turns:
+class FairQueue:
     """Owners of work and the seconds that each has used. An owner is charged whether it is waiting or not."""
 
     def __init__(self) -> None:

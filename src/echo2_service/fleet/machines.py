@@ -151,7 +151,7 @@ class Samplers:
         self._placing = Placing()
         self._machines: dict[str, SamplingMachine] = {LOCAL: own}
         self._numbers = itertools.count(1)
-        self._turns: dict[int, asyncio.Future[SamplingMachine]] = {}
+        self._waiting: dict[int, asyncio.Future[SamplingMachine]] = {}
 
     def joined(self, name: str, slots: int, machine: SamplingMachine) -> None:
         """Add a machine of the fleet."""
@@ -170,17 +170,17 @@ class Samplers:
         self._placing.arrive(number, spec.owner, str(snapshot or base), spec.num_samples)
         try:
             while True:
-                turn: asyncio.Future[SamplingMachine] = asyncio.get_running_loop().create_future()
-                self._turns[number] = turn
+                placed: asyncio.Future[SamplingMachine] = asyncio.get_running_loop().create_future()
+                self._waiting[number] = placed
                 self._place()
-                machine = await turn
+                machine = await placed
                 try:
                     return await machine.sample(number, base, snapshot, spec)
                 except (MachineLostError, PeerError) as error:
                     log.info("call %d goes to another machine: %s", number, error)
                     self._placing.came_back(number)
         finally:
-            del self._turns[number]
+            del self._waiting[number]
             self._placing.ended(number)
             self._place()
 
@@ -195,6 +195,6 @@ class Samplers:
 
     def _place(self) -> None:
         for number, name in self._placing.place():
-            turn = self._turns[number]
-            if not turn.done():  # else the caller was cancelled, and its call is about to end
-                turn.set_result(self._machines[name])
+            placed = self._waiting[number]
+            if not placed.done():  # else the caller was cancelled, and its call is about to end
+                placed.set_result(self._machines[name])

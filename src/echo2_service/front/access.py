@@ -25,7 +25,7 @@ class Caller:
     scopes: frozenset[str]
 
 
-class Doorkeeper:
+class ApiKeys:
     """Authenticates callers by their keys and limits their rate."""
 
     def __init__(

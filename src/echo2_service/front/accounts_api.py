@@ -30,8 +30,8 @@ from echo2_service.front.bodies import AdapterBody, CopyBody, LabelledBody, Mode
 from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.entrance import answer
 from echo2_service.front.own_adapters import take_adapter
+from echo2_service.front.request_guard import answer
 from echo2_service.front.work import KINDS, Work
 from echo2_service.settings import PRICED
 

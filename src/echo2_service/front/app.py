@@ -20,14 +20,14 @@ from starlette.routing import Route
 from echo2.core.background import spawn
 from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
-from echo2_service.front.access import Caller, Doorkeeper
+from echo2_service.front.access import ApiKeys, Caller
 from echo2_service.front.accounts_api import AccountsApi
 from echo2_service.front.bills import Bills
 from echo2_service.front.cleaning import ARRIVING, Cleaning
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.entrance import Entrance, Handler
 from echo2_service.front.given import BodyReader
+from echo2_service.front.request_guard import Handler, RequestGuard
 from echo2_service.front.requests_api import RequestsApi
 from echo2_service.front.storage import Storage
 from echo2_service.front.work import Work
@@ -70,8 +70,8 @@ def refusing(words: str) -> Handler:
     return refuse
 
 
-class Front:
-    """The application `app` over a database and a back end. `directory`: holds the checkpoints."""
+class App:
+    """The application `asgi` over a database and a back end. `directory`: holds the checkpoints."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class Front:
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
         self.requests = RequestsApi(self.work, self.dispatcher, self.bodies)
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
-        self.entrance = Entrance(Doorkeeper(database, clock, ticks))
-        self.app = Starlette(routes=self._routes(), lifespan=self._lifespan)
+        self.guard = RequestGuard(ApiKeys(database, clock, ticks))
+        self.asgi = Starlette(routes=self._routes(), lifespan=self._lifespan)
 
     def _routes(self) -> list[Route]:
-        enter, training, accounts = self.entrance, self.requests, self.accounts
+        enter, training, accounts = self.guard, self.requests, self.accounts
         checkpoint = "training_runs/{model}/checkpoints/{checkpoint:path}"
         posts = {
             "client/config": enter(accounts.config),

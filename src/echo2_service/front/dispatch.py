@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from echo2.core.background import spawn
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
-from echo2_service.decide.order import ModelOrder, Released, Turns
+from echo2_service.decide.order import FairQueue, ModelOrder, Released
 from echo2_service.front.access import Caller
 from echo2_service.front.bills import Bills
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
-from echo2_service.front.entrance import for_tenants
 from echo2_service.front.given import BodyReader, Given, GivenRequests, read_stored
+from echo2_service.front.request_guard import for_tenants
 from echo2_service.front.storage import ROW_BYTES
 from echo2_service.front.work import Work
 
@@ -67,7 +67,7 @@ class Dispatcher:
         self._orders: dict[str, ModelOrder] = {}
         self._lanes: dict[str, _Lane] = {}
         self._samples: dict[str, deque[str]] = {}
-        self._turns = Turns()
+        self._fair_queue = FairQueue()
         self._sampling: dict[str, asyncio.Task[None]] = {}
         self._num_sampling = Counter[str]()
         self._num_open, self._open_bytes = Counter[str](), Counter[str]()
@@ -223,7 +223,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Stop all work; open requests stay stored."""
-        self._turns = Turns()  # no other sample begins
+        self._fair_queue = FairQueue()  # no other sample begins
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -341,18 +341,18 @@ class Dispatcher:
         """Let the tenant's samples wait for a turn, if it has any and does not use all that one tenant may."""
         most = limits.SAMPLES_AT_ONCE - limits.SAMPLES_FOR_OTHERS
         if self._samples.get(tenant) and self._num_sampling[tenant] < most:
-            self._turns.wait(tenant)
+            self._fair_queue.wait(tenant)
         else:
-            self._turns.rest(tenant)
+            self._fair_queue.rest(tenant)
 
     def _start_samples(self) -> None:
-        while len(self._sampling) < limits.SAMPLES_AT_ONCE and (tenant := self._turns.next()) is not None:
+        while len(self._sampling) < limits.SAMPLES_AT_ONCE and (tenant := self._fair_queue.next()) is not None:
             waiting = self._samples[tenant]
             request = waiting.popleft()
             if not waiting:
                 del self._samples[tenant]
             self._num_sampling[tenant] += 1
-            self._turns.charge(tenant, 1.0)
+            self._fair_queue.charge(tenant, 1.0)
             self._wait_for_turn(tenant)
             failed = partial(self._request_failed, request)
             task = self._sampling[request] = self._spawn(self._sample(request), failed)

@@ -29,9 +29,9 @@ from echo2_service.front.bodies import (
 from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.entrance import WhenRefused, answer, for_tenants, refused
 from echo2_service.front.given import BodyReader, Given, digest_of, off_loop
 from echo2_service.front.numbering import numbered
+from echo2_service.front.request_guard import WhenRefused, answer, for_tenants, refused
 from echo2_service.front.work import Work, sample_spec
 
 #: Seconds for which a poll is held open; the SDKs give up after 45 and poll again at once.

@@ -52,8 +52,8 @@ REDO_SECONDS = 10.0
 MEMORY_BYTES = limits.ADAPTER_MEMORY_BYTES
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
 
-#: Yields whenever another model may have a turn.
-Turn = Generator[None, None, Answer]
+#: An operation in slices: it yields whenever another model may go on.
+Slices = Generator[None, None, Answer]
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class Models:
         except UserError:
             return call.model
 
-    def carry_out(self, call: ModelCall) -> Turn:
+    def carry_out(self, call: ModelCall) -> Slices:
         """Carry out a call and return its answer.
 
         Raises:
@@ -125,7 +125,7 @@ class Models:
         partial.replace(directory / "spec.json")
         return Answer()
 
-    def _operate(self, call: Operation) -> Turn:
+    def _operate(self, call: Operation) -> Slices:
         model = yield from self._bring(call.model)
         answered = model.journal.answer(call.operation)
         if answered is not None:
@@ -139,7 +139,7 @@ class Models:
         model.is_busy = False
         return answer
 
-    def _record(self, model: _Model, call: Operation) -> Turn:
+    def _record(self, model: _Model, call: Operation) -> Slices:
         """Carry out an operation, and record it in the journal."""
         is_redone = isinstance(call, OptimStepCall)  # also if it fails: it has cleared the gradients
         try:
@@ -159,7 +159,7 @@ class Models:
             self._checkpoint(call.model, model)
         return answer
 
-    def _apply(self, model: _Model, call: Operation) -> Turn:
+    def _apply(self, model: _Model, call: Operation) -> Slices:
         tenants, name = model.tenants, call.model
         if isinstance(call, ForwardBackwardCall):
             return (yield from self._forward_backward(model, call))
@@ -179,7 +179,7 @@ class Models:
             model.has_gradients = False
         return Answer()
 
-    def _forward_backward(self, model: _Model, call: ForwardBackwardCall) -> Turn:
+    def _forward_backward(self, model: _Model, call: ForwardBackwardCall) -> Slices:
         data = learner_data(call.data, call.loss)
         logprobs: list[array[float]] = []
         total = 0.0

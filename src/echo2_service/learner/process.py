@@ -24,9 +24,9 @@ from echo2.core.errors import Echo2Error, NoRoomError, PeerError, UserError
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
 from echo2_service.calling import receive
-from echo2_service.decide.order import Turns
+from echo2_service.decide.order import FairQueue
 from echo2_service.frames import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall, frame
-from echo2_service.learner.models import Models, Turn
+from echo2_service.learner.models import Models, Slices
 
 log = logging.getLogger(__name__)
 
@@ -41,19 +41,19 @@ class LearnerSettings(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class _Queue:
-    """The calls of one model. `turn`: the first call, if it has begun."""
+    """The calls of one model. `slices`: of the first call, if it has begun."""
 
     owner: str
     calls: deque[tuple[int, ModelCall]] = field(default_factory=deque)
-    turn: Turn | None = None
+    slices: Slices | None = None
 
 
-class Desk:
-    """Queues calls, and schedules turns of the models. For one thread."""
+class CallQueue:
+    """Queues calls, and runs them slice by slice, fairly among their owners. For one thread."""
 
     def __init__(self, models: Models, outbox: BinaryIO) -> None:
         self._models, self._outbox = models, outbox
-        self._turns = Turns()
+        self._fair_queue = FairQueue()
         self._queues: dict[str, _Queue] = {}
         self._of_owner: dict[str, deque[str]] = {}
 
@@ -66,12 +66,12 @@ class Desk:
         if waiting is None:
             waiting = self._queues[call.model] = _Queue(self._models.owner(call))
             self._of_owner.setdefault(waiting.owner, deque()).append(call.model)
-            self._turns.wait(waiting.owner)
+            self._fair_queue.wait(waiting.owner)
         waiting.calls.append((request.number, call))
 
     def work(self) -> bool:
-        """Run one turn; return False if there is nothing to do."""
-        owner = self._turns.next()
+        """Run one slice; return False if there is nothing to do."""
+        owner = self._fair_queue.next()
         if owner is None:
             return False
         models = self._of_owner[owner]
@@ -79,22 +79,22 @@ class Desk:
         models.rotate(-1)
         started = time.perf_counter()
         self._step(self._queues[name])
-        self._turns.charge(owner, time.perf_counter() - started)
+        self._fair_queue.charge(owner, time.perf_counter() - started)
         if not self._queues[name].calls:
             del self._queues[name]
             models.remove(name)
             if not models:
                 del self._of_owner[owner]
-                self._turns.rest(owner)
+                self._fair_queue.rest(owner)
         return True
 
     def _step(self, waiting: _Queue) -> None:
         number, call = waiting.calls[0]
         try:
-            if waiting.turn is None:
+            if waiting.slices is None:
                 self._tell(Answer(number, has_begun=True))
-                waiting.turn = self._models.carry_out(call)
-            next(waiting.turn)
+                waiting.slices = self._models.carry_out(call)
+            next(waiting.slices)
             return
         except StopIteration as end:
             answer: Answer = end.value
@@ -106,7 +106,7 @@ class Desk:
         except Exception as error:  # other tenants' work goes on; this caller gets the error
             log.exception("%s of %s", type(call).__name__, call.model)
             answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
-        waiting.turn = None
+        waiting.slices = None
         waiting.calls.popleft()
         self._tell(msgspec.structs.replace(answer, number=number))
 
@@ -128,14 +128,14 @@ def main(settings_text: str) -> None:
         bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
         for tenants in bases.values():
             tenants.warm_up()
-        desk, requests = Desk(Models(bases, Path(settings.root)), outbox), queue.Queue[Request]()
+        calls, requests = CallQueue(Models(bases, Path(settings.root)), outbox), queue.Queue[Request]()
         threading.Thread(target=receive, args=(inbox, requests.put), daemon=True).start()
         log.info("ready: %s", ", ".join(bases))
         while True:
-            if not desk.work():
-                desk.take(requests.get())
+            if not calls.work():
+                calls.take(requests.get())
             while not requests.empty():
-                desk.take(requests.get())
+                calls.take(requests.get())
 
 
 if __name__ == "__main__":

@@ -116,5 +116,5 @@ class FetchedWeights:
             del self._adapters[payload]
             (self._contents / payload.ref.policy).unlink(missing_ok=True)
         kept = [one for one in self._store.manifests() if one.ref.is_base_model or one.payload in self._adapters]
-        self._store.let_go(kept)
+        self._store.forget(kept)
         await asyncio.to_thread(self._store.sweep)

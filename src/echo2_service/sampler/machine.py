@@ -31,7 +31,7 @@ from echo2_service.decide.placing import SLOTS
 from echo2_service.fleet.payloads import LINEAGE, VERSION
 from echo2_service.frames import REQUESTS, Answer, encode
 from echo2_service.sampler.fetching import FetchedWeights
-from echo2_service.sampler.process import SampleDesk
+from echo2_service.sampler.process import SampleCalls
 from echo2_service.sampler.samplers import BaseSampler
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class SamplerMachine:
         self._weights = FetchedWeights(member, self._link, directory, listen, relays, self._fail, own_base)
         self._slots = options.slots or SLOTS
         self._bases: dict[str, asyncio.Task[BaseSampler]] = {}
-        self._desk = SampleDesk(self._sampler, self._tell)
+        self._calls = SampleCalls(self._sampler, self._tell)
         self._answers: deque[bytes] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -109,7 +109,7 @@ class SamplerMachine:
 
     def _take(self, data: bytes) -> None:
         try:
-            self._desk.take(REQUESTS.decode(data))
+            self._calls.take(REQUESTS.decode(data))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise PeerError("malformed", f"a call: {error}") from error
 
@@ -120,7 +120,7 @@ class SamplerMachine:
         if self._sending is not None:
             self._sending.cancel()
         self._answers.clear()
-        self._desk.drop_all()
+        self._calls.drop_all()
         self._weights.node.disconnected()
 
     def _fail(self, error: BaseException) -> None:
@@ -130,7 +130,7 @@ class SamplerMachine:
     async def _beat(self, heartbeat_seconds: float) -> None:
         node = self._weights.node
         while True:
-            doing = f"{self._desk.num_under_way} calls" if self._desk.num_under_way else "waits for calls"
+            doing = f"{self._calls.num_under_way} calls" if self._calls.num_under_way else "waits for calls"
             if node.progress is not None:
                 payload, num_stored, num_bytes = node.progress
                 doing = f"fetches {payload.ref.policy}, {num_stored / max(1, num_bytes):.0%}; {doing}"

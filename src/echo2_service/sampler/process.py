@@ -32,7 +32,7 @@ class SamplerSettings(msgspec.Struct, frozen=True):
     device: str = "auto"
 
 
-class SampleDesk:
+class SampleCalls:
     """Passes each call to the sampler of its base model, and the answer to `tell`. For one event loop."""
 
     def __init__(self, sampler_of: Callable[[str], Awaitable[BaseSampler]], tell: Callable[[Answer], None]) -> None:
@@ -122,11 +122,11 @@ async def serve(settings: SamplerSettings) -> None:
         outbox.write(frame(answer))
         outbox.flush()
 
-    desk, loop = SampleDesk(sampler_of, tell), asyncio.get_running_loop()
+    calls, loop = SampleCalls(sampler_of, tell), asyncio.get_running_loop()
     log.info("ready: %s", ", ".join(samplers))
 
     def take(request: Request) -> None:
-        loop.call_soon_threadsafe(desk.take, request)
+        loop.call_soon_threadsafe(calls.take, request)
 
     await asyncio.to_thread(receive, inbox, take)
 

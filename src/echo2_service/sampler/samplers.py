@@ -182,14 +182,14 @@ class _Slots:
 
     async def run(self, owner: str, request: PolicyRequest) -> Outcome:
         """Wait for a free slot, run the request, and return its outcome."""
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
+        slot: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(owner, deque()).append(slot)
         self._give()
         try:
-            await turn
+            await slot
             return await self._engine.submit(request)
         finally:
-            if turn.done() and not turn.cancelled():
+            if slot.done() and not slot.cancelled():
                 self._used[owner] -= 1
                 if not self._used[owner]:
                     del self._used[owner]
@@ -202,9 +202,9 @@ class _Slots:
             owner = min(self._waiting, key=lambda name: self._used.get(name, 0))
             if self._used.get(owner, 0) >= most:
                 return
-            turn = self._waiting[owner].popleft()
+            slot = self._waiting[owner].popleft()
             if not self._waiting[owner]:
                 del self._waiting[owner]
-            if not turn.done():
+            if not slot.done():
                 self._used[owner] = self._used.get(owner, 0) + 1
-                turn.set_result(None)
+                slot.set_result(None)

@@ -122,7 +122,7 @@ def test_a_rate_that_is_not_known_is_said_to_be(page: Page, rundirs: list[RunDir
         rundirs[0].metrics.write_text(rows)
 
 
-def test_configuration_and_logs_are_there_for_those_who_open_them(page: Page, rundirs: list[RunDir]) -> None:
+def test_configuration_and_logs_can_be_opened(page: Page, rundirs: list[RunDir]) -> None:
     (rundirs[0].logs / "head.log").write_text(f"listening\n{view_cases.HOSTILE}\n")
     page.open()
     page.ask("document.querySelector('#configuration summary').click()")

@@ -86,7 +86,7 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         reason = f"step {step}: {num_unheld} groups not yet sampled by any worker"
         reason += " (no worker is connected)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
-    for group, check in checks.held(state, step):
+    for group, check in checks.held_groups(state, step):
         reason = f"step {step}: {group} of {check.drawn.worker_id} is being checked"
         waits.append(Wait("learner", check.checker or "head", since, check.until, reason))
     if num_unscored:

@@ -42,7 +42,7 @@ def delivers(head: Head, worker_id: str) -> None:
     """
     check_not_expelled(head, worker_id)
     if worker_id in head.connections.workers:
-        head.events.heard(worker_id)
+        head.events.seen(worker_id)
     elif not head.identity.member(worker_id).is_own:
         raise PeerError("unknown_worker", f"{worker_id} does not attend; attend first")
 

@@ -45,7 +45,7 @@ class EventQueue:
         self._handle_waiting()
         return answer.result()
 
-    def heard(self, worker_id: str) -> None:
+    def seen(self, worker_id: str) -> None:
         """Record that a worker is alive without news. The planner is told of all such workers together, every half
         heartbeat.
         """

@@ -107,7 +107,7 @@ class Service:
         head.connections.attend(peer.peer_id, connection)
         head.distribution.origin.joined(peer.peer_id, hello, peer.host, joined.ticket)
         if joined.installed is not None:
-            head.distribution.held(peer.peer_id, joined.installed)
+            head.distribution.has_installed(peer.peer_id, joined.installed)
         head.books.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), is_own=not joined.ticket)
         connection.put(wire.Order(settings=self._settings(server)))
         if self._revoked:
@@ -164,12 +164,12 @@ class Service:
             self._head.books.failures.refused(peer.peer_id, report.refused)
         if installed is not None:
             if is_new:
-                self._head.distribution.held(peer.peer_id, installed)
+                self._head.distribution.has_installed(peer.peer_id, installed)
             self._head.books.broadcast_times.installed(peer.peer_id, installed, self._head.clock.now())
         if is_new or is_refused:
             await self._head.events.tell(ev.WorkerReported(peer.peer_id, installed, report.refused))
         else:
-            self._head.events.heard(peer.peer_id)
+            self._head.events.seen(peer.peer_id)
         return wire.Empty()
 
     async def leave(self, peer: Peer, _: wire.Empty) -> wire.Empty:

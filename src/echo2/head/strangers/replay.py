@@ -22,7 +22,7 @@ from echo2.engines.random_streams import derived_seed
 from echo2.engines.tokenizer import Tokenizer, decoded, reply_tokens
 from echo2.head.decide import events as ev
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, check_sum
-from echo2.tasks.environments import Begun, EnvironmentProcess
+from echo2.tasks.environments import EnvironmentProcess, RolloutHandle
 
 Result = ev.GroupDelivered | ev.LeaseFailed | ev.DeliveryMalformed
 #: Maximum number of concurrent rollouts in the environment's process.
@@ -44,7 +44,7 @@ class TurnRules:
     context: int
 
 
-async def retrace(
+async def replay_rollout(
     rules: TurnRules,
     turn_tokens: int,
     prompt_tokens: int,
@@ -140,7 +140,7 @@ class EnvironmentReplay:
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
                 judging = [
-                    tasks.create_task(self._judged(rules, group, rollout, one))
+                    tasks.create_task(self._replayed(rules, group, rollout, one))
                     for rollout, one in zip(group.rollouts, begun, strict=True)
                 ]
         except ExceptionGroup as failed:
@@ -151,12 +151,12 @@ class EnvironmentReplay:
             self._seconds[lease.lease_id] = sum(one.spent_seconds() for one in begun)
         return replace(group, rollouts=tuple(one.result() for one in judging))
 
-    async def _judged(self, rules: TurnRules, group: RolloutGroup, rollout: Rollout, begun: Begun) -> Rollout:
+    async def _replayed(self, rules: TurnRules, group: RolloutGroup, rollout: Rollout, begun: RolloutHandle) -> Rollout:
         environment = self._environment
         async with self._room:
             try:
                 turn_tokens, step = await environment.turn_tokens(begun), partial(environment.step, begun)
-                reward = await retrace(rules, turn_tokens, len(group.prompt_tokens), rollout, step)
+                reward = await replay_rollout(rules, turn_tokens, len(group.prompt_tokens), rollout, step)
             finally:
                 environment.end(begun)
         return replace(rollout, reward_parts={"environment": reward})

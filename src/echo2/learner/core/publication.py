@@ -48,7 +48,7 @@ def share_of(rank: int, size: int) -> tuple[int, int]:
     return (rank, min(size, PUBLISHING_RANKS_MAX)) if rank < PUBLISHING_RANKS_MAX else (MAX_SEGMENTS, 1)
 
 
-class LentWeights:
+class BorrowedWeights:
     """The weights themselves, and the other files of the model, lent to a background reader. They do not change until
     they are given back: updates wait for it. Any thread may give them back, also twice.
     """
@@ -62,7 +62,7 @@ class LentWeights:
         self.tensors, self.files, self.base_model = tensors, files, base_model
         self.returned: Future[None] = Future()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """Allow the weights to change again."""
         with suppress(InvalidStateError):
             self.returned.set_result(None)
@@ -82,16 +82,16 @@ class Publisher:
         self.base_model, self.share = base_model, share
         self.trouble = ""  # what the publisher waits for, for people
         self._stopped = threading.Event()
-        self.content, self.spool = (NamelessFile(directory, self._wait_for_room) for _ in range(2))
+        self.content, self.spool = (UnlinkedFile(directory, self._wait_for_room) for _ in range(2))
         self._last: Snapshot | None = None  # the snapshot in the content file; None: nothing, or a mixture
-        self._made_from: LentWeights | None = None
+        self._made_from: BorrowedWeights | None = None
         self._steps: list[Manifest] = []  # payloads that build the last published content from nothing
 
     def stop(self) -> None:
         """Stop waiting for disk space."""
         self._stopped.set()
 
-    def payload(self, ref: SnapshotRef, weights: LentWeights) -> Payload:
+    def payload(self, ref: SnapshotRef, weights: BorrowedWeights) -> Payload:
         """Return the payload of `weights`: the changes since the last content, or at the start of a lineage the whole.
         Taking its parts reads the weights, gives them back, and makes them the last content."""
         if self._last is not None and self._made_from is weights:  # the lineage changed meanwhile
@@ -111,7 +111,7 @@ class Publisher:
         self._steps = [manifest] if manifest.base is None else [*self._steps, manifest]
         return is_anchor_due(self._steps)
 
-    def begin(self, weights: LentWeights) -> None:
+    def begin(self, weights: BorrowedWeights) -> None:
         """Note that the content file is about to be overwritten with these weights."""
         self._last, self._made_from = None, weights
         self.spool.clear()
@@ -174,7 +174,7 @@ class Payload(ChunkedPayload):
     """A payload of the weights, or of the last content (`weights` None)."""
 
     def __init__(
-        self, publisher: Publisher, target: Snapshot, base: SnapshotSource | None, weights: LentWeights | None
+        self, publisher: Publisher, target: Snapshot, base: SnapshotSource | None, weights: BorrowedWeights | None
     ) -> None:
         self._publisher, self._target, self._weights = publisher, target, weights
         num_threads = min(THREADS_MAX, os.cpu_count() or 1)
@@ -192,7 +192,7 @@ class Payload(ChunkedPayload):
             yield from super().parts()
             self._publisher.end(self._target)
         finally:
-            self._weights.give_back()
+            self._weights.release()
 
     @property
     def segments(self) -> list[Segment]:
@@ -244,7 +244,7 @@ class BasePayload(ChunkedPayload):
                 start += num_bytes
 
 
-class NamelessFile:
+class UnlinkedFile:
     """An unlinked file for any threads, as long as no thread reads or writes a range that another is writing.
     `wait_for_room` returns when another attempt is worthwhile, or raises.
     """

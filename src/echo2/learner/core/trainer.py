@@ -50,7 +50,7 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh, ModuleRun, shares
 from echo2.learner.core.model import DTYPES, Policy, stored
-from echo2.learner.core.publication import LentWeights, NamelessFile, share_of
+from echo2.learner.core.publication import BorrowedWeights, UnlinkedFile, share_of
 from echo2.learner.core.shard_files import ShardedTensors, open_tensors
 from echo2.learner.core.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.weights.format.segments import cut_stream, pieces, tensor_index
@@ -237,7 +237,7 @@ class Trainer:
             )
         return OptimStep(norm, True)
 
-    def save_weights_for_sampler(self, name: str, dtype: str) -> LentWeights:
+    def save_weights_for_sampler(self, name: str, dtype: str) -> BorrowedWeights:
         """Lend the weights by Hugging Face name, in `dtype`, and the other files of the model. They are read in the
         background, not copied: `optim_step` and `load_state` wait until they are given back, other verbs do not. On
         several ranks each gets a copy of its share of the segments (`share_of`); only the first waits.
@@ -245,7 +245,7 @@ class Trainer:
         trained = self._policy(name)
         policy, kind = trained.policy, DTYPES[dtype]
         tensors = policy.weights(kind) if self._mesh.size == 1 else self._gathered(policy, kind)
-        lent = LentWeights(tensors, policy.files, policy.base_model)
+        lent = BorrowedWeights(tensors, policy.files, policy.base_model)
         if self._mesh.rank == 0:
             trained.readers.append(lent.returned)
         return lent
@@ -263,7 +263,7 @@ class Trainer:
         for parts in itertools.islice(pieces(entries, cut_stream(entries)), first, None, step):
             for key, start, stop in parts:
                 wanted[key].append((start, stop))
-        file = NamelessFile(self._mesh.scratch, _no_room)
+        file = UnlinkedFile(self._mesh.scratch, _no_room)
         for key, whole in self._one_by_one(policy, dtype):
             for start, stop in wanted[key]:
                 file.write(starts[key] + start, whole.read(start, stop))
@@ -397,10 +397,10 @@ class Trainer:
         if self._mesh.size > 1:
             cuts = [len(microbatches(part, self.tokens_per_microbatch, shares_prompts)) for part in parts]
             for _ in range(len(done), max(cuts)):
-                self._run_for_nothing(trained, min(data, key=lambda datum: len(datum.prompt_tokens) + datum.num_inputs))
+                self._dummy_pass(trained, min(data, key=lambda datum: len(datum.prompt_tokens) + datum.num_inputs))
         return done
 
-    def _run_for_nothing(self, trained: _Trained, datum: Datum) -> None:
+    def _dummy_pass(self, trained: _Trained, datum: Datum) -> None:
         with trained.policy.engaged():
             logp_n, *_ = trained.run(partial(trained.policy.logprobs, self._packed(trained, [datum]), 1.0))
             if logp_n.requires_grad:

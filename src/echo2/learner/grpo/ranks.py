@@ -16,7 +16,7 @@ import msgspec
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.publication import LentWeights
+from echo2.learner.core.publication import BorrowedWeights
 from echo2.learner.core.state import Saving
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.loss_stats import LossStats, StepStats
@@ -46,7 +46,7 @@ class LeadingClient(GrpoClient):
         self._tell(Order("optim_step", ends_step=ends_step))
         return super().optim_step(ends_step)
 
-    def save_weights_for_sampler(self) -> LentWeights:
+    def save_weights_for_sampler(self) -> BorrowedWeights:
         self._tell(Order("save_weights_for_sampler"))
         return super().save_weights_for_sampler()
 
@@ -79,7 +79,7 @@ class _ToldSaving:
         self.saving.result()
 
 
-def follow(client: GrpoClient, mesh: Mesh, lend: Callable[[int, LentWeights], None]) -> None:
+def follow(client: GrpoClient, mesh: Mesh, lend: Callable[[int, BorrowedWeights], None]) -> None:
     """Carry out the first rank's orders until the order to end. `lend` is given each version's weights, this rank's
     share of them, when they are to be published.
 

@@ -24,7 +24,7 @@ from echo2.learner.core.batch import Layout
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.core.publication import LentWeights
+from echo2.learner.core.publication import BorrowedWeights
 from echo2.learner.core.settings import computes_in_bfloat16, microbatch_tokens, refuse_vanishing_updates
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
@@ -166,7 +166,7 @@ class TrainedPolicy:
         self.version += 1
         return result
 
-    def save_weights_for_sampler(self) -> LentWeights:
+    def save_weights_for_sampler(self) -> BorrowedWeights:
         """Lend the weights (in `snapshot_dtype`) and the other files of the model; the next update waits until they are
         given back."""
         return self._trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 from echo2.core.background import spawn
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import RUN_POLICY, RolloutGroup, SnapshotRef
-from echo2.learner.core.publication import BasePayload, ChunkedPayload, LentWeights, Payload, Publisher
+from echo2.learner.core.publication import BasePayload, BorrowedWeights, ChunkedPayload, Payload, Publisher
 from echo2.learner.link.sending import (
     AGAIN,
     CALL_SECONDS,
@@ -161,7 +161,7 @@ class HeadClient:
         await self._patiently("ReportStep", attempt)
         self._version = step + 1
 
-    async def publish(self, version: int, weights: LentWeights) -> None:
+    async def publish(self, version: int, weights: BorrowedWeights) -> None:
         """Encode a snapshot, send the chunks that the head lacks, and have it announced; one snapshot after the other.
         The weights are given back when they are encoded.
         """
@@ -170,7 +170,7 @@ class HeadClient:
             while version not in self.published:
                 await self._publish(SnapshotRef(RUN_POLICY, self.lineage, version), weights, started)
 
-    async def _publish(self, ref: SnapshotRef, weights: LentWeights, started: float) -> None:
+    async def _publish(self, ref: SnapshotRef, weights: BorrowedWeights, started: float) -> None:
         base_model = self._publisher.base_model
         if base_model is not None and base_model.ref.policy not in self._base_models:
             await self._send(BasePayload(base_model), started)

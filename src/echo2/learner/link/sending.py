@@ -25,7 +25,7 @@ from echo2.core.frames import frame, receive_frame
 from echo2.core.loop_thread import LoopThread
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, SnapshotRef
-from echo2.learner.core.publication import ChunkedPayload, LentWeights, Payload, Publisher
+from echo2.learner.core.publication import BorrowedWeights, ChunkedPayload, Payload, Publisher
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.weights.format.manifest import MAX_MANIFEST_BYTES, Segment
@@ -256,12 +256,12 @@ class RankSender:
         self._publisher, self._connect, self._patience_seconds = publisher, connect, patience_seconds
         self._link: Link | None = None
         self._payload: Payload | None = None
-        self._version, self._weights = -1, LentWeights({}, {})
-        self._loans: asyncio.Queue[tuple[int, LentWeights]] = asyncio.Queue()
+        self._version, self._weights = -1, BorrowedWeights({}, {})
+        self._loans: asyncio.Queue[tuple[int, BorrowedWeights]] = asyncio.Queue()
         self._thread = LoopThread("rank-sender")
         self._serving = self._thread.start(self._serve())
 
-    def lend(self, version: int, weights: LentWeights) -> None:
+    def lend(self, version: int, weights: BorrowedWeights) -> None:
         """Lend this rank's share of the weights of a version, until those of another are lent. Without effect if the
         first rank is gone, or this sender closed."""
         if not self._serving.done():

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.loop_thread import LoopThread
 from echo2.core.types import RolloutGroup
-from echo2.learner.core.publication import LentWeights, Publisher
+from echo2.learner.core.publication import BorrowedWeights, Publisher
 from echo2.learner.link.head_client import HeadClient, LearnerInfo, join_head
 from echo2.learner.link.sending import OtherRanks
 from echo2.transport import wire_pb2 as wire
@@ -118,12 +118,12 @@ class HeadSession:
         self.doing = f"reporting step {step}"
         self._wait(self._client.report_step(step, numbers, metrics, logprobs))
 
-    def publish(self, version: int, weights: LentWeights) -> None:
+    def publish(self, version: int, weights: BorrowedWeights) -> None:
         """Send a snapshot in the background, after earlier ones. At most one waits, because the weights can't change
         before they are given back."""
         self.doing = f"publishing version {version}"
         publication = self._start(self._client.publish(version, weights))
-        publication.add_done_callback(lambda _: weights.give_back())  # also if it never began
+        publication.add_done_callback(lambda _: weights.release())  # also if it never began
         publication.add_done_callback(self._end_waiting)
         for before in [before for before, sent in self._publications.items() if sent.done()]:
             _result(self._publications.pop(before))

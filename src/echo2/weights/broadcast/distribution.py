@@ -58,9 +58,9 @@ class Distribution:
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
         archive.on_dropped, archive.on_stored = self._dropped, origin.stored
 
-    def held(self, worker_id: str, installed: SnapshotRef) -> None:
+    def has_installed(self, worker_id: str, installed: SnapshotRef) -> None:
         """Record that a worker has this snapshot installed."""
-        self.origin.held(worker_id, installed, self.archive.base_model(installed))
+        self.origin.has_installed(worker_id, installed, self.archive.base_model(installed))
 
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
         """Announce `ref` to these workers as the newest snapshot. `merges`: workers that need several deltas are told

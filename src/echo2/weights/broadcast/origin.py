@@ -39,9 +39,9 @@ DISK_THREADS = 4
 DIAL_BACK_SECONDS = 3.0
 DIAL_BACK_TRIES = 4
 #: A probing worker has the head's link to itself until it sends DONE, or has been silent for this long.
-TURN_SECONDS = 1.5
+PROBE_SLOT_SECONDS = 1.5
 #: Maximum length of a worker's probing turn: several times that of an honest measurement.
-TURN_MAX_SECONDS = 30.0
+PROBE_SECONDS_MAX = 30.0
 #: Up to this number of workers, all are connected with each other as they join.
 ACQUAINTED_MAX = 17
 #: Maximum number of worker addresses kept, including those of workers that left.
@@ -83,13 +83,13 @@ class OriginNode:
         self._machine = Broadcast(options or BroadcastOptions())
         self._disk = ThreadPoolExecutor(DISK_THREADS, "origin")
         self._cache = ChunkCache(store, self._disk)
-        self._server = Server(self._cache, lambda payload: False, self._machine.pace, self._is_own)
+        self._server = Server(self._cache, lambda payload: False, self._machine.rate_limit, self._is_own)
         self._members: dict[str, object] = {}
         self._addresses: dict[str, str] = {}
         self._hosts: dict[str, str] = {}
         self._tickets: dict[str, str] = {}
         self._progress: dict[str, Progress] = {}
-        self._turn, self._turn_began, self._turn_until = "", 0.0, 0.0
+        self._prober, self._probe_began, self._probe_until = "", 0.0, 0.0
         self._dialling: dict[str, asyncio.Task[None]] = {}
         self._chores = Background(on_error)
         self._is_closed = False
@@ -156,7 +156,7 @@ class OriginNode:
             self._progress[worker_id] = Progress(payload, 0, num_bytes)
         self._happen(ev.PayloadAssigned(payload, ids, len(manifest.chunk_bytes)))
 
-    def held(self, worker_id: str, ref: SnapshotRef, base_model: SnapshotRef | None = None) -> None:
+    def has_installed(self, worker_id: str, ref: SnapshotRef, base_model: SnapshotRef | None = None) -> None:
         """Record that a worker has installed `ref`, over `base_model` if it is an adapter."""
         if worker_id in self._members:
             base = None if base_model is None else PayloadId(base_model)
@@ -283,32 +283,32 @@ class OriginNode:
 
     async def _probe(self, peer: Peer, request: wire.ProbeRequest) -> AsyncGenerator[bytes, None]:
         for _ in range(math.ceil(min(request.num_bytes, PROBE_BYTES) / PIECE_BYTES)):
-            self._take_turn(peer.peer_id)
+            self._take_probe_slot(peer.peer_id)
             yield FILLER
 
     async def _put_probe(self, peer: Peer, message: bytes) -> wire.Empty:
-        self._take_turn(peer.peer_id)
+        self._take_probe_slot(peer.peer_id)
         if message == DONE:
-            self._turn_until = self._now()
+            self._probe_until = self._now()
         return wire.Empty()
 
     def _is_own(self, worker_id: str) -> bool:
         """Whether a worker is a machine of the run's owner, and attends."""
         return self._tickets.get(worker_id) == ""
 
-    def _take_turn(self, worker_id: str) -> None:
+    def _take_probe_slot(self, worker_id: str) -> None:
         if payloads.reach(self._hosts.get(worker_id, "")) == ev.ONE_MACHINE:
             raise PeerError("no_link", f"{worker_id} is on this machine")
         now = self._now()
-        if now >= self._turn_until:
+        if now >= self._probe_until:
             if self._server.is_busy:
                 raise PeerError("busy", "weights are on their way, and share the link")
-            self._turn, self._turn_began = worker_id, now
-        elif worker_id != self._turn:
+            self._prober, self._probe_began = worker_id, now
+        elif worker_id != self._prober:
             raise PeerError("busy", "another worker measures its link")
-        elif now - self._turn_began >= TURN_MAX_SECONDS:
-            raise PeerError("overlong", f"{worker_id} has measured for {TURN_MAX_SECONDS:.0f} s")
-        self._turn_until = now + TURN_SECONDS
+        elif now - self._probe_began >= PROBE_SECONDS_MAX:
+            raise PeerError("overlong", f"{worker_id} has measured for {PROBE_SECONDS_MAX:.0f} s")
+        self._probe_until = now + PROBE_SLOT_SECONDS
 
 
 async def _answer(link: Link) -> None:

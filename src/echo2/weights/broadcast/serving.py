@@ -133,19 +133,19 @@ class Allowance:
 class Server:
     """Serves requests from `cache`.
 
-    expects(payload)        whether missing chunks of a payload may still arrive
-    pace(peer, payload)     bytes per second at which this peer is sent the payload; None: as fast as its link takes it
-    is_trusted(peer)        whether this peer may be sent any number of bytes
+    expects(payload)           whether missing chunks of a payload may still arrive
+    rate_limit(peer, payload)  bytes per second at which this peer is sent the payload; None: as its link takes it
+    is_trusted(peer)           whether this peer may be sent any number of bytes
     """
 
     def __init__(
         self,
         cache: ChunkCache,
         expects: Callable[[PayloadId], bool],
-        pace: Callable[[str, PayloadId], float | None] = lambda peer_id, payload: None,
+        rate_limit: Callable[[str, PayloadId], float | None] = lambda peer_id, payload: None,
         is_trusted: Callable[[str], bool] = lambda peer_id: False,
     ) -> None:
-        self._cache, self._expects, self._pace, self._is_trusted = cache, expects, pace, is_trusted
+        self._cache, self._expects, self._rate_limit, self._is_trusted = cache, expects, rate_limit, is_trusted
         self.allowance = Allowance()
         self._under_way: Counter[str] = Counter()
         self._due: dict[str, float] = {}  # peer -> when its next chunk may be sent
@@ -214,11 +214,11 @@ class Server:
 
     def _due_at(self, peer_id: str, payload: PayloadId, num_bytes: int) -> float:
         """Return when this message may be sent, and charge it. A peer whose link was slow for a while may catch up with
-        its pace."""
-        pace, now = self._pace(peer_id, payload), asyncio.get_running_loop().time()
+        its rate limit."""
+        rate_limit, now = self._rate_limit(peer_id, payload), asyncio.get_running_loop().time()
         due = self._due.get(peer_id, now)
-        if pace is not None:
-            self._due[peer_id] = due + num_bytes / pace
+        if rate_limit is not None:
+            self._due[peer_id] = due + num_bytes / rate_limit
         if self._is_trusted(peer_id):
             return due
         return max(due, now + self.allowance.take(peer_id, num_bytes, now))

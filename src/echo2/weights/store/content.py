@@ -1,5 +1,5 @@
-"""A snapshot's content on disk, and at a worker also the payloads that lead to it (`KeptContent`), which serve other
-workers and restore the content after a crash. Payloads are applied in place, segment by segment; each result is
+"""A snapshot's content on disk, and at a worker (`InstalledContent`) also the payloads that lead to it, which serve
+other workers and restore the content after a crash. Payloads are applied in place, segment by segment; each result is
 verified.
 
 The tensor stream lies in one file and is never in memory as a whole: tensors are read from the file on demand. A
@@ -156,7 +156,7 @@ def read_files(manifest: Manifest, read_chunk: ReadChunk, base: dict[str, bytes]
     return files
 
 
-class KeptContent(Content):
+class InstalledContent(Content):
     """The content of one worker, with the store of its payloads and of the base models of adapters."""
 
     def __init__(self, store: ChunkStore) -> None:

@@ -167,11 +167,11 @@ class ChunkStore:
         Returns the number of bytes freed. Manifests are deleted before their chunks: a listed manifest is complete at
         any instant.
         """
-        num_bytes = self.let_go(manifests, chunks)
+        num_bytes = self.forget(manifests, chunks)
         self.sweep()
         return num_bytes
 
-    def let_go(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
+    def forget(self, manifests: Iterable[Manifest], chunks: Iterable[bytes] = ()) -> int:
         """The quick half of `retain`: forget all other manifests and chunks. The chunks take disk space until `sweep`.
         Returns the number of their bytes.
         """

@@ -38,7 +38,7 @@ NEARLY_WHOLE = 0.5
 
 
 @dataclass(slots=True)
-class Held:
+class HeldLease:
     """A lease held by this worker. `assignment`: its `types.Assignment`, not read here. `grant`: number of the event
     that brought the lease. `num_running`: its rollouts that need a slot."""
 
@@ -49,7 +49,7 @@ class Held:
 
 
 @dataclass(slots=True)
-class Produced:
+class PendingResult:
     """A result that the head has not answered. It is delivered again at `due_at`."""
 
     result: Any
@@ -57,7 +57,7 @@ class Produced:
 
 
 @dataclass(slots=True)
-class Incoming:
+class IncomingSnapshot:
     """The snapshot that is being fetched, or waits to be installed."""
 
     payload: PayloadId
@@ -84,11 +84,11 @@ class WorkerScheduler(StateMachine):
         self.newest: SnapshotRef | None = None
         self.base_models: set[SnapshotRef] = set()  # stored completely on disk
         self.missing_base: SnapshotRef | None = None  # of the wanted adapter, to be fetched before it
-        self.incoming: Incoming | None = None
+        self.incoming: IncomingSnapshot | None = None
         self.installing: SnapshotRef | None = None
-        self.waiting: dict[int, Held] = {}
-        self.generating: dict[int, Held] = {}
-        self.produced: dict[int, Produced] = {}
+        self.waiting: dict[int, HeldLease] = {}
+        self.generating: dict[int, HeldLease] = {}
+        self.produced: dict[int, PendingResult] = {}
         self.refused = ""
         self._asked_manifest = False
         self._has_old_routes = False  # what is being fetched was last asked for, or announced, on another connection
@@ -162,7 +162,7 @@ class WorkerScheduler(StateMachine):
     def _granted(self, event: ev.LeasesGranted) -> None:
         for lease, assignment in zip(event.leases, event.assignments, strict=True):
             if lease.lease_id not in self.generating and lease.lease_id not in self.produced:
-                self.waiting[lease.lease_id] = Held(lease, assignment, self.num_events)
+                self.waiting[lease.lease_id] = HeldLease(lease, assignment, self.num_events)
 
     def _revoked(self, lease_id: int, reason: str) -> None:
         self.waiting.pop(lease_id, None)
@@ -173,7 +173,7 @@ class WorkerScheduler(StateMachine):
     def _produced(self, event: ev.GroupProduced) -> None:
         if self.generating.pop(event.lease_id, None) is None:
             return  # revoked meanwhile
-        self.produced[event.lease_id] = Produced(event.result)
+        self.produced[event.lease_id] = PendingResult(event.result)
         self.emit(do.Deliver, "the group is complete", lease_id=event.lease_id, result=event.result)
 
     def _redeliver(self, now: float) -> None:
@@ -216,7 +216,7 @@ class WorkerScheduler(StateMachine):
         before = self.incoming
         self._has_superseded |= before is not None and not before.is_whole and not before.ref.is_base_model
         self._retry_at, self._has_old_routes = 0.0, False
-        self.incoming = Incoming(event.payload)
+        self.incoming = IncomingSnapshot(event.payload)
         self.emit(do.FetchSnapshot, reason, payload=event.payload)
 
     def _whole(self, payload: PayloadId) -> None:
@@ -335,7 +335,7 @@ class WorkerScheduler(StateMachine):
         elif event.payload.base is not None or is_base:
             self.incoming = None
         else:
-            self.incoming = Incoming(event.payload)
+            self.incoming = IncomingSnapshot(event.payload)
             self.emit(do.FetchSnapshot, f"it was refused: {event.reason}", payload=event.payload)
 
     def _too_large(self, event: ev.SnapshotTooLarge, now: float) -> None:
@@ -446,7 +446,7 @@ class WorkerScheduler(StateMachine):
         reason = f"nothing is sampled, and {installed} is installed"
         self.emit(do.StartUnit, reason, leases=leases, assignments=assignments)
 
-    def _start(self, lease_id: int) -> Held:
+    def _start(self, lease_id: int) -> HeldLease:
         held = self.generating[lease_id] = self.waiting.pop(lease_id)
         held.num_running = held.lease.num_samples
         return held

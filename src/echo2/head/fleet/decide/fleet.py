@@ -111,7 +111,7 @@ class Fleet:
             self._own[worker.worker_id] = worker
         else:
             self._own.pop(worker.worker_id, None)
-        self.heard(worker.worker_id, now)
+        self.seen(worker.worker_id, now)
         self.file(worker)
 
     def recognise(self, worker: Worker) -> None:
@@ -124,13 +124,13 @@ class Fleet:
         """Return the worker with this id, or None."""
         return self._workers.get(worker_id)
 
-    def heard(self, worker_id: str, now: float) -> None:
+    def seen(self, worker_id: str, now: float) -> None:
         """Record that the worker is alive: it counts as lost only after another period of silence."""
         self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
 
     def report(self, worker: Worker, installed: SnapshotRef | None, refused: str, now: float) -> bool:
         """Record what a worker says it has installed, and refused. Return whether the installed snapshot changed."""
-        self.heard(worker.worker_id, now)
+        self.seen(worker.worker_id, now)
         is_new = installed != worker.installed
         worker.installed, worker.refused = installed, refused
         if is_new:

@@ -13,7 +13,7 @@ from echo2.core.errors import UserError
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.activation import num_short
 from echo2.head.fleet.decide.fleet import Worker
-from echo2.head.fleet.decide.forecast import WorkerPace, forecast
+from echo2.head.fleet.decide.forecast import WorkerKind, forecast
 from echo2.head.fleet.decide.formulas import choose_publish_every, window_limit
 from echo2.head.fleet.decide.standby import list_candidates, live_demand, needed_rate
 
@@ -104,7 +104,7 @@ def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
         return None
     most = state.options.groups_per_batch
     paces = [
-        WorkerPace(rates[worker.worker_id], 1, min(state.fleet.at_once(worker), most), _spread(worker))
+        WorkerKind(rates[worker.worker_id], 1, min(state.fleet.at_once(worker), most), _spread(worker))
         for worker in workers
     ]
     return forecast(demand, paces, max(STEPS, 4 * demand.publish_every)).steady_idle_ratio

@@ -28,7 +28,7 @@ _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerPace:
+class WorkerKind:
     """`count` equal workers. `rate`: rollouts per second of one worker that never pauses between batches. `spread`:
     standard deviation of the logarithm of a group's duration.
     """
@@ -62,16 +62,16 @@ class Prediction:
         return max(self.staleness, default=0)
 
 
-def forecast(demand: Demand, paces: Sequence[WorkerPace], steps: int, seed: int = 0) -> Prediction:
+def forecast(demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int = 0) -> Prediction:
     """Predict a run of so many steps.
 
     Raises:
         UserError: there is no worker, or one without a rate.
     """
-    if not paces or any(pace.rate <= 0 or pace.count < 1 or pace.groups_per_batch < 1 for pace in paces):
+    if not kinds or any(kind.rate <= 0 or kind.count < 1 or kind.groups_per_batch < 1 for kind in kinds):
         raise UserError("A forecast needs workers, each with a positive rate.")
     num_walked = min(steps, max(MAX_STEPS, 6 * demand.publish_every))
-    walk = _Walk(demand, paces, steps, seed)
+    walk = _Walk(demand, kinds, steps, seed)
     for step in range(num_walked):
         walk.step(step)
     ends, half = walk.ended, num_walked // 2
@@ -93,7 +93,7 @@ class _Worker:
     of groups. `parked_at`: the time since which it has had nothing to sample; `is_woken`: its wake-up is scheduled.
     """
 
-    pace: WorkerPace
+    kind: WorkerKind
     median_seconds: float
     version: int = -1
     held: dict[int, int] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class _Walk:
     which their engine becomes free.
     """
 
-    def __init__(self, demand: Demand, paces: Sequence[WorkerPace], steps: int, seed: int) -> None:
+    def __init__(self, demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int) -> None:
         self.demand, self.steps, self.seed = demand, steps, seed
         self.reload_seconds = min(demand.broadcast_seconds, demand.reload_seconds)
         self.travel_seconds = demand.broadcast_seconds - self.reload_seconds
@@ -114,14 +114,14 @@ class _Walk:
         self.ages: Counter[int] = Counter()
         self.unstarted: dict[int, int] = {}
         self.last_group: dict[int, float] = {}
-        self.frontier, self.unissued = 0, demand.groups_per_step
+        self.issuing, self.unissued = 0, demand.groups_per_step
         self.num_draws = 0
         self.workers: list[_Worker] = []
-        for pace in paces:
-            batch = pace.groups_per_batch
-            seconds = batch * demand.group_size / pace.rate / longest_of(batch, pace.spread)
-            self.workers.extend(_Worker(pace, seconds) for _ in range(pace.count))
-        self.active_groups = sum(worker.pace.groups_per_batch for worker in self.workers)
+        for kind in kinds:
+            batch = kind.groups_per_batch
+            seconds = batch * demand.group_size / kind.rate / longest_of(batch, kind.spread)
+            self.workers.extend(_Worker(kind, seconds) for _ in range(kind.count))
+        self.active_groups = sum(worker.kind.groups_per_batch for worker in self.workers)
         self.queue: list[tuple[float, int, int]] = []
         for number in range(len(self.workers)):
             self._push(0.0, number)
@@ -166,9 +166,9 @@ class _Walk:
     def _wake(self, worker: _Worker, number: int) -> None:
         """Schedule the worker for the arrival of the version that the next step needs, if that time is known."""
         assert worker.parked_at is not None
-        needed = max(self._needed(self.frontier), worker.version + 1)
+        needed = max(self._needed(self.issuing), worker.version + 1)
         needed += -needed % self.demand.publish_every
-        if self.frontier < self.steps and needed <= len(self.ended):
+        if self.issuing < self.steps and needed <= len(self.ended):
             worker.is_woken = True
             arrives = self._published(needed) + self.travel_seconds
             self._push(max(worker.parked_at, arrives), number)
@@ -176,20 +176,20 @@ class _Walk:
     def _issue(self, worker: _Worker) -> dict[int, int]:
         """Return a batch of the earliest groups that the worker's version may sample, as step -> number of groups."""
         batch: dict[int, int] = {}
-        room = worker.pace.groups_per_batch
-        while room > 0 and self.frontier < self.steps and self._needed(self.frontier) <= worker.version:
+        room = worker.kind.groups_per_batch
+        while room > 0 and self.issuing < self.steps and self._needed(self.issuing) <= worker.version:
             count = min(room, self.unissued)
-            batch[self.frontier] = count
+            batch[self.issuing] = count
             room -= count
             self.unissued -= count
             if self.unissued == 0:
-                self.frontier, self.unissued = self.frontier + 1, self.demand.groups_per_step
+                self.issuing, self.unissued = self.issuing + 1, self.demand.groups_per_step
         return batch
 
     def _is_plenty(self, worker: _Worker) -> bool:
         """As `granting.is_plenty`: a worker may hold a second batch only while there is a batch for every worker."""
         last = min(worker.version + self.demand.max_staleness, self.steps - 1)
-        num_unissued = (last - self.frontier) * self.demand.groups_per_step + self.unissued
+        num_unissued = (last - self.issuing) * self.demand.groups_per_step + self.unissued
         return len(self.workers) == 1 or num_unissued >= self.active_groups
 
     def _run(self, worker: _Worker, batch: dict[int, int], start: float) -> float:
@@ -197,7 +197,7 @@ class _Walk:
         longest = start
         for step, count in batch.items():
             for _ in range(count):
-                done = self._thawed(start, worker.median_seconds * self._draw(worker.pace.spread))
+                done = self._thawed(start, worker.median_seconds * self._draw(worker.kind.spread))
                 longest = max(longest, done)
                 self.last_group[step] = max(self.last_group.get(step, 0.0), done)
             self.unstarted[step] = self.unstarted.get(step, self.demand.groups_per_step) - count

@@ -89,7 +89,7 @@ def workers_heard(state: PlannerState, worker_ids: Iterable[str], now: float) ->
     for worker_id in worker_ids:
         worker = state.fleet.get(worker_id)
         if worker is not None and not worker.detached:
-            state.fleet.heard(worker_id, now)
+            state.fleet.seen(worker_id, now)
 
 
 def worker_reported(state: PlannerState, event: ev.WorkerReported, now: float) -> bool:

@@ -234,7 +234,7 @@ def _retire(state: PlannerState, record: PlannedGroup, reason: str) -> None:
     _close(state, record.number, reason)
 
 
-def held(state: PlannerState, step: int) -> list[tuple[GroupRef, OpenCheck]]:
+def held_groups(state: PlannerState, step: int) -> list[tuple[GroupRef, OpenCheck]]:
     """Return the groups of this step that wait for a verdict, with their checks."""
     return [
         (state.train_group(record.number), state.trust.open[record.number])

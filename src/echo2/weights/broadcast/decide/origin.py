@@ -109,7 +109,7 @@ class Broadcast(StateMachine):
         """The members as a plan sees them."""
         return MembersView(self.members, self._up, self._can_serve, self.options.fan_out)
 
-    def pace(self, worker_id: str, payload: PayloadId) -> float | None:
+    def rate_limit(self, worker_id: str, payload: PayloadId) -> float | None:
         """Return the bytes per second at which the origin shall send this payload to a member; None: as fast as it can.
 
         The members of a plan begin together, each with a connection of its own, and every member waits for the chunks

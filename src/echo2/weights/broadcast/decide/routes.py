@@ -11,7 +11,7 @@ faster. Alternative schemes for comparison are in benchmarks/broadcast/broadcast
 With n members of uplinks u_i and an origin of uplink B_0, all members can receive the payload at the rate
 R = min(B_0, (B_0 + sum u_i) / n): relay i gets the share u_i / ((n - 1) R) and sends it n - 1 times; the origin sends
 the rest to each member itself. No scheme is faster (Li, Chou and Zhang, Mutualcast, 2005), provided that each of the
-origin's connections gets the bandwidth it needs. Where the origin is not paced (`Broadcast.pace`), all connections get
+origin's connections gets the bandwidth it needs. Without a `Broadcast.rate_limit` at the origin, all connections get
 the same bandwidth at best, so a large share arrives late and is passed on late.
 
 The receivers' own downlinks bound the target rate, too. The origin itself sends the stripes that relays can't carry.

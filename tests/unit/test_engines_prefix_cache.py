@@ -22,7 +22,7 @@ from echo2.engines import torch_engine
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Completion, SampleRequest
-from echo2.engines.rows import KeptRows
+from echo2.engines.rows import PrefixCache
 from echo2.engines.torch_engine import TorchDecoder
 from rollout_cases import VOCAB, Hooked, load, requests, run, snapshot_of, tiny_module
 
@@ -185,7 +185,7 @@ class Weighed:
 def test_kept_rows_take_no_more_than_their_share_and_the_oldest_goes_first(
     rows: list[tuple[bytes, int, bool]], most: int
 ) -> None:
-    kept: KeptRows[Weighed] = KeptRows(most)
+    kept: PrefixCache[Weighed] = PrefixCache(most)
     there: dict[bytes, Weighed] = {}
     for tokens, weight, is_taken in rows:
         if is_taken:

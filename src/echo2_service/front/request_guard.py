@@ -21,7 +21,7 @@ from starlette.types import Scope as Asgi
 
 from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
-from echo2_service.front.access import Caller, Doorkeeper
+from echo2_service.front.access import ApiKeys, Caller
 from echo2_service.front.database import UNREACHED
 from echo2_service.front.traffic import Passage, Traffic
 
@@ -80,11 +80,11 @@ class Counted:
             self._passage.end()
 
 
-class Entrance:
-    """Wraps handlers. `keeper` authenticates the callers; `traffic`: what is under way."""
+class RequestGuard:
+    """Wraps handlers. `api_keys` authenticates the callers; `traffic`: what is under way."""
 
-    def __init__(self, keeper: Doorkeeper) -> None:
-        self._keeper, self.traffic = keeper, Traffic()
+    def __init__(self, api_keys: ApiKeys) -> None:
+        self._api_keys, self.traffic = api_keys, Traffic()
 
     def __call__(
         self,
@@ -126,7 +126,7 @@ class Entrance:
     def _admitted(self, request: Request, scope: str) -> Caller:
         bearer = request.headers.get("authorization", "")
         text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
-        caller = self._keeper.admit(text)
+        caller = self._api_keys.admit(text)
         if scope and scope not in caller.scopes:
             raise PeerError("scope", f"the API key {caller.key} lacks the scope {scope!r}.")
         return caller

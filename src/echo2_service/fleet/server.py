@@ -46,7 +46,7 @@ ADVICE = "Set fleet.listen to an address of this machine and another port."
 ANSWERS_MAX = 4096
 
 
-class FleetDoor:
+class FleetServer:
     """Admits machines, and adds them to `samplers`."""
 
     def __init__(self, out: Path, settings: FleetSettings, bases: dict[str, str], samplers: Samplers) -> None:
