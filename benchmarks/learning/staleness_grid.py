@@ -2,6 +2,7 @@
 
     make bench-staleness_grid ARGS='--out outputs/staleness_grid --jobs 2'      # hours; go on with the same command
     make bench-staleness_grid ARGS='--out outputs/staleness_grid --table'       # what is there so far
+    make bench-staleness_grid ARGS='--out outputs/staleness_grid --table --plot docs/staleness_grid.svg'
     make bench-staleness_grid ARGS='--out outputs/try --cells dppo,tv_high=0.1:8:0 dppo:8:0'
 
 A cell is a loss, a lag and a seed: the demo's job (src/echo2/demo/sort.toml) in one process, without network,
@@ -24,6 +25,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from plots import COLOURS, INK, require_matplotlib
 from recording import save
 from rich.console import Console
 from rich.progress import track
@@ -47,6 +49,11 @@ FIRST = (("dppo", 0), ("dppo", 8), ("none", 8), ("dppo", 32), ("ppo", 8), ("ppo"
 LEAST_STEPS = 120
 STEPS_PER_LAG = 10
 SHOWN_STEPS = (60, 120)
+#: Of the picture.
+CURVE_LAGS = (0, 8, 32)
+AFTER_STEPS = LEAST_STEPS  # those that every cell has
+STYLES = {"dppo": (COLOURS[0], "o-"), "ppo": (COLOURS[2], "s-"), "none": (COLOURS[1], "x-")}
+OTHER_MARKS = ("v", "^", "<", ">", "D", "P")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -235,6 +242,95 @@ def run_cells(config: Config, cells: Sequence[Cell], options: argparse.Namespace
             done.result()
 
 
+def plot(cells: dict[Cell, dict[str, Any]], path: Path) -> None:
+    """One wide panel and one for each of CURVE_LAGS, to an SVG that reads on light and dark pages.
+
+    Raises:
+        UserError: there is no cell, or no matplotlib.
+    """
+    if not cells:
+        raise UserError("There are no finished cells to draw.")
+    require_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "staleness"  # the same data, the same file
+    figure = Figure(figsize=(11.0, 7.2), layout="constrained")
+    figure.patch.set_alpha(0.0)
+    grid = figure.add_gridspec(2, len(CURVE_LAGS))
+    _by_lag(_clean(figure.add_subplot(grid[0, :])), cells)
+    for column, lag in enumerate(CURVE_LAGS):
+        _by_step(_clean(figure.add_subplot(grid[1, column])), cells, lag)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, metadata={"Date": None})
+
+
+def _by_lag(panel: Any, cells: dict[Cell, dict[str, Any]]) -> None:
+    """Accuracy after AFTER_STEPS over S, the bar from the worst to the best seed."""
+    for loss, (colour, style) in STYLES.items():
+        known = [(float(place), ends) for place, lag in enumerate(WIDE) if (ends := _after(cells, loss, lag))]
+        _bars(panel, known, colour, style, loss, 1.8)
+    for number, loss in enumerate(OTHER_LOSSES):
+        shift = 0.09 * (number + 1)
+        known = [(WIDE.index(lag) + shift, ends) for lag in CURVE_LAGS if (ends := _after(cells, loss, lag))]
+        _bars(panel, known, COLOURS[3 + number % 3], OTHER_MARKS[number], loss, 0.8)
+    panel.set_xticks(range(len(WIDE)), [str(lag) for lag in WIDE])
+    panel.set_ylim(0.0, 1.0)
+    _label(
+        panel, f"After {AFTER_STEPS} steps, by staleness (mean, least and most of the seeds)", "staleness S, versions"
+    )
+    panel.legend(frameon=False, labelcolor=INK, fontsize=8, ncols=3, loc="lower left")
+
+
+def _bars(
+    panel: Any, found: Sequence[tuple[float, list[float]]], colour: str, style: str, label: str, width: float
+) -> None:
+    if not found:
+        return
+    places = [place for place, _ in found]
+    middle = [statistics.fmean(ends) for _, ends in found]
+    below = [centre - min(ends) for centre, (_, ends) in zip(middle, found, strict=True)]
+    above = [max(ends) - centre for centre, (_, ends) in zip(middle, found, strict=True)]
+    errors = [below, above]
+    panel.errorbar(
+        places, middle, errors, fmt=style, color=colour, label=label, linewidth=width, markersize=4, capsize=2
+    )
+
+
+def _by_step(panel: Any, cells: dict[Cell, dict[str, Any]], lag: int) -> None:
+    """Accuracy while training, a line a seed."""
+    for loss, (colour, _) in STYLES.items():
+        for cell, record in cells.items():
+            if (cell.loss, cell.staleness) == (loss, lag):
+                steps = [point["step"] for point in record["points"]]
+                panel.plot(steps, [point["accuracy"] for point in record["points"]], color=colour, linewidth=1.0)
+    panel.set_ylim(0.0, 1.0)
+    _label(panel, f"S = {lag}, a line a seed", "training step")
+
+
+def _after(cells: dict[Cell, dict[str, Any]], loss: str, lag: int) -> list[float]:
+    mine = ((cell, record) for cell, record in cells.items() if (cell.loss, cell.staleness) == (loss, lag))
+    ends = (accuracy_at(record, AFTER_STEPS) for _, record in mine)
+    return [accuracy for accuracy in ends if accuracy is not None]
+
+
+def _clean(panel: Any) -> Any:
+    panel.patch.set_alpha(0.0)
+    panel.tick_params(colors=INK, labelsize=8)
+    panel.grid(color=INK, alpha=0.25, linewidth=0.5)
+    panel.set_axisbelow(True)
+    for side, spine in panel.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(INK)
+    return panel
+
+
+def _label(panel: Any, title: str, x: str) -> None:
+    panel.set_title(title, color=INK, fontsize=10)
+    panel.set_xlabel(x, color=INK, fontsize=9)
+    panel.set_ylabel("held-out accuracy", color=INK, fontsize=9)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the finished cells")
@@ -246,6 +342,7 @@ def main() -> None:
     parser.add_argument("--cells", nargs="+", help="only these, as LOSS:LAG:SEED")
     parser.add_argument("--jobs", type=int, default=1, help="cells at a time, one core each")
     parser.add_argument("--table", action="store_true", help="train nothing, show what is there")
+    parser.add_argument("--plot", type=Path, metavar="SVG", help="also draw accuracy over the lag, and over steps")
     parser.add_argument("--save", type=Path, help="also write all figures to this file")
     options = parser.parse_args()
     console = Console()
@@ -260,6 +357,8 @@ def main() -> None:
     show(summary(done))
     for step in dict.fromkeys((options.least_steps, max((record["steps"] for record in done.values()), default=0))):
         show_matrix(done, step)
+    if options.plot:
+        plot(done, options.plot)
     if options.save:
         curves = {str(cell): [(p["step"], round(p["accuracy"], 4)) for p in done[cell]["points"]] for cell in done}
         figures = {"settings": settings, "summary": summary(done), "curves": curves}

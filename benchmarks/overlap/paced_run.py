@@ -1,7 +1,7 @@
 """Starts a head, workers and a learner as processes of their own, and waits until the run is over.
 
 The head is `echo2 head`; workers and learner are the calling script, started again with `worker` or `learner` and their
-settings as JSON: there their speeds are set (`idle_nodes.py`, `overlap_nodes.py`, `staleness_nodes.py`), by parts of
+settings as JSON: there their speeds are set (`idle_nodes.py`, `overlap_nodes.py`), by parts of
 their own that they put in place of those of the package.
 """
 

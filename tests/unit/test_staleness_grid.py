@@ -1,4 +1,4 @@
-"""The staleness benchmarks' tables: which cells there are and in what order, what a rerun skips, what is averaged."""
+"""The staleness grid's table: which cells there are and in what order, what a rerun skips, what is averaged."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import staleness_grid as grid
-import staleness_time as timed
-from time_to_accuracy import Point, Run
 
 from echo2.config.sections import LearnerConfig
 from echo2.core.errors import UserError
@@ -85,29 +83,3 @@ def test_a_cell_may_change_settings() -> None:
     changed = grid.with_changes(LearnerConfig(), "dppo,tv_high=0.1,lr=0.5,lr_schedule=linear")
     assert changed.lr_schedule == "linear"
     assert (changed.loss, changed.loss_params, changed.lr) == ("dppo", {"tv_high": 0.1}, 0.5)
-
-
-def test_time_to_the_threshold_is_by_variant() -> None:
-    def run(seed: int, *accuracies: float) -> Any:
-        points = [
-            Point(step=5 * n, seconds=10.0 * n, weights="", accuracy=value)
-            for n, value in enumerate(accuracies, start=1)
-        ]
-        return Run("echo2", seed, 0.0, 0.0, tuple(points), {})
-
-    first, second = timed.VARIANTS[:2]
-    means = dict.fromkeys(timed.METRICS, 1.0)
-    runs = [(first, run(0, 0.5, 0.9), means), (second, run(0, 0.5, 0.6), means), (first, run(1, 0.7, 0.8), means)]
-    rows = timed.table(runs, start_accuracy=0.3, threshold=0.7)
-    assert [row["variant"] for row in rows] == ["S = 0", "S = 1"]
-    assert rows[0]["seconds_to_threshold"] == pytest.approx([15.0, 10.0])
-    assert rows[1]["seconds_to_threshold"] == [None]
-    assert rows[0]["seconds_per_step"] == pytest.approx([2.0, 2.0])
-
-
-def test_figures_are_of_the_second_half_and_of_steps_alone() -> None:
-    def row(value: float) -> dict[str, float]:
-        return dict.fromkeys(timed.METRICS.values(), value)
-
-    rows = [{"step": 0, "eval/accuracy": 0.3}, row(9.0), row(9.0), row(1.0), row(2.0)]
-    assert timed.late_means(rows) == dict.fromkeys(timed.METRICS, 1.5)

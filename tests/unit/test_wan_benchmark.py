@@ -8,7 +8,6 @@ from typing import Any
 
 import broadcast_figures as figures
 import broadcast_node as node
-import broadcast_peers as peers
 import broadcast_prediction as prediction
 import broadcast_scenarios as scenarios
 import broadcast_trial as trial
@@ -147,16 +146,6 @@ def test_the_simulator_is_only_asked_what_it_models() -> None:
     asked = prediction.predicted_seconds
     assert asked(known("even-4"), "trees", 8, 16 * MIB) >= known("even-4").floor_seconds(16 * MIB)
     assert [asked(known(name), "trees", 8, 16 * MIB) for name in ("loss-8", "kill-8", "cubic-8")] == [None] * 3
-
-
-def test_others_count_with_their_best_setting() -> None:
-    def row(setup: str, seconds: float) -> dict[str, Any]:
-        return {"scenario": "even-5", "setup": setup, "last_seconds": {"median": seconds}}
-
-    rows = [row("echo2", 10.0), row("libtorrent-2", 13.0), row("libtorrent-8", 15.0)]
-    (line,) = peers.best(rows, ["libtorrent", "lattica"])
-    assert "libtorrent-2 " in line
-    assert "1.30 times ours" in line
 
 
 def test_the_content_depends_on_the_seed_only() -> None:

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-#: Positions and tokens of the vocabulary in a tile. Its logits are 32 MiB in float32 on a CPU (`make
-#: bench-output_layer`), and 128 MiB on a GPU, which smaller products leave idle (benchmarks/gpu.py).
+#: Positions and tokens of the vocabulary in a tile. Its logits are 32 MiB in float32 on a CPU, and
+#: 128 MiB on a GPU, which smaller products leave idle (benchmarks/gpu.py).
 TILE, GPU_TILE = (1024, 8192), (4096, 8192)
 #: Choices are processed together while they hold no more tokens than this; the bounds are numbers of choices.
 #: Neighbouring choices share tokens, and the row of a token is read once for all of them.

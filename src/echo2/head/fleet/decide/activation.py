@@ -3,7 +3,7 @@
     min  sum of prices of the chosen   such that   sum of their rates >= target
 
 `choose` tries every worker as the last one, drops workers that are not needed, and then runs a branch-and-bound search
-with a node limit. (The paper's rule, cheapest per rollout first, is in benchmarks/planning/activation.py.)
+with a node limit. (docs/capacity.md compares it with the paper's rule, cheapest per rollout first.)
 `ActivationLoop` adds what a live fleet needs: delays before a change, and a band of rates in which nothing changes.
 """
 

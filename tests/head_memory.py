@@ -1,8 +1,6 @@
 """Memory of the head's part in snapshots, by the size of the model: it should not depend on it.
 
-    make bench-head_memory ARGS='[--mb 250 1000 4000]'
-
-For each size a model of random bfloat16 numbers is published by the learner's encoder: whole, and three deltas in which
+A model of random bfloat16 numbers is published by the learner's encoder: whole, and three deltas in which
 a hundredth of the numbers moved. A process of its own does with them what the head does: takes the chunks one by one,
 lists the payloads, joins them for a newcomer and for a laggard, signs nothing, drops old versions, and is opened again
 as after a restart. Reported is the most memory that this process ever had, the interpreter and its modules included.
@@ -10,7 +8,6 @@ as after a restart. Reported is the most memory that this process ever had, the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import subprocess
 import sys
@@ -19,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from recording import child_environment, save
+from recording import child_environment
 
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor
 from echo2.weights.format.encoder import Encoder
@@ -92,27 +89,10 @@ def peak_bytes(num_bytes: int) -> int:
         sent, directory = Path(folder) / "sent", Path(folder) / "head"
         sent.mkdir()
         publish(sent, num_bytes)
-        command = [sys.executable, __file__, "--receive", str(sent), str(directory)]
+        command = [sys.executable, __file__, str(sent), str(directory)]
         return int(subprocess.run(command, env=child_environment(), check=True, capture_output=True, text=True).stdout)
 
 
-def main() -> None:
-    """Measure, or be what is measured."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mb", type=int, nargs="+", default=[250, 1000, 4000], help="sizes of the model")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--receive", nargs=2, metavar=("SENT", "DIRECTORY"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.receive:
-        asyncio.run(receive(*map(Path, options.receive)))
-        print(own_peak_bytes())
-        return
-    found = {}
-    for megabytes in options.mb:
-        found[str(megabytes)] = peak_bytes(megabytes * 1_000_000)
-        print(f"{megabytes:6d} MB model: {found[str(megabytes)] / 1e6:7.1f} MB at the head", flush=True)
-    print(save("head_memory", {"peak_bytes_at_the_head_by_mb_of_the_model": found}, options.out))
-
-
 if __name__ == "__main__":
-    main()
+    asyncio.run(receive(*map(Path, sys.argv[1:])))
+    print(own_peak_bytes())
