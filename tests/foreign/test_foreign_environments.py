@@ -25,9 +25,9 @@ from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.rollouts.generate import assignment_of, sample_group
 from echo2.rollouts.harness import HarnessEnvironment
+from echo2.sandbox.plugins import own_python
 from echo2.tasks.harness_process import HarnessProcess
 from echo2.tasks.load import load_tasks
-from echo2.tasks.own_python import own_python
 from real_runs import REPOSITORY
 
 pytestmark = pytest.mark.timeout(240)

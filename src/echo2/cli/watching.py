@@ -31,7 +31,7 @@ def add_tickets(add: Add) -> None:
     """Add `invite`, `tickets`, `doctor`, `trust` and `revoke`."""
     where = "run directory, on the head's machine"
     invite, show, revoke = (
-        module_command("echo2.head.strangers.ticket_commands", name) for name in ("invite", "show", "revoke")
+        module_command("echo2.head.strangers.tickets", f"{name}_command") for name in ("invite", "list", "revoke")
     )
     text = "Print a ticket for other people's machines, or renew one."
     parser = add("invite", text, invite, directory=where, has_json=True)
@@ -45,7 +45,7 @@ def add_tickets(add: Add) -> None:
     parser = add("doctor", text, module_command("echo2.planning.doctor"), has_json=True)
     parser.add_argument("ticket", nargs="?", default="", metavar="TICKET", help="a ticket, or @FILE that contains it")
     text = "Show what checks of strangers' rollouts found, by ticket, and which tickets are in quarantine."
-    add("trust", text, module_command("echo2.views.trust"), directory=where, has_json=True)
+    add("trust", text, module_command("echo2.views.status", "trust_command"), directory=where, has_json=True)
     text = "Shut a worker, or all that joined with a ticket, out of a run for good; others get their leases."
     parser = add("revoke", text, revoke, directory=where, has_json=True)
     parser.add_argument(

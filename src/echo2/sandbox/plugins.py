@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -91,3 +92,19 @@ def _from_package(name: str) -> ModuleType:
 def _make_importable(directory: Path) -> None:
     if str(directory) not in sys.path:
         sys.path.append(str(directory))
+
+
+def own_python(package: str) -> str:
+    """Return the Python that has `package`: the one in ECHO2_<PACKAGE>_PYTHON, else `.venv-<package>`, built by `make`.
+
+    Raises:
+        UserError: that Python does not exist.
+    """
+    variable = f"ECHO2_{package.upper()}_PYTHON"
+    python = Path(os.environ.get(variable) or f".venv-{package}/bin/python")
+    if not python.exists():
+        raise UserError(
+            f"{package} needs a Python of its own, and there is none at {python}. `make {package}` builds it; "
+            f"{variable} names another."
+        )
+    return str(python.absolute())  # not resolved: a venv's Python is a symbolic link

@@ -18,10 +18,9 @@ from typing import Any
 from echo2.core.background import spawn, unforeseen
 from echo2.core.errors import UserError
 from echo2.sandbox.child import Handler
-from echo2.sandbox.plugins import innermost_line, load_named
+from echo2.sandbox.plugins import innermost_line, load_named, own_python
 from echo2.sandbox.process import CodeProcess
 from echo2.tasks.loopback_model import LoopbackModel, Outcome, Play
-from echo2.tasks.own_python import own_python
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from typing import Any
 from echo2.core.child import child_environment, take_pipes
 from echo2.core.errors import PeerError, UserError
 from echo2.sandbox import pipes
-from echo2.tasks.own_python import own_python
+from echo2.sandbox.plugins import own_python
 
 SIZE = 1024
 SIZE_MAX = 1_000_000

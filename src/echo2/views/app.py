@@ -5,6 +5,7 @@ the runs; nothing can be changed here.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
@@ -20,11 +21,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from echo2 import config as configuration
 from echo2.config.rundir import RunDir
 from echo2.core.documents import is_number
 from echo2.core.errors import UserError
+from echo2.core.printable import printable_lines
 from echo2.head.ledger import rollout_log
-from echo2.views import run_files
+from echo2.transport.tickets import TICKET_PREFIX
 from echo2.views.run_view import RunView
 from echo2.views.watch import Watch, fleet_page
 
@@ -166,14 +169,14 @@ class Dashboard:
         return _json(await asyncio.to_thread(fleet_page, view, first, words.get("find", "")))
 
     async def _settings(self, request: Request) -> Response:
-        return _json(await asyncio.to_thread(run_files.settings, self._rundir(request)))
+        return _json(await asyncio.to_thread(all_settings, self._rundir(request)))
 
     async def _logs(self, request: Request) -> Response:
         """Without `name`: return the names of the logs; else the end of that log."""
         rundir, name = self._rundir(request), request.query_params.get("name")
         if name is None:
-            return _json(await asyncio.to_thread(run_files.log_names, rundir))
-        return _json(await asyncio.to_thread(run_files.log_end, rundir, name))
+            return _json(await asyncio.to_thread(log_names, rundir))
+        return _json(await asyncio.to_thread(log_end, rundir, name))
 
     def _rundir(self, request: Request) -> RunDir:
         return self._rundirs[self._index(request)]
@@ -205,3 +208,51 @@ def asset(name: str) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+#: Bytes of a log that are shown, from its end.
+LOG_BYTES = 64 << 10
+_LOG = re.compile(r"[\w.-]{1,100}\.log(\.\d{1,2})?", re.ASCII)
+#: A ticket in the output of a command that rents machines: whoever has it can join.
+_TICKET = re.compile(rf"{TICKET_PREFIX}[A-Za-z0-9_=-]{{40,}}")
+
+
+def all_settings(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return every setting in file order: its name, its value as JSON, and whether it is the default.
+
+    Raises:
+        UserError: this is not a run directory.
+    """
+    config = rundir.read_config()
+    found = []
+    for section, key, _, default, _ in configuration.all_fields():
+        value = getattr(getattr(config, section), key)
+        found.append({"name": f"{section}.{key}", "value": json.dumps(value), "is_default": value == default})
+    return found
+
+
+def log_names(rundir: RunDir) -> list[str]:
+    """Return the names of the files in logs/, the one that was written last first."""
+    try:
+        found = [path for path in rundir.logs.iterdir() if _LOG.fullmatch(path.name) and path.is_file()]
+        return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
+    except FileNotFoundError:
+        return []
+
+
+def log_end(rundir: RunDir, name: str) -> str:
+    """Return the last `LOG_BYTES` of a log, as text that nothing obeys. Tickets are left out.
+
+    Raises:
+        UserError: there is no such log.
+    """
+    if name not in log_names(rundir):
+        raise UserError(f"There is no log {name!r}.")
+    with Path(rundir.logs / name).open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - LOG_BYTES))
+        text = file.read(LOG_BYTES).decode("utf-8", errors="replace")
+    if size > LOG_BYTES:
+        text = text.partition("\n")[2]
+    lines = (printable_lines(line, LOG_BYTES) for line in text.split("\n"))
+    return _TICKET.sub(f"{TICKET_PREFIX}(a ticket)", "\n".join(lines))

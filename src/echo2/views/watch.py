@@ -17,10 +17,10 @@ import msgspec
 
 from echo2.core.background import spawn
 from echo2.core.errors import UserError
-from echo2.views import trust
 from echo2.views.chart_points import ChartPoints
 from echo2.views.display import failure_lines, fleet_words, strangers_lines
 from echo2.views.run_view import RunView
+from echo2.views.status import trust_rows
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def run_data(view: RunView) -> dict[str, Any]:
     """Return the state of the run: everything on the page except charts, costs and rollouts."""
     status = view.status
     workers = _workers(status)
-    trusted = trust.rows(status) if status else []
+    trusted = trust_rows(status) if status else []
     return {
         "name": view.name,
         "directory": str(view.rundir.path),

@@ -13,8 +13,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.evaluation import Evaluation
 from echo2.head.decide.groups import GroupBook, LeaseTable
 from echo2.head.decide.pacing import WidthSearch
-from echo2.head.decide.snapshots import Snapshots
-from echo2.head.decide.training import RunHealth, Training
+from echo2.head.decide.training import RunHealth, Snapshots, Training
 from echo2.head.fleet.decide.fleet import Fleet
 from echo2.head.fleet.decide.measurements import Measurements
 from echo2.head.fleet.decide.rentals import Rentals

@@ -1,4 +1,5 @@
-"""The tickets of a run: the head replaces the owner's before they become unusable; the ticket commands list them.
+"""The tickets of a run: the head replaces the owner's before they become unusable; `echo2 invite`, `echo2 tickets` and
+`echo2 revoke` control which machines may join.
 
 `<out>/ticket` is for workers on machines of the owner: those that `echo2 run` starts, and those that the run rents. A
 ticket that is half used up (machines that got it may still be starting), expired or closed is replaced by a new one,
@@ -7,7 +8,10 @@ never renewed, so that a copy of the old text admits no further machines.
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.config.rundir import RunDir, write_atomically
+from echo2.core.addresses import is_loopback, split
 from echo2.core.errors import UserError
 from echo2.transport.identity import KnownTicket, RunIdentity
 from echo2.transport.tickets import OWN_TICKET_USES, Ticket
@@ -153,3 +158,53 @@ def show(tickets: list[KnownTicket], console: Console) -> None:
         used = f"{len(ticket.members)}/{terms.uses}"
         table.add_row(ticket.ticket_id, whose, used, expires, ticket.refuses or "yes", members)
     console.print(table, highlight=False)
+
+
+def invite_command(options: argparse.Namespace) -> int:
+    """Print a new ticket, or renew one.
+
+    Raises:
+        UserError: the run had no head yet, or there is no such ticket.
+    """
+    if options.renew:
+        renew(options.directory, options.renew, options.uses, options.days)
+        ticket, ticket_id, address = "", options.renew, ""
+    else:
+        ticket = invite(options.directory, options.uses, options.days)
+        parsed = Ticket.parse(ticket)
+        ticket_id, address = parsed.ticket_id, parsed.address
+    note = ""
+    if address and is_loopback(split(address)[0]):
+        note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
+        note += ", then --resume"
+    if options.json:
+        known = open_identity(options.directory).tickets()
+        found = next(describe(one) for one in known if one.ticket_id == ticket_id)
+        print(json.dumps({"ticket": ticket or None, "address": address or None, "note": note, **found}))
+        return 0
+    print(ticket or f"{ticket_id} admits {options.uses} more, for {options.days:g} days")
+    if note:
+        print(f"note: {note}", file=sys.stderr)
+    return 0
+
+
+def list_command(options: argparse.Namespace) -> int:
+    """List the tickets. Raises as `invite_command`."""
+    found = open_identity(options.directory).tickets()
+    if options.json:
+        print(json.dumps([describe(ticket) for ticket in found]))
+    else:
+        show(found, Console())
+    return 0
+
+
+def revoke_command(options: argparse.Namespace) -> int:
+    """Revoke a worker or a ticket. Raises as `invite_command`."""
+    identity = open_identity(options.directory)
+    closed = identity.revoke(options.id)
+    if options.json:
+        print(json.dumps(describe_revoked(identity, options.id, closed)))
+        return 0
+    told = f"; ticket {closed}, by which it came, admits nobody any more" if closed else ""
+    print(f"{options.id} is revoked{told}")
+    return 0

@@ -15,7 +15,6 @@ from echo2.core.types import Lease, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do_head
 from echo2.head.decide import events as ev
 from echo2.planning.sim.head import Arriving, Check, Hello, Refused, SampledBatch
-from echo2.planning.sim.history import History
 from echo2.planning.sim.network import (
     SMALL_BYTES,
     Answered,
@@ -30,6 +29,7 @@ from echo2.planning.sim.network import (
 from echo2.planning.sim.origin import Announced, ChunkAsked, ManifestAsked, SimManifest
 from echo2.planning.sim.peering import FetchTick, Peering
 from echo2.planning.sim.provider import Returned
+from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 from echo2.weights.broadcast.decide import fetcher_messages as fev

@@ -15,11 +15,11 @@ from echo2.core.types import Attachment, GroupRef, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.ledger.driver import Driver, Stored
-from echo2.planning.sim.history import FleetMeter, History, TrainedStep
 from echo2.planning.sim.ledger import Killed, MortalLedger
 from echo2.planning.sim.network import HEAD, LEARNER, Asked, SimNetwork, StreamBroke
 from echo2.planning.sim.origin import ChunkAsked, ManifestAsked, SimManifest, SimOrigin
 from echo2.planning.sim.provider import Provider
+from echo2.planning.sim.report import FleetMeter, History, TrainedStep
 from echo2.planning.sim.scenario import Scenario
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 from echo2.weights.broadcast.decide import origin_messages as bev

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from echo2.core.decide.machine import Event
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
-from echo2.planning.sim.history import History
 from echo2.planning.sim.network import PeerAsked, PeerBroke, PeerGave, SimNetwork
 from echo2.planning.sim.origin import Announced, ChunkAsked, SimManifest, apply, cut
+from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Actor
 from echo2.weights.broadcast.decide import fetcher_messages as do

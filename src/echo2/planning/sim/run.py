@@ -8,11 +8,10 @@ from pathlib import Path
 from echo2.core.errors import InvariantError
 from echo2.planning.sim.fleet import Cut, SimWorker
 from echo2.planning.sim.head import SimHead
-from echo2.planning.sim.history import History
 from echo2.planning.sim.learner import SimLearner
 from echo2.planning.sim.ledger import MortalLedger
 from echo2.planning.sim.network import HEAD, LEARNER, SimLink, SimNetwork
-from echo2.planning.sim.report import Report, make_report
+from echo2.planning.sim.report import History, Report, make_report
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Kill, SimWorld, Start
 
