@@ -95,7 +95,7 @@ def trained_and_resumed(client: GrpoClient, mesh: Mesh, where: Path) -> dict[str
     client.save_state(where / "of_one_by_all", lineage=2, cursor=5).result()
     found["resumed_rows"] = train(client, range(5, 7))
     data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
-    found["logprobs"] = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    found["logprobs"] = [list(logp) for logp in client.trainer.forward("the policy", data)]
     return found
 
 
@@ -187,7 +187,7 @@ def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Pa
     for mine, theirs in zip(train(client, range(5, 7)), found["resumed_rows"], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
     data = [datum for group in groups_of(3)[0] for datum in data_of(group)]
-    logprobs = [list(logp) for logp in client._trainer.forward("the policy", data)]
+    logprobs = [list(logp) for logp in client.trainer.forward("the policy", data)]
     for one, two in zip(logprobs, found["logprobs"], strict=True):
         assert two == pytest.approx(one, abs=1e-4)
     names = {path.name for path in (where / "of_one_by_all").iterdir()}

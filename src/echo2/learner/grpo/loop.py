@@ -129,10 +129,10 @@ class GrpoClient(TrainedPolicy):
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
         if learner.reference_kl > 0.0:
-            reference = self._trainer.forward(REFERENCE, data, temperature)
+            reference = self.trainer.forward(REFERENCE, data, temperature)
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
-        loss = GrpoLoss(self._loss, learner.reference_kl)
-        done = self._trainer.forward_backward(POLICY, data, loss, temperature)
+        loss = GrpoLoss(self.loss, learner.reference_kl)
+        done = self.trainer.forward_backward(POLICY, data, loss, temperature)
         return self.add_to_step(groups, parts, done)
 
     def optim_step(self, ends_step: bool = True) -> StepStats:
@@ -143,17 +143,17 @@ class GrpoClient(TrainedPolicy):
         Raises:
             UserError: the gradient is not finite (training has diverged); the weights are those before the update.
         """
-        if not (ends_step and self.is_within_step and self._num_rollouts == 0):  # there may be no groups left over
+        if not (ends_step and self.is_within_step and self.sums.num_rollouts == 0):  # there may be no groups left over
             learner = self.config.learner
             lr = learning_rate(learner, self.version, self.config.run.max_steps)
             if learner.loss != "none":  # the negative control corrects nothing
                 # Far off-policy data move the weights less: ESS / B is the effective share of the rollouts (VCPO, arXiv
                 # 2602.17616). The rate is scaled, not the gradient: Adam would cancel that.
-                lr *= math.sqrt(self._stats.ess_ratio)
+                lr *= math.sqrt(self.sums.stats.ess_ratio)
             max_tokens = self.config.sampling.max_tokens
-            divisor = divisor_of(learner.normalisation, self._num_tokens, self._num_rollouts, max_tokens)
+            divisor = divisor_of(learner.normalisation, self.sums.num_tokens, self.sums.num_rollouts, max_tokens)
             adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
-            self.add_update(lr, divisor, self._trainer.optim_step(POLICY, adam, divisor))
+            self.add_update(lr, divisor, self.trainer.optim_step(POLICY, adam, divisor))
         return self.end_step() if ends_step else self.step_so_far
 
 

@@ -39,32 +39,33 @@ class LeadingClient(GrpoClient):
     """The first rank's client. Each verb of `GrpoClient` is run by all ranks."""
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
-        self._tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
+        self.tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
         return super().forward_backward(groups)
 
     def optim_step(self, ends_step: bool = True) -> StepStats:
-        self._tell(Order("optim_step", ends_step=ends_step))
+        self.tell(Order("optim_step", ends_step=ends_step))
         return super().optim_step(ends_step)
 
     def save_weights_for_sampler(self) -> BorrowedWeights:
-        self._tell(Order("save_weights_for_sampler"))
+        self.tell(Order("save_weights_for_sampler"))
         return super().save_weights_for_sampler()
 
     def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
-        self._tell(Order("save_state", [], str(directory), lineage, cursor))
+        self.tell(Order("save_state", [], str(directory), lineage, cursor))
         return _ToldSaving(self, super().save_state(directory, lineage, cursor))
 
     def load_state(self, directory: Path) -> RunPosition:
-        self._tell(Order("load_state", [], str(directory)))
+        self.tell(Order("load_state", [], str(directory)))
         return super().load_state(directory)
 
     def end(self) -> None:
         """End the other ranks, and leave the mesh."""
-        self._tell(Order("end"))
-        self._mesh.leave()
+        self.tell(Order("end"))
+        self.mesh.leave()
 
-    def _tell(self, order: Order) -> None:
-        self._mesh.broadcast(msgspec.msgpack.encode(order))
+    def tell(self, order: Order) -> None:
+        """Have the other ranks carry out an order."""
+        self.mesh.broadcast(msgspec.msgpack.encode(order))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class _ToldSaving:
     saving: Saving
 
     def result(self) -> None:
-        self.client._tell(Order("finish_saving"))
+        self.client.tell(Order("finish_saving"))
         self.saving.result()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -49,28 +49,40 @@ class RunPosition:
     loss_memory: float | None = None
 
 
+@dataclass(slots=True)
+class StepSums:
+    """What the groups since the last update add up to. `remembered`: log ratios, advantages for the loss's memory."""
+
+    num_tokens: int = 0
+    num_rollouts: int = 0
+    stats: LossStats = field(default_factory=LossStats)
+    remembered: list[Tensor] = field(default_factory=list)
+
+
 class TrainedPolicy:
-    """A policy, its reference and its optimizer, and the sums of the step under way."""
+    """A policy, its reference and its optimizer. `trainer` computes on all ranks of `mesh`, under the names POLICY and
+    REFERENCE; `loss`: with its memory; `sums`: of the groups since the last update.
+    """
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
         """Raises: UserError, if there is no room for the reference, or the weights' precision is too coarse."""
         self.policy = policy
         self.config = config
         self.version = 0
-        self._loss = make_loss(config.learner.loss, config.learner.loss_params)
-        self._mesh = mesh or Mesh()
+        self.loss = make_loss(config.learner.loss, config.learner.loss_params)
+        self.mesh = mesh or Mesh()
         # On a CPU all algorithms are deterministic.
         if config.run.deterministic and policy.device.type == "cuda":
             compute_deterministically()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        self._settled = microbatch_tokens(policy, config, self._mesh)
-        self._trainer = Trainer(self._settled, layout, self._mesh)
-        reference = reference_of(policy, config, self._mesh) if config.learner.reference_kl > 0.0 else None
-        self._trainer.add(POLICY, policy)
+        self._settled = microbatch_tokens(policy, config, self.mesh)
+        self.trainer = Trainer(self._settled, layout, self.mesh)
+        reference = reference_of(policy, config, self.mesh) if config.learner.reference_kl > 0.0 else None
+        self.trainer.add(POLICY, policy)
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
-            self._trainer.add(REFERENCE, reference, is_trained=False)
+            self.trainer.add(REFERENCE, reference, is_trained=False)
         self._logprobs: dict[int, list[array[float]]] = {}
         self._before: StepStats | None = None  # statistics of this step's updates so far
         self._forget_sums()
@@ -78,7 +90,7 @@ class TrainedPolicy:
     @property
     def tokens_per_call(self) -> int:
         """Number of tokens with which one call of `forward_backward` gives every rank a full micro-batch."""
-        return self._trainer.tokens_per_microbatch * self._mesh.size
+        return self.trainer.tokens_per_microbatch * self.mesh.size
 
     def why_unfit(self, group: RolloutGroup) -> str:
         """Return why the model cannot process the group; empty if it can. The head makes the other checks when a result
@@ -99,12 +111,12 @@ class TrainedPolicy:
         """
         made = self._data_of(group)
         self._made[group.group] = group, made
-        return self._trainer.num_tokens_run(POLICY, made.data)
+        return self.trainer.num_tokens_run(POLICY, made.data)
 
     @property
     def tokens_per_microbatch(self) -> int:
         """The value fixed at the start, or less if memory has run out."""
-        return self._trainer.tokens_per_microbatch
+        return self.trainer.tokens_per_microbatch
 
     @property
     def memory_summary(self) -> str:
@@ -136,26 +148,26 @@ class TrainedPolicy:
         self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData], done: ForwardBackward[Output]
     ) -> LossStats:
         """Add what a pass over the groups gave to the sums of the step. Return statistics of these groups alone."""
-        self._num_tokens += sum(part.num_tokens for part in parts)
-        self._num_rollouts += sum(part.num_rollouts for part in parts)
+        self.sums.num_tokens += sum(part.num_tokens for part in parts)
+        self.sums.num_rollouts += sum(part.num_rollouts for part in parts)
         self._keep_logprobs(groups, parts, done.logprobs)
         stats = LossStats()
         for measured, remembered in self._of_all_ranks(done.outputs):
             if self.is_within_step:  # the weights have moved since, though the version has not
                 measured = replace(measured, fresh={})
             stats += measured
-            self._stats += measured  # one by one: the same sums however the calls are cut
+            self.sums.stats += measured  # one by one: the same sums however the calls are cut
             if remembered is not None:
-                self._remembered.append(remembered)
+                self.sums.remembered.append(remembered)
         return stats
 
     def add_update(self, lr: float, divisor: float, step: OptimStep) -> None:
         """Add an update to the statistics of the step, and begin new sums."""
         done = StepStats(
-            lr, step.grad_norm, self._num_tokens, not step.updated, self._stats, divisor, int(step.updated)
+            lr, step.grad_norm, self.sums.num_tokens, not step.updated, self.sums.stats, divisor, int(step.updated)
         )
-        if self._remembered:
-            self._loss = replace(self._loss, memory=self._loss.remember(*torch.cat(self._remembered, dim=1)))
+        if self.sums.remembered:
+            self.loss = replace(self.loss, memory=self.loss.remember(*torch.cat(self.sums.remembered, dim=1)))
         self._forget_sums()
         self._before = done if self._before is None else self._before + done
 
@@ -169,11 +181,11 @@ class TrainedPolicy:
     def save_weights_for_sampler(self) -> BorrowedWeights:
         """Lend the weights (in `snapshot_dtype`) and the other files of the model; the next update waits until they are
         given back."""
-        return self._trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)
+        return self.trainer.save_weights_for_sampler(POLICY, self.config.model.snapshot_dtype)
 
     def finish_reading(self) -> None:
         """Wait until no background reader uses the weights, as the next update would."""
-        self._trainer.finish_reading(POLICY)
+        self.trainer.finish_reading(POLICY)
 
     def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
         """Begin to write a checkpoint to `directory`, whole or not at all; call it between steps. The next step's
@@ -185,8 +197,8 @@ class TrainedPolicy:
         """
         if self.is_within_step:
             raise InvariantError(f"a checkpoint within step {self.version} would be trained on its groups again")
-        position = RunPosition(self.version, lineage, cursor, self._loss.memory)
-        return self._trainer.save_state(POLICY, directory, asdict(position))
+        position = RunPosition(self.version, lineage, cursor, self.loss.memory)
+        return self.trainer.save_state(POLICY, directory, asdict(position))
 
     def resume(self, checkpoints: Path) -> bool:
         """Load the newest whole checkpoint; damaged newer ones are set aside. Return whether there was one."""
@@ -201,14 +213,14 @@ class TrainedPolicy:
         Raises:
             UserError: there is no whole checkpoint, or it is of another model or of no run.
         """
-        client = self._trainer.load_state(POLICY, directory)
+        client = self.trainer.load_state(POLICY, directory)
         try:
             position = msgspec.convert(client, RunPosition)
         except msgspec.ValidationError as error:
             raise UserError(f"{directory} is no checkpoint of a run: {error}. Name a checkpoints/step_N.") from error
         self._forget_sums()
         self._before, self._logprobs = None, {}
-        self.version, self._loss = position.version, replace(self._loss, memory=position.loss_memory)
+        self.version, self.loss = position.version, replace(self.loss, memory=position.loss_memory)
         return position
 
     def _keep_logprobs(
@@ -226,10 +238,10 @@ class TrainedPolicy:
 
     def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
         """Gather the loss's outputs of every share, the first one's first."""
-        if self._mesh.size == 1:
+        if self.mesh.size == 1:
             return outputs
         rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]
-        gathered = self._mesh.gather(msgspec.msgpack.encode(rows))
+        gathered = self.mesh.gather(msgspec.msgpack.encode(rows))
         decoded = [
             msgspec.msgpack.decode(data, type=list[tuple[LossStats, list[list[float]] | None]]) for data in gathered
         ]
@@ -240,8 +252,7 @@ class TrainedPolicy:
         ]
 
     def _forget_sums(self) -> None:
-        self._num_tokens, self._num_rollouts, self._stats = 0, 0, LossStats()
-        self._remembered: list[Tensor] = []
+        self.sums = StepSums()
         # What `num_tokens_run` made of groups that are not trained on yet.
         self._made: dict[GroupRef, tuple[RolloutGroup, GroupData]] = {}
 
