@@ -114,7 +114,7 @@ class _Walk:
         self.ages: Counter[int] = Counter()
         self.unstarted: dict[int, int] = {}
         self.last_group: dict[int, float] = {}
-        self.issuing, self.unissued = 0, demand.groups_per_step
+        self.frontier, self.unissued = 0, demand.groups_per_step
         self.num_draws = 0
         self.workers: list[_Worker] = []
         for kind in kinds:
@@ -166,9 +166,9 @@ class _Walk:
     def _wake(self, worker: _Worker, number: int) -> None:
         """Schedule the worker for the arrival of the version that the next step needs, if that time is known."""
         assert worker.parked_at is not None
-        needed = max(self._needed(self.issuing), worker.version + 1)
+        needed = max(self._needed(self.frontier), worker.version + 1)
         needed += -needed % self.demand.publish_every
-        if self.issuing < self.steps and needed <= len(self.ended):
+        if self.frontier < self.steps and needed <= len(self.ended):
             worker.is_woken = True
             arrives = self._published(needed) + self.travel_seconds
             self._push(max(worker.parked_at, arrives), number)
@@ -177,19 +177,19 @@ class _Walk:
         """Return a batch of the earliest groups that the worker's version may sample, as step -> number of groups."""
         batch: dict[int, int] = {}
         room = worker.kind.groups_per_batch
-        while room > 0 and self.issuing < self.steps and self._needed(self.issuing) <= worker.version:
+        while room > 0 and self.frontier < self.steps and self._needed(self.frontier) <= worker.version:
             count = min(room, self.unissued)
-            batch[self.issuing] = count
+            batch[self.frontier] = count
             room -= count
             self.unissued -= count
             if self.unissued == 0:
-                self.issuing, self.unissued = self.issuing + 1, self.demand.groups_per_step
+                self.frontier, self.unissued = self.frontier + 1, self.demand.groups_per_step
         return batch
 
     def _is_plenty(self, worker: _Worker) -> bool:
         """As `granting.is_plenty`: a worker may hold a second batch only while there is a batch for every worker."""
         last = min(worker.version + self.demand.max_staleness, self.steps - 1)
-        num_unissued = (last - self.issuing) * self.demand.groups_per_step + self.unissued
+        num_unissued = (last - self.frontier) * self.demand.groups_per_step + self.unissued
         return len(self.workers) == 1 or num_unissued >= self.active_groups
 
     def _run(self, worker: _Worker, batch: dict[int, int], start: float) -> float:
