@@ -100,7 +100,7 @@ def test_bodies_are_read_in_turn_by_peer_and_by_ticket() -> None:
         assert most.pop("t-1") == 3
         assert max(most.values()) == 2
         assert reading == []
-        assert dict(budgets._turns) == {}
+        assert dict(budgets._read_slots) == {}
 
     run(scenario())
 

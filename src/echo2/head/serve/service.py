@@ -213,14 +213,14 @@ class Service:
         key = peer.peer_id, messages.whole_number("lease_id", delivery.lease_id)
         reading = self._reading.get(key)
         if reading is None:
-            reading = self._reading[key] = self._head.spawn(self._judged(peer, delivery))
+            reading = self._reading[key] = self._head.spawn(self._answer_to(peer, delivery))
             reading.add_done_callback(lambda _: self._reading.pop(key, None))
         reply = await asyncio.shield(reading)
         if isinstance(reply, PeerError):
             raise reply
         return reply
 
-    async def _judged(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply | PeerError:
+    async def _answer_to(self, peer: Peer, delivery: wire.Delivery) -> wire.DeliveryReply | PeerError:
         """Return the caller's PeerError instead of raising it: an exception in a spawned task ends the run."""
         try:
             event = await self._read(peer, delivery)
