@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from echo2.core.background import Background, awaited, spawn
+from echo2.core.background import Background, Shared, awaited, spawn
 
 
 def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
@@ -73,3 +73,32 @@ def test_an_owner_hears_of_all_of_its_work_and_ends_it() -> None:
 
     asyncio.run(run())
     assert [str(error) for error in errors] == ["0", "1", "2"]
+
+
+def test_a_value_is_made_once_for_all_that_ask_and_again_after_a_failure() -> None:
+    """Memory was short the first time; nobody can be told so for ever."""
+    made: list[str] = []
+
+    async def make(key: str) -> str:
+        made.append(key)
+        await asyncio.sleep(0)
+        if len(made) == 1:
+            raise MemoryError(key)
+        return key.upper()
+
+    async def run() -> None:
+        values = Shared(make)
+        first = await asyncio.gather(values.get("a"), values.get("a"), return_exceptions=True)
+        assert [type(one) for one in first] == [MemoryError, MemoryError]
+        gone = asyncio.create_task(values.get("a"))
+        await asyncio.sleep(0)
+        gone.cancel()  # one that no longer asks ends nothing for others
+        assert await asyncio.gather(values.get("a"), values.get("b"), values.get("a")) == ["A", "B", "A"]
+        assert made == ["a", "a", "b"]
+        await values.get("a")
+        assert list(values.made().items()) == [("b", "B"), ("a", "A")]
+        values.drop("b")
+        assert await values.get("b") == "B"
+        assert made == ["a", "a", "b", "b"]
+
+    asyncio.run(run())

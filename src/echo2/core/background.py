@@ -6,6 +6,7 @@ A bare task that fails says so only when it is collected, if at all, and whoever
     spawn(work, on_error)   work that nobody awaits: its owner hears of an error that the work does not handle itself
     Background(on_error)    all such work of one owner, which ends with it
     awaited(work)           work whose starter awaits the outcome, so that errors are raised there
+    Shared(make)            values that are made once, for all that ask for them
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from echo2.core.errors import Echo2Error
 
 T = TypeVar("T")
+K = TypeVar("K")
 
 #: An event loop itself refers to its tasks only weakly.
 _running: set[asyncio.Task[Any]] = set()
@@ -58,6 +60,36 @@ def unforeseen(log: logging.Logger, doing: str) -> Callable[[Exception], None]:
             log.error("%s failed", doing, exc_info=error)
 
     return hear
+
+
+class Shared(Generic[K, T]):
+    """Values that are made once by key. Those who ask for one meanwhile wait for the same work, and get its error. A
+    failure is forgotten: memory may have been short, and the next one who asks has the value made again.
+    """
+
+    def __init__(self, make: Callable[[K], Coroutine[Any, Any, T]]) -> None:
+        self._make = make
+        self._works: dict[K, asyncio.Task[T]] = {}
+
+    async def get(self, key: K) -> T:
+        """Return the value, made now or before. Raises: what `make` raises."""
+        work = self._works.pop(key, None) or awaited(self._make(key))
+        self._works[key] = work  # behind those that were asked for before
+        try:
+            return await asyncio.shield(work)
+        except Exception:
+            if self._works.get(key) is work:
+                del self._works[key]
+            raise
+
+    def made(self) -> dict[K, T]:
+        """Return the values that there are, the most recently asked for last."""
+        done = {key: work for key, work in self._works.items() if work.done() and not work.cancelled()}
+        return {key: work.result() for key, work in done.items() if not work.exception()}
+
+    def drop(self, key: K) -> None:
+        """Forget a value."""
+        self._works.pop(key, None)
 
 
 class Background:

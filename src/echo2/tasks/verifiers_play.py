@@ -9,7 +9,6 @@ whose conversation is trained on.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -19,7 +18,7 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from echo2.core.background import awaited
+from echo2.core.background import Shared
 from echo2.core.errors import UserError
 from echo2.tasks.loopback_model import LoopbackModel
 
@@ -106,15 +105,12 @@ def make_play() -> Play:
     """Return a function that plays one rollout of a row from `rows`."""
     os.environ[NO_KEY] = "none"  # verifiers' client wants an Authorization, and has it from a variable only
     register()  # its imports take seconds, which should not count against a rollout's time limit
-    stages: dict[str, asyncio.Task[Any]] = {}
     stack = AsyncExitStack()
+    stages = Shared[str, Any](lambda key: _stage(json.loads(key)[0], stack))
 
     async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> tuple[float, list[int]]:
         row = columns[COLUMN]
-        key = json.dumps([row["taskset"], row["agent"]], sort_keys=True)
-        if key not in stages:
-            stages[key] = awaited(_stage(row["taskset"], stack))
-        env = await asyncio.shield(stages[key])
+        env = await stages.get(json.dumps([row["taskset"], row["agent"]], sort_keys=True))
         episode = await _episode(env, row["data"], model)
         return _outcome(episode, row["agent"])
 

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import msgspec
 
-from echo2.core.background import awaited, spawn
+from echo2.core.background import Shared, spawn
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
@@ -50,8 +50,8 @@ class SamplerMachine:
         listen, relays = options.listen, options.relays
         self._weights = FetchedWeights(member, self._link, directory, listen, relays, self._fail, own_base)
         self._slots = options.slots or SLOTS
-        self._bases: dict[str, asyncio.Task[BaseSampler]] = {}
-        self._calls = SampleCalls(self._sampler, self._tell)
+        self._bases = Shared(self._load)
+        self._calls = SampleCalls(self._bases.get, self._tell)
         self._answers: deque[bytes] = deque()
         self._sending: asyncio.Task[None] | None = None
         self._beating: asyncio.Task[None] | None = None
@@ -74,9 +74,8 @@ class SamplerMachine:
         finally:
             attending.cancel()
             self._disconnected()
-            for task in self._bases.values():
-                if task.done() and not task.cancelled() and not task.exception():
-                    await task.result().close()
+            for sampler in self._bases.made().values():
+                await sampler.close()
             await self._weights.node.close()
             await self._link.close()
 
@@ -143,19 +142,8 @@ class SamplerMachine:
 
     # ---- samples -----------------------------------------------------------------------------------------------------
 
-    async def _sampler(self, base: str) -> BaseSampler:
-        """Return the sampler of a base model, which is fetched and loaded once."""
-        loading = self._bases.get(base)
-        if loading is None:
-            loading = self._bases[base] = awaited(self._load(base))
-        try:
-            return await asyncio.shield(loading)
-        except Exception:  # also of memory: the next call loads it again
-            if self._bases.get(base) is loading:
-                del self._bases[base]
-            raise
-
     async def _load(self, base: str) -> BaseSampler:
+        """Return the sampler of a base model, which is fetched."""
         snapshot = await self._had(self._weights.base(base))
         make = partial(BaseSampler, snapshot, self._options.device, self._adapter, self._slots)
         return await asyncio.to_thread(make)

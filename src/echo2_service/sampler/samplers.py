@@ -9,11 +9,11 @@ import asyncio
 import math
 import threading
 from array import array
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from echo2.core.background import awaited
+from echo2.core.background import Shared
 from echo2.core.errors import UserError
 from echo2.core.types import SamplingParams, Snapshot
 from echo2.engines.compact import CompactModel
@@ -45,7 +45,7 @@ class BaseSampler:
         self._policies = ManyPolicies(base, device)
         self._loop = DecodeLoop(self._policies, slots)
         self._slots = _Slots(self._loop)
-        self._adapters: OrderedDict[str, asyncio.Task[tuple[CompactModel, int]]] = OrderedDict()  # and sizes in bytes
+        self._adapters = Shared(self._read)
         self._tokenizer: Tokenizer | None = None
         self._loading = threading.Lock()
 
@@ -99,30 +99,21 @@ class BaseSampler:
     async def _policy(self, snapshot: str) -> CompactModel:
         if not snapshot:
             return self._policies.base
-        reading = self._adapters.get(snapshot)
-        if reading is None:
-            reading = awaited(self._read(snapshot))
-            self._adapters[snapshot] = reading
-        self._adapters.move_to_end(snapshot)
-        try:
-            policy, _ = await asyncio.shield(reading)
-        except Exception:  # also of memory: the next call reads it again
-            if self._adapters.get(snapshot) is reading:
-                del self._adapters[snapshot]
-            raise
+        policy, _ = await self._adapters.get(snapshot)
         self._make_room()
         return policy
 
     def _make_room(self) -> None:
-        read = {name: task.result()[1] for name, task in self._adapters.items() if task.done() and not task.exception()}
-        excess = sum(read.values()) - MEMORY_BYTES
-        for name, num_bytes in list(read.items())[:-1]:
+        read = self._adapters.made()
+        excess = sum(num_bytes for _, num_bytes in read.values()) - MEMORY_BYTES
+        for name, (_, num_bytes) in list(read.items())[:-1]:
             if excess <= 0:
                 break
             excess -= num_bytes
-            del self._adapters[name]
+            self._adapters.drop(name)
 
     async def _read(self, name: str) -> tuple[CompactModel, int]:
+        """Return an adapter, and its size in bytes."""
         snapshot = await self._read_adapter(name)
         num_bytes = sum(tensor.num_bytes for tensor in snapshot.tensors.values())
         return await asyncio.to_thread(self._policies.adapter, snapshot), num_bytes
