@@ -7,12 +7,12 @@ import math
 import random
 
 import pytest
-from activation import choose_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import ActivationLoop, Candidate, Selection, choose, num_short, reaches
+from greedy_choice import choose_greedy
 
 POOLS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=10)
 

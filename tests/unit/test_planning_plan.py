@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from activation import choose_greedy
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +22,7 @@ from echo2.planning.plan import BroadcastInputs, NoPlanError, PlanInputs, by_sta
 from echo2.planning.probe import Measured, as_offer
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
+from greedy_choice import choose_greedy
 
 #: The paper's: 128 x 16 rollouts, 4 A100, RTX 5090 at $0.35; the rate of one is fitted (docs/capacity.md).
 CARD = Offer("rtx5090", 0.35, 0.3125, count=30)
