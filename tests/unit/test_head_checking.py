@@ -28,7 +28,7 @@ from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.views import trust
+from echo2.views.status import show_trust, trust_rows
 from echo2.worker.sampling import check
 from head_cases import OpenHead, rows, settings, until
 from rollout_cases import plain_tokenizer, snapshot_of, tiny_module
@@ -136,12 +136,12 @@ def test_honest_groups_pass_and_a_liar_ends_in_quarantine_and_is_expelled(tmp_pa
                 await liar.sample(engine, liar.leases[at], shift=1)
                 assert "random numbers" in (await verdict(NEWCOMER_CHECKS + at)).fault
             assert head.head.planner.penalties.expulsion(liar.peer.peer_id, head.head.clock.now()) is not None
-            least, most = trust.rows(status(head.head))
+            least, most = trust_rows(status(head.head))
             assert (least["ticket"], least["is_quarantined"], least["num_failed"]) == (liar.ticket_id, True, 2)
             assert (most["ticket"], most["is_quarantined"]) == (stranger.ticket_id, False)
             assert most["num_passed"] == NEWCOMER_CHECKS
             shown = io.StringIO()
-            trust.show([least, most], Console(width=200, file=shown))
+            show_trust([least, most], Console(width=200, file=shown))
             assert "in quarantine" in shown.getvalue()
             before = book.all()
         async with OpenHead(tmp_path, run_of(tmp_path)) as restarted:
