@@ -12,7 +12,7 @@ more overhead.
 
 Source: Hu et al., LoRA (arXiv 2106.09685).
 
-Shape suffixes: R = rank, I = inputs, O = outputs.
+Shape suffixes: R = rank, I = inputs, O = outputs, E = experts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ PACK_ITEMS = 1 << 17
 
 
 class LowRank(NamedTuple):
-    """A and B of one linear map, in the adapter's dtype; B is multiplied by the scale."""
+    """A and B of one linear map, in the adapter's dtype; B is multiplied by the scale. Of all experts' maps, which are
+    one tensor, they are a_ERI and b_EOR."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -63,12 +64,19 @@ Adapter = Mapping[str, LowRank]
 """LoRA pairs by module name of the base model; empty: no adapter."""
 
 
+def stacked(a_EI: Tensor, b_OE: Tensor, num_experts: int) -> LowRank:
+    """Return a_ERI and b_EOR of PEFT's matrices for all experts, [E * R, I] and [O, R * E]."""
+    a_ERI = a_EI.view(num_experts, -1, a_EI.shape[-1])
+    return LowRank(a_ERI, b_OE.view(len(b_OE), -1, num_experts).permute(2, 0, 1))
+
+
 def read_adapter(
-    snapshot: Snapshot, linears: Mapping[str, tuple[int, int]], device: torch.device
+    snapshot: Snapshot, linears: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> dict[str, LowRank]:
     """Read the adapter of a snapshot, by module name of the base model.
 
-    linears  (outputs, inputs) of the base model's linear maps, by module name
+    linears  (outputs, inputs) of the base model's linear maps, by module name; (outputs, inputs, experts) of maps of
+             all experts
 
     Raises:
         PeerError: the snapshot is not a LoRA adapter, does not fit this base model, or is damaged.
@@ -87,16 +95,19 @@ def read_adapter(
     found: dict[str, LowRank] = {}
     places: dict[str, tuple[Tensor]] = {}
     for module in sorted(modules):
-        (outputs, inputs), dtype = linears[module], snapshot.tensors[PREFIX + module + DOWN].dtype
+        (outputs, inputs, *experts), dtype = linears[module], snapshot.tensors[PREFIX + module + DOWN].dtype
         if dtype not in FLOAT_DTYPES or snapshot.tensors[PREFIX + module + UP].dtype != dtype:
             raise PeerError("bad_adapter", f"{module} of {snapshot.ref} has A and B that are not floats of one kind")
         empty = partial(torch.empty, dtype=FLOAT_DTYPES[dtype], device=device)
-        low = found[module] = LowRank(empty((factors.rank, inputs)), empty((outputs, factors.rank)))
+        width = factors.rank * (experts[0] if experts else 1)
+        low = found[module] = LowRank(empty((width, inputs)), empty((outputs, width)))
         places[PREFIX + module + DOWN], places[PREFIX + module + UP] = (low.a_RI,), (low.b_OR,)
     check_layout(snapshot, places)
     copy_tensors(snapshot, places)
-    for low in found.values():
+    for module, low in found.items():
         low.b_OR.mul_(factors.scale)
+        if len(linears[module]) == 3:
+            found[module] = stacked(*low, linears[module][2])
     return found
 
 

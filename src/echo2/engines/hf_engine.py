@@ -30,6 +30,7 @@ from echo2.core.types import Snapshot
 from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine
+from echo2.engines.expert_adapters import adapt, stacked_maps
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
 from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.rows import Limits
@@ -118,12 +119,20 @@ class HfModel:
         self._cache_name = next(name for name in CACHE_NAMES if name in takes)
         self.architecture = json.dumps([values, str(module.dtype)], sort_keys=True, default=str)
         inner = {layout.outer_name(name): name for name, _ in module.named_modules()}
-        parts = {name: _linear_shape(module.get_submodule(inner[name])) for name in inner}
-        self.linears = {name: shape for name, shape in parts.items() if shape}
+        self.linears: dict[str, tuple[int, ...]] = {}
         self._inner = inner  # by the name of a module in adapters
         self._adapter: Adapter = {}
         self._applied: dict[str, LowRank] = {}  # the running policy's adapter; shared by all policies over the module
         self._hooked: set[str] = set()
+        for name, own in inner.items():
+            part = module.get_submodule(own)
+            if shape := _linear_shape(part):
+                self.linears[name] = shape
+            elif maps := stacked_maps(part):
+                names = [name + one.suffix for one in maps]
+                self.linears |= {key: one[2:] for key, one in zip(names, maps, strict=True)}
+                self._hooked.update(names)
+                adapt(part, lambda names=names: tuple(map(self._applied.get, names)))
         self._takes_positions = "position_ids" in takes
         self._is_recurrent = module._is_stateful and not self._takes_positions  # like Mamba: a step takes no mask
 

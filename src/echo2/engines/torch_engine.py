@@ -100,8 +100,8 @@ class Model(Protocol):
         """The tensors into which a snapshot's tensors are loaded."""
 
     @property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
-        """(outputs, inputs) of the linear maps that may have an adapter, by module."""
+    def linears(self) -> Mapping[str, tuple[int, ...]]:
+        """What may have an adapter, by module: see `read_adapter`."""
 
     def adapted(self, adapter: Adapter) -> Model:
         """Return a model that shares these weights and has this adapter over them, in place of any other."""

@@ -1,7 +1,7 @@
 """LoRA: any number of adapters over one frozen model, which is held once.
 
 Each targeted linear layer computes W x + (alpha / rank) B A x (arXiv 2106.09685). `peft` puts its layers into the model
-in place, which stays of transformers' own class. Each adapter is a `Policy` with parameters of its own; while one is
+in place, which stays of transformers' own class; experts are adapted by `expert_factors.py`. Each adapter is a `Policy` with parameters of its own; while one is
 engaged, the others have no effect. B begins as 0, so version 0 is the base model. Adapter parameters are float32 in
 whatever dtype the base model is stored, so that no update is rounded away.
 """
@@ -26,8 +26,10 @@ from echo2.core.devices import pick_device
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 from echo2.core.types import Snapshot, SnapshotRef
-from echo2.engines.adapter import PREFIX
+from echo2.engines.adapter import DOWN, PREFIX, UP, stacked
+from echo2.engines.expert_adapters import stacked_maps
 from echo2.engines.hub_layout import TensorPart, whole_place
+from echo2.learner.core.expert_factors import ExpertFactors
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy, outline_policy
 from echo2.learner.core.shard_files import open_tensors
@@ -37,6 +39,7 @@ from echo2.weights.format.adapter_files import (
     ADAPTER_WEIGHTS,
     ALL_LINEAR,
     BEGINNING_REMEDY,
+    EXPERTS,
     adapter_config,
     check_same_settings,
     lora_factors,
@@ -68,6 +71,7 @@ class BaseModel:
         ]
         self._refused = _refused(policy.module, {name.rpartition(".")[2] for name in linear})
         self._linear = [name for name in linear if name.rpartition(".")[2] not in self._refused]
+        self._experts = ExpertFactors(policy.module)
         self._tuner: Any = None
         self._num_adapters = 0
         self._tuned: list[Any] = []  # layers that have adapters
@@ -79,25 +83,53 @@ class BaseModel:
         Raises:
             UserError: a target matches no linear layer, or PEFT cannot adapt it.
         """
-        from peft import LoraConfig as PeftConfig  # takes two seconds: only if there are adapters
-        from peft import LoraModel
-        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.tuners.tuners_utils import BaseTunerLayer  # takes two seconds: only if there are adapters
 
-        model_type = self.policy.module.config.model_type
-        if not self._linear:
+        targets = self._checked(lora)
+        name, module = f"adapter{self._num_adapters}", self.policy.module
+        if targets:
+            self._adapt_linear(name, lora, targets)
+        experts = list(self._experts.parts.values()) if EXPERTS in lora.targets else []
+        if experts:
+            self._experts.add(name, lora.rank, lora.scaled_alpha / lora.rank)
+        if not self._num_adapters:
+            self._say_what_is_left(targets, experts)
+        self._num_adapters += 1
+        self._tuned, self._engaged = [part for part in module.modules() if isinstance(part, BaseTunerLayer)], ""
+        inner, outer = self.policy.layout.outer
+        stacks = sorted({f"{EXPERTS}.{one.parameter}" for part in experts for one in stacked_maps(part)})
+        settings = adapter_config(lora, targets, self.snapshot.ref, outer if outer != inner else "", stacks)
+        files = {**self.snapshot.files, ADAPTER_CONFIG: settings}
+        return Adapter(self, name, files, seed)
+
+    def _checked(self, lora: LoraConfig) -> list[str]:
+        """Return the targets that are linear layers, in PEFT's form. Raises UserError: see `adapter`."""
+        model_type, targets = self.policy.module.config.model_type, [one for one in lora.targets if one != EXPERTS]
+        if len(targets) < len(lora.targets) and not self._experts.parts:
+            raise UserError(
+                f"lora.targets has {EXPERTS!r}, and a {model_type} has no experts that echo2 can adapt, which are one "
+                f"tensor for all. Leave {EXPERTS!r} out."
+            )
+        if targets and not self._linear:
             raise UserError(
                 f"lora.rank = {lora.rank}: a {model_type} has no linear layers of torch's kind, and adapters of other "
                 "layers are not trained here. Set lora.rank = 0, which trains all weights."
             )
-        for target in lora.targets:
+        for target in targets:
             if target.rpartition(".")[2] in self._refused:
+                among = f', and "{EXPERTS}", which are all experts' if self._experts.parts else ""
                 raise UserError(
                     f"lora.targets has {target!r}, and PEFT does not adapt linear layers of that name in a "
                     f"{model_type}. There are: {', '.join(lora_targets(self._linear, [ALL_LINEAR]))}; "
-                    f'["{ALL_LINEAR}"] is all of them.'
+                    f'["{ALL_LINEAR}"] is all of them{among}.'
                 )
-        targets = lora_targets(self._linear, lora.targets)
-        name, module = f"adapter{self._num_adapters}", self.policy.module
+        return lora_targets(self._linear, targets)
+
+    def _adapt_linear(self, name: str, lora: LoraConfig, targets: list[str]) -> None:
+        from peft import LoraConfig as PeftConfig
+        from peft import LoraModel
+
+        module = self.policy.module
         peft_config = PeftConfig(
             r=lora.rank, lora_alpha=lora.scaled_alpha, target_modules=targets, task_type="CAUSAL_LM"
         )
@@ -109,39 +141,33 @@ class BaseModel:
                 self._tuner.inject_adapter(module, name)
         except (ValueError, TypeError, NotImplementedError) as error:
             raise UserError(
-                f"lora.targets: PEFT cannot adapt {', '.join(targets)} of a {model_type}: {error}. Name other layers, "
-                "or set lora.rank = 0, which trains all weights."
+                f"lora.targets: PEFT cannot adapt {', '.join(targets)} of a {module.config.model_type}: {error}. Name "
+                "other layers, or set lora.rank = 0, which trains all weights."
             ) from error
-        if not self._num_adapters:
-            self._say_what_is_left(targets)
-        self._num_adapters += 1
-        self._tuned, self._engaged = [part for part in module.modules() if isinstance(part, BaseTunerLayer)], ""
-        inner, outer = self.policy.layout.outer
-        settings = adapter_config(lora, targets, self.snapshot.ref, outer if outer != inner else "")
-        files = {**self.snapshot.files, ADAPTER_CONFIG: settings}
-        return Adapter(self, name, files, seed)
 
-    def _say_what_is_left(self, targets: Sequence[str]) -> None:
-        """Warn of weights that have no adapter although `targets` may sound as if they had: experts, which are one
-        tensor for all, and layers that PEFT does not adapt."""
+    def _say_what_is_left(self, targets: Sequence[str], experts: Sequence[Any]) -> None:
+        """Warn of weights that have no adapter although `targets` may sound as if they had: experts, unless they are
+        among the adapted `experts`, and layers that PEFT does not adapt."""
         module = self.policy.module
+        adapted = {id(getattr(part, one.parameter)) for part in experts for one in stacked_maps(part)}
         ends = tuple(f".{target}.base_layer.weight" for target in targets)
         outside = {id(part.weight) for part in (module.get_input_embeddings(), module.get_output_embeddings()) if part}
-        sizes = {
-            name: parameter.numel()
-            for name, parameter in module.named_parameters()
-            if parameter.dim() > 1 and ".lora_" not in name and id(parameter) not in outside
-        }
-        left = {name: size for name, size in sizes.items() if not name.endswith(ends)}
+        sizes, left = dict[str, int](), dict[str, int]()
+        for name, parameter in module.named_parameters():
+            if parameter.dim() > 1 and ".lora_" not in name and id(parameter) not in outside:
+                sizes[name] = parameter.numel()
+                if not name.endswith(ends) and id(parameter) not in adapted:
+                    left[name] = parameter.numel()
         share = sum(left.values()) / sum(sizes.values())
         if share > LEFT_SHARE:
             kinds = sorted({name.rpartition(".layers.")[2].partition(".")[2] for name in left})
             log.warning(
-                "lora.targets: %.0f %% of the weights in layers have no adapter and stay as they are: %s%s. "
+                "lora.targets: %.0f %% of the weights in layers have no adapter and stay as they are: %s%s. %s"
                 "lora.rank = 0 trains all weights",
                 100 * share,
                 ", ".join(kinds[:4]),
                 " and others" if len(kinds) > 4 else "",
+                f'"{EXPERTS}" among lora.targets adapts experts; ' if self._experts.parts and not experts else "",
             )
 
     def remove(self, adapter: Adapter) -> None:
@@ -149,7 +175,9 @@ class BaseModel:
         for layer in self._tuned:
             layer.set_adapter([])  # otherwise PEFT engages another in place of an active one
         self._engaged = ""
-        self._tuner.delete_adapter(adapter.name)
+        self._experts.remove(adapter.name)
+        if self._tuner is not None and adapter.name in self._tuner.peft_config:
+            self._tuner.delete_adapter(adapter.name)
 
     def alone(self) -> Policy:
         """Return the base model as a policy without adapters."""
@@ -163,6 +191,7 @@ class BaseModel:
             layer.enable_adapters(name is not None)
             if name is not None:
                 layer.set_adapter(name)
+        self._experts.engage(name)
         self._engaged = name
 
 
@@ -338,11 +367,18 @@ def load_merged(base: str, adapter: Path, device: str) -> Policy:
     scale = lora_factors(parse_json(_read(adapter / ADAPTER_CONFIG))).scale
     factors = load_file(adapter / ADAPTER_WEIGHTS)
     weights = {policy.layout.outer_name(name): tensor for name, tensor in policy.held().items()}
+    outer, experts = policy.layout.outer_name, ExpertFactors(policy.module).parts
+    stacks = {outer(name) + one.suffix: (name, part, one) for name, part in experts.items() for one in stacked_maps(part)}
     try:
-        for name in [name for name in factors if ".lora_A." in name]:
-            down, up = (factors.pop(key).to(policy.device) for key in (name, name.replace(".lora_A.", ".lora_B.")))
-            target = weights[name.removeprefix(PREFIX).replace(".lora_A.", ".")]
-            target += (up @ down) * scale
+        for name in [name for name in factors if name.endswith(DOWN)]:
+            layer = name.removeprefix(PREFIX).removesuffix(DOWN)
+            down, up = (factors.pop(PREFIX + layer + end).to(policy.device) for end in (DOWN, UP))
+            if layer in stacks:
+                inner, part, one = stacks[layer]
+                target, low = weights[outer(f"{inner}.{one.parameter}")], stacked(down, up, one.num_experts)
+                (target.mT if part.is_transposed else target).baddbmm_(low.b_OR, low.a_RI, alpha=scale)
+            else:
+                weights[f"{layer}.weight"].add_(up @ down, alpha=scale)
         if factors:
             raise UserError(f"{adapter} has {min(factors)}, which is no factor of a linear layer of {base}.")
     except (KeyError, TypeError, RuntimeError) as error:

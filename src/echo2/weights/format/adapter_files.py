@@ -33,7 +33,7 @@ ALPHA_MAX = 1e6
 ANY_VALUE = frozenset(
     {"auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config", "exclude_modules"}
     | {"fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "megatron_core"}
-    | {"peft_version", "qalora_group_size", "revision", "target_modules", "task_type"}
+    | {"peft_version", "qalora_group_size", "revision", "target_modules", "target_parameters", "task_type"}
 )
 #: Settings that may have these values. Other ways to begin (pissa, olora, corda, loftq, ...) change the base model.
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -44,7 +44,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
 }
 #: Values that switch a setting off.
 OFF: tuple[Any, ...] = (None, False, {}, [])
-ALL_LINEAR = "all-linear"
+ALL_LINEAR, EXPERTS = "all-linear", "experts"
 BEGINNING_REMEDY = "Set it to the value of the adapter, or name another adapter in lora.path."
 
 
@@ -94,9 +94,12 @@ def _shown(value: Any) -> str:
     return repr(value)[:64]
 
 
-def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef, within: str = "") -> bytes:
+def adapter_config(
+    lora: LoraConfig, targets: Sequence[str], base_model: SnapshotRef, within: str = "", stacks: Sequence[str] = ()
+) -> bytes:
     """Return the adapter's adapter_config.json. It names the base model by content, not by its path on this machine.
-    `within`: how the names of the layers that may have an adapter begin, in a model that has a vision tower, too."""
+    `within`: how the names of the layers that may have an adapter begin, in a model that has a vision tower, too.
+    `stacks`: ends of the names of adapted tensors that are the weights of all experts."""
     values: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -108,6 +111,8 @@ def adapter_config(lora: LoraConfig, targets: Sequence[str], base_model: Snapsho
         "target_modules": list(targets),
         "inference_mode": True,
     }
+    if stacks:
+        values["target_parameters"] = list(stacks)
     if within:
         values["exclude_modules"] = rf"(?!{re.escape(within)}).*"
     return json.dumps(values, indent=2, sort_keys=True).encode()
@@ -124,7 +129,7 @@ def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
     try:
         theirs = parse_json(path.read_bytes())
         lora_factors(theirs, is_trained=True)
-        theirs["target_modules"] = sorted(theirs["target_modules"])
+        theirs["target_modules"] = _targets(theirs)
     except UserError as error:
         raise UserError(f"The adapter in {directory} is not taken: {error}") from error
     except OSError as error:
@@ -132,6 +137,7 @@ def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} describes no LoRA adapter: {error!r}.") from error
     wanted = parse_json(ours)
+    wanted["target_modules"] = _targets(wanted)
     for key, setting in (("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets")):
         if wanted[key] != theirs.get(key):
             raise UserError(
@@ -141,15 +147,20 @@ def check_same_settings(ours: bytes, directory: Path, remedy: str) -> str:
     return str(theirs.get("base_model_name_or_path"))
 
 
+def _targets(config: Any) -> list[str]:
+    return sorted([*config["target_modules"], *(config.get("target_parameters") or ())])
+
+
 def lora_targets(linear: Collection[str], targets: Sequence[str]) -> list[str]:
     """Return the targets in PEFT's form, sorted: suffixes of the names of linear layers. `linear`: the names of all
-    linear layers except the model's head.
+    linear layers except the model's head. "experts" is no linear layer, and not among them.
 
     Raises:
         UserError: a target matches no linear layer.
     """
     ends = sorted({name.rpartition(".")[2] for name in linear})
-    if list(targets) == [ALL_LINEAR]:
+    targets = [target for target in targets if target != EXPERTS]
+    if targets == [ALL_LINEAR]:
         return ends
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
