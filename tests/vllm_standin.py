@@ -40,6 +40,7 @@ class Served:
         self.wrong, self.hold_at = wrong, hold_at
         self.num_running = self.num_aborted = 0
         self.requests: list[dict[str, Any]] = []
+        self.takes_experts = False
         self.num_answers = 0
 
     def post(self, path: str, body: Any, is_gone: Any) -> tuple[int, Any]:
@@ -59,7 +60,10 @@ class Served:
             elif path == "/update_weight_version":
                 self.label = body["new_version"]
             elif path == "/v1/load_lora_adapter":
-                self.number = weights_number(Path(body["lora_path"]) / "adapter_model.safetensors")
+                file = Path(body["lora_path"]) / "adapter_model.safetensors"
+                if b".experts." in file.read_bytes() and not (self.takes_experts and body.get("is_3d_lora_weight")):
+                    return 400, {"error": {"message": "the adapter contains fused 3D MoE weights", "code": 400}}
+                self.number = weights_number(file)
                 self.adapter = body["lora_name"]
             else:
                 return 404, {"detail": "Not Found"}
@@ -232,13 +236,14 @@ def main() -> None:
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--wrong", default="")
     parser.add_argument("--pids", default="")
-    arguments, _ = parser.parse_known_args()
+    arguments, others = parser.parse_known_args()
     if arguments.wrong == "dies at start":
         raise ValueError("no kernel for head_dim 24")
     if arguments.pids:
         with open(arguments.pids, "a") as file:
             file.write(f"{os.getpid()}\n")
     served = Served(arguments.model, arguments.wrong, arguments.hold_at)
+    served.takes_experts = "--enable-mixed-moe-lora-format" in others
     UnixServer(arguments.uds, handler_of(served)).serve_forever()
 
 

@@ -24,6 +24,7 @@ from echo2.engines.architecture import read_architecture
 from echo2.engines.hf_engine import make_engine
 from echo2.learner.core.adapters import Adapter, check_trained, load_trained
 from echo2.learner.core.model import Policy
+from echo2.learner.core.model_size import model_shape
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
 from hub_models import FAMILIES, hub_model
@@ -33,6 +34,12 @@ from rollout_cases import requests, run, tokenizer_files
 #: One family of each kind: experts, a nested hybrid, a router's bias, a sliding window beside a tower.
 QUICK = ("qwen3_moe", "qwen3_5", "glm4_moe", "gemma3")
 TABLE = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in FAMILIES]
+#: The families that have experts. gpt-oss' are transposed, have biases, and mix gate and upper values.
+MIXTURES = [
+    pytest.param(name, marks=() if name in ("qwen3_moe", "gpt_oss") else pytest.mark.slow, id=name)
+    for name, values in FAMILIES.items()
+    if {"num_experts", "n_routed_experts"} & (values.get("text_config") or values).keys()
+]
 #: Families without layers that can have adapters, and what is said.
 NO_LORA = {"gpt2": "a gpt2 has no linear layers of torch's kind"}
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]])
@@ -46,9 +53,9 @@ def made(tmp_path: Path, family: str) -> Path:
         pytest.skip(f"the installed transformers cannot make a {family}: {error!r}")
 
 
-def config_for(path: Path, rank: int = 0) -> Config:
+def config_for(path: Path, lora: LoraConfig = LoraConfig()) -> Config:
     config = config_of(lr=1e-2, groups_per_step=4)
-    return replace(config, model=replace(config.model, path=str(path)), lora=LoraConfig(rank=rank))
+    return replace(config, model=replace(config.model, path=str(path)), lora=lora)
 
 
 def trained(policy: Policy, config: Config) -> GrpoClient:
@@ -144,18 +151,42 @@ def test_whole_models(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", TABLE)
 def test_adapters(family: str, tmp_path: Path) -> None:
     hub = made(tmp_path, family)
-    config = config_for(hub, rank=2)
+    config = config_for(hub, LoraConfig(rank=2))
     if family in NO_LORA:
         for refused in (check_trained, lambda config: load_trained(config, "cpu")):
             with pytest.raises(UserError, match=rf"{NO_LORA[family]}.*lora\.rank = 0"):
                 refused(config)
         return
+    policy = is_learned_and_goes_everywhere(config, tmp_path)
+    half = load_trained(replace(config, model=replace(config.model, snapshot_dtype="bfloat16")), "cpu")
+    assert isinstance(half, Adapter)
+    wide = {name for name, tensor in half.base.snapshot.tensors.items() if tensor.dtype == "F32"}
+    assert wide == policy.base.policy.layout.kept
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_on_experts(family: str, tmp_path: Path) -> None:
+    hub = made(tmp_path, family)
+    policy = is_learned_and_goes_everywhere(config_for(hub, LoraConfig(rank=2, targets=["experts"])), tmp_path)
+    state, shape = policy.state(), model_shape(str(hub))
+    assert all(".experts." in name for name in state)
+    assert shape is not None
+    assert sum(tensor.numel() for tensor in state.values()) == 2 * sum(layer.stacked for layer in shape.layers)
+
+
+def is_learned_and_goes_everywhere(config: Config, tmp_path: Path) -> Adapter:
+    """Plain transformers computes what the learner does with an adapter that is merged, and with one that PEFT loads;
+    so do engines."""
     from peft import PeftModel
 
+    hub = Path(config.model.path)
     check_trained(config)
-    policy: Any = load_trained(config, "cpu")
-    client = trained(policy, config)
-    rundir = saved(tmp_path / "run", client)
+    policy = load_trained(config, "cpu")
+    assert isinstance(policy, Adapter)
+    before = logits(policy)
+    torch.testing.assert_close(before, plain_logits(hub), rtol=0, atol=2e-5)
+    rundir = saved(tmp_path / "run", trained(policy, config))
+    assert (logits(policy) - before).abs().max() > 1e-3
     export(rundir.path, 1, tmp_path / "whole", is_merged=True)
     torch.testing.assert_close(plain_logits(tmp_path / "whole"), logits(policy), rtol=0, atol=5e-5)
     assert load_file(tmp_path / "whole" / "model.safetensors").keys() == load_file(hub / "model.safetensors").keys()
@@ -165,17 +196,13 @@ def test_adapters(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(adapted(input_ids=TEXT).logits, logits(policy), rtol=0, atol=2e-5)
 
-    half = load_trained(replace(config, model=replace(config.model, snapshot_dtype="bfloat16")), "cpu")
-    assert isinstance(half, Adapter)
-    wide = {name for name, tensor in half.base.snapshot.tensors.items() if tensor.dtype == "F32"}
-    assert wide == policy.base.policy.layout.kept
-
     base = policy.base.snapshot
     base = replace(base, files={**base.files, **tokenizer_files()})
     snapshot = Snapshot(
         SnapshotRef(RUN_POLICY, 1, 0), policy.tensors(), {**policy.files, **tokenizer_files()}, base.ref
     )
     sampled_as_the_learner_computes(policy, snapshot, base)
+    return policy
 
 
 @pytest.mark.parametrize("family", FAMILIES)

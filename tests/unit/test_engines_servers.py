@@ -355,6 +355,21 @@ def alive(pid: int) -> bool:
         return False
 
 
+def test_a_server_is_told_that_an_adapter_has_experts(tmp_path: Path, python: str) -> None:
+    """vLLM takes PEFT's factors of all experts only when it is started for them, and asked to."""
+    base, plain = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0)), adapter(10, 0, snapshot(7))
+    (tensor,) = plain.tensors.values()
+    one = replace(plain, base_model=base.ref, tensors={"base_model.model.mlp.experts.lora_A.weight": tensor})
+
+    async def run() -> None:
+        place = ServerPlace(python, directory=tmp_path / "models")
+        async with closing(make_engine("vllm", "cpu", 8, place)) as engine:
+            await engine.update_weights(one, base)
+            assert completed(await engine.submit(request())).tokens[0] == 10
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_server_that_dies_or_hangs_costs_what_is_in_it_and_comes_back(
     tmp_path: Path, python: str, number: int, monkeypatch: pytest.MonkeyPatch

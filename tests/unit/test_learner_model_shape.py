@@ -79,6 +79,7 @@ def test_a_model_of_30_billion_parameters_uses_3_3_of_them_for_a_token() -> None
     assert shape.active == pytest.approx(3.35e9, rel=1e-2)
     assert shape.largest_layer == pytest.approx(623e6, rel=1e-2)
     assert shape.adapter_parameters(16) == pytest.approx(13.4e6, rel=1e-2)  # attention alone
+    assert shape.adapter_parameters(16, has_experts=True) == pytest.approx(642.5e6, rel=1e-2)
 
 
 def kept_bytes(module: Any, has_mask: bool) -> int:
@@ -144,3 +145,10 @@ def test_a_rank_of_a_large_mixture_needs_its_share_and_two_layers() -> None:
     lora = LearnerSetup(shape, is_bfloat16=True, lora_rank=16).parts(4096, checkpointing=True)
     assert lora["weights"] == pytest.approx(61 * GB, rel=0.01)
     assert lora["gradients"] + lora["moments"] < 0.2 * GB
+    alone, cut = (
+        LearnerSetup(shape, is_bfloat16=True, ranks=ranks, lora_rank=16, adapts_experts=True).parts(4096, True)
+        for ranks in (1, 8)
+    )
+    assert cut["gradients"] + cut["moments"] == alone["gradients"] + alone["moments"]  # each rank has whole adapters
+    assert alone["gradients"] + alone["moments"] == pytest.approx(7.7 * GB, rel=0.01)
+    assert cut["weights"] == pytest.approx((61 / 8 + 2.6) * GB, rel=0.01)

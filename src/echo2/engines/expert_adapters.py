@@ -3,8 +3,8 @@
     y_e = W_e x + B_e (A_e x) scale
 
 The experts' products are transformers' own, in its order: one grouped product over tokens sorted by their experts.
-PEFT computes W_e + B_e A_e instead, whenever the experts are called: that takes a second copy of their weights, and a
-sum in 16 bits loses every change smaller than half a step of the weight, which is all that an adapter learns at first.
+PEFT computes W_e + B_e A_e of all experts instead, whenever they are called: a copy of their weights at each decoded
+token, which the learner's backward pass would keep for every layer.
 
 Files are PEFT's: A of all experts is one matrix, B another. A layer's adapter of the products before the activation is
 called `experts.base_layer`, that of the products behind it `experts` (`peft.tuners.lora.layer.ParamWrapper`).

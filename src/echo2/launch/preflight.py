@@ -38,7 +38,13 @@ from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
-from echo2.weights.format.adapter_files import BEGINNING_REMEDY, adapter_config, check_same_settings, lora_targets
+from echo2.weights.format.adapter_files import (
+    BEGINNING_REMEDY,
+    EXPERTS,
+    adapter_config,
+    check_same_settings,
+    lora_targets,
+)
 from echo2.weights.format.model_files import linear_layers, tensor_shapes
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
@@ -384,11 +390,13 @@ def check_lora(config: Config) -> None:
     shapes = {name: shape for file in where.glob("*.safetensors") for name, shape in tensor_shapes(file).items()}
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     if share := sum(size for name, size in sizes.items() if ".experts." in name) / max(1, sum(sizes.values())):
-        print(
-            f"warning: lora.targets = {config.lora.targets}: experts get no adapter, and {share:.0%} of this model's "
-            "weights are experts. They stay as they are; lora.rank = 0 trains them",
-            file=sys.stderr,
-        )
+        if EXPERTS not in config.lora.targets:
+            print(
+                f"warning: lora.targets = {config.lora.targets}: experts get no adapter, and {share:.0%} of this "
+                f'model\'s weights are experts. They stay as they are; "{EXPERTS}" among lora.targets adapts them, '
+                "lora.rank = 0 trains them",
+                file=sys.stderr,
+            )
         return
     targets = lora_targets(linear_layers(where), config.lora.targets)
     if config.lora.path:

@@ -60,6 +60,11 @@ class ServedModel:
         return has_two_ropes(read_config({"config.json": self.config}))
 
     @property
+    def adapts_experts(self) -> bool:
+        """Whether the adapter has factors of a mixture's experts, which are PEFT's two for all experts."""
+        return self.adapter is not None and any(".experts." in name for name in self.shapes)
+
+    @property
     def label(self) -> str:
         """The server's name of these weights, in characters that vLLM accepts in a cache salt too."""
         return f"{self.ref.policy}-{self.ref.lineage}.{self.ref.version}"

@@ -133,7 +133,7 @@ class VllmServer:
         else:
             await self._start_process(model)
             if model.adapter is not None:
-                await self._load_adapter(model.adapter)
+                await self._load_adapter(model, model.adapter)
             await self._call("/update_weight_version", {"new_version": model.label}, LOAD_SECONDS)
         await self._look_at_abilities(model)
         cards = decode(await self._call("/v1/models", None, CHECK_SECONDS, "GET"), _Cards)
@@ -151,7 +151,7 @@ class VllmServer:
         started = time.perf_counter()
         await self._call("/pause?mode=keep&clear_cache=false", None, LOAD_SECONDS)
         if model.adapter is not None:
-            await self._load_adapter(model.adapter)
+            await self._load_adapter(model, model.adapter)
         else:
             reload = {"method": "reload_weights", "kwargs": {"weights_path": str(model.directory)}}
             await self._call("/collective_rpc", reload, LOAD_SECONDS)
@@ -248,6 +248,7 @@ class VllmServer:
             *(("--max-model-len", str(model.max_positions)) if model.has_two_ropes else ()),
             *(("--return-sampling-mask",) if self._on_gpu else ("--enforce-eager",)),
             *(("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)) if model.adapter else ()),
+            *(("--enable-mixed-moe-lora-format",) if model.adapts_experts else ()),
             *self._place.arguments,
         ]
 
@@ -272,8 +273,9 @@ class VllmServer:
             )
         self._has_mask = choice.sampling_mask is not None
 
-    async def _load_adapter(self, directory: Path) -> None:
+    async def _load_adapter(self, model: ServedModel, directory: Path) -> None:
         adapter = {"lora_name": ADAPTER, "lora_path": str(directory), "load_inplace": True}
+        adapter |= {"is_3d_lora_weight": True} if model.adapts_experts else {}
         await self._call("/v1/load_lora_adapter", adapter, LOAD_SECONDS)
 
     def _running(self) -> ServerLink:

@@ -25,6 +25,7 @@ from echo2.learner.decide.memory import (
     worker_parts,
 )
 from echo2.learner.decide.model_shape import ModelShape
+from echo2.weights.format.adapter_files import EXPERTS
 
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
@@ -75,6 +76,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         on_gpu=on_gpu,
         ranks=config.learner.ranks,
         lora_rank=config.lora.rank,
+        adapts_experts=EXPERTS in config.lora.targets,
         base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
         keeps_reference=config.learner.reference_kl > 0.0,
     )

@@ -13,7 +13,7 @@ from echo2.core.errors import UserError
 from echo2.engines.model_values import all_values
 from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.learner.decide.model_shape import ModelShape, read_shape
-from echo2.weights.format.adapter_files import lora_targets
+from echo2.weights.format.adapter_files import EXPERTS, lora_targets
 from echo2.weights.format.model_files import linear_layers, tensor_shapes
 
 
@@ -86,8 +86,10 @@ def snapshot_size(config: Config) -> SnapshotSize:
     whole = snapshot_bytes(model, dtype)
     if not config.lora.rank:
         return SnapshotSize(whole)
-    layers = {name: shape for name, shape in linear_layers(model).items() if ".experts." not in name}
+    layers = linear_layers(model)
     ends = tuple(f".{one}" for one in lora_targets(layers, config.lora.targets))
     trained = sum(sum(shape) for name, shape in layers.items() if f".{name}".endswith(ends))
+    shape = model_shape(str(model)) if EXPERTS in config.lora.targets else None
+    trained += sum(layer.stacked for layer in shape.layers) if shape else 0
     stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     return SnapshotSize(config.lora.rank * trained * BYTES_PER_VALUE[dtype], min(stored, whole))

@@ -50,7 +50,9 @@ class LearnerSetup:
     """What determines a learner's memory, apart from its micro-batch.
 
     ranks            processes that share weights, gradients and moments
-    lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base
+    lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base, which
+                     each rank has whole
+    adapts_experts   whether the experts of a mixture have adapters, too
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
     """
@@ -59,6 +61,7 @@ class LearnerSetup:
     is_bfloat16: bool = False
     ranks: int = 1
     lora_rank: int = 0
+    adapts_experts: bool = False
     base_bytes: int = 2
     keeps_reference: bool = False
     on_gpu: bool = False
@@ -66,7 +69,8 @@ class LearnerSetup:
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
         """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
         shape, ranks = self.shape, self.ranks
-        trained = shape.adapter_parameters(self.lora_rank) if self.lora_rank else shape.parameters
+        is_adapter, sharing = bool(self.lora_rank), 1 if self.lora_rank else ranks
+        trained = shape.adapter_parameters(self.lora_rank, self.adapts_experts) if is_adapter else shape.parameters
         frozen = shape.parameters if self.lora_rank else 0
         reference = 4 * shape.parameters if self.keeps_reference and not self.lora_rank else 0
         activations = tokens * self.token_bytes(checkpointing)
@@ -74,10 +78,10 @@ class LearnerSetup:
         vocabulary = 0 if self.lora_rank else 4 * shape.vocabulary * (2 if shape.tied else 1)
         return {
             "process": PROCESS_BYTES,
-            "weights": (4 * trained + self.base_bytes * frozen) // ranks,
+            "weights": 4 * trained // sharing + self.base_bytes * frozen // ranks,
             "reference": reference // ranks,
-            "gradients": 4 * trained // ranks,
-            "moments": 8 * trained // ranks,
+            "gradients": 4 * trained // sharing,
+            "moments": 8 * trained // sharing,
             "gathered and cast weights": self._copies(checkpointing),
             "gradients of the vocabulary": max(0, vocabulary - activations),
             "activations": activations,

@@ -50,6 +50,7 @@ class LayerShape:
     kept16   the same where products are bfloat16
     cache    values of keys and values per token that decoding keeps, of the last `window` tokens (0: of all)
     state    values per rollout that decoding keeps, however long it is
+    stacked  inputs and outputs of all experts' linear maps together; those before the activation are one map
     """
 
     linear: tuple[tuple[int, int], ...] = ()
@@ -59,6 +60,7 @@ class LayerShape:
     cache: int = 0
     window: int = 0
     state: int = 0
+    stacked: int = 0
 
     @property
     def parameters(self) -> int:
@@ -75,6 +77,7 @@ class LayerShape:
             self.cache + other.cache,
             self.window or other.window,
             self.state + other.state,
+            self.stacked + other.stacked,
         )
 
 
@@ -109,9 +112,11 @@ class ModelShape:
         embeddings = self.vocabulary * (1 if self.tied else 2)
         return embeddings + self.others + sum(layer.parameters for layer in self.layers)
 
-    def adapter_parameters(self, rank: int) -> int:
-        """Parameters of low-rank adapters on every linear layer except the output head. Experts are none."""
-        return rank * sum(rows + columns for layer in self.layers for rows, columns in layer.linear)
+    def adapter_parameters(self, rank: int, has_experts: bool = False) -> int:
+        """Parameters of low-rank adapters on every linear layer except the output head; `has_experts`: and on the
+        experts of a mixture."""
+        linear = sum(rows + columns for layer in self.layers for rows, columns in layer.linear)
+        return rank * (linear + (sum(layer.stacked for layer in self.layers) if has_experts else 0))
 
 
 def read_shape(values: Values) -> ModelShape | None:
@@ -303,6 +308,7 @@ def _mixture(values: Values) -> tuple[LayerShape, int]:
     part = LayerShape(
         linear,
         experts * (each + d),
+        stacked=experts * (2 * narrow + _matrices(values) * width),
         kept=12 * d + routed + 16 * shared,
         kept16=13 * d + routed + 8 * shared,
     )
