@@ -105,9 +105,17 @@ def test_adapters_on_a_mixture_say_what_they_leave_out(
 ) -> None:
     hub = hub_model(tmp_path / "hub", "qwen3_moe")
     check_lora(lora(hub, "all-linear"))
-    assert "experts get no adapter, and 51% of this model's weights are experts" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "experts get no adapter, and 51% of this model's weights are experts" in said
+    assert '"experts" among lora.targets adapts them' in said
     check_trained(lora(hub, "all-linear"))
     assert "of the weights in layers have no adapter and stay as they are: mlp.experts.down_proj" in caplog.text
+    assert '"experts" among lora.targets adapts experts' in caplog.text
+    caplog.clear()
+    check_lora(lora(hub, "all-linear", "experts"))
+    check_trained(lora(hub, "all-linear", "experts"))
+    assert capsys.readouterr().err == ""
+    assert "1 % of the weights in layers have no adapter and stay as they are: mlp.gate.weight." in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -115,6 +123,8 @@ def test_adapters_on_a_mixture_say_what_they_leave_out(
     [
         ("qwen3_moe", ["gate_proj"], r"'gate_proj'.* no linear layer .* There are: k_proj, o_proj, q_proj, v_proj"),
         ("glm4_moe", ["up_proj"], r"'up_proj', and PEFT does not adapt .* There are: k_proj, o_proj, q_proj, v_proj;"),
+        ("qwen3", ["experts"], r"lora\.targets has 'experts', and a qwen3 has no experts .* Leave 'experts' out"),
+        ("glm4_moe", ["up_proj"], r"\[\"all-linear\"\] is all of them, and \"experts\", which are all experts"),
         ("mamba", ["out_proj"], r"'out_proj', and PEFT does not adapt .* in a mamba.* There are: dt_proj, in_proj"),
         ("gpt2", ["c_attn"], r"lora\.rank = 2: a gpt2 has no linear layers .* Set lora\.rank = 0"),
     ],

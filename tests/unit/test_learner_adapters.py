@@ -23,6 +23,7 @@ from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
 from echo2.weights.format.model_files import read_base_model, rounded
+from hub_models import hub_model
 from learner_cases import config_of, data_of, model_directory, random_group
 
 LORA = LoraConfig(rank=2)
@@ -120,6 +121,31 @@ def test_training_one_adapter_leaves_the_others_and_the_base_bit_for_bit(model: 
     now = base.policy.held()
     assert {name.replace(".base_layer", "") for name in now if "lora" not in name} == set(before)
     assert all(torch.equal(now[name.replace("proj.", "proj.base_layer.")], old) for name, old in before.items())
+
+
+def test_adapters_on_experts_do_not_touch_each_other_or_the_base(tmp_path: Path) -> None:
+    hub = hub_model(tmp_path / "hub", "qwen3_moe")
+    base = load_base(str(hub), "cpu")
+    before = {name: tensor.clone() for name, tensor in base.policy.held().items()}
+    plain = logits(base.policy.module)
+    on_experts = replace(LORA, targets=["experts"])
+    one, other, third = (base.adapter(lora, 3) for lora in (on_experts, on_experts, LORA))
+    assert all(torch.equal(computed(policy), plain) for policy in (one, other, third, base.alone()))
+    assert not one.state().keys() & third.state().keys()
+    trainer = Trainer(64)
+    for name, policy in (("one", one), ("other", other), ("third", third)):
+        trainer.add(name, policy)
+    trained(trainer, "one")
+    found = computed(one)
+    assert not torch.allclose(found, plain)
+    assert all(torch.equal(computed(policy), plain) for policy in (other, third, base.alone()))
+    trained(trainer, "third")
+    base.remove(other)
+    base.remove(third)
+    assert torch.equal(computed(one), found)
+    assert torch.equal(computed(base.alone()), plain)
+    again = load_base(str(hub), "cpu").policy.held()
+    assert all(torch.equal(again[name], old) for name, old in before.items())
 
 
 def test_gradients_of_two_adapters_do_not_mix_within_a_step(model: Path) -> None:

@@ -45,8 +45,13 @@ class ExpertFactors:
                 del holder.lora_A[name], holder.lora_B[name]
 
     def engage(self, name: str | None) -> None:
-        """Make this adapter the active one, if it is one of these; otherwise none is."""
+        """Make this adapter the active one, if it is one of these; otherwise none is. Only the active one takes
+        gradients: PEFT freezes what it does not know when it adds an adapter of its own."""
         self._engaged = name if name in self._scales else None
+        for part in self.parts.values() if self._scales else ():
+            for holder in (part, part.base_layer):
+                for key, factor in (*holder.lora_A.items(), *holder.lora_B.items()):
+                    factor.requires_grad_(key == self._engaged)
 
     def _applied(self, part: Any) -> tuple[LowRank | None, LowRank | None]:
         if (name := self._engaged) is None:

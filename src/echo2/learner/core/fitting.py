@@ -108,6 +108,9 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     available = min(machine.gpus, default=machine.memory_bytes)
     bytes_per_value = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
     parts = worker_parts(shape, bytes_per_value, rollouts, length)
+    if config.lora.rank:
+        trained = shape.adapter_parameters(config.lora.rank, EXPERTS in config.lora.targets)
+        parts["adapter"] = BYTES_PER_VALUE[config.model.snapshot_dtype] * trained
     if config.workers.engine in (AUTO, "compact"):
         free = max(0, available - sum(parts.values()))
         packs = not machine.gpus and bytes_per_value == 4

@@ -52,19 +52,19 @@ class LearnerSetup:
     ranks            processes that share weights, gradients and moments
     lora_rank        0: the whole model is trained, in float32; else adapters of this rank over a frozen base, which
                      each rank has whole
-    adapts_experts   whether the experts of a mixture have adapters, too
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
+    adapts_experts   whether the experts of a mixture have adapters, too
     """
 
     shape: ModelShape
     is_bfloat16: bool = False
     ranks: int = 1
     lora_rank: int = 0
-    adapts_experts: bool = False
     base_bytes: int = 2
     keeps_reference: bool = False
     on_gpu: bool = False
+    adapts_experts: bool = False
 
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
         """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
