@@ -123,6 +123,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": SIZES,
     "gpt2": {"vocab_size": 80, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, **ENDS},
 }
+#: The families that have experts.
+MIXTURES = tuple(
+    name
+    for name, values in FAMILIES.items()
+    if {"num_experts", "n_routed_experts"} & (values.get("text_config") or values).keys()
+)
 
 
 def hub_model(directory: Path, model_type: str) -> Path:

@@ -27,19 +27,16 @@ from echo2.learner.core.model import Policy
 from echo2.learner.core.model_size import model_shape
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
-from hub_models import FAMILIES, hub_model
+from hub_models import FAMILIES, MIXTURES, hub_model
 from learner_cases import config_of, random_group
 from rollout_cases import requests, run, tokenizer_files
 
 #: One family of each kind: experts, a nested hybrid, a router's bias, a sliding window beside a tower.
 QUICK = ("qwen3_moe", "qwen3_5", "glm4_moe", "gemma3")
 TABLE = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow, id=name) for name in FAMILIES]
-#: The families that have experts. gpt-oss' are transposed, have biases, and mix gate and upper values.
-MIXTURES = [
-    pytest.param(name, marks=() if name in ("qwen3_moe", "gpt_oss") else pytest.mark.slow, id=name)
-    for name, values in FAMILIES.items()
-    if {"num_experts", "n_routed_experts"} & (values.get("text_config") or values).keys()
-]
+#: gpt-oss' experts are transposed, have biases, and mix gate and upper values.
+QUICK_MIXTURES = ("qwen3_moe", "gpt_oss")
+EXPERTS = [pytest.param(name, marks=() if name in QUICK_MIXTURES else pytest.mark.slow, id=name) for name in MIXTURES]
 #: Families without layers that can have adapters, and what is said.
 NO_LORA = {"gpt2": "a gpt2 has no linear layers of torch's kind"}
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]])
@@ -164,7 +161,7 @@ def test_adapters(family: str, tmp_path: Path) -> None:
     assert wide == policy.base.policy.layout.kept
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", EXPERTS)
 def test_adapters_on_experts(family: str, tmp_path: Path) -> None:
     hub = made(tmp_path, family)
     policy = is_learned_and_goes_everywhere(config_for(hub, LoraConfig(rank=2, targets=["experts"])), tmp_path)

@@ -136,7 +136,7 @@ def in_processes(work: Callable[[str, int], None], num_ranks: int, where: Path) 
         subprocess.Popen([sys.executable, "-c", code, str(rank)], env=environment, stderr=subprocess.PIPE, text=True)
         for rank in range(num_ranks)
     ]
-    errors = [rank.communicate(timeout=800)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=1500)[1] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * num_ranks, "\n".join(errors)
     found: dict[str, Any] = json.loads((where / "found.json").read_text())
     return found

@@ -178,9 +178,8 @@ class RankMesh(Mesh):
             )
         if module in self._runs:
             return self._runs[module]
-        layers = set(getattr(module, "_no_split_modules", None) or ())
         adapters = {parameter for name, parameter in module.named_parameters() if ".lora_" in name}
-        for layer in [part for part in module.modules() if type(part).__name__ in layers]:
+        for layer in _layers(module):
             if fill is not None:
                 fill(layer)
             fully_shard(layer, mesh=self._ranks, ignored_params=adapters)
@@ -255,6 +254,17 @@ class RankMesh(Mesh):
 
     def leave(self) -> None:
         self._dist.destroy_process_group()
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Return the parts that compute as one; of those within each other (Mamba's) the outer ones."""
+    names = set(getattr(module, "_no_split_modules", None) or ())
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for part in module.modules():
+        if type(part).__name__ in names and part not in inside:
+            found.append(part)
+            inside.update(part.modules())
+    return found
 
 
 def _run(compute: Callable[[], R]) -> R:
