@@ -33,7 +33,7 @@ HIDDEN, EXPERT, EXPERTS, VOCABULARY, HEAD = 512, 256, 64, 16_384, 64
 
 def write_model(directory: Path, num_layers: int) -> int:
     """Write the model. Returns its number of parameters."""
-    config = Qwen3MoeConfig(
+    values = dict[str, Any](
         vocab_size=VOCABULARY,
         hidden_size=HIDDEN,
         num_hidden_layers=num_layers,
@@ -47,7 +47,7 @@ def write_model(directory: Path, num_layers: int) -> int:
         architectures=["Qwen3MoeForCausalLM"],
         dtype="bfloat16",
     )
-    config.save_pretrained(directory)
+    Qwen3MoeConfig(**values).save_pretrained(directory)
     files, total, names = [outer_shapes(), *(layer_shapes(number) for number in range(num_layers))], 0, dict[str, str]()
     for number, shapes in enumerate(files):
         file = f"model-{number + 1:05}-of-{len(files):05}.safetensors"
@@ -67,7 +67,9 @@ def outer_shapes() -> dict[str, tuple[int, ...]]:
 def layer_shapes(number: int) -> dict[str, tuple[int, ...]]:
     layer = f"model.layers.{number}"
     heads = {"q": (8 * HEAD, HIDDEN), "k": (2 * HEAD, HIDDEN), "v": (2 * HEAD, HIDDEN), "o": (HIDDEN, 8 * HEAD)}
-    shapes: dict[str, tuple[int, ...]] = {f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in heads.items()}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{layer}.self_attn.{name}_proj.weight": shape for name, shape in heads.items()
+    }
     shapes |= {f"{layer}.self_attn.{name}_norm.weight": (HEAD,) for name in "qk"}
     shapes |= {f"{layer}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")}
     shapes[f"{layer}.mlp.gate.weight"] = (EXPERTS, HIDDEN)

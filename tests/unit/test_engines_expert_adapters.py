@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -61,7 +62,8 @@ def test_products_and_gradients_are_those_of_merged_weights(family: str) -> None
     pairs = factors(part)
     found = []
     for is_merged in (True, False):
-        leaves = [tensor.clone().requires_grad_() for tensor in (hidden, scores, *(one for two in pairs for one in two))]
+        given = (hidden, scores, *itertools.chain(*pairs))
+        leaves = [tensor.clone().requires_grad_() for tensor in given]
         own = list(zip(leaves[2::2], leaves[3::2], strict=True))
         module = merged(part, own) if is_merged else copy.deepcopy(part)
         if not is_merged:

@@ -39,6 +39,7 @@ QUICK_MIXTURES = ("qwen3_moe", "gpt_oss")
 EXPERTS = [pytest.param(name, marks=() if name in QUICK_MIXTURES else pytest.mark.slow, id=name) for name in MIXTURES]
 #: Families without layers that can have adapters, and what is said.
 NO_LORA = {"gpt2": "a gpt2 has no linear layers of torch's kind"}
+NO_ADAPTER = LoraConfig()
 TEXT = torch.tensor([[3, 4, 5, 6, 7, 8, 9, 10]])
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -50,7 +51,7 @@ def made(tmp_path: Path, family: str) -> Path:
         pytest.skip(f"the installed transformers cannot make a {family}: {error!r}")
 
 
-def config_for(path: Path, lora: LoraConfig = LoraConfig()) -> Config:
+def config_for(path: Path, lora: LoraConfig = NO_ADAPTER) -> Config:
     config = config_of(lr=1e-2, groups_per_step=4)
     return replace(config, model=replace(config.model, path=str(path)), lora=lora)
 

@@ -76,7 +76,9 @@ def _forward(part: Any, plain: Any, applied: Applied, hidden_TD: Tensor, ids_TK:
     return y_TKD.sum(1).to(hidden_TD.dtype)
 
 
-def _product(part: nn.Module, parameter: str, low: LowRank | None, x_S: Tensor, ids_S: Tensor, ends_E: Tensor) -> Tensor:
+def _product(
+    part: nn.Module, parameter: str, low: LowRank | None, x_S: Tensor, ids_S: Tensor, ends_E: Tensor
+) -> Tensor:
     weight: Tensor = getattr(part, parameter)
     x_SI = x_S.to(weight.dtype)
     y_SO = functional.grouped_mm(x_SI, weight if part.is_transposed else weight.mT, offs=ends_E)

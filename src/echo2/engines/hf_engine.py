@@ -132,7 +132,7 @@ class HfModel:
                 names = [name + one.suffix for one in maps]
                 self.linears |= {key: one[2:] for key, one in zip(names, maps, strict=True)}
                 self._hooked.update(names)
-                adapt(part, lambda names=names: tuple(map(self._applied.get, names)))
+                adapt(part, partial(self._of_experts, *names))
         self._takes_positions = "position_ids" in takes
         self._is_recurrent = module._is_stateful and not self._takes_positions  # like Mamba: a step takes no mask
 
@@ -148,6 +148,9 @@ class HfModel:
     def _add(self, name: str, module: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
         low = self._applied.get(name)
         return output if low is None else low.add(output, inputs[0])
+
+    def _of_experts(self, first: str, last: str) -> tuple[LowRank | None, LowRank | None]:
+        return self._applied.get(first), self._applied.get(last)
 
     def pack(self) -> None:
         """See `Model.pack`. Does nothing: transformers' modules compute with the weights as they are."""

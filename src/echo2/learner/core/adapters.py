@@ -368,7 +368,9 @@ def load_merged(base: str, adapter: Path, device: str) -> Policy:
     factors = load_file(adapter / ADAPTER_WEIGHTS)
     weights = {policy.layout.outer_name(name): tensor for name, tensor in policy.held().items()}
     outer, experts = policy.layout.outer_name, ExpertFactors(policy.module).parts
-    stacks = {outer(name) + one.suffix: (name, part, one) for name, part in experts.items() for one in stacked_maps(part)}
+    stacks = {
+        outer(name) + one.suffix: (name, part, one) for name, part in experts.items() for one in stacked_maps(part)
+    }
     try:
         for name in [name for name in factors if name.endswith(DOWN)]:
             layer = name.removeprefix(PREFIX).removesuffix(DOWN)
