@@ -68,8 +68,8 @@ class LoraConfig:
     targets: Annotated[
         list[str],
         _doc(
-            'Linear layers with an adapter, by the ends of their names; "all-linear": all but the output and those that '
-            'PEFT does not adapt. "experts": the experts of a mixture, for example ["all-linear", "experts"].'
+            'Linear layers with an adapter, by the ends of their names; "all-linear": all but the output and those '
+            'that PEFT does not adapt. "experts": the experts of a mixture, for example ["all-linear", "experts"].'
         ),
     ] = field(default_factory=lambda: ["all-linear"])
     path: Annotated[

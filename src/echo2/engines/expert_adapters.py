@@ -9,8 +9,8 @@ token, which the learner's backward pass would keep for every layer.
 Files are PEFT's: A of all experts is one matrix, B another. A layer's adapter of the products before the activation is
 called `experts.base_layer`, that of the products behind it `experts` (`peft.tuners.lora.layer.ParamWrapper`).
 
-Shape suffixes: E = experts, R = rank, I = inputs, O = outputs, T = tokens, K = experts of a token, S = T * K, D = hidden
-size.
+Shape suffixes: E = experts, R = rank, I = inputs, O = outputs, T = tokens, K = experts of a token, S = T * K, D =
+hidden size.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """LoRA: any number of adapters over one frozen model, which is held once.
 
 Each targeted linear layer computes W x + (alpha / rank) B A x (arXiv 2106.09685). `peft` puts its layers into the model
-in place, which stays of transformers' own class; experts are adapted by `expert_factors.py`. Each adapter is a `Policy` with parameters of its own; while one is
-engaged, the others have no effect. B begins as 0, so version 0 is the base model. Adapter parameters are float32 in
-whatever dtype the base model is stored, so that no update is rounded away.
+in place, which stays of transformers' own class; experts are adapted by `expert_factors.py`. Each adapter is a `Policy`
+with parameters of its own; while one is engaged, the others have no effect. B begins as 0, so version 0 is the base
+model. Adapter parameters are float32 in whatever dtype the base model is stored, so that no update is rounded away.
 """
 
 from __future__ import annotations
