@@ -58,6 +58,7 @@ class Config:
             top_logprobs=top_logprobs,
             min_p=sampling.min_p,
             stop=tuple(sampling.stop),
+            routes=self.learner.routing_replay,
         )
 
     @property
@@ -133,6 +134,22 @@ def _check_centering(config: Config) -> None:
         )
 
 
+def _check_routes(config: Config) -> None:
+    """Routes are a mixture's, and come with sampled rollouts."""
+    if not config.learner.routing_replay:
+        return
+    if any(source.startswith("logs:") for source in config.tasks.sources):
+        raise UserError(
+            f"learner.routing_replay = true with tasks.source = {config.tasks.source!r}: a log does not say which "
+            "experts were chosen. Leave it out."
+        )
+    if config.workers.engine == "compact":
+        raise UserError(
+            'learner.routing_replay = true with workers.engine = "compact", which knows no mixtures of experts. Leave '
+            "one of them out."
+        )
+
+
 def _check_stop(config: Config) -> None:
     """Where a turn ends is an environment's to say; in a log rollouts have ended."""
     is_logged = any(source.startswith("logs:") for source in config.tasks.sources)
@@ -164,6 +181,7 @@ def check_together(config: Config) -> None:
     _check_deterministic(config)
     _check_logs(config)
     _check_centering(config)
+    _check_routes(config)
     _check_stop(config)
     _check_lora(config)
     for section in fields(config):

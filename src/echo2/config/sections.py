@@ -229,6 +229,9 @@ class LearnerConfig:
         Literal["grpo", "dr_grpo", "rloo"],
         _doc("Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean."),
     ] = "dr_grpo"
+    routing_replay: Annotated[
+        bool, _doc("Of a mixture of experts: train each token with the experts that sampled it. See docs/losses.md.")
+    ] = False
     tokens_per_microbatch: Annotated[
         Annotated[int, Meta(ge=1)] | Literal["auto"],
         _doc('Tokens in one forward and backward pass. "auto": as many as fit in memory; `echo2 plan` tells how many.'),

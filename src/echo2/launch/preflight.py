@@ -38,6 +38,7 @@ from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
+from echo2.transport.limits import ROUTES_BYTES_MAX
 from echo2.weights.format.adapter_files import (
     BEGINNING_REMEDY,
     EXPERTS,
@@ -406,7 +407,7 @@ def check_lora(config: Config) -> None:
 
 def check_trained(config: Config) -> None:
     """Check that the learner can build the policy of a run, and its adapter, as far as a local model directory tells.
-    Loads torch and transformers, which takes seconds; no weights are read.
+    Say what routes cost. Loads torch and transformers, which takes seconds; no weights are read.
 
     Raises:
         UserError: what the learner would say.
@@ -414,7 +415,13 @@ def check_trained(config: Config) -> None:
     if Path(config.model.path).is_dir():
         from echo2.learner.core.adapters import check_trained as check_policy
 
-        check_policy(config)
+        if (routes := check_policy(config)) is not None:
+            most = ROUTES_BYTES_MAX // routes.token_bytes
+            print(
+                f"note: learner.routing_replay: {routes.token_bytes} bytes per token that is read, prompts included, "
+                f"before compression; a group that reads more than {most:,} tokens goes without routes",
+                file=sys.stderr,
+            )
 
 
 def check_model_directory(where: Path, engine: str) -> None:

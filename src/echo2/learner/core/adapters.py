@@ -29,11 +29,13 @@ from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.adapter import DOWN, PREFIX, UP, stacked
 from echo2.engines.expert_adapters import stacked_maps
 from echo2.engines.hub_layout import TensorPart, whole_place
+from echo2.engines.routing import Routing
 from echo2.learner.core.expert_factors import ExpertFactors
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy, outline_policy
 from echo2.learner.core.shard_files import open_tensors
 from echo2.learner.core.state import load_weights
+from echo2.transport.routes import RouteShape
 from echo2.weights.format.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -343,18 +345,21 @@ def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Polic
     return adapter
 
 
-def check_trained(config: Config) -> None:
+def check_trained(config: Config) -> RouteShape | None:
     """Check that the policy of a run can be built, as far as a local model directory tells without reading weights.
+    Return the shape of the routes that it replays, if it replays any.
 
     Raises:
         UserError: as `load_trained`.
     """
     policy = outline_policy(config.model.path)
+    routes = Routing(policy.module).shape if config.learner.routing_replay else None
     if config.lora.rank:
         base = BaseModel(policy, Snapshot(SnapshotRef("", 0, 0), {}, policy.files))
         adapter = base.adapter(config.lora, config.run.seed)
         if config.lora.path:
             check_same_settings(adapter.files[ADAPTER_CONFIG], Path(config.lora.path), BEGINNING_REMEDY)
+    return routes
 
 
 def load_merged(base: str, adapter: Path, device: str) -> Policy:

@@ -171,7 +171,8 @@ class Trainer:
 
         def run(part: Sequence[Datum]) -> list[array[float]]:
             batch = self._packed(trained, part)
-            logp_n, *_ = trained.run(partial(trained.policy.logprobs, batch, temperature))
+            with trained.policy.replaying(batch):
+                logp_n, *_ = trained.run(partial(trained.policy.logprobs, batch, temperature))
             return _by_datum(logp_n, batch, part)
 
         with torch.no_grad():
@@ -193,11 +194,12 @@ class Trainer:
 
         def run(part: Sequence[Datum]) -> tuple[list[array[float]], T]:
             batch = self._packed(trained, part)
-            logp_n, entropy_n, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
-            tokens = replace(batch.loss_tokens, top_policy_nk=top_policy_nk, entropy_n=entropy_n)
-            loss_n, output = loss(logp_n, tokens)
-            if adds_gradients:
-                (loss_n * batch.loss_tokens.weight_n).sum().backward()
+            with trained.policy.replaying(batch):
+                logp_n, entropy_n, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
+                tokens = replace(batch.loss_tokens, top_policy_nk=top_policy_nk, entropy_n=entropy_n)
+                loss_n, output = loss(logp_n, tokens)
+                if adds_gradients:
+                    (loss_n * batch.loss_tokens.weight_n).sum().backward()
             return _by_datum(logp_n.detach(), batch, part), output
 
         with torch.set_grad_enabled(adds_gradients):
