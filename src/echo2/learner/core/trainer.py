@@ -51,6 +51,7 @@ from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh, ModuleRun, shares
 from echo2.learner.core.model import DTYPES, Policy, stored
 from echo2.learner.core.publication import BorrowedWeights, UnlinkedFile, share_of
+from echo2.learner.core.quantised import num_weights
 from echo2.learner.core.shard_files import ShardedTensors, open_tensors
 from echo2.learner.core.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.weights.format.segments import cut_stream, pieces, tensor_index
@@ -139,7 +140,7 @@ class Trainer:
         if is_trained:
             is_fused = policy.device.type in ("cpu", "cuda")
             optimizer = torch.optim.AdamW(list(parameters.values()), fused=is_fused)
-        num_parameters = sum(map(Tensor.numel, policy.module.parameters()))
+        num_parameters = num_weights(policy.module)
         if policy.device.type == "cpu" and num_parameters >= LARGE_PARAMETERS:
             map_large_blocks()
         trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
