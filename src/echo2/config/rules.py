@@ -159,9 +159,7 @@ def _check_quantised(config: Config) -> None:
     if learner.quantised == "base" and not rank:
         raise UserError(f"{given}, and lora.rank = 0 trains the whole model. Set lora.rank, or quantise the moments.")
     if learner.quantised == "moments" and rank:
-        raise UserError(
-            f"{given}, and an adapter's moments are small (lora.rank = {rank}). Leave learner.quantised out."
-        )
+        raise UserError(f"{given}, and an adapter's moments are small (lora.rank = {rank}). Leave it out.")
     if learner.quantised != "none" and learner.ranks > 1:
         raise UserError(
             f"{given} with learner.ranks = {learner.ranks}: what is quantised is not cut over ranks. Set "

@@ -237,7 +237,7 @@ class LearnerConfig:
         Literal["none", "base", "moments"],
         _doc(
             "What the learner holds in few bits, with bitsandbytes: base: a frozen model under adapters, in 4 bits "
-            "(nf4), and workers receive the values that it then has. moments: AdamW's, in 8 bits. See docs/memory.md."
+            "(nf4), and workers receive the values that it then has. moments: AdamW's, in 8 bits. See docs/capacity.md."
         ),
     ] = "none"
     ranks: Annotated[

@@ -354,7 +354,7 @@ def _decoded(policy: Policy) -> dict[str, StoredTensor]:
     return found
 
 
-def _read_decoded(layer: Nf4Linear, place: TensorPart, start: int, stop: int) -> memoryview:
+def _read_decoded(layer: Nf4Linear, place: TensorPart, start: int, stop: int) -> bytes | memoryview:
     return stored(place.of(layer.weight)).read(start, stop)
 
 

@@ -22,7 +22,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, distinct, hub_layout, text_module
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.quantised import Nf4Linear, layers_for_4_bits
+from echo2.learner.core.quantised import quantise
 from echo2.weights.format.model_files import stored_weights
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,8 @@ def load_module(
     module.tie_weights()
     _warn_of_untied(layout, tensors)
     reader = _Reader(module, layout, tensors, device, dtype)
-    for name in layers_for_4_bits(module) if in_4_bits else ():
-        layer = module.get_submodule(name)
-        reader.fill(layer)
-        module.set_submodule(name, Nf4Linear(layer.weight, layer.bias))
+    if in_4_bits:
+        quantise(module, reader.fill)
     mesh.shard(module, reader.fill)
     return module, layout
 

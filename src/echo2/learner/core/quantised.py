@@ -1,5 +1,5 @@
-"""Linear layers whose weights are held in 4 bits: nf4 of QLoRA (arXiv 2305.14314), in blocks of 64 with one float32 each,
-4.5 bits a weight.
+"""Linear layers with weights of 4 bits: nf4 of QLoRA (arXiv 2305.14314), in blocks of 64 with one float32 each, 4.5
+bits a weight.
 
 Such a layer computes with the values of its code, rounded to bfloat16, in the precision in which a whole bfloat16 model
 would. So to everybody else it is a model in bfloat16 that has these values: workers receive them, and an adapter is
@@ -11,6 +11,7 @@ pass again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,8 +55,9 @@ class Nf4Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        product: Tensor = _Product.apply(x, self, bias)
+        held: Tensor | None = self.bias
+        apply: Any = _Product.apply
+        product: Tensor = apply(x, self, held if held is None else held.to(x.dtype))
         return product
 
 
@@ -106,6 +108,15 @@ def layers_for_4_bits(module: Any) -> list[str]:
         and name.rpartition(".")[2] not in ROUTERS
         and part.in_features * part.out_features % BLOCK == 0
     ]
+
+
+def quantise(module: Any, fill: Callable[[nn.Module], None] | None = None) -> None:
+    """Replace the linear layers of a model by layers in 4 bits, one after the other. `fill` reads a layer's weights."""
+    for name in layers_for_4_bits(module):
+        layer = module.get_submodule(name)
+        if fill is not None:
+            fill(layer)
+        module.set_submodule(name, Nf4Linear(layer.weight, layer.bias))
 
 
 def layers_in_4_bits(module: nn.Module) -> dict[str, Nf4Linear]:
