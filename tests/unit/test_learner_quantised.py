@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +16,16 @@ from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig, ModelConfig
 from echo2.core.documents import safetensors_pieces
 from echo2.core.errors import UserError
+from echo2.learner.core import optimizer
 from echo2.learner.core.adapters import Adapter, load_trained
-from echo2.learner.core.model import load_policy
+from echo2.learner.core.model import Policy, load_policy
+from echo2.learner.core.optimizer import make_optimizer
 from echo2.learner.core.quantised import Nf4Linear, codes, layers_in_4_bits, packed_in_4_bits
+from echo2.learner.core.trainer import AdamParams, Trainer
+from echo2.learner.decide.memory import GRADIENTS, MOMENTS
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
-from learner_cases import config_of, model_directory, random_group
+from learner_cases import config_of, data_of, model_directory, random_group, tiny_module
 
 bitsandbytes = pytest.importorskip("bitsandbytes")
 NF4 = replace(config_of(lr=1e-2, groups_per_step=4), lora=LoraConfig(rank=2))
@@ -111,3 +117,53 @@ def test_what_cannot_be_quantised_is_refused() -> None:
             config_of(**changes)
     with pytest.raises(UserError, match="adapter's moments are small"):
         config_of(NF4, quantised="moments")
+
+
+def trained(trainer: Trainer, policy: Policy, steps: range) -> dict[str, torch.Tensor]:
+    for step in steps:
+        rng = random.Random(step)
+        for number in range(2):  # gradients of two calls add up
+            data = data_of(random_group(rng, number))
+            trainer.forward_backward("it", data, lambda logp, tokens: (-logp * tokens.advantage_n, None))
+        assert trainer.optim_step("it", AdamParams(1e-2, weight_decay=0.1, grad_clip=0.1)).updated
+    return {name: tensor.clone() for name, tensor in policy.state().items()}
+
+
+@pytest.mark.parametrize("kind", [{"offloaded": MOMENTS}, {"offloaded": GRADIENTS}, {"in_8_bits": True}])
+def test_moments_elsewhere_or_in_8_bits_go_on_exactly(
+    tmp_path: Path, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "PIECE", 64)  # several pieces, the last one not full
+    tiny_module(hidden=64).save_pretrained(tmp_path / "model")  # moments of small tensors keep 32 bits
+
+    def begun(**how: Any) -> tuple[Trainer, Policy]:
+        trainer, policy = Trainer(1000), load_policy(str(tmp_path / "model"), "float32", "cpu")
+        trainer.add("it", policy, **how)
+        return trainer, policy
+
+    def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+        return all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+    whole, again, plain = begun(**kind), begun(**kind), begun()
+    is_exact = "offloaded" in kind
+    assert same(trained(*whole, range(2)), trained(*plain, range(2))) == is_exact
+    whole[0].save_state("it", tmp_path / "step_2", {}).result()
+    again[0].load_state("it", tmp_path / "step_2")
+    after = trained(*whole, range(2, 4))
+    assert same(trained(*again, range(2, 4)), after)
+    if is_exact:
+        plain[0].load_state("it", tmp_path / "step_2")
+        assert same(trained(*plain, range(2, 4)), after)
+    else:
+        with pytest.raises(UserError, match="moments have 8 bits"):
+            plain[0].load_state("it", tmp_path / "step_2")
+
+
+def test_without_bitsandbytes_the_command_that_installs_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = over(model_directory(tmp_path / "model"), quantised="base")
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    for refused in (lambda: load_trained(config, "cpu"), lambda: make_optimizer([], torch.device("cpu"), True)):
+        with pytest.raises(UserError, match=r"pip install 'echo2\[low-memory\]'"):
+            refused()
