@@ -52,6 +52,13 @@ PRECISIONS = {
     "bfloat16-weights": ("bfloat16", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
+#: Of part low-memory: the file of settings, and `learner.quantised`.
+LOW_MEMORY = {
+    "adapter": ("lora.toml", "none"),
+    "adapter-nf4": ("lora.toml", "base"),
+    "all": ("json.toml", "none"),
+    "all-8-bit": ("json.toml", "moments"),
+}
 #: Steps of jobs that measure something of each step, and not what was learned.
 FEW_STEPS = 4
 #: Of a workload, warm-up and training, for each step of the others.
@@ -177,6 +184,15 @@ class Bench:
         for seed in self.options.seeds:
             yield self.facts_job("lora", f"lora-{seed}", {"seed": seed}, {"run.seed": seed}, "lora.toml")
 
+    def low_memory(self) -> Iterable[Job]:
+        """What few bits cost in learning: an adapter over the model and over its 4 bits, all weights with moments of 32
+        bits and of 8."""
+        for seed in self.options.seeds:
+            for variant, (config, quantised) in LOW_MEMORY.items():
+                flags = {"run.seed": seed, "learner.quantised": quantised}
+                told = {"variant": variant, "seed": seed}
+                yield self.facts_job("low-memory", f"low-memory-{variant}-{seed}", told, flags, config)
+
     def strangers(self) -> Iterable[Job]:
         """The run beside which a stranger works, and what the checks said of it."""
         for seed in self.options.seeds:
@@ -227,6 +243,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "rates": Bench.rates,
     "lora": Bench.lora,
     "strangers": Bench.strangers,
+    "low-memory": Bench.low_memory,
 }
 
 
@@ -285,7 +302,7 @@ def last_json(path: Path) -> Any:
 
 def table(records: Sequence[Found]) -> list[Found]:
     """For each variant of a part, least, median and most over its seeds of every figure that is one number."""
-    told = ("S", "workload", "side", "lr", "precision", "engine")
+    told = ("S", "workload", "side", "lr", "precision", "engine", "variant")
     variants: dict[str, list[Found]] = {}
     for record in records:
         if "failed" not in record:
