@@ -1,6 +1,6 @@
 """The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, how much of
 the weights changes, how far engines are from the learner, what processes take of the memory, three workloads after a
-warm-up, an adapter, strangers, and TRL beside it.
+warm-up, an adapter, strangers, what few bits cost, and TRL beside it.
 
     make outputs/models/smollm2/config.json                                                     # once
     make bench-real_model ARGS='--only staleness --at-once 6 --budget-seconds 240'

@@ -132,6 +132,8 @@ def test_a_model_under_adapters_counts_as_it_travels() -> None:
         assert worker_need(asked, shape, A100).parts["weights"] == width * shape.parameters
         assert learner_setup(asked, shape, on_gpu=True).base_bytes == width
     narrow = replace(config, model=replace(config.model, snapshot_dtype="float32"))
+    in_4_bits = replace(narrow, learner=replace(config.learner, quantised="base"))
+    assert worker_need(in_4_bits, shape, A100).parts["weights"] == 2 * shape.parameters
     assert worker_need(narrow, shape_of("qwen3_32b_lora"), A100).parts["weights"] == 2 * shape.parameters
 
 

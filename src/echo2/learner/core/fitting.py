@@ -74,7 +74,10 @@ def row_tokens(config: Config, shape: ModelShape) -> int:
 
 
 def frozen_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes per parameter of a model under adapters: never wider than it is stored."""
+    """Return the bytes per parameter of a model under adapters: never wider than it is stored. What is in 4 bits at the
+    learner travels as bfloat16, as all that is beside it."""
+    if config.learner.quantised == "base":
+        return BYTES_PER_VALUE["bfloat16"]
     return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
 
 
