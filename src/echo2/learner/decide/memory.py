@@ -83,13 +83,14 @@ class LearnerSetup:
         sharing = 1 if self.lora_rank else ranks
         frozen = shape.parameters if self.lora_rank else 0
         packed = shape.linear_parameters if self.quantised == "base" else 0
+        held = self.base_bytes * (frozen - packed) + int(NF4_BYTES * packed)
         reference = 4 * shape.parameters if self.keeps_reference and not self.lora_rank else 0
         activations = tokens * self.token_bytes(checkpointing)
         # Of the embedding's and the head's gradients, before they are summed, after the activations are freed.
         vocabulary = 0 if self.lora_rank else 4 * shape.vocabulary * (2 if shape.tied else 1)
         return {
             "process": PROCESS_BYTES,
-            "weights": 4 * trained // sharing + (self.base_bytes * (frozen - packed) + int(NF4_BYTES * packed)) // ranks,
+            "weights": 4 * trained // sharing + held // ranks,
             "reference": reference // ranks,
             "gradients": 0 if self.offloaded == GRADIENTS else 4 * trained // sharing,
             "moments": OFFLOADED_BYTES if self.offloaded else self._moments // sharing,
