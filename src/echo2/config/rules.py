@@ -170,6 +170,20 @@ def _check_lora(config: Config) -> None:
         raise UserError("lora.rank = 0 trains the whole model: set lora.rank, or leave out the rest of [lora].")
 
 
+def _check_quantised(config: Config) -> None:
+    learner, rank = config.learner, config.lora.rank
+    given = f"learner.quantised = {learner.quantised!r}"
+    if learner.quantised == "base" and not rank:
+        raise UserError(f"{given}, and lora.rank = 0 trains the whole model. Set lora.rank, or quantise the moments.")
+    if learner.quantised == "moments" and rank:
+        raise UserError(f"{given}, and an adapter's moments are small (lora.rank = {rank}). Leave it out.")
+    if learner.quantised != "none" and learner.ranks > 1:
+        raise UserError(
+            f"{given} with learner.ranks = {learner.ranks}: what is quantised is not cut over ranks. Set "
+            "learner.ranks = 1, or leave learner.quantised out: ranks share the weights and moments instead."
+        )
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -184,6 +198,7 @@ def check_together(config: Config) -> None:
     _check_routes(config)
     _check_stop(config)
     _check_lora(config)
+    _check_quantised(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)

@@ -20,7 +20,7 @@ from echo2.config.rundir import check_directory, holds_run, read_json
 from echo2.config.values import LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
-from echo2.core.devices import this_machine
+from echo2.core.devices import require_bitsandbytes, this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
 from echo2.engines.architecture import read_architecture
@@ -70,6 +70,8 @@ def check(config: Config, has_learner: bool = True) -> None:
     check_engine(config)
     check_machine(config)
     check_memory(config, has_learner)
+    if has_learner and config.learner.quantised != "none":
+        require_bitsandbytes(f"learner.quantised = {config.learner.quantised!r}")
     if not config.tasks.source:
         raise UserError(
             "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."

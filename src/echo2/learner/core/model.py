@@ -41,6 +41,7 @@ from echo2.learner.core.experts import follow_autocast
 from echo2.learner.core.loading import SAFETENSORS_NAMES, load_module, outline_module
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.output_layer import Choice, OutputLayer, Scores, plain_scores, tiled_scores
+from echo2.learner.core.quantised import num_weights
 from echo2.weights.format.model_files import find_model, model_files, stored_weights
 from echo2.weights.format.segments import passing_bytes
 
@@ -367,13 +368,14 @@ def _pair_cost(module: Any) -> float:
     heads = getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     pair_flops = 4 * config.num_hidden_layers * heads * head_dim
-    token_flops = 2 * sum(parameter.numel() for parameter in module.parameters())
+    token_flops = 2 * num_weights(module)
     return float(ATTENTION_SLOWDOWN * pair_flops / token_flops)
 
 
-def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) -> Policy:
+def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None, in_4_bits: bool = False) -> Policy:
     """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded). `dtype`: one of
     `DTYPES`, or "stored": as the weights are stored. `mesh`: the ranks that the model is sharded over.
+    `in_4_bits`: its linear layers are frozen and quantised (`quantised.py`).
 
     Raises:
         UserError: the model or the device is not usable, or there are more ranks than the model can be cut into.
@@ -381,7 +383,7 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) ->
     place = pick_device(device)
     directory = find_model(path)
     with _readable(path, directory):
-        module, layout = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh())
+        module, layout = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh(), in_4_bits)
     files = model_files(directory)
     if dtype in DTYPES:
         files["config.json"] = with_dtype(files["config.json"], dtype)

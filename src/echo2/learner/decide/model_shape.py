@@ -112,6 +112,16 @@ class ModelShape:
         embeddings = self.vocabulary * (1 if self.tied else 2)
         return embeddings + self.others + sum(layer.parameters for layer in self.layers)
 
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the layers' linear maps, which 4 bits can hold."""
+        return sum(rows * columns for layer in self.layers for rows, columns in layer.linear)
+
+    @property
+    def largest_linear(self) -> int:
+        """Parameters of the largest linear map in a layer."""
+        return max(rows * columns for layer in self.layers for rows, columns in layer.linear)
+
     def adapter_parameters(self, rank: int, has_experts: bool = False) -> int:
         """Parameters of low-rank adapters on every linear layer except the output head; `has_experts`: and on the
         experts of a mixture."""

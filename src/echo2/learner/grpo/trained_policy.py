@@ -26,7 +26,7 @@ from echo2.learner.core.losses import make_loss
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import BorrowedWeights
-from echo2.learner.core.settings import computes_in_bfloat16, microbatch_tokens, refuse_vanishing_updates
+from echo2.learner.core.settings import computes_in_bfloat16, fitted, refuse_vanishing_updates
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
@@ -78,12 +78,13 @@ class TrainedPolicy:
             compute_deterministically()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        self._settled = microbatch_tokens(policy, config, self.mesh)
+        settled = fitted(policy, config, self.mesh)
+        self._settled = settled.tokens
         self.trainer = Trainer(self._settled, layout, self.mesh)
         reference = reference_of(policy, config, self.mesh) if config.learner.reference_kl > 0.0 else None
         if config.learner.routing_replay:
             policy.routing = Routing(policy.module)
-        self.trainer.add(POLICY, policy)
+        self.trainer.add(POLICY, policy, True, config.learner.quantised == "moments", settled.offloaded)
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
             self.trainer.add(REFERENCE, reference, is_trained=False)
