@@ -9,10 +9,8 @@ import os
 import re
 import signal
 import sys
-import threading
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,58 +22,16 @@ import vllm_standin
 from echo2.config.values import ServerPlace
 from echo2.core.child import ChildProcess
 from echo2.core.errors import PeerError, UserError
-from echo2.core.types import RUN_POLICY, Backoff, SamplingParams, Snapshot, SnapshotRef, TensorBytes
-from echo2.engines.engine import Completion, Engine, RequestFailure, SampleRequest
+from echo2.core.types import RUN_POLICY, Backoff, Snapshot, SnapshotRef, TensorBytes
+from echo2.engines.engine import Engine, RequestFailure
 from echo2.engines.registry import make_engine
 from echo2.engines.servers import engine as server_engine
 from echo2.engines.servers import guard, vllm
-from echo2.engines.servers.models import ModelDirectories
 from echo2.engines.tokenizer import stop_rule
 from echo2.weights.format.model_files import tensor_shapes
 from rollout_cases import plain_tokenizer
+from server_cases import CONFIG, STANDIN, adapter, closing, completed, request, served, snapshot
 from vllm_standin import END, VOCAB
-
-CONFIG = json.dumps({"vocab_size": VOCAB, "max_position_embeddings": 100, "eos_token_id": END}).encode()
-STANDIN = str(Path(vllm_standin.__file__))
-
-
-def snapshot(number: float, version: int = 0, **changes: Any) -> Snapshot:
-    """Weights from which the stand-in draws the tokens number, number + 1, ..."""
-    weights = np.array([number, 1.0, 2.0], np.float32)
-    tensors = {"model.embed_tokens.weight": TensorBytes("F32", (3,), weights.tobytes())}
-    return replace(Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, {"config.json": CONFIG}), **changes)
-
-
-def adapter(number: float, version: int, base: Snapshot) -> Snapshot:
-    config = {"adapter_config.json": b'{"r": 5, "lora_alpha": 8, "peft_type": "LORA"}'}
-    return snapshot(number, version, files=base.files | config, base_model=base.ref)
-
-
-def request(max_tokens: int = 5, seed: int = 3, **params: Any) -> SampleRequest:
-    return SampleRequest(array("i", [4, 5, 6]), seed, 0, SamplingParams(max_tokens=max_tokens, **params))
-
-
-@contextmanager
-def served(tmp_path: Path, **settings: Any) -> Iterator[tuple[vllm_standin.Served, str]]:
-    """A stand-in in this process, and its URL."""
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(4))
-    state = vllm_standin.Served(str(tmp_path), **settings)
-    server = vllm_standin.TcpServer(("127.0.0.1", 0), vllm_standin.handler_of(state))
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    try:
-        yield state, f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        state.is_closed = True
-        server.shutdown()
-        server.server_close()
-
-
-@asynccontextmanager
-async def closing(engine: Engine) -> AsyncIterator[Engine]:
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 def on_standin(
@@ -98,11 +54,6 @@ async def until(holds: Callable[[], bool]) -> None:
     """Wait for what a server's thread or process does."""
     while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0.005)
-
-
-def completed(outcome: object) -> Completion:
-    assert isinstance(outcome, Completion), outcome
-    return outcome
 
 
 def test_a_request_says_all_that_sampling_depends_on(tmp_path: Path) -> None:
@@ -460,71 +411,3 @@ def test_what_a_guard_runs_ends_with_its_parent() -> None:
         child.end_lifeline()
         assert child.wait(60) == 256 - signal.SIGKILL
         assert not alive(pid)
-
-
-# ---- a mixture's routes ----------------------------------------------------------------------------------------------
-
-MIXTURE = {"num_hidden_layers": 3, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [1]}
-MIXTURE_CONFIG = json.dumps({**json.loads(CONFIG), **MIXTURE}).encode()
-
-
-def on_mixture(
-    tmp_path: Path, doing: Callable[[Engine, vllm_standin.Served], Awaitable[None]], **settings: Any
-) -> None:
-    async def run(state: vllm_standin.Served, url: str) -> None:
-        place = ServerPlace(url=url, directory=tmp_path / "models", routes=True)
-        async with closing(make_engine("vllm", "cpu", 8, place)) as engine:
-            await engine.update_weights(snapshot(10, files={"config.json": MIXTURE_CONFIG}))
-            await doing(engine, state)
-
-    with served(tmp_path, **settings) as (state, url):
-        asyncio.run(run(state, url))
-
-
-@pytest.mark.parametrize("layers", [2, 3])  # without a place for the dense layer, and with one
-def test_a_servers_routes_come_with_the_tokens(tmp_path: Path, layers: int) -> None:
-    async def doing(engine: Engine, state: vllm_standin.Served) -> None:
-        assert completed(await engine.submit(request())).routes == b""
-        found = np.frombuffer(completed(await engine.submit(request(routes=True))).routes, np.uint8).reshape(-1, 2, 2)
-        assert len(found) == 3 + 5 - 1
-        places = (0, 1) if layers == 2 else (0, 2)
-        assert found[6].tolist() == [[(6 + place) % 4, (7 + place) % 4] for place in places]
-        # A stop string that is not complete: the server is asked twice, and the routes of both parts are joined.
-        stop = stop_rule(plain_tokenizer(), ("xa",))
-        joined = completed(await engine.submit(replace(request(routes=True, max_tokens=4), stop=stop)))
-        assert len(state.requests) == 5
-        assert joined.routes == found[: 3 + 4 - 1].tobytes()
-
-    on_mixture(tmp_path, doing, routed=(layers, 2, 4))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "what"),
-    [
-        ("no routes", ""),
-        ("routes of fewer tokens", r"experts uint8 \(1, 2, 2\), and 7 tokens"),
-        ("a foreign expert", "expert 8 of 4"),
-        ("one expert twice", "chosen twice"),
-        ("a huge file", "no .npy file"),
-        ("no file", "no .npy file"),
-    ],
-)
-def test_routes_that_no_mixture_has_are_refused(tmp_path: Path, wrong: str, what: str) -> None:
-    async def doing(engine: Engine, state: vllm_standin.Served) -> None:
-        asked = engine.submit(request(routes=True))
-        if not what:
-            assert completed(await asked).routes == b""
-        else:
-            with pytest.raises(PeerError, match=what):
-                await asked
-
-    on_mixture(tmp_path, doing, wrong=wrong, routed=(2, 2, 4))
-
-
-def test_a_server_of_a_mixture_is_started_to_return_routes(tmp_path: Path) -> None:
-    directories = ModelDirectories(tmp_path)
-    mixture = directories.write(snapshot(1, files={"config.json": MIXTURE_CONFIG}), None, None)
-    dense = directories.write(snapshot(1), None, None)
-    for model, asked, is_told in ((mixture, True, True), (mixture, False, False), (dense, True, False)):
-        server = vllm.VllmServer(ServerPlace(routes=asked), "cpu", 8)
-        assert ("--enable-return-routed-experts" in server._command(model, tmp_path / "socket")) == is_told
