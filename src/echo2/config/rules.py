@@ -20,8 +20,8 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import LOG_PACKAGES, SERVERS, loss_params
-from echo2.core.errors import UserError
+from echo2.config.values import FORMS, LOG_PACKAGES, SERVERS, loss_params
+from echo2.core.errors import UserError, did_you_mean
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
 
@@ -89,11 +89,15 @@ def _check_deterministic(config: Config) -> None:
             f"run.deterministic = true cannot be combined with {' and '.join(excluded)}, which "
             "depends on measured times. Leave one of them out."
         )
-    if config.run.deterministic and config.workers.engine in SERVERS:
+    if config.run.deterministic and config.workers.engine in {*SERVERS, *FORMS}:
         raise UserError(
-            f"run.deterministic = true, and workers.engine = {config.workers.engine!r}: a token server makes its own "
-            "batches, on which the last bits depend. Take another engine, or leave run.deterministic out."
+            f"run.deterministic = true, and workers.engine = {config.workers.engine!r}, which makes its own batches, "
+            "on which the last bits depend. Take another engine, or leave run.deterministic out."
         )
+    for form in config.workers.forms:
+        if form not in FORMS.values():
+            hint = did_you_mean(form, FORMS.values())
+            raise UserError(f"workers.forms has {form!r}: expected {' or '.join(FORMS.values())}.{hint}")
 
 
 def _check_logs(config: Config) -> None:

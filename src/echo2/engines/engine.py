@@ -102,6 +102,7 @@ class PrefillRequest:
     reads  the weights that drew the tokens, all in one turn: the first version reads the prompt and the tokens; token s
            of a later span (s, v) is drawn behind token s - 1, the first that v reads. Keys and values are kept.
     first  no distributions are wanted of the tokens before this one
+    form   the weights are rounded to this form before they read (`forms.py`); empty: they read as they are
     """
 
     prompt_tokens: array[int]
@@ -111,6 +112,7 @@ class PrefillRequest:
     first: int = 0
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)

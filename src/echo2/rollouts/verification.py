@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -99,10 +99,15 @@ class Verdict:
 
 
 async def check_group(
-    engine: PrefillEngine, ref: SnapshotRef, assignment: Assignment, group: RolloutGroup, is_from_stream: bool = True
+    engine: PrefillEngine,
+    ref: SnapshotRef,
+    assignment: Assignment,
+    group: RolloutGroup,
+    is_from_stream: bool = True,
+    form: str = "",
 ) -> Verdict:
     """Judge a delivered group, as far as the engine holds its weights. `ref`: those of its newest version;
-    `is_from_stream`: the worker's engine draws from the head's random streams.
+    `is_from_stream`: the worker's engine draws from the head's random streams; `form`: to which it rounds its weights.
 
     Raises:
         PeerError: as `PrefillEngine.prefill`.
@@ -113,7 +118,8 @@ async def check_group(
     draws, is_from_stream = is_from_stream, is_from_stream and shows_turns(assignment)
     held = {one.version for one in engine.held if one.history == ref.history}
     readings = [list(readings_of(assignment, rollout, held)) for rollout in group.rollouts]
-    prefills = iter(await engine.prefill(ref, [one.request for of_rollout in readings for one in of_rollout]))
+    requests = [replace(one.request, form=form) for of_rollout in readings for one in of_rollout]
+    prefills = iter(await engine.prefill(ref, requests))
     compared, bits = list[Comparison](), 32
     for sample, (rollout, of_rollout) in enumerate(zip(group.rollouts, readings, strict=True)):
         numbers_T, parts = numbers_of(assignment, sample, rollout), list[Comparison]()
