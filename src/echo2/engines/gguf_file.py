@@ -6,6 +6,7 @@ their query and key matrices are in another order than Hugging Face's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -91,7 +92,7 @@ def write_model(path: Path, snapshot: Snapshot, model_type: str, arch: Architect
             raw = gguf.GGMLQuantizationType[kind.upper()]
             writer.add_tensor_info(names.of(name), bytes_shape, _np("uint8"), bytes_shape[0] * bytes_shape[1], raw)
         else:
-            writer.add_tensor_info(names.of(name), shape, _np("float32"), 4 * shape[0])
+            writer.add_tensor_info(names.of(name), shape, _np("float32"), 4 * math.prod(shape))
     frequencies = _frequency_factors(arch.rope, arch.head_dim)
     if frequencies is not None:
         writer.add_tensor_info(FREQUENCIES, tuple(frequencies.shape), _np("float32"), 4 * len(frequencies))

@@ -70,6 +70,7 @@ class Weights:
     def __init__(self, library: Library, path: Path, on_gpu: bool) -> None:
         self._library, calls = library, library.calls
         params = calls.llama_model_default_params()
+        params.use_extra_bufts = False
         params.n_gpu_layers = ALL_LAYERS if on_gpu else 0
         self.pointer = calls.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
