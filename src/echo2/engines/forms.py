@@ -17,16 +17,14 @@ Shape suffixes: N = blocks, I = items of a block.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 BLOCK = 32
 #: Bytes of a block: d in 16 bits, then the q.
 BLOCK_BYTES = {"q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
-#: Items that are rounded at once; bounds the memory for intermediate results.
-PIECE_ITEMS = 1 << 20
+#: Items that are rounded at once: intermediate results stay in a processor's cache.
+PIECE_ITEMS = 1 << 16
 
 
 def format_of(name: str, form: str) -> str:
@@ -38,7 +36,10 @@ def format_of(name: str, form: str) -> str:
 
 def encode(values: Tensor, kind: str) -> Tensor:
     """Return the blocks of a format [N, `BLOCK_BYTES`], uint8. `values`: N * 32 floats, in any shape."""
-    x_NI = values.reshape(-1, BLOCK).float()
+    return torch.cat([_encode(piece.view(-1, BLOCK).float(), kind) for piece in _pieces(values)])
+
+
+def _encode(x_NI: Tensor, kind: str) -> Tensor:
     low_N1, high_N1 = x_NI.amin(1, True), x_NI.amax(1, True)
     if kind == "q8_0":
         step_N1 = torch.maximum(-low_N1, high_N1) / 127
@@ -71,10 +72,10 @@ def decode(blocks: Tensor, kind: str) -> Tensor:
 def rounded(weight: Tensor, kind: str) -> Tensor:
     """Return what a matrix stands for in a format, float32."""
     found = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
-    for into, piece in zip(_pieces(found), _pieces(weight.contiguous()), strict=True):
-        into.copy_(decode(encode(piece, kind), kind).view(-1))
+    for into, piece in zip(_pieces(found), _pieces(weight), strict=True):
+        into.copy_(decode(_encode(piece.view(-1, BLOCK).float(), kind), kind).view(-1))
     return found
 
 
-def _pieces(values: Tensor) -> Iterator[Tensor]:
-    return iter(values.view(-1).split(PIECE_ITEMS))
+def _pieces(values: Tensor) -> tuple[Tensor, ...]:
+    return values.contiguous().view(-1).split(PIECE_ITEMS)

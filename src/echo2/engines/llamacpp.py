@@ -36,21 +36,22 @@ from echo2.engines.llamacpp_sequences import AdapterWeights, Library, Sequences,
 from echo2.engines.torch_engine import META, Cache, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
-#: Rows of one engine: llama.cpp has at most 256 sequences, and a row that joins may need a second one for a moment.
-SLOTS_MAX = 96
+#: Rows of one engine: llama.cpp has at most 256 sequences. Rows, those that join them, and kept turns need one each.
+SLOTS_MAX, SEQUENCES_PER_SLOT = 80, 3
 
 
 def make_engine(device: str, slots: int, form: str) -> Engine:
     """The engines `llamacpp-q8_0` and `llamacpp-q4_0`."""
-    return DecodeLoop(LlamaCppDecoder(form, device), min(slots, SLOTS_MAX))
+    return DecodeLoop(LlamaCppDecoder(form, device, min(slots, SLOTS_MAX)), min(slots, SLOTS_MAX))
 
 
 class LlamaCppDecoder(TorchDecoder):
     """A `Decoder` with weights in a form. `device`: "cpu" leaves a GPU alone for which llama.cpp was built."""
 
-    def __init__(self, form: str, device: str = "auto") -> None:
+    def __init__(self, form: str, device: str = "auto", slots: int = SLOTS_MAX) -> None:
         super().__init__(_outline, "cpu")  # of the sampler
         self._library, self._form, self._on_gpu = Library(), form, device != "cpu"
+        self._most = SEQUENCES_PER_SLOT * slots
         self._directory = tempfile.TemporaryDirectory(prefix="echo2-llamacpp-")
         self._sequences: Sequences | None = None
 
@@ -66,7 +67,7 @@ class LlamaCppDecoder(TorchDecoder):
         finally:
             path.unlink(missing_ok=True)  # llama.cpp has it open
         if self._sequences is None:
-            self._sequences = Sequences(self._library, outline.limits.vocab_size, outline.limits.max_positions)
+            self._sequences = Sequences(self._library, outline.limits.vocab_size, self._most)
         whole = LlamaCppModel(outline, config["model_type"], weights, self._sequences, path.with_name("adapter.gguf"))
         self._current = (ref, whole.adapted(adapter), outline.limits)
         return True
@@ -107,9 +108,10 @@ class LlamaCppCache:
         """See `Cache.num_bytes`."""
         return self._token_bytes * sum(self._sequences.length(row) for row in self.rows)
 
-    def copy(self, row: int, length: int) -> LlamaCppCache:
-        """See `Cache.copy`."""
-        return LlamaCppCache(self._sequences, [self._sequences.copy(self.rows[row], length)], self._token_bytes)
+    def copy(self, row: int, length: int) -> LlamaCppCache | None:
+        """See `Cache.copy`. None also if there are too many sequences."""
+        found = self._sequences.copy(self.rows[row], length)
+        return None if found is None else LlamaCppCache(self._sequences, [found], self._token_bytes)
 
     def select(self, rows: Tensor) -> LlamaCppCache:
         """See `Cache.select`."""
@@ -125,13 +127,20 @@ class LlamaCppCache:
         taken, found = set[int](), list[int]()
         for row in rows.tolist():
             sequence = self.rows[row]
-            is_again = row in taken
-            found.append(self._sequences.copy(sequence, self._sequences.length(sequence)) if is_again else sequence)
+            if row in taken:
+                sequence = _there(self._sequences.copy(sequence, self._sequences.length(sequence)))
+            found.append(sequence)
             taken.add(row)
         self._end.detach()
         self._sequences.drop(sequence for row, sequence in enumerate(self.rows) if row not in taken)
         self.rows = []
         return found
+
+
+def _there(sequence: int | None) -> int:
+    if sequence is None:
+        raise UserError("llama.cpp has no sequence left for another rollout. Give the worker fewer --slots.")
+    return sequence
 
 
 class LlamaCppModel:
@@ -177,9 +186,9 @@ class LlamaCppModel:
         rows, parts = list[int](), list["array[int]"]()
         for prompt, one in zip(prompts, known or [None] * len(prompts), strict=True):
             if isinstance(one, LlamaCppCache):
-                rows.append(self._sequences.copy(one.rows[0], self._sequences.length(one.rows[0])))
+                rows.append(_there(self._sequences.copy(one.rows[0], self._sequences.length(one.rows[0]))))
             else:
-                rows += self._sequences.new(1)
+                rows.append(_there(self._sequences.new()))
             parts.append(prompt[self._sequences.length(rows[-1]) :])
         self._sequences.read(rows, parts)
         return LlamaCppCache(self._sequences, rows, self._token_bytes)

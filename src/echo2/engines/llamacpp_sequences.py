@@ -1,8 +1,8 @@
 """Sequences of tokens that llama.cpp has read, in one context (package `llama-cpp-python`, its low-level functions).
 
-A context has a fixed number of sequences, each with a fixed number of cells for keys and values. When either is too
-small, or the weights are new, the sequences move into another context with all that they have read. Cells hold keys and
-values in 16 bits.
+A context has cells, each for the keys and values of one token, in 16 bits. All sequences share them, and copies of a
+sequence share its cells. When there are too few, or the weights are new, the sequences move into another context with
+all that they have read.
 
 Shape suffixes: B = sequences, V = vocabulary.
 """
@@ -26,8 +26,10 @@ from echo2.engines.engine import OutOfMemoryError
 
 #: Tokens that llama.cpp takes in one call.
 BATCH_TOKENS = 2048
-#: A context begins with so many cells for each sequence, and so many sequences; both double.
-FIRST_CELLS, FIRST_SEQUENCES = 256, 16
+#: Cells that a context begins with; they double.
+FIRST_CELLS = 2048
+#: What `llama_decode` returns if there are too few cells.
+NO_CELLS = 1
 #: Layers given to a GPU: all, if llama.cpp was built for one.
 ALL_LAYERS = 1 << 20
 #: Lines of llama.cpp's log that an error quotes.
@@ -104,15 +106,15 @@ class _Context:
 
     def __init__(self, library: Library, weights: Weights, vocab_size: int, most: int, cells: int) -> None:
         self._library, self._weights, self.calls = library, weights, library.calls
-        self.vocab_size, self.most, self.cells = vocab_size, most, cells
+        self._vocab_size, self.cells = vocab_size, cells
         params = self.calls.llama_context_default_params()
-        params.n_ctx, params.n_seq_max, params.kv_unified = most * cells, most, False
+        params.n_ctx, params.n_seq_max, params.kv_unified = cells, most, True
         params.n_batch = max(BATCH_TOKENS, most)
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         params.no_perf = True
         self.pointer = self.calls.llama_init_from_model(weights.pointer, params)
         if not self.pointer:
-            raise library.failure(f"has no room for {most} sequences of {cells} tokens")
+            raise library.failure(f"has no room for keys and values of {cells} tokens")
         self.memory = self.calls.llama_get_memory(self.pointer)
         self._batch = self.calls.llama_batch_init(params.n_batch, 0, 1)
 
@@ -123,29 +125,31 @@ class _Context:
         if self.calls.llama_set_adapters_lora(self.pointer, pointers, adapter is not None, (ctypes.c_float * 1)(1.0)):
             raise self._library.failure("did not take the adapter")
 
-    def decode(self, tokens: Sequence[int], places: Sequence[int], sequences: Sequence[int], wants: bool) -> None:
-        """Read one token for each entry, at its place of its sequence. `wants`: logits of all of them are wanted."""
+    def decode(self, tokens: Sequence[int], places: Sequence[int], sequences: Sequence[int], wants: bool) -> bool:
+        """Read one token for each entry, at its place of its sequence; False: there are too few cells, and nothing was
+        read. `wants`: logits of all of them are wanted."""
         batch = self._batch
         batch.n_tokens = len(tokens)
         for at, (token, place, sequence) in enumerate(zip(tokens, places, sequences, strict=True)):
             batch.token[at], batch.pos[at] = token, place
             batch.n_seq_id[at], batch.seq_id[at][0], batch.logits[at] = 1, sequence, wants
         failed = self.calls.llama_decode(self.pointer, batch)
-        if failed:
+        if failed not in (0, NO_CELLS):
             raise self._library.failure(f"could not read {len(tokens)} tokens (llama_decode gave {failed})")
+        return bool(failed == 0)
 
     def logits(self, count: int) -> Tensor:
         """Return the logits [count, V] that the last `decode` asked for, float32."""
         pointer = self.calls.llama_get_logits(self.pointer)
-        return torch.from_numpy(np.ctypeslib.as_array(pointer, (count, self.vocab_size)).copy())
+        return torch.from_numpy(np.ctypeslib.as_array(pointer, (count, self._vocab_size)).copy())
 
     def take(self, other: _Context, sequence: int) -> None:
         """Take a sequence with all that it has read from another context."""
-        size = other.calls.llama_state_seq_get_size(other.pointer, sequence)
+        size = self.calls.llama_state_seq_get_size(other.pointer, sequence)
         data = (ctypes.c_uint8 * size)()
-        size = other.calls.llama_state_seq_get_data(other.pointer, data, size, sequence)
+        size = self.calls.llama_state_seq_get_data(other.pointer, data, size, sequence)
         if not self.calls.llama_state_seq_set_data(self.pointer, data, size, sequence):
-            raise self._library.failure("could not move a sequence to new weights")
+            raise self._library.failure("could not move a sequence to another context")
 
     def __del__(self) -> None:
         if getattr(self, "pointer", None):
@@ -155,15 +159,11 @@ class _Context:
 
 
 class Sequences:
-    """All sequences of an engine. One thread uses them at a time; `drop` may be called by any.
+    """All sequences of an engine, at most `most`. One thread uses them at a time; `drop` may be called by any."""
 
-    cells_max  tokens that a sequence can have: the context of the model
-    """
-
-    def __init__(self, library: Library, vocab_size: int, cells_max: int) -> None:
-        self._library, self._vocab_size, self._cells_max = library, vocab_size, cells_max
-        self._most = min(FIRST_SEQUENCES, library.calls.llama_max_parallel_sequences())
-        self._cells = min(FIRST_CELLS, cells_max)
+    def __init__(self, library: Library, vocab_size: int, most: int) -> None:
+        self._library, self._vocab_size = library, vocab_size
+        self._most = min(most, library.calls.llama_max_parallel_sequences())
         self._context: _Context | None = None
         self._used: tuple[Weights, AdapterWeights | None] | None = None
         self._lengths: dict[int, int] = {}
@@ -174,23 +174,17 @@ class Sequences:
         if self._used == (weights, adapter):
             return
         if self._used is None or self._used[0] is not weights:
-            self._move(weights, self._most, self._cells)
-        assert self._context is not None
-        self._context.apply(adapter)
+            self._move(weights, FIRST_CELLS if self._context is None else self._context.cells)
+        self._ready().apply(adapter)
         self._used = weights, adapter
 
-    def new(self, count: int) -> list[int]:
-        """Return new sequences without tokens."""
+    def new(self) -> int | None:
+        """Return a new sequence without tokens; None: there are too many."""
         self._sweep()
-        free = [number for number in range(self._most) if number not in self._lengths]
-        if count > len(free):
-            limit = self._library.calls.llama_max_parallel_sequences()
-            if len(self._lengths) + count > limit:
-                raise UserError(f"llama.cpp has room for {limit} sequences at most. Give the worker fewer --slots.")
-            self._resize(min(limit, max(2 * self._most, len(self._lengths) + count)), self._cells)
-            free = [number for number in range(self._most) if number not in self._lengths]
-        self._lengths |= dict.fromkeys(free[:count], 0)
-        return free[:count]
+        found = next((number for number in range(self._most) if number not in self._lengths), None)
+        if found is not None:
+            self._lengths[found] = 0
+        return found
 
     def drop(self, sequences: Iterable[int]) -> None:
         """These sequences are not needed any more."""
@@ -200,38 +194,40 @@ class Sequences:
         """Tokens that a sequence has read."""
         return self._lengths[sequence]
 
-    def copy(self, sequence: int, length: int) -> int:
-        """Return a new sequence with the first `length` tokens of another one."""
-        (found,) = self.new(1)
-        if length:
+    def copy(self, sequence: int, length: int) -> int | None:
+        """Return a new sequence with the first `length` tokens of another one; None: there are too many."""
+        found = self.new()
+        if found is not None and length:
             context = self._ready()
-            context.calls.llama_memory_seq_cp(context.memory, sequence, found, -1, -1)
-            context.calls.llama_memory_seq_rm(context.memory, found, length, -1)
+            context.calls.llama_memory_seq_cp(context.memory, sequence, found, 0, length)
             self._lengths[found] = length
         return found
 
     def read(self, sequences: Sequence[int], parts: Sequence[array[int]]) -> None:
         """Read more tokens of these sequences; no logits are wanted."""
-        tokens, places, owners = list[int](), list[int](), list[int]()
+        todo: list[tuple[int, int, int]] = []
         for sequence, part in zip(sequences, parts, strict=True):
-            self._reserve(self._lengths[sequence] + len(part))
-            places += range(self._lengths[sequence], self._lengths[sequence] + len(part))
-            tokens += part
-            owners += [sequence] * len(part)
-        for start in range(0, len(tokens), BATCH_TOKENS):
-            piece = slice(start, start + BATCH_TOKENS)
-            self._ready().decode(tokens[piece], places[piece], owners[piece], wants=False)
-        for sequence, part in zip(sequences, parts, strict=True):
-            self._lengths[sequence] += len(part)
+            first = self._lengths[sequence]
+            todo += [(token, first + at, sequence) for at, token in enumerate(part)]
+        for start in range(0, len(todo), BATCH_TOKENS):
+            tokens, places, owners = zip(*todo[start : start + BATCH_TOKENS], strict=True)
+            self._decode(tokens, places, owners, wants=False)
+            for owner in owners:
+                self._lengths[owner] += 1
 
     def step(self, sequences: Sequence[int], tokens: Sequence[int]) -> Tensor:
         """Read one more token of each sequence. Returns the logits [B, V] of the next."""
-        self._reserve(1 + max(self._lengths[sequence] for sequence in sequences))
-        context, places = self._ready(), [self._lengths[sequence] for sequence in sequences]
-        context.decode(tokens, places, sequences, wants=True)
+        self._decode(tokens, [self._lengths[sequence] for sequence in sequences], sequences, wants=True)
         for sequence in sequences:
             self._lengths[sequence] += 1
-        return context.logits(len(sequences))
+        return self._ready().logits(len(sequences))
+
+    def _decode(self, tokens: Sequence[int], places: Sequence[int], sequences: Sequence[int], wants: bool) -> None:
+        self._sweep()
+        while not self._ready().decode(tokens, places, sequences, wants):
+            assert self._used is not None
+            self._move(self._used[0], 2 * self._ready().cells, len(tokens))
+            self._ready().apply(self._used[1])
 
     def _ready(self) -> _Context:
         assert self._context is not None, "no weights are used yet"
@@ -244,23 +240,14 @@ class Sequences:
             if self._lengths.pop(sequence, 0) and self._context is not None:
                 self._context.calls.llama_memory_seq_rm(self._context.memory, sequence, -1, -1)
 
-    def _reserve(self, cells: int) -> None:
-        """Make room for so many tokens in a sequence. A row that ended may be stepped once past the context's end."""
-        if cells > self._cells:
-            self._sweep()
-            self._resize(self._most, max(cells, min(2 * self._cells, self._cells_max)))
-
-    def _resize(self, most: int, cells: int) -> None:
-        if self._used is not None:
-            self._move(self._used[0], most, cells)
-            assert self._context is not None
-            self._context.apply(self._used[1])
-        self._most, self._cells = most, cells
-
-    def _move(self, weights: Weights, most: int, cells: int) -> None:
-        """Make another context, and move what was read into it."""
+    def _move(self, weights: Weights, cells: int, more: int = 0) -> None:
+        """Make another context with at least so many cells, and move what was read into it. Cells that sequences share
+        are copied for each of them."""
         self._sweep()
-        context = _Context(self._library, weights, self._vocab_size, most, cells)
+        needed = sum(self._lengths.values()) + more
+        while cells < needed:
+            cells *= 2
+        context = _Context(self._library, weights, self._vocab_size, self._most, cells)
         if self._context is not None:
             for sequence, length in self._lengths.items():
                 if length:
