@@ -40,14 +40,15 @@ def encode(values: Tensor, kind: str) -> Tensor:
 
 
 def _encode(x_NI: Tensor, kind: str) -> Tensor:
-    low_N1, high_N1 = x_NI.amin(1, True), x_NI.amax(1, True)
     if kind == "q8_0":
-        step_N1 = torch.maximum(-low_N1, high_N1) / 127
+        step_N1 = x_NI.abs().amax(1, True) / 127
         scaled_NI = x_NI * _inverse(step_N1)
         q_NI = torch.trunc(scaled_NI + torch.copysign(torch.full_like(scaled_NI, 0.5), scaled_NI))
         q_NI = q_NI.clamp(-127, 127).to(torch.int8).view(torch.uint8)
     else:
-        step_N1 = torch.where(-low_N1 > high_N1, low_N1, high_N1) / -8
+        low_N1, high_N1 = x_NI.amin(1, True), x_NI.amax(1, True)
+        # Of a block of zeros, the smallest may be -0 or 0, as the processor likes it; + 0.0 makes both 0.
+        step_N1 = torch.where(-low_N1 > high_N1, low_N1, high_N1) / -8 + 0.0
         # In float64 the product is exact, so a processor that fuses it with the sum gives the same.
         q_NI = (x_NI.double() * _inverse(step_N1).double() + 8.5).trunc().clamp(0, 15).to(torch.uint8)
         q_NI = q_NI[:, : BLOCK // 2] | (q_NI[:, BLOCK // 2 :] << 4)

@@ -15,6 +15,7 @@ Shape suffixes: B = rows, V = vocabulary.
 from __future__ import annotations
 
 import copy
+import shutil
 import tempfile
 import weakref
 from array import array
@@ -32,7 +33,7 @@ from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, Prefill, PrefillRequest
 from echo2.engines.gguf_file import check_fits, write_adapter, write_model
-from echo2.engines.llamacpp_sequences import AdapterWeights, Library, Sequences, Weights
+from echo2.engines.llamacpp_sequences import AdapterWeights, Sequences, Weights, library
 from echo2.engines.torch_engine import META, Cache, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
@@ -50,15 +51,16 @@ class LlamaCppDecoder(TorchDecoder):
 
     def __init__(self, form: str, device: str = "auto", slots: int = SLOTS_MAX) -> None:
         super().__init__(_outline, "cpu")  # of the sampler
-        self._library, self._form, self._on_gpu = Library(), form, device != "cpu"
+        self._library, self._form, self._on_gpu = library(), form, device != "cpu"
         self._most = SEQUENCES_PER_SLOT * slots
-        self._directory = tempfile.TemporaryDirectory(prefix="echo2-llamacpp-")
+        self._directory = Path(tempfile.mkdtemp(prefix="echo2-llamacpp-"))
+        weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
         self._sequences: Sequences | None = None
 
     def _load_beside(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter) -> bool:
         """Derive the form and load it. The weights before stay until the next step."""
         config, outline = read_config(snapshot.files), _outline(snapshot, META)
-        path = Path(self._directory.name) / "model.gguf"
+        path = self._directory / "model.gguf"
         try:
             write_model(
                 path, snapshot, config["model_type"], read_architecture(config), outline.dtype, self._form

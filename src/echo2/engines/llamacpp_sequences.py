@@ -13,6 +13,7 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,12 +37,18 @@ ALL_LAYERS = 1 << 20
 LOG_LINES = 3
 
 
-class Library:
-    """llama.cpp's functions, and the last lines that it logged as errors.
+@cache
+def library() -> Library:
+    """llama.cpp in this process. It is never let go: llama.cpp goes on calling what takes its log.
 
     Raises:
         UserError: the package is not installed, or does not load.
     """
+    return Library()
+
+
+class Library:
+    """llama.cpp's functions, and the last lines that it logged as errors. Use `library()`."""
 
     def __init__(self) -> None:
         try:
