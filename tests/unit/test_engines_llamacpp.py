@@ -24,6 +24,8 @@ from rollout_cases import Hooked, load, plain_tokenizer, requests, run, snapshot
 pytest.importorskip("llama_cpp", reason="pip install 'echo2[llamacpp]'")
 pytest.importorskip("gguf", reason="pip install 'echo2[llamacpp]'")
 
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
+
 from echo2.engines.llamacpp import LlamaCppDecoder  # noqa: E402
 from test_engines_adapter import PROMPT, adapted, base_of  # noqa: E402
 
