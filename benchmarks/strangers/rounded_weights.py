@@ -1,7 +1,7 @@
 """The engines `llamacpp-*` on a pretrained model: speed, memory, seconds to install a version, how far their logprobs
 are from the published weights', and what the check of strangers makes of them: distances of honest groups, and cheats.
 
-    make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 2] [--out FILE]'
+    make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 2]'
 
 Needs `pip install 'echo2[llamacpp]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are sampled by llama.cpp and
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
@@ -48,7 +48,13 @@ from echo2.rollouts.verification import Verdict, check_group
 
 ROLLOUTS, TOKENS, SLOTS = 8, 48, (1, 8, 32)
 ANIMALS = ("a cat", "an old dog", "the moon", "two ships", "my neighbour", "rain", "a small town", "the last train")
-ASKED = ("Write a story about", "Give the facts about", "Write a poem on", "Why do people speak of", "List five things about")
+ASKED = (
+    "Write a story about",
+    "Give the facts about",
+    "Write a poem on",
+    "Why do people speak of",
+    "List five things about",
+)
 FIELDS = ("worst_interval", "typical_interval", "worst_logprob", "mean_logprob", "surprise")
 
 
@@ -86,9 +92,7 @@ async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment]) -> l
 
 
 async def judged(checker: Any, asked: Sequence[Assignment], groups: Sequence[RolloutGroup], form: str) -> list[Verdict]:
-    return [
-        await check_group(checker, checker.installed, *pair, form=form) for pair in zip(asked, groups, strict=True)
-    ]
+    return [await check_group(checker, checker.installed, *pair, form=form) for pair in zip(asked, groups, strict=True)]
 
 
 # ---- speed -----------------------------------------------------------------------------------------------------------
@@ -108,7 +112,9 @@ async def speed(name: str, model: Path) -> dict[str, Any]:
         started = time.perf_counter()
         found = await asyncio.gather(*(engine.submit(replace(one, seed=8)) for one in asked))
         seconds = time.perf_counter() - started
-        row[f"tokens_per_second_{slots}"] = sum(len(one.tokens) for one in found if isinstance(one, Completion)) / seconds
+        row[f"tokens_per_second_{slots}"] = (
+            sum(len(one.tokens) for one in found if isinstance(one, Completion)) / seconds
+        )
     started = time.perf_counter()
     await engine.update_weights(replace(held, ref=replace(held.ref, version=2)))
     row["install_next_seconds"] = time.perf_counter() - started

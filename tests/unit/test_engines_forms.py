@@ -88,8 +88,12 @@ def test_compact_reads_a_form_as_it_reads_what_it_stands_for(family: str) -> Non
         sampler = DecodeLoop(TorchDecoder(build_compact, "cpu"))
         load(sampler, rounded_snapshot(snapshot, form))
         found = run(sampler, asked)
-        prefills = asyncio.run(checker.prefill(snapshot.ref, [reads(*pair, form) for pair in zip(asked, found, strict=True)]))
-        plain = asyncio.run(checker.prefill(snapshot.ref, [reads(*pair, "") for pair in zip(asked, found, strict=True)]))
+        prefills = asyncio.run(
+            checker.prefill(snapshot.ref, [reads(*pair, form) for pair in zip(asked, found, strict=True)])
+        )
+        plain = asyncio.run(
+            checker.prefill(snapshot.ref, [reads(*pair, "") for pair in zip(asked, found, strict=True)])
+        )
         for one, as_form, as_published in zip(found, prefills, plain, strict=True):
             assert as_form.bits == 16 < as_published.bits
             assert abs(torch.tensor(one.logprobs) - torch.tensor(as_form.logprobs)).max() < 1e-4

@@ -82,7 +82,11 @@ def test_rounded_weights_are_checked_by_a_machine_that_can_round_and_by_no_other
         desk.tell(ev.WorkerJoined(worker_id, 16, 0.5, FIRST, ticket=ticket, draws=True, **engine))
 
     desk = desk_with(own=False)
-    for name, engine in (("transformers", {}), ("q8_0", {"form": "q8_0"}), ("rounds", {"form": "q8_0", "rounds": True})):
+    for name, engine in (
+        ("transformers", {}),
+        ("q8_0", {"form": "q8_0"}),
+        ("rounds", {"form": "q8_0", "rounds": True}),
+    ):
         with_engine(name, **engine)
     with_engine("s", "ticket-s", form="q8_0")
     assert not desk.planner.leases.of_worker("s")

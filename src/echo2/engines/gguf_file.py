@@ -71,7 +71,9 @@ class _Names:
         return paired.transpose(1, 2).reshape(rows.shape)
 
 
-def write_model(path: Path, snapshot: Snapshot, model_type: str, arch: Architecture, dtype: torch.dtype, form: str) -> None:
+def write_model(
+    path: Path, snapshot: Snapshot, model_type: str, arch: Architecture, dtype: torch.dtype, form: str
+) -> None:
     """Write a snapshot of a whole model in this form, tensor by tensor. `dtype`: that the engine `compact` computes in;
     weights of another dtype are converted to it first, as there.
 

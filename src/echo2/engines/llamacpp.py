@@ -1,4 +1,5 @@
-"""The engines `llamacpp-q8_0` and `llamacpp-q4_0`: Llama, Qwen2 and Qwen3 with rounded weights (`forms.py`), computed by llama.cpp in this process.
+"""The engines `llamacpp-q8_0` and `llamacpp-q4_0`: Llama, Qwen2 and Qwen3 with rounded weights (`forms.py`), computed by
+llama.cpp in this process.
 
 A worker keeps the published snapshot on disk, as with any engine. For each version this engine derives the form from
 it, writes it as a file for llama.cpp, and loads the file, which then has no name any more. An adapter is loaded over
@@ -19,7 +20,7 @@ import shutil
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -34,7 +35,7 @@ from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, Prefill, PrefillRequest
 from echo2.engines.gguf_file import check_fits, write_adapter, write_model
 from echo2.engines.llamacpp_sequences import AdapterWeights, Sequences, Weights, library
-from echo2.engines.torch_engine import META, Cache, Model, TorchDecoder
+from echo2.engines.torch_engine import META, Cache, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
 #: Rows of one engine: llama.cpp has at most 256 sequences. Rows, those that join them, and kept turns need one each.
@@ -62,9 +63,7 @@ class LlamaCppDecoder(TorchDecoder):
         config, outline = read_config(snapshot.files), _outline(snapshot, META)
         path = self._directory / "model.gguf"
         try:
-            write_model(
-                path, snapshot, config["model_type"], read_architecture(config), outline.dtype, self._form
-            )
+            write_model(path, snapshot, config["model_type"], read_architecture(config), outline.dtype, self._form)
             weights = Weights(self._library, path, self._on_gpu)
         finally:
             path.unlink(missing_ok=True)  # llama.cpp has it open

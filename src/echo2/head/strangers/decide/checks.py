@@ -57,7 +57,9 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, 
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    holds = trust.is_quarantined or (trust.is_new and (state.options.require_checks or any(strangers.checkers(state, worker.form))))
+    holds = trust.is_quarantined or (
+        trust.is_new and (state.options.require_checks or any(strangers.checkers(state, worker.form)))
+    )
     is_drawn = holds or state.penalties.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
     if not is_drawn:
