@@ -1,5 +1,5 @@
-"""The engines `llamacpp-q8_0` and `llamacpp-q4_0`: Llama, Qwen2 and Qwen3 with rounded weights (`forms.py`), computed by
-llama.cpp in this process.
+"""The engines `llamacpp-q8_0` and `llamacpp-q4_0`: Llama, Qwen2 and Qwen3 with rounded weights (`forms.py`), computed
+by llama.cpp in this process.
 
 A worker keeps the published snapshot on disk, as with any engine. For each version this engine derives the form from
 it, writes it as a file for llama.cpp, and loads the file, which then has no name any more. An adapter is loaded over
