@@ -156,7 +156,7 @@ def test_a_stranger_that_returns_with_another_form_has_lost_its_leases(tmp_path:
     """Else it could sample with both, and deliver what it likes better."""
 
     async def scenario() -> None:
-        workers = {"forms": ["q8_0", "q4_0"]}
+        workers = {"forms": ["q8_0"]}
         async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers)) as open_head:
             async with open_head.attending("w-1") as leases:
                 await until(lambda: leases)  # so that there was a lease
@@ -166,7 +166,7 @@ def test_a_stranger_that_returns_with_another_form_has_lost_its_leases(tmp_path:
             )
             await anext(stream)
             await until(lambda: open_head.head.planner.fleet.get(peer.peer_id) is not None)
-            for engine, kept in (("llamacpp-q8_0", (1,)), ("llamacpp-q4_0", ()), ("compact", ())):
+            for engine, kept in (("llamacpp-q8_0", (1,)), ("compact", ())):
                 joined = ev.WorkerJoined(peer.peer_id, 1, 0.0, None, held_leases=(1,))
                 assert claims.known(open_head.head, claims.with_engine(joined, engine), engine).held_leases == kept
             await stream.aclose()

@@ -20,8 +20,8 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import FORMS, LOG_PACKAGES, SERVERS, loss_params
-from echo2.core.errors import UserError, did_you_mean
+from echo2.config.values import CHECKED_FORMS, FORMS, LOG_PACKAGES, SERVERS, loss_params
+from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
 
@@ -95,9 +95,12 @@ def _check_deterministic(config: Config) -> None:
             "on which the last bits depend. Take another engine, or leave run.deterministic out."
         )
     for form in config.workers.forms:
-        if form not in FORMS.values():
-            hint = did_you_mean(form, FORMS.values())
-            raise UserError(f"workers.forms has {form!r}: expected {' or '.join(FORMS.values())}.{hint}")
+        if form not in CHECKED_FORMS:
+            known = ", ".join(CHECKED_FORMS)
+            raise UserError(
+                f"workers.forms has {form!r}: expected forms whose rollouts a check tells from others: {known}. Machines "
+                "of your own may use any engine."
+            )
 
 
 def _check_logs(config: Config) -> None:

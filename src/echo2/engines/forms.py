@@ -79,4 +79,5 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
 
 
 def _pieces(values: Tensor) -> tuple[Tensor, ...]:
-    return values.contiguous().view(-1).split(PIECE_ITEMS)
+    pieces: tuple[Tensor, ...] = values.contiguous().view(-1).split(PIECE_ITEMS)
+    return pieces
