@@ -79,7 +79,7 @@ class Weights:
     def __init__(self, library: Library, path: Path, on_gpu: bool) -> None:
         self._library, calls = library, library.calls
         params = calls.llama_model_default_params()
-        params.use_extra_bufts = False
+        params.use_extra_bufts = False  # else it uses AMX where a virtual machine only claims to have it, and dies
         params.n_gpu_layers = ALL_LAYERS if on_gpu else 0
         self.pointer = calls.llama_model_load_from_file(str(path).encode(), params)
         if not self.pointer:
