@@ -67,9 +67,9 @@ def snapshot(model: Path, version: int = 1) -> Snapshot:
 
 
 def _stored(tensor: torch.Tensor) -> StoredTensor:
-    data = memoryview(tensor.contiguous().view(torch.uint8).numpy().reshape(-1))
+    data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
     dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[tensor.dtype]
-    return StoredTensor(dtype, tuple(tensor.shape), len(data), lambda start, stop: data[start:stop])
+    return StoredTensor(dtype, tuple(tensor.shape), data.nbytes, lambda start, stop: data[start:stop].tobytes())
 
 
 def prompts(model: Path) -> list[array[int]]:
@@ -159,7 +159,7 @@ async def cheats(model: Path, num_groups: int) -> list[dict[str, Any]]:
     held, texts, rows = snapshot(model), prompts(model), list[dict[str, Any]]()
     checker: Any = make_engine("compact", "cpu", 32)
     await checker.update_weights(held)
-    tries = {
+    tries: dict[str, tuple[str, dict[str, Any], str, int]] = {
         "published weights, says q8_0": ("compact", {}, "q8_0", 0),
         "rounds to 4 bits, says q8_0": ("llamacpp-q4_0", {}, "q8_0", 0),
         "rounds to 8 bits, says q4_0": ("llamacpp-q8_0", {}, "q4_0", 0),
