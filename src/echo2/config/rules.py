@@ -98,8 +98,8 @@ def _check_deterministic(config: Config) -> None:
         if form not in CHECKED_FORMS:
             known = ", ".join(CHECKED_FORMS)
             raise UserError(
-                f"workers.forms has {form!r}: expected forms whose rollouts a check tells from others: {known}. Machines "
-                "of your own may use any engine."
+                f"workers.forms has {form!r}: expected forms whose rollouts a check tells from others: {known}. "
+                "Machines of your own may use any engine."
             )
 
 
