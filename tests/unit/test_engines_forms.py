@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from echo2.core.errors import PeerError
+from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot, TensorBytes
 from echo2.engines import forms
 from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Completion, PrefillRequest, SampleRequest
 from echo2.engines.hf_engine import build_transformers
+from echo2.engines.llamacpp_sequences import library
+from echo2.engines.registry import make_engine
 from echo2.engines.torch_engine import TorchDecoder
 from rollout_cases import load, requests, run, snapshot_of, tiny_module
 
@@ -125,3 +128,11 @@ def test_an_engine_without_forms_says_so() -> None:
     found = run(engine, [request])[0]
     with pytest.raises(PeerError, match="does not round weights to the form q8_0"):
         asyncio.run(engine.prefill(snapshot.ref, [reads(request, found, "q8_0")]))
+
+
+def test_without_llama_cpp_its_engines_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a lease is taken: the worker makes its engine when it has heard the run's settings."""
+    library.cache_clear()
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    with pytest.raises(UserError, match=r"needs llama.cpp, .* pip install 'echo2\[llamacpp\]'"):
+        make_engine("llamacpp-q8_0", "cpu", 4)
