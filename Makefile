@@ -38,7 +38,7 @@ $(INSTALLED): pyproject.toml service/pyproject.toml
 	@# Alone and by plain pip: resolved together with other packages, or by other installers, CPU machines get the CUDA build.
 	@$(PIP) $(TORCH)
 	@echo "Installing echo2 and what it needs (once; about a minute) ..."
-	@$(PIP) -e '.[train,data,tasks,environments,dev]' -e service
+	@$(PIP) -e '.[train,low-memory,data,tasks,environments,dev]' -e service
 	@touch $@
 	@echo "Installed."
 
@@ -168,7 +168,8 @@ docs: .venv-docs/.installed
 .venv-docs/.installed: PACKAGES = mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
 
 # What `python benchmarks/gpu.py` and tests/gpu need on a machine without network that has torch, transformers, accelerate
-# and peft: wheels of these versions for CPython 3.12. bitsandbytes is not among them: alone it has more than 60 MB.
+# and peft: wheels of these versions for CPython 3.12, 19 MiB. For the section low_memory, `make gpu-wheels
+# GPU_PACKAGES=bitsandbytes` gathers another 41 MiB, in their place.
 # There: pip install --no-index --no-deps --target SITE .gpu-wheels/*.whl, and PYTHONPATH=src:SITE.
 GPU_PACKAGES := anyio blake3 cffi cryptography grpcio h11 httpcore2 httpx2 idna landlockpy msgspec protobuf pycparser rich
 GPU_PACKAGES += seccompy starlette truststore typing_extensions uvicorn zstandard

@@ -54,6 +54,7 @@ SECTIONS = (
     Section("mismatch", "engines", "mismatch", (20.0, 15.0)),
     Section("weights", "weights", "run", (30.0, 20.0)),
     Section("mixture", "mixture", "run", (30.0, 15.0)),
+    Section("low_memory", "learner", "low_memory", (40.0, 15.0)),
     Section("run", "whole", "run", (200.0, 60.0)),
 )
 BUDGETS = {"full": 540.0, "smoke": 110.0, "tiny": 600.0}

@@ -11,6 +11,7 @@ vllm/entrypoints/serve/dev/rpc/api_router.py, vllm/entrypoints/openai/models/ser
 from __future__ import annotations
 
 import argparse
+import base64
 import json
 import os
 import select
@@ -31,13 +32,15 @@ LOOK_SECONDS = 0.01
 
 class Served:
     """State of the server. `hold_at`: the token at which a request waits for other weights than its first (0: none);
-    `wrong`: what it does wrong, by name."""
+    `wrong`: what it does wrong, by name; `routed`: layers, experts chosen and experts, if it returns them."""
 
-    def __init__(self, model: str, wrong: str = "", hold_at: int = 0) -> None:
+    def __init__(
+        self, model: str, wrong: str = "", hold_at: int = 0, routed: tuple[int, int, int] | None = None
+    ) -> None:
         self.changed = threading.Condition()
         self.is_paused, self.is_closed = False, False
         self.label, self.number, self.adapter = "default", weights_number(Path(model) / "model.safetensors"), ""
-        self.wrong, self.hold_at = wrong, hold_at
+        self.wrong, self.hold_at, self.routed = wrong, hold_at, routed
         self.num_running = self.num_aborted = 0
         self.requests: list[dict[str, Any]] = []
         self.takes_experts = False
@@ -101,9 +104,12 @@ class Served:
                     tokens.append((self.number + len(tokens)) % VOCAB)
             finally:
                 self.num_running -= 1
-        return 200, {"request_id": "generate-tokens-1", "choices": [self.choice(tokens, spans, params)]}
+        return 200, {
+            "request_id": "generate-tokens-1",
+            "choices": [self.choice(body["token_ids"], tokens, spans, params)],
+        }
 
-    def choice(self, tokens: list[int], spans: list[Any], params: Any) -> dict[str, Any]:
+    def choice(self, prompt: list[int], tokens: list[int], spans: list[Any], params: Any) -> dict[str, Any]:
         """As `GenerateTokensChoice`. Under processed logprobs a token that only one could be has logprob 0."""
         logprob = 0.0 if params.get("top_k") == 1 and self.wrong != "raw logprobs" else -0.5
         for span, following in zip(spans, [*spans[1:], None], strict=True):
@@ -121,6 +127,8 @@ class Served:
             "sampling_mask": None,
             "weight_versions": spans,
         }
+        if self.routed is not None:
+            choice["routed_experts"] = experts(len(prompt) + len(tokens) - 1, *self.routed)
         return self.spoilt(choice)
 
     def spoilt(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +163,18 @@ class Served:
                 )
             case "text":
                 choice["token_ids"] = "1, 2"
+            case "no routes":
+                choice["routed_experts"] = None
+            case "routes of fewer tokens":
+                choice["routed_experts"] = experts(1, 2, 2, 4)
+            case "a foreign expert":
+                choice["routed_experts"] = experts(7, 2, 2, 999)
+            case "one expert twice":
+                choice["routed_experts"] = experts(7, 2, 2, 1)
+            case "a huge file":
+                choice["routed_experts"] = npy(b"", (1 << 40, 2, 2))
+            case "no file":
+                choice["routed_experts"] = "AAAA"
             case "mask without the token":
                 choice["sampling_mask"] = [[(token + 1) % VOCAB] for token in choice["token_ids"]]
             case "wide mask":
@@ -162,6 +182,23 @@ class Served:
             case "oversized":
                 choice["padding"] = "x" * (1 << 20)
         return choice
+
+
+def experts(num_tokens: int, layers: int, chosen: int, number: int) -> str:
+    """As `routed_experts`: a token's experts are its place and those behind, of so many."""
+    ids = bytes(
+        (token + layer + place) % number % 256
+        for token in range(num_tokens)
+        for layer in range(layers)
+        for place in range(chosen)
+    )
+    return npy(ids, (num_tokens, layers, chosen))
+
+
+def npy(data: bytes, shape: tuple[int, ...]) -> str:
+    """An .npy file of uint8, base64."""
+    header = repr({"descr": "|u1", "fortran_order": False, "shape": shape}).encode().ljust(117) + b"\n"
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + data).decode()
 
 
 def ranked(token: int, count: int, params: Any) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ take, which the forecast counts, too.
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import statistics
 import time
@@ -23,8 +24,9 @@ from echo2.learner.core.adapters import BaseModel
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.model import Policy
+from echo2.learner.core.quantised import layers_in_4_bits, quantise
 from echo2.learner.core.trainer import AdamParams, Trainer
-from echo2.learner.decide.memory import PROCESS_BYTES, LearnerSetup
+from echo2.learner.decide.memory import GRADIENTS, MOMENTS, PROCESS_BYTES, LearnerSetup
 from echo2.learner.decide.model_shape import read_shape
 from echo2.learner.grpo.loop import GrpoLoss
 
@@ -35,7 +37,8 @@ LORA_RANK = 16
 @dataclass(frozen=True, slots=True)
 class Case:
     """`rows` rows of `length` tokens, in micro-batches as large as shared prompts allow. `lora`: an adapter over a base
-    in bfloat16. `experts_as_they_are`: a mixture's grouped products stay in the weights' dtype, float32."""
+    in bfloat16. `experts_as_they_are`: a mixture's grouped products stay in the weights' dtype, float32. `quantised`:
+    as `learner.quantised`; `offloaded`: of gradients and moments, what is in the machine's memory."""
 
     shape: str
     rows: int
@@ -43,6 +46,8 @@ class Case:
     checkpointing: bool
     lora: bool = False
     experts_as_they_are: bool = False
+    quantised: str = "none"
+    offloaded: str = ""
 
 
 CASES = (
@@ -55,6 +60,24 @@ CASES = (
     Case("0.6B", 64, 256, False),
     Case("8B", 4, 2048, False, lora=True),
 )
+#: What fits one consumer GPU, and beside each what it replaces.
+LOW_MEMORY = (
+    Case("8B", 8, 2048, True, lora=True, quantised="base"),
+    Case("1.7B", 8, 2048, True, offloaded=GRADIENTS),
+    Case("1.7B", 8, 2048, True, quantised="moments"),
+    Case("1.7B", 8, 2048, True, offloaded=MOMENTS),
+)
+
+
+def low_memory(bench: Bench) -> None:
+    """Measure what saves memory."""
+    for case in bench.pick(LOW_MEMORY, LOW_MEMORY, LOW_MEMORY[:3]):
+        if case.quantised != "none" and importlib.util.find_spec("bitsandbytes") is None:
+            bench.record({"shape": case.shape, "quantised": case.quantised, "not_run": "bitsandbytes is not installed"})
+        elif bench.left() < bench.pick(8.0, 3.0, 0.0):
+            bench.record({"shape": case.shape, "not_run": "the time was over"})
+        else:
+            measured(bench, case)
 
 
 def run(bench: Bench) -> None:
@@ -92,6 +115,8 @@ def measured(bench: Bench, case: Case) -> None:
     bench.forget_peak()
     row: Row = {"shape": case.shape, **({"experts": "float32"} if case.experts_as_they_are else {})}
     row |= {"trained": "LoRA" if case.lora else "all", "checkpointing": case.checkpointing}
+    row |= {"quantised": case.quantised} if case.quantised != "none" else {}
+    row |= {"offloaded": case.offloaded} if case.offloaded else {}
     try:
         bench.record(row | _steps(bench, case))
     except RuntimeError as error:
@@ -127,7 +152,7 @@ def data_of(vocab: int, rows: int, length: int, seed: int = 0) -> list[Datum]:
 
 def _steps(bench: Bench, case: Case) -> Row:
     rows, length = bench.pick((case.rows, case.length), (case.rows, 256), (2, 32))
-    policy = trained(bench, case.shape, case.lora)
+    policy = trained(bench, case.shape, case.lora, case.quantised == "base")
     if case.experts_as_they_are:
         for part in policy.module.modules():
             vars(part).pop("forward", None)  # `follow_autocast`
@@ -136,7 +161,7 @@ def _steps(bench: Bench, case: Case) -> Row:
     data = data_of(policy.vocab_size, rows, length)
     most = bench.pick(16_384, 16_384, 2 * rows * length)
     trainer = Trainer(most)
-    trainer.add("it", policy)
+    trainer.add("it", policy, True, case.quantised == "moments", case.offloaded)
     run_tokens = trainer.num_tokens_run("it", data)
     loss = GrpoLoss(make_loss("dppo"), 0.0)
     passes, updates = [], []
@@ -170,16 +195,25 @@ def _steps(bench: Bench, case: Case) -> Row:
         found["mfu_of_measured"] = flops * run_tokens / seconds / 1e12 / bench.ceilings["tflops"]
     shape = read_shape(bench.values(case.shape))
     if shape is not None:
-        setup = LearnerSetup(shape, policy.computes_in_bfloat16, on_gpu=True, lora_rank=LORA_RANK if case.lora else 0)
+        setup = LearnerSetup(
+            shape,
+            policy.computes_in_bfloat16,
+            on_gpu=True,
+            lora_rank=LORA_RANK if case.lora else 0,
+            quantised=case.quantised,
+            offloaded=case.offloaded,
+        )
         found["forecast_gb"] = (setup.needed(run_tokens // len(done.outputs), checkpointing) - PROCESS_BYTES) / 1e9
     return found
 
 
-def trained(bench: Bench, shape: str, lora: bool) -> Policy:
-    """Return the policy that is trained: the model in float32, or an adapter over it in bfloat16."""
+def trained(bench: Bench, shape: str, lora: bool, in_4_bits: bool = False) -> Policy:
+    """Return the policy that is trained: the model in float32, or an adapter over it in bfloat16 or 4 bits."""
     policy = bench.policy(shape, "bfloat16" if lora else "float32")
     if not lora:
         return policy
+    if in_4_bits:
+        quantise(policy.module)
     base = BaseModel(policy, Snapshot(SnapshotRef("", 0, 0), {}, policy.files))
     adapter = base.adapter(LoraConfig(rank=LORA_RANK), 0)
     adapter.computes_in_bfloat16 = True
@@ -198,5 +232,6 @@ def flops_per_token(policy: Policy, length: int, lora: bool) -> float:
             continue
         share = config.num_experts_per_tok / config.num_experts if ".experts." in name else 1.0
         used += share * parameter.numel()
+    used += sum(2 * layer.packed.numel() for layer in layers_in_4_bits(policy.module).values())
     attention = 2 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * length
     return float((4 if lora else 6) * used + 3 * attention)

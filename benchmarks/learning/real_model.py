@@ -1,6 +1,6 @@
 """The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, how much of
 the weights changes, how far engines are from the learner, what processes take of the memory, three workloads after a
-warm-up, an adapter, strangers, and TRL beside it.
+warm-up, an adapter, strangers, what few bits cost, and TRL beside it.
 
     make outputs/models/smollm2/config.json                                                     # once
     make bench-real_model ARGS='--only staleness --at-once 6 --budget-seconds 240'
@@ -51,6 +51,13 @@ PRECISIONS = {
     "float32": ("float32", "float32"),
     "bfloat16-weights": ("bfloat16", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
+}
+#: Of part low-memory: the file of settings, and `learner.quantised`.
+LOW_MEMORY = {
+    "adapter": ("lora.toml", "none"),
+    "adapter-nf4": ("lora.toml", "base"),
+    "all": ("json.toml", "none"),
+    "all-8-bit": ("json.toml", "moments"),
 }
 #: Steps of jobs that measure something of each step, and not what was learned.
 FEW_STEPS = 4
@@ -177,6 +184,15 @@ class Bench:
         for seed in self.options.seeds:
             yield self.facts_job("lora", f"lora-{seed}", {"seed": seed}, {"run.seed": seed}, "lora.toml")
 
+    def low_memory(self) -> Iterable[Job]:
+        """What few bits cost in learning: an adapter over the model and over its 4 bits, all weights with moments of 32
+        bits and of 8."""
+        for seed in self.options.seeds:
+            for variant, (config, quantised) in LOW_MEMORY.items():
+                flags = {"run.seed": seed, "learner.quantised": quantised}
+                told = {"variant": variant, "seed": seed}
+                yield self.facts_job("low-memory", f"low-memory-{variant}-{seed}", told, flags, config)
+
     def strangers(self) -> Iterable[Job]:
         """The run beside which a stranger works, and what the checks said of it."""
         for seed in self.options.seeds:
@@ -227,6 +243,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "rates": Bench.rates,
     "lora": Bench.lora,
     "strangers": Bench.strangers,
+    "low-memory": Bench.low_memory,
 }
 
 
@@ -285,7 +302,7 @@ def last_json(path: Path) -> Any:
 
 def table(records: Sequence[Found]) -> list[Found]:
     """For each variant of a part, least, median and most over its seeds of every figure that is one number."""
-    told = ("S", "workload", "side", "lr", "precision", "engine")
+    told = ("S", "workload", "side", "lr", "precision", "engine", "variant")
     variants: dict[str, list[Found]] = {}
     for record in records:
         if "failed" not in record:

@@ -13,7 +13,7 @@ from house import REPOSITORY
 
 COMMAND = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu.py")]
 #: All but whole runs, which tests/integration starts in plenty.
-SECTIONS = ("ceilings", "engines", "learner", "profile", "head", "mismatch", "weights", "mixture")
+SECTIONS = ("ceilings", "engines", "learner", "profile", "head", "mismatch", "weights", "mixture", "low_memory")
 
 
 def measured(out: Path, *flags: str, environment: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
@@ -31,6 +31,7 @@ def test_every_section_gives_its_rows(tmp_path: Path) -> None:
     names = {name: {key for row in found["rows"] for key in row} for name, found in sections.items()}
     assert {"tflops", "copy_gb_s"} <= names["ceilings"]
     assert {"tokens_s", "mfu_of_measured", "peak_gb", "forecast_gb"} <= names["learner"]
+    assert {"tokens_s", "peak_gb", "forecast_gb", "offloaded"} <= names["low_memory"]
     assert {"wall_ms", "busy", "operations"} <= names["profile"]
     assert {"seconds", "beside_gb"} <= names["head"]
     assert {"tokens_s", "of_bound", "prefill_tokens_s"} <= names["engines"]

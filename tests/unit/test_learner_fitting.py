@@ -19,7 +19,7 @@ from echo2.core.types import Hardware
 from echo2.launch.preflight import check_memory
 from echo2.learner.core.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
 from echo2.learner.core.model_size import model_shape
-from echo2.learner.decide.memory import GB
+from echo2.learner.decide.memory import GB, GRADIENTS, MOMENTS
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning.memory_needs import learner_that_fits, offers_that_fit, worker_that_fits
 from model_cases import QWEN3_30B_A3B
@@ -51,15 +51,33 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 64,
         "num_attention_heads": 64,
     },
+    "one_gpu_1_7b": {
+        **QWEN3,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "tie_word_embeddings": True,
+    },
     "qwen3_30b_a3b": QWEN3_30B_A3B,
     "qwen3_30b_a3b_lora": QWEN3_30B_A3B,
 }
+SIZES["one_gpu_0_6b"] = {**SIZES["one_gpu_1_7b"], "hidden_size": 1024, "intermediate_size": 3072}
+SIZES["one_gpu_8b_lora"] = SIZES["qwen3_8b"]
 MIXTURE = ("qwen3_30b_a3b", "qwen3_30b_a3b_lora")
 PARAMETERS = {"qwen3_4b": 4.02e9, "qwen3_8b": 8.19e9, "qwen3_32b_lora": 32.8e9, **dict.fromkeys(MIXTURE, 30.5e9)}
+PARAMETERS |= {"one_gpu_8b_lora": 8.19e9, "one_gpu_1_7b": 1.72e9, "one_gpu_0_6b": 0.596e9}
 H200 = Hardware(1000 * GB, (141 * GB,))
 LEARNER = {"qwen3_4b": FOUR_A100, "qwen3_8b": FOUR_A100, "qwen3_32b_lora": H200}
 LEARNER |= {"qwen3_30b_a3b": Hardware(2000 * GB, (141 * GB,) * 8), "qwen3_30b_a3b_lora": H200}
+GIB = 1 << 30
+LEARNER |= {"one_gpu_8b_lora": Hardware(32 * GIB, (12 * GIB,)), "one_gpu_1_7b": Hardware(32 * GIB, (16 * GIB,))}
+LEARNER["one_gpu_0_6b"] = Hardware(16 * GIB, (8 * GIB,))
 WORKER = {"qwen3_4b": RTX5090, "qwen3_8b": RTX5090, "qwen3_32b_lora": A100, **dict.fromkeys(MIXTURE, A100)}
+
+
+WORKER |= {"one_gpu_8b_lora": Hardware(32 * GIB, (24 * GIB,)), "one_gpu_1_7b": Hardware(16 * GIB, (6 * GIB,))}
+WORKER["one_gpu_0_6b"] = LEARNER["one_gpu_0_6b"]
 
 
 def shape_of(name: str) -> ModelShape:
@@ -114,13 +132,15 @@ def test_a_model_under_adapters_counts_as_it_travels() -> None:
         assert worker_need(asked, shape, A100).parts["weights"] == width * shape.parameters
         assert learner_setup(asked, shape, on_gpu=True).base_bytes == width
     narrow = replace(config, model=replace(config.model, snapshot_dtype="float32"))
+    in_4_bits = replace(narrow, learner=replace(config.learner, quantised="base"))
+    assert worker_need(in_4_bits, shape, A100).parts["weights"] == 2 * shape.parameters
     assert worker_need(narrow, shape_of("qwen3_32b_lora"), A100).parts["weights"] == 2 * shape.parameters
 
 
 def test_a_learner_that_cannot_fit_is_told_what_would_help() -> None:
     one = replace(example("qwen3_8b"), learner=replace(example("qwen3_8b").learner, ranks=1))
     with pytest.raises(UserError, match=r"The learner needs 1\d\d\.\d GB .*moments.* has 80\.0 GB .*lora\.rank"):
-        learner_that_fits(one, shape_of("qwen3_8b"), A100)
+        learner_that_fits(one, shape_of("qwen3_8b"), Hardware(64 * GB, A100.gpus))
 
 
 def test_the_micro_batch_is_the_same_on_every_start_and_never_below_the_longest_row() -> None:
@@ -174,3 +194,21 @@ def test_a_start_refuses_what_this_machine_cannot_hold(tmp_path: Path) -> None:
         check_memory(config)
     (tmp_path / "config.json").write_text("{}")
     check_memory(config)  # nothing is known of it
+
+
+def test_moments_leave_a_gpu_that_is_too_small_and_gradients_follow_them() -> None:
+    config, shape = example("one_gpu_1_7b"), shape_of("one_gpu_1_7b")
+
+    def offloaded(gpu_gb: int, memory_gb: int = 64, **changes: Any) -> str:
+        asked = replace(config, learner=replace(config.learner, **changes))
+        return settle(asked, shape, Hardware(memory_gb * GB, (gpu_gb * GB,))).offloaded
+
+    assert [offloaded(size) for size in (48, 24, 16)] == ["", MOMENTS, GRADIENTS]
+    assert offloaded(8) == ""  # of no use
+    assert offloaded(16, memory_gb=16) == ""  # the machine has no room either
+    assert offloaded(26, quantised="moments") == ""  # they fit
+    with pytest.raises(UserError, match=r'The learner needs .*learner\.quantised = "moments".*lora\.rank = 16'):
+        learner_that_fits(config, shape, Hardware(16 * GB, (16 * GB,)))
+    lora = replace(example("one_gpu_8b_lora"), learner=config.learner)
+    with pytest.raises(UserError, match=r'The learner needs .*learner\.quantised = "base"'):
+        learner_that_fits(lora, shape_of("one_gpu_8b_lora"), Hardware(32 * GB, (12 * GB,)))

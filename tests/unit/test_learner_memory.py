@@ -20,7 +20,7 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.core.settings import microbatch_tokens
+from echo2.learner.core.settings import fitted
 from echo2.learner.core.trainer import AdamParams, Trainer
 from learner_cases import data_of, random_group, tiny_module, tiny_policy
 
@@ -170,6 +170,6 @@ def test_a_model_without_a_forecast_is_named_with_what_its_micro_batches_have(
     policy = tiny_policy()
     policy.module.config.num_experts = 8
     caplog.set_level(logging.WARNING)
-    assert microbatch_tokens(policy, Config(), Mesh()) == 2048
+    assert fitted(policy, Config(), Mesh()).tokens == 2048
     kind = policy.module.config.model_type
     assert caplog.messages == [f"no memory forecast for {kind}: micro-batches have at most 2048 tokens"]

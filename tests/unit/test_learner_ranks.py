@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+import mixture_cases
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
@@ -85,6 +86,19 @@ def adapted(where: Path, mesh: Mesh | None = None) -> GrpoClient:
     return GrpoClient(base.adapter(LoraConfig(rank=4), seed=1), OPTIONS, mesh=mesh)
 
 
+def replayed(where: Path, mesh: Mesh | None = None, is_on: bool = True) -> list[float]:
+    """Norms of a mixture's gradients: of groups with routes, of some without, and of too few for every rank."""
+    options = config_of(routing_replay=is_on, tokens_per_microbatch=60, lr=1e-3)
+    client = GrpoClient(load_policy(str(where / "mixture"), "float32", "cpu", mesh), options, mesh=mesh)
+    norms = []
+    for seed in range(2):
+        first, _, last = mixture_cases.groups_of(seed)
+        client.forward_backward([first, mixture_cases.groups_of(seed, with_routes=False)[1]])
+        client.forward_backward([replace(last, rollouts=last.rollouts[:1], routes=b"")])
+        norms.append(client.optim_step().grad_norm)
+    return norms
+
+
 def trained_and_resumed(client: GrpoClient, mesh: Mesh, where: Path) -> dict[str, Any]:
     """Train, save, load what one process saved, save that, and train on; what was found on the way."""
     found: dict[str, Any] = {"first": digests(client, mesh), "rows": train(client, range(STEPS))}
@@ -118,6 +132,7 @@ def two_ranks(directory: str, rank: int) -> None:
     found["adapter_rows"] = train(client, range(3))
     client.save_state(where / "adapter").result()
     found["adapter"] = digests(client, mesh)
+    found["routed"] = replayed(where, mesh)
     if rank == 0:
         (where / "found.json").write_text(json.dumps(found))
     mesh.leave()
@@ -149,6 +164,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     client = GrpoClient(load_policy(str(model_directory(where / "model")), "float32", "cpu"), OPTIONS)
     train(client, range(5))
     client.save_state(where / "of_one", lineage=2, cursor=5).result()
+    mixture_cases.mixture().save_pretrained(where / "mixture")
     return where, in_processes(two_ranks, 2, where)
 
 
@@ -222,6 +238,12 @@ def test_an_adapter_over_a_cut_model_is_that_of_one_process(pair: tuple[Path, di
         torch.testing.assert_close(theirs[name], mine[name], rtol=1e-4, atol=1e-6)
     client.load_state(where / "adapter")
     assert digests(client) == found["adapter"]
+
+
+def test_ranks_replay_the_routes_that_one_process_replays(pair: tuple[Path, dict[str, Any]]) -> None:
+    where, found = pair
+    assert found["routed"] == pytest.approx(replayed(where), rel=1e-4)
+    assert found["routed"] != pytest.approx(replayed(where, is_on=False), rel=1e-2)
 
 
 def test_ranks_hear_each_other_and_too_many_are_refused(pair: tuple[Path, dict[str, Any]]) -> None:

@@ -106,16 +106,19 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
     assert Counter(one.part for one in all_jobs) == {
         "staleness": 18,
         "workloads": 9,
+        "trl-train": 6,
         "trl": 6,
         "mismatch": 6,
         "rates": 3,
         "lora": 3,
         "strangers": 3,
+        "low-memory": 12,
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-6]] == [0] * 20 + [1] * 11 + [2] * 11
-    assert [one.told["side"] for one in ordered[-6:]] == ["echo2", "trl-1"] * 3
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 24 + [1] * 15 + [2] * 15
+    assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
+    assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
 
 def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
@@ -131,7 +134,7 @@ def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3
+    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12
 
 
 def test_flags_after_the_dashes_win(tmp_path: Path) -> None:

@@ -58,6 +58,7 @@ class Config:
             top_logprobs=top_logprobs,
             min_p=sampling.min_p,
             stop=tuple(sampling.stop),
+            routes=self.learner.routing_replay,
         )
 
     @property
@@ -140,6 +141,22 @@ def _check_centering(config: Config) -> None:
         )
 
 
+def _check_routes(config: Config) -> None:
+    """Routes are a mixture's, and come with sampled rollouts."""
+    if not config.learner.routing_replay:
+        return
+    if any(source.startswith("logs:") for source in config.tasks.sources):
+        raise UserError(
+            f"learner.routing_replay = true with tasks.source = {config.tasks.source!r}: a log does not say which "
+            "experts were chosen. Leave it out."
+        )
+    if config.workers.engine == "compact":
+        raise UserError(
+            'learner.routing_replay = true with workers.engine = "compact", which knows no mixtures of experts. Leave '
+            "one of them out."
+        )
+
+
 def _check_stop(config: Config) -> None:
     """Where a turn ends is an environment's to say; in a log rollouts have ended."""
     is_logged = any(source.startswith("logs:") for source in config.tasks.sources)
@@ -160,6 +177,20 @@ def _check_lora(config: Config) -> None:
         raise UserError("lora.rank = 0 trains the whole model: set lora.rank, or leave out the rest of [lora].")
 
 
+def _check_quantised(config: Config) -> None:
+    learner, rank = config.learner, config.lora.rank
+    given = f"learner.quantised = {learner.quantised!r}"
+    if learner.quantised == "base" and not rank:
+        raise UserError(f"{given}, and lora.rank = 0 trains the whole model. Set lora.rank, or quantise the moments.")
+    if learner.quantised == "moments" and rank:
+        raise UserError(f"{given}, and an adapter's moments are small (lora.rank = {rank}). Leave it out.")
+    if learner.quantised != "none" and learner.ranks > 1:
+        raise UserError(
+            f"{given} with learner.ranks = {learner.ranks}: what is quantised is not cut over ranks. Set "
+            "learner.ranks = 1, or leave learner.quantised out: ranks share the weights and moments instead."
+        )
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -171,8 +202,10 @@ def check_together(config: Config) -> None:
     _check_deterministic(config)
     _check_logs(config)
     _check_centering(config)
+    _check_routes(config)
     _check_stop(config)
     _check_lora(config)
+    _check_quantised(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)

@@ -229,10 +229,20 @@ class LearnerConfig:
         Literal["grpo", "dr_grpo", "rloo"],
         _doc("Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean."),
     ] = "dr_grpo"
+    routing_replay: Annotated[
+        bool, _doc("Of a mixture of experts: train each token with the experts that sampled it. See docs/losses.md.")
+    ] = False
     tokens_per_microbatch: Annotated[
         Annotated[int, Meta(ge=1)] | Literal["auto"],
         _doc('Tokens in one forward and backward pass. "auto": as many as fit in memory; `echo2 plan` tells how many.'),
     ] = "auto"
+    quantised: Annotated[
+        Literal["none", "base", "moments"],
+        _doc(
+            "What the learner holds in few bits, with bitsandbytes: base: a frozen model under adapters, in 4 bits "
+            "(nf4), and workers receive the values that it then has. moments: AdamW's, in 8 bits. See docs/capacity.md."
+        ),
+    ] = "none"
     ranks: Annotated[
         int, _doc("Processes that share the model, one GPU each. Under torchrun: as many as it starts.", ge=1)
     ] = 1

@@ -117,9 +117,11 @@ def refuse_unknown_engine(name: str) -> None:
 class ServerPlace:
     """Where a token server is. `python`: of the environment that has its package (empty: this one); `arguments`: more
     of its own; `url`: of one that runs already, which then is not started. `directory` takes its model, socket and log;
-    None: a temporary one. The server sees it too: it reads weights from there."""
+    None: a temporary one. The server sees it too: it reads weights from there. `routes`: whether it is to return the
+    experts that a mixture chooses."""
 
     python: str = ""
     url: str = ""
     arguments: tuple[str, ...] = ()
     directory: Path | None = None
+    routes: bool = False

@@ -39,6 +39,15 @@ def require_torch() -> None:
         raise UserError(NO_TORCH)
 
 
+def require_bitsandbytes(setting: str) -> None:
+    """Raises UserError if bitsandbytes, which this setting needs, is not installed."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"{setting} computes with bitsandbytes, which is not installed here: pip install 'echo2[low-memory]', or "
+            "pip install --no-deps bitsandbytes where nothing else should change."
+        )
+
+
 def forbid_torch() -> None:
     """Make `import torch` fail in this process: it takes seconds and hundreds of megabytes. `transformers` reads
     tokenizers without torch; its notice about that is switched off.

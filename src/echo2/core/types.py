@@ -168,6 +168,8 @@ class Rollout:
                   if the run asks for them: the k most likely tokens of the distribution that each sampled token was
                   drawn from, row by row [loss_mask.count(1) * k], and their logprobs (float16, little-endian); k is at
                   most the vocabulary's size; else empty
+    routes        the experts that a mixture chose for each token that was read, as bytes (`transport/routes.py`); empty
+                  if nobody asked, or once they are packed in `RolloutGroup.routes`
     """
 
     tokens: array[int]
@@ -182,6 +184,7 @@ class Rollout:
     support_offsets: array[int] | None = None
     top_tokens: array[int] = field(default_factory=lambda: array("i"))
     top_logprobs: bytes = b""
+    routes: bytes = b""
 
     @property
     def oldest_version(self) -> int:
@@ -201,7 +204,8 @@ class RolloutGroup:
 
     `logged`: the rollouts come from a log and not from a policy of this run; their versions do not measure staleness.
     `by_harness`: a harness produced the rollouts, so prompt and rewards are the worker's unverified claims. This flag
-    is not stored: the head knows it from the configuration.
+    is not stored: the head knows it from the configuration. `routes`: those of all rollouts, packed
+    (`transport/routes.py`); empty: none.
     """
 
     group: GroupRef
@@ -214,6 +218,7 @@ class RolloutGroup:
     generate_seconds: float = 0.0
     logged: bool = False
     by_harness: bool = False
+    routes: bytes = b""
 
     @property
     def oldest_version(self) -> int:
@@ -258,7 +263,8 @@ class SamplingParams:
     """How tokens are drawn. `min_p`: the least probability of a token, as a share of the most likely token's. With
     `top_k` = 0, `top_p` = 1.0 and `min_p` = 0.0 the distribution is not narrowed. `temperature` = 0.0: greedy (eval
     only). `top_logprobs`: number of most likely tokens returned with each drawn token (only without narrowing).
-    `stop`: strings that end a rollout of one turn (`engines/tokenizer.py`).
+    `stop`: strings that end a rollout of one turn (`engines/tokenizer.py`). `routes`: whether the experts that a
+    mixture chooses are returned with the tokens, if the engine can.
     """
 
     temperature: float = 1.0
@@ -268,6 +274,7 @@ class SamplingParams:
     top_logprobs: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
+    routes: bool = False
 
     @property
     def is_narrow(self) -> bool:

@@ -27,7 +27,7 @@ from echo2.engines.adapter import Adapter, Linear, LowRank, RowAdapters, join
 from echo2.engines.architecture import Architecture, Rope, read_architecture
 from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
-from echo2.engines.engine import Engine
+from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.rows import Limits
 from echo2.engines.snapshot_tensors import computing_dtype
 from echo2.engines.torch_engine import Cache, TorchDecoder
@@ -163,7 +163,9 @@ class CompactModel:
     def _linear_maps(self) -> list[Linear]:
         return [self._head, *(one for at in self._layers for one in (at.qkv, at.out, at.gate_up, at.down))]
 
-    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> CompactCache:
+    def prefill(
+        self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
+    ) -> CompactCache:
         """See `Model.prefill`. Prompts are right-padded, and masks hide the padding."""
         arch, device = self._arch, self._embed_VD.device
         lengths = [len(prompt) for prompt in prompts]
@@ -221,7 +223,9 @@ class CompactModel:
 
         return self._run(self._embed_VD[tokens_RT], self._rotation(position_RT), attend)
 
-    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+    def extend(
+        self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
+    ) -> tuple[Cache, Iterator[Tensor]]:
         """See `Model.extend`."""
         if cache is None:
             arch = self._arch

@@ -51,6 +51,10 @@ class CompactCache:
         kv = self.kv[:, :, place : place + 1, :, :length].clone()
         return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
 
+    def routes(self, row: int, length: int) -> bytes:
+        """See `Cache.routes`. The models of this engine have no experts."""
+        return b""
+
     def select(self, rows: Tensor) -> CompactCache:
         """Keep these rows; they may repeat."""
         return self._gathered([(self, rows)])

@@ -40,6 +40,7 @@ class Conversation:
     support_offsets: array[int] = field(default_factory=lambda: array("i", [0]))
     top_tokens: array[int] = field(default_factory=lambda: array("i"))
     top_logprobs: bytearray = field(default_factory=bytearray)
+    routes: bytes = b""
     pending: array[int] = field(default_factory=lambda: array("i"))
     turns: int = 0
     reward: float = 0.0
@@ -62,6 +63,9 @@ class Conversation:
             self.support_tokens = (self.support_tokens or array("i")) + completion.support_tokens
         self.top_tokens += completion.top_tokens
         self.top_logprobs += completion.top_logprobs
+        # What a turn read again keeps the routes of the turn that drew the tokens.
+        is_whole = completion.routes and (self.routes or not self.turns)
+        self.routes = self.routes + completion.routes[len(self.routes) :] if is_whole else b""
         self.pending = array("i")
         self.turns += 1
 
@@ -76,6 +80,7 @@ class Conversation:
             self.support_offsets if self.support_tokens is not None else None,
             self.top_tokens,
             bytes(self.top_logprobs),
+            self.routes,
         )
 
     def rollout(self) -> Rollout:
@@ -92,6 +97,7 @@ class Conversation:
             support_offsets=self.support_offsets if self.support_tokens is not None else None,
             top_tokens=self.top_tokens,
             top_logprobs=bytes(self.top_logprobs),
+            routes=self.routes,
         )
 
 
@@ -102,6 +108,10 @@ class PrefillRequest:
     reads  the weights that drew the tokens, all in one turn: the first version reads the prompt and the tokens; token s
            of a later span (s, v) is drawn behind token s - 1, the first that v reads. Keys and values are kept.
     first  no distributions are wanted of the tokens before this one
+    routes the experts that a mixture is said to have chosen, of all these tokens but the last, which are read along
+           them; empty: none
+    is_routed
+           one byte a token: 1 where these weights are said to have chosen the experts, 0 where they choose again
     form   the weights are rounded to this form before they read (`forms.py`); empty: they read as they are
     """
 
@@ -112,7 +122,18 @@ class PrefillRequest:
     first: int = 0
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
+    routes: bytes = b""
+    is_routed: bytes = b""
     form: str = ""
+
+
+@dataclass(slots=True)
+class RouteCheck:
+    """Routes to judge, as in `PrefillRequest`, and the regret (`engines/routing.py`) of each token's that was read."""
+
+    given: bytes
+    is_given: bytes
+    regrets: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +147,7 @@ class Prefill:
     variances       of -logprob under the distribution, nats^2
     support_errors  probability by which the reported support is not what top-k and top-p leave
     bits            of the computing dtype: 32 or 16
+    regrets         of the request's routes, of all tokens that were read; infinite where they were not given
     """
 
     low: Floats
@@ -135,6 +157,7 @@ class Prefill:
     variances: Floats
     support_errors: Floats
     bits: int
+    regrets: Floats = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +196,7 @@ class Completion:
     support_offsets: array[int] | None = None
     top_tokens: array[int] = field(default_factory=lambda: array("i"))
     top_logprobs: bytes = b""
+    routes: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,12 @@ import inspect
 import json
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -29,10 +31,11 @@ from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
 from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.decode_loop import DecodeLoop
-from echo2.engines.engine import Engine
+from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.expert_adapters import adapt, stacked_maps
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
 from echo2.engines.model_values import transformers_config, values_of
+from echo2.engines.routing import LIVE, Recorded, routing_of
 from echo2.engines.rows import Limits
 from echo2.engines.snapshot_tensors import computing_dtype
 from echo2.engines.torch_engine import Cache, TorchDecoder
@@ -54,11 +57,13 @@ def make_engine(device: str, slots: int) -> Engine:
 
 
 class HfCache:
-    """transformers' own cache, and the mask of its columns. Padding (0) is on the left of each row."""
+    """transformers' own cache, the mask of its columns, and the experts that a mixture chose in them (None: they are
+    not recorded). Padding (0) is on the left of each row."""
 
-    def __init__(self, past: Any, mask_BT: Tensor) -> None:
+    def __init__(self, past: Any, mask_BT: Tensor, chosen: Recorded | None = None) -> None:
         self.past = past
         self.mask_BT = mask_BT
+        self.chosen = chosen
 
     @property
     def can_join(self) -> bool:
@@ -71,10 +76,15 @@ class HfCache:
     def copy(self, row: int, length: int) -> None:
         """See `Cache.copy`. Always None: the format of the layers' caches is not known here."""
 
+    def routes(self, row: int, length: int) -> bytes:
+        """See `Cache.routes`."""
+        return b"" if self.chosen is None else self.chosen.read(row, self.mask_BT[row] == 1, length)
+
     def select(self, rows: Tensor) -> HfCache:
         """Keep these rows; they may repeat."""
         self.past.reorder_cache(rows)
-        return HfCache(self.past, self.mask_BT[rows])
+        columns = self.mask_BT.shape[1]
+        return HfCache(self.past, self.mask_BT[rows], self.chosen and self.chosen.select(rows, columns, columns))
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> HfCache:
         """Append the rows of another cache, padded to one width."""
@@ -91,7 +101,20 @@ class HfCache:
                 number,
             )
         padded = [functional.pad(mask, (width - mask.shape[1], 0)) for mask in masks]
-        return HfCache(past, torch.cat(padded))
+        return HfCache(past, torch.cat(padded), self._chosen_beside(rows, other, other_rows, widths))
+
+    def _chosen_beside(
+        self, rows: Tensor, other: HfCache, other_rows: Tensor, widths: Sequence[int]
+    ) -> Recorded | None:
+        """Return what both caches recorded of these rows."""
+        known = self.chosen or other.chosen
+        if known is None:
+            return None
+        own, others = (
+            (part.chosen or known.nothing(*part.mask_BT.shape)).select(picked, width, max(widths))
+            for part, picked, width in ((self, rows, widths[0]), (other, other_rows, widths[1]))
+        )
+        return replace(own, ids_BTLk=torch.cat((own.ids_BTLk, others.ids_BTLk)))
 
 
 def _side_by_side(own: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor, widths: Sequence[int]) -> Tensor:
@@ -135,6 +158,7 @@ class HfModel:
                 adapt(part, partial(self._of_experts, *names))
         self._takes_positions = "position_ids" in takes
         self._is_recurrent = module._is_stateful and not self._takes_positions  # like Mamba: a step takes no mask
+        self._routing = routing_of(module)
 
     def adapted(self, adapter: Adapter) -> HfModel:
         """See `Model.adapted`. Forward hooks add the adapter's part to the outputs of the module's linear maps."""
@@ -162,7 +186,9 @@ class HfModel:
     def unpack(self) -> None:
         """See `Model.unpack`."""
 
-    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> HfCache:
+    def prefill(
+        self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
+    ) -> HfCache:
         """See `Model.prefill`. `known` is not used: `HfCache.copy` gives no caches. If all prompts are empty, one
         column of padding is read."""
         columns = max(1, *(len(prompt) for prompt in prompts))
@@ -172,6 +198,8 @@ class HfModel:
             tokens_RT[row, columns - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
             mask_RT[row, columns - len(prompt) :] = 1
         cache = HfCache(DynamicCache(config=self._module.config), mask_RT.to(self._device))
+        if keeps_routes and self._routing is not None:
+            cache.chosen = Recorded(self._routing.shape, cache.mask_BT).nothing(len(prompts), 0)
         self._forward(cache, tokens_RT.to(self._device))
         return cache
 
@@ -180,24 +208,42 @@ class HfModel:
         for sequence, first in zip(sequences, firsts, strict=True):
             yield from self.extend(None, sequence[:-1], first, most)[1]
 
-    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+    def extend(
+        self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
+    ) -> tuple[Cache, Iterator[Tensor]]:
         """See `Model.extend`."""
         if cache is None:
             mask_1T = torch.ones((1, 0), dtype=torch.long, device=self._device)
             cache = HfCache(DynamicCache(config=self._module.config), mask_1T)
         assert isinstance(cache, HfCache)
-        return cache, self._pieces(cache, tokens, first, most)
+        return cache, self._pieces(cache, tokens, first, most, routes)
 
-    def _pieces(self, cache: HfCache, tokens: array[int], first: int, most: int) -> Iterator[Tensor]:
+    def _pieces(
+        self, cache: HfCache, tokens: array[int], first: int, most: int, routes: RouteCheck | None
+    ) -> Iterator[Tensor]:
         """Read tokens into a cache of one row in consecutive pieces, which every model supports."""
         size = 1 if self._is_recurrent else max(most, PIECE_TOKENS)
         for start in range(0, len(tokens), size):
             piece_1T = torch.tensor([tokens[start : start + size]], dtype=torch.long, device=self._device)
             cache.mask_BT = functional.pad(cache.mask_BT, (0, piece_1T.shape[1]), value=1)
-            logits_1TV = self._all_logits(cache, piece_1T)
+            with nullcontext() if routes is None else self._judging(routes, cache, piece_1T.shape[1]):
+                logits_1TV = self._all_logits(cache, piece_1T)
             if start + piece_1T.shape[1] > first:
                 for tile_TV in logits_1TV[0, max(0, first - start) :].split(most):
                     yield tile_TV.float()
+
+    @contextmanager
+    def _judging(self, routes: RouteCheck, cache: HfCache, columns: int) -> Iterator[None]:
+        """Inside, the newest columns are read along these routes, which are judged."""
+        if self._routing is None:
+            raise PeerError("no_routes", "routes of a model that has none here")
+        start = cache.mask_BT.shape[1] - columns
+        given = self._routing.shape.read(routes.given)[start : start + columns].astype(np.int64)
+        given[np.frombuffer(routes.is_given, bool)[start : start + columns] == 0] = LIVE
+        given_NLk = torch.from_numpy(given).to(self._device)
+        with self._routing.replaying(given_NLk), self._routing.watching() as watched:
+            yield
+        routes.regrets += watched.regret_N.tolist()
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one token per row."""
@@ -219,8 +265,12 @@ class HfModel:
         inputs[self._cache_name] = cache.past
         if not self._is_recurrent or tokens_BT.shape == cache.mask_BT.shape:
             inputs["attention_mask"] = cache.mask_BT
-        output = self._module(input_ids=tokens_BT, use_cache=True, **inputs)
-        logits_BTV: Tensor = output.logits
+        if cache.chosen is None or self._routing is None:
+            logits_BTV: Tensor = self._module(input_ids=tokens_BT, use_cache=True, **inputs).logits
+            return logits_BTV
+        with self._routing.watching() as watched:
+            logits_BTV = self._module(input_ids=tokens_BT, use_cache=True, **inputs).logits
+        cache.chosen = cache.chosen.add(watched.ids_NLk)
         return logits_BTV
 
 

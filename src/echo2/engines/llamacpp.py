@@ -32,7 +32,7 @@ from echo2.engines.adapter import Adapter
 from echo2.engines.architecture import UnsupportedError, read_architecture
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
-from echo2.engines.engine import Engine, Prefill, PrefillRequest
+from echo2.engines.engine import Engine, Prefill, PrefillRequest, RouteCheck
 from echo2.engines.gguf_file import check_fits, write_adapter, write_model
 from echo2.engines.llamacpp_sequences import AdapterWeights, Sequences, Weights, library
 from echo2.engines.torch_engine import META, Cache, TorchDecoder
@@ -114,6 +114,10 @@ class LlamaCppCache:
         found = self._sequences.copy(self.rows[row], length)
         return None if found is None else LlamaCppCache(self._sequences, [found], self._token_bytes)
 
+    def routes(self, row: int, length: int) -> bytes:
+        """See `Cache.routes`. The models of this engine have no experts."""
+        return b""
+
     def select(self, rows: Tensor) -> LlamaCppCache:
         """See `Cache.select`."""
         return LlamaCppCache(self._sequences, self._taken(rows), self._token_bytes)
@@ -181,7 +185,9 @@ class LlamaCppModel:
     def unpack(self) -> None:
         """See `Model.unpack`."""
 
-    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> LlamaCppCache:
+    def prefill(
+        self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
+    ) -> LlamaCppCache:
         """See `Model.prefill`."""
         self._sequences.use(self._weights, self._adapter)
         rows, parts = list[int](), list["array[int]"]()
@@ -204,6 +210,8 @@ class LlamaCppModel:
         """See `LlamaCppDecoder.prefill`."""
         raise NotImplementedError
 
-    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+    def extend(
+        self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
+    ) -> tuple[Cache, Iterator[Tensor]]:
         """See `LlamaCppDecoder.prefill`."""
         raise NotImplementedError

@@ -40,6 +40,7 @@ from echo2.engines.engine import (
     Prefill,
     PrefillRequest,
     RequestFailure,
+    RouteCheck,
     SampleRequest,
     refuse_request,
 )
@@ -71,6 +72,9 @@ class Cache(Protocol):
 
     def copy(self, row: int, length: int) -> Cache | None:
         """Copy the first `length` columns of one row into a new cache; None: this kind of cache cannot be copied."""
+
+    def routes(self, row: int, length: int) -> bytes:
+        """Return the experts that were chosen for the first `length` tokens of a row; empty: not known of each."""
 
     def select(self, rows: Tensor) -> Cache:
         """Return the cache of these rows, which may repeat. This cache must not be used afterwards."""
@@ -120,9 +124,11 @@ class Model(Protocol):
     def unpack(self) -> None:
         """Drop that copy, and rounded ones, before the weights change."""
 
-    def prefill(self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = ()) -> Cache:
+    def prefill(
+        self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
+    ) -> Cache:
         """Read R sequences of tokens, any of which may be empty. `known`: for each sequence the cache of its first
-        tokens, which are not read again, or None."""
+        tokens, which are not read again, or None. `keeps_routes`: the cache records the experts of a mixture."""
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one more token per row into the cache (in place). Returns the logits [B, V] (float32) of the next."""
@@ -131,10 +137,13 @@ class Model(Protocol):
         """Read whole sequences, and yield logits (float32) sequence by sequence, in tiles of at most `most` tokens. A
         sequence gives the logits behind each of its tokens from place `first` on, except behind the last."""
 
-    def extend(self, cache: Cache | None, tokens: array[int], first: int, most: int) -> tuple[Cache, Iterator[Tensor]]:
+    def extend(
+        self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
+    ) -> tuple[Cache, Iterator[Tensor]]:
         """Read more tokens of one sequence into its cache (None: it has read none). Returns the cache, complete once
         the logits are taken, and the logits (float32) behind each of these tokens from place `first` on, in tiles of at
-        most `most` tokens. The cache may have been read by other models of this architecture."""
+        most `most` tokens. The cache may have been read by other models of this architecture. `routes`: of the whole
+        sequence, judged as far as it is read."""
 
 
 BuildModel = Callable[[Snapshot, torch.device], Model]
@@ -155,6 +164,7 @@ class TorchDecoder:
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
         self._kept: PrefixCache[Cache] | None = None
+        self._keeps_routes = False  # since a request asked for them
         # Rows from this number on were read with the policy of `_read_with` from their first token.
         self._read_with: SnapshotRef | None = None
         self._read_from = self._next_number = 0
@@ -272,11 +282,20 @@ class TorchDecoder:
         if self._cache is None:
             return []
         logits_BV = self._rows_model(model).step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
-        ended = self._rows.draw(logits_BV, ref.version)
+        ended = [(number, self._routed(number, one)) for number, one in self._rows.draw(logits_BV, ref.version)]
         self._keep(ended)
         if not len(self._rows.running):
             self._let_go()
         return ended
+
+    def _routed(self, number: int, completion: Completion) -> Completion:
+        """Return the completion of a row with its routes, if they were asked for."""
+        place = self._rows.place_of(number)
+        request = self._rows.requests[place]
+        if self._cache is None or not request.params.routes:
+            return completion
+        num_read = len(request.prompt_tokens) + len(completion.tokens) - 1
+        return replace(completion, routes=self._cache.routes(place, num_read))
 
     def _keep(self, ended: Sequence[tuple[int, Completion]]) -> None:
         """Keep the caches of ended rows for the next turns of their rollouts."""
@@ -317,15 +336,17 @@ class TorchDecoder:
         return [found[place] for place in range(len(requests))]
 
     def _prefill(self, ref: SnapshotRef, requests: Mapping[int, PrefillRequest]) -> dict[int, Prefill]:
-        """Requests of one version are read in one batch, those with swaps one by one."""
+        """Requests of one version are read in one batch, those with swaps or routes one by one."""
         found: dict[int, Prefill] = {}
         steady: dict[tuple[int, str], dict[int, PrefillRequest]] = {}
         for place, request in requests.items():
-            if len(request.reads) == 1:
+            if len(request.reads) == 1 and not request.routes:
                 steady.setdefault((request.reads[0][1], request.form), {})[place] = request
                 continue
             models = [self._held(replace(ref, version=version), request.form) for _, version in request.reads]
-            found[place] = measure(replay(models, request), request, _bits(models[0], request.form))
+            routes = RouteCheck(request.routes, request.is_routed) if request.routes else None
+            measured = measure(replay(models, request, routes), request, _bits(models[0], request.form))
+            found[place] = measured if routes is None else replace(measured, regrets=np.array(routes.regrets))
         for (version, form), of_version in steady.items():
             model = self._held(replace(ref, version=version), form)
             firsts = [len(one.prompt_tokens) - 1 + one.first for one in of_version.values()]
@@ -383,7 +404,9 @@ class TorchDecoder:
         for request in added.values():
             first_of.setdefault(request.prompt_tokens.tobytes(), request)
         known = [self._known(request) for request in first_of.values()]
-        fresh = model.prefill([request.prompt_tokens[:-1] for request in first_of.values()], known)
+        self._keeps_routes = self._keeps_routes or any(request.params.routes for request in added.values())
+        prompts = [request.prompt_tokens[:-1] for request in first_of.values()]
+        fresh = model.prefill(prompts, known, self._keeps_routes)
         place_of = {prompt: place for place, prompt in enumerate(first_of)}
         return fresh, [place_of[request.prompt_tokens.tobytes()] for request in added.values()]
 
@@ -395,15 +418,15 @@ class TorchDecoder:
         return torch.as_tensor(rows, dtype=torch.long).to(self._device)
 
 
-def replay(models: Sequence[Model], request: PrefillRequest) -> Iterator[Tensor]:
+def replay(models: Sequence[Model], request: PrefillRequest, routes: RouteCheck | None = None) -> Iterator[Tensor]:
     """Yield the logits [N, V] that the tokens of a request, from `first` on, were drawn from: each part of the sequence
-    is read by the model (one for each of `reads`) that read it when it was sampled."""
+    is read by the model (one for each of `reads`) that read it when it was sampled. `routes` are judged on the way."""
     sequence, behind = sequence_of(request), len(request.prompt_tokens) - 1
     starts = [0, *(behind + first for first, _ in request.reads[1:]), len(sequence) - 1]
     cache: Cache | None = None
     for model, start, stop in zip(models, starts, starts[1:], strict=False):
         first = max(0, behind + request.first - start)
-        cache, tiles = model.extend(cache, sequence[start:stop], first, _tile_tokens(model))
+        cache, tiles = model.extend(cache, sequence[start:stop], first, _tile_tokens(model), routes)
         yield from tiles
 
 

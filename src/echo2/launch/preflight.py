@@ -20,7 +20,7 @@ from echo2.config.rundir import check_directory, holds_run, read_json
 from echo2.config.values import LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
-from echo2.core.devices import this_machine
+from echo2.core.devices import require_bitsandbytes, this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
 from echo2.engines.architecture import read_architecture
@@ -38,6 +38,7 @@ from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
+from echo2.transport.limits import ROUTES_BYTES_MAX
 from echo2.weights.format.adapter_files import (
     BEGINNING_REMEDY,
     EXPERTS,
@@ -69,6 +70,8 @@ def check(config: Config, has_learner: bool = True) -> None:
     check_engine(config)
     check_machine(config)
     check_memory(config, has_learner)
+    if has_learner and config.learner.quantised != "none":
+        require_bitsandbytes(f"learner.quantised = {config.learner.quantised!r}")
     if not config.tasks.source:
         raise UserError(
             "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
@@ -406,7 +409,7 @@ def check_lora(config: Config) -> None:
 
 def check_trained(config: Config) -> None:
     """Check that the learner can build the policy of a run, and its adapter, as far as a local model directory tells.
-    Loads torch and transformers, which takes seconds; no weights are read.
+    Say what routes cost. Loads torch and transformers, which takes seconds; no weights are read.
 
     Raises:
         UserError: what the learner would say.
@@ -414,7 +417,13 @@ def check_trained(config: Config) -> None:
     if Path(config.model.path).is_dir():
         from echo2.learner.core.adapters import check_trained as check_policy
 
-        check_policy(config)
+        if (routes := check_policy(config)) is not None:
+            most = ROUTES_BYTES_MAX // routes.token_bytes
+            print(
+                f"note: learner.routing_replay: {routes.token_bytes} bytes per token that is read, prompts included, "
+                f"before compression; a group that reads more than {most:,} tokens goes without routes",
+                file=sys.stderr,
+            )
 
 
 def check_model_directory(where: Path, engine: str) -> None:

@@ -169,7 +169,11 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     resumed = client.resume(rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 
-    info = LearnerInfo(f"{mesh.size} x {policy.device}" if leads else str(policy.device), policy.vocab_size)
+    info = LearnerInfo(
+        f"{mesh.size} x {policy.device}" if leads else str(policy.device),
+        policy.vocab_size,
+        None if policy.routing is None else policy.routing.shape,
+    )
     base_model = policy.base.snapshot if isinstance(policy, Adapter) else None
     publisher = Publisher(rundir.path / "learner", base_model, share_of(mesh.rank, mesh.size))
     session = HeadSession(partial(_connected, rundir, ticket), client.version, info, publisher, others=others)

@@ -196,7 +196,7 @@ def load_model(rundir: RunDir, step: Step, device: str) -> tuple[Any, Any, Mappi
     config = rundir.read_config()
     source = checkpoint_directory(rundir, step)
     if (source / ADAPTER_CONFIG).is_file():
-        policy = load_merged(config.model.path, source, device)
+        policy = load_merged(config.model.path, source, device, config.learner.quantised == "base")
     else:
         with _whole(str(source)) as directory:
             policy = load_policy(directory, "float32", device)

@@ -136,6 +136,8 @@ def write_card(directory: Path, rundir: RunDir, step: int, dtype: str) -> None:
     kind = f"LoRA adapter of rank {rank}" if is_adapter else "whole model"
     if rank and not is_adapter:
         kind += f", an adapter of rank {rank} merged into its base"
+    if config.learner.quantised == "base":
+        kind += ", trained over the base in 4 bits (nf4)"
     facts = {
         "base model": f"[{base}](https://huggingface.co/{base})"
         if is_hub
@@ -228,7 +230,7 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
             large for `dtype`.
     """
     rundir = RunDir(directory)
-    source, base = checkpoint_directory(rundir, step), rundir.read_config().model.path
+    source, config = checkpoint_directory(rundir, step), rundir.read_config()
     if to.exists():
         raise UserError(f"{to} exists already. Choose another directory with --to.")
     is_adapter = (source / ADAPTER_CONFIG).is_file()
@@ -238,12 +240,12 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
     shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
     try:
         if is_merged:
-            _write_merged(base, source, partial, dtype)
+            _write_merged(config, source, partial, dtype)
         else:
             copy_model(source, partial, dtype)
         if is_adapter and not is_merged:
             values = parse_json((partial / ADAPTER_CONFIG).read_bytes())
-            text = json.dumps(values | {"base_model_name_or_path": base}, indent=2, sort_keys=True)
+            text = json.dumps(values | {"base_model_name_or_path": config.model.path}, indent=2, sort_keys=True)
             (partial / ADAPTER_CONFIG).write_text(text)
         partial.rename(to)
     except OSError as error:
@@ -254,12 +256,12 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
     return Export(str(to), int(source.name.removeprefix("step_")), kind, dtype or STORED_DTYPE, num_bytes(to))
 
 
-def _write_merged(base: str, adapter: Path, to: Path, dtype: str) -> None:
+def _write_merged(config: Config, adapter: Path, to: Path, dtype: str) -> None:
     from echo2.learner.core.adapters import load_merged  # imports torch, which a plain copy does not need
     from echo2.learner.core.model import DTYPES, with_dtype
     from echo2.learner.core.shard_files import cast
 
-    policy = load_merged(base, adapter, "cpu")
+    policy = load_merged(config.model.path, adapter, "cpu", config.learner.quantised == "base")
     for name, tensor in policy.held().items():
         cast(name, tensor, dtype)  # refuses what is too large
     to.mkdir(parents=True)

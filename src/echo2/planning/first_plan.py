@@ -10,8 +10,7 @@ from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.core.printable import duration
-from echo2.core.types import Hardware
-from echo2.learner.core.fitting import learner_need
+from echo2.learner.core.fitting import learner_need, machine_with
 from echo2.learner.core.model_size import SnapshotSize, model_shape
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB
 from echo2.learner.decide.model_shape import ModelShape
@@ -92,9 +91,7 @@ class FirstPlan:
                 "--run.max_steps 5 --out DIR`, then `echo2 plan CONFIG --from DIR`; or give --train-seconds."
             )
         config, (count, name, card) = self._config, self._learner
-        memory = int(card.memory_gb * GB)
-        hardware = Hardware(memory, (memory,) * count)
-        need = learner_need(config, self._shape(), hardware)
+        need = learner_need(config, self._shape(), machine_with(int(card.memory_gb * GB), count))
         work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
         rollouts = config.schedule.groups_per_step * config.sampling.group_size
         seconds = training_seconds(work, rollouts, card, count)
@@ -104,6 +101,8 @@ class FirstPlan:
             f"estimated within a factor of {SPREAD:g}: {count} x {name} use {share:.0%} of their arithmetic for "
             f"{tokens:.3g} tokens ({self._told_length()}); five steps of a run measure it"
         )
+        if need.microbatch.offloaded or config.learner.quantised != "none":
+            why += "; what is offloaded or decoded costs more"
         return seconds, Basis("T_train", duration(seconds), why, is_estimate=True)
 
     def offers(self, offers: Sequence[Offer]) -> tuple[tuple[Offer, ...], list[Basis]]:

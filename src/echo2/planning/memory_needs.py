@@ -59,7 +59,10 @@ def _learner_remedies(config: Config) -> str:
     adapter = ""
     if not config.lora.rank:
         ranks = 2 * config.learner.ranks
-        adapter = f"lora.rank = 16 (an adapter over a frozen model), learner.ranks = {ranks} (the model in shares), "
+        adapter = f"learner.ranks = {ranks} (the model in shares), lora.rank = 16 (an adapter over a frozen model), "
+    if config.learner.quantised == "none" and config.learner.ranks == 1:
+        what = '"base" (the frozen model in 4 bits)' if config.lora.rank else '"moments" (AdamW\'s, in 8 bits)'
+        adapter = f"learner.quantised = {what}, {adapter}"
     return f"Set {adapter}{fewer}{local}a lower sampling.max_tokens, or take a larger machine."
 
 
@@ -93,6 +96,7 @@ def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:
         ("sampling.groups_per_batch", _halves(config.sampling.groups_per_batch)),
         ("model.snapshot_dtype", ["bfloat16"] if config.model.snapshot_dtype != "bfloat16" else []),
         ("workers.count", [0] if config.workers.count else []),
+        ("learner.quantised", ["moments", "base"] if config.learner.quantised == "none" else []),
         ("learner.ranks", [config.learner.ranks << power for power in (1, 2, 3)]),
         ("lora.rank", [16] if not config.lora.rank else []),
         ("sampling.max_tokens", _halves(config.sampling.max_tokens)),
@@ -117,6 +121,8 @@ def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, A
             "available": learner.available,
             "tokens_per_microbatch": learner.microbatch.tokens,
             "checkpointing": learner.microbatch.checkpointing,
+            "offloaded": learner.microbatch.offloaded,
+            "host_bytes": learner.host,
         },
         "worker": {"parts": worker.parts, "bytes": worker.total},
     }
@@ -129,6 +135,8 @@ def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
     cut = f"micro-batches of {learner.microbatch.tokens} tokens, activations {how}"
     table.add_row("learner", f"[bold]{size(learner.total)}[/bold] of {size(learner.available)}: {_by_part(learner)}")
     table.add_row("", cut)
+    if offloaded := learner.microbatch.offloaded:
+        table.add_row("", f"{offloaded} in the machine's memory ({size(learner.host)} there): slower, the same result")
     table.add_row("worker", f"[bold]{size(worker.total)}[/bold]: {_by_part(worker)}")
     return table
 

@@ -19,12 +19,11 @@ from echo2.config.offers import Offer, load_offers
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
-from echo2.core.types import Hardware
 from echo2.engines.choice import chosen
 from echo2.head.fleet.machines import offers_for
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
-from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, worker_need
+from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, machine_with, worker_need
 from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
 from echo2.learner.decide.memory import GB
 from echo2.planning.first_plan import Basis, FirstPlan, Range, open_range, shortened, told_range, usual_delta_share
@@ -118,7 +117,7 @@ def _decide(
     given = options.learner_memory_gb or first.learner_memory_gb
     if shape is not None:
         share = None if given is None else int(given * GB)
-        hardware = this_machine() if share is None else Hardware(share, (share,) * config.learner.ranks)
+        hardware = this_machine() if share is None else machine_with(share, config.learner.ranks)
         offers, left_out = offers_that_fit(config, shape, inputs.offers)
         inputs = replace(inputs, offers=offers)
         sources += [Basis(f"without {name!r}", "a worker does not fit", told) for name, told in left_out.items()]

@@ -22,6 +22,7 @@ from echo2.rollouts.harness import HarnessEnvironment, as_group
 from echo2.rollouts.logged import read_log, without_rewards
 from echo2.rollouts.recorded import Played
 from echo2.rollouts.turns import Environment, Lockstep, play
+from echo2.transport.routes import packed
 
 #: Environments and harnesses by their name in `Assignment.environment`.
 Environments = Mapping[str, Environment | HarnessEnvironment]
@@ -76,7 +77,7 @@ async def sample_group(
     if before is None or installed is None or installed.history != before.history:
         detail = f"the group was sampled with {before}, and then with {installed}"
         return RequestFailure("snapshot_gone", detail)
-    return RolloutGroup(
+    group = RolloutGroup(
         group=lease.group,
         step=lease.step,
         lineage=before.lineage,
@@ -87,6 +88,7 @@ async def sample_group(
         logged=is_logged,
         by_harness=isinstance(environments.get(assignment.environment), HarnessEnvironment),
     )
+    return await asyncio.to_thread(packed, group) if assignment.params.routes else group
 
 
 async def _rollouts(
@@ -184,4 +186,5 @@ def _rollout(completion: Completion) -> Rollout:
         support_offsets=completion.support_offsets,
         top_tokens=completion.top_tokens,
         top_logprobs=completion.top_logprobs,
+        routes=completion.routes,
     )

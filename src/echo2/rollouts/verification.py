@@ -24,6 +24,7 @@ import numpy as np
 from echo2.core.types import Assignment, Rollout, RolloutGroup, SnapshotRef
 from echo2.engines.engine import Floats, Ints, Prefill, PrefillRequest, Spans
 from echo2.engines.random_streams import derived_seed, stream_keys, uniforms
+from echo2.transport.routes import unpacked
 
 #: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
 #: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
@@ -52,7 +53,8 @@ class PrefillEngine(Protocol):
 @dataclass(frozen=True, slots=True)
 class Tolerance:
     """Deviations allowed to an honest group. `interval`, `support`, and the typical ones: probability; `logprob` (of a
-    token) and `mean_logprob` (mean over a group): nats.
+    token) and `mean_logprob` (mean over a group): nats; `regret` (of a token's routes) and `mean_regret`: shares of the
+    distance between a router's own choice and any experts (`engines/routing.py`).
     """
 
     interval: float
@@ -61,10 +63,15 @@ class Tolerance:
     typical_support: float
     logprob: float
     mean_logprob: float
+    regret: float
+    mean_regret: float
 
 
 #: By bits of the computing dtype. Set by false-alarm rates (`make bench-hostile_sampling`, docs/security.md).
-TOLERANCES = {32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3), 16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1)}
+TOLERANCES = {
+    32: Tolerance(1e-3, 1e-6, 1e-3, 1e-5, 0.02, 1e-3, 0.01, 1e-4),
+    16: Tolerance(0.2, 1.5e-3, 0.15, 5e-3, 1.5, 0.1, 0.25, 0.03),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +90,7 @@ class Verdict:
     surprise        (sum of -logprob minus sum of entropies) in standard deviations
     variance        of that sum, nats^2
     fault           why the group was not drawn as its worker says; empty: it passes
+    worst_regret    largest regret of a token's routes; `mean_regret`: the mean
     """
 
     num_tokens: int
@@ -96,6 +104,8 @@ class Verdict:
     surprise: float
     variance: float
     fault: str
+    worst_regret: float = 0.0
+    mean_regret: float = 0.0
 
 
 async def check_group(
@@ -117,18 +127,22 @@ async def check_group(
         return verdict([], num_sampled, TOLERANCES[32])
     draws, is_from_stream = is_from_stream, is_from_stream and shows_turns(assignment)
     held = {one.version for one in engine.held if one.history == ref.history}
+    group = unpacked(group)
     readings = [list(readings_of(assignment, rollout, held)) for rollout in group.rollouts]
     requests = [replace(one.request, form=form) for of_rollout in readings for one in of_rollout]
     prefills = iter(await engine.prefill(ref, requests))
-    compared, bits = list[Comparison](), 32
+    compared, regrets, bits = list[Comparison](), list[Floats](), 32
     for sample, (rollout, of_rollout) in enumerate(zip(group.rollouts, readings, strict=True)):
-        numbers_T, parts = numbers_of(assignment, sample, rollout), list[Comparison]()
+        numbers_T, parts, of_routes = numbers_of(assignment, sample, rollout), list[Comparison](), list[Floats]()
         for reading, found in zip(of_rollout, prefills, strict=False):
             parts.append(compare(rollout, found, numbers_T, reading))
+            of_routes.append(found.regrets)
             bits = min(bits, found.bits)
         compared += nearest(of_rollout, parts)
+        regrets.append(regrets_of(of_routes))
     # A token server may compute in 16 bits even if the weights have 32.
-    return verdict(compared, num_sampled, TOLERANCES[bits if draws else 16], is_from_stream)
+    tolerance = TOLERANCES[bits if draws else 16]
+    return with_regrets(verdict(compared, num_sampled, tolerance, is_from_stream), np.concatenate(regrets), tolerance)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,14 +168,14 @@ def readings_of(assignment: Assignment, rollout: Rollout, held: Container[int]) 
         if len(reads) == 1:
             steady.setdefault(reads[0][1], []).append(places)
         elif reads:
-            yield Reading(_request(assignment, rollout, reads, start, stop), places)
+            yield Reading(_request(assignment, rollout, reads, places), places)
             ends = [*(first for first, _ in reads[2:]), stop]
             for (first, version), end in zip(() if shows_turns(assignment) else reads[1:], ends, strict=False):
                 steady.setdefault(version, []).append(places[(places >= first) & (places < end)])
     for version, turns in steady.items():
         places = np.concatenate(turns)
         if len(places):
-            yield Reading(_request(assignment, rollout, ((0, version),), int(places[0]), int(places[-1]) + 1), places)
+            yield Reading(_request(assignment, rollout, ((0, version),), places), places)
 
 
 def _reads(rollout: Rollout, start: int, stop: int, held: Container[int]) -> tuple[Spans, int]:
@@ -209,8 +223,17 @@ def turns_of(assignment: Assignment, rollout: Rollout) -> Iterator[tuple[int, in
         start = mask.find(1, stop)
 
 
-def _request(assignment: Assignment, rollout: Rollout, reads: Spans, first: int, stop: int) -> PrefillRequest:
-    offsets = rollout.support_offsets
+def _request(assignment: Assignment, rollout: Rollout, reads: Spans, places: Ints) -> PrefillRequest:
+    """Return the prefill that judges the tokens at these places. It reads along the routes of what was read to draw
+    them; tokens before a later turn were read again, and these weights choose again."""
+    first, stop = int(places[0]), int(places[-1]) + 1
+    offsets, behind = rollout.support_offsets, len(assignment.prompt_tokens) - 1
+    routes, is_routed = b"", b""
+    if rollout.routes:
+        token_bytes = len(rollout.routes) // (behind + len(rollout.tokens))
+        sampled = np.flatnonzero(np.frombuffer(rollout.loss_mask, dtype=np.uint8))
+        drawn_next = sampled[np.searchsorted(sampled, np.arange(-behind, stop))]
+        routes, is_routed = rollout.routes[: token_bytes * (behind + stop)], np.isin(drawn_next, places).tobytes()
     return PrefillRequest(
         assignment.prompt_tokens,
         rollout.tokens[:stop],
@@ -219,7 +242,31 @@ def _request(assignment: Assignment, rollout: Rollout, reads: Spans, first: int,
         first,
         None if offsets is None or rollout.support_tokens is None else rollout.support_tokens[: offsets[stop]],
         None if offsets is None else offsets[: stop + 1],
+        routes,
+        is_routed,
     )
+
+
+def regrets_of(found: Sequence[Floats]) -> Floats:
+    """Return the regret of each token's routes that was judged by a reading of a rollout; the least of several."""
+    least = np.full(max(map(len, found), default=0), np.inf)
+    for regrets in found:
+        least[: len(regrets)] = np.minimum(least[: len(regrets)], regrets)
+    judged: Floats = least[np.isfinite(least)]
+    return judged
+
+
+def with_regrets(verdict: Verdict, regrets: Floats, tolerance: Tolerance) -> Verdict:
+    """Return the verdict with that on the group's routes."""
+    if not len(regrets):
+        return verdict
+    worst, mean, fault = float(regrets.max()), float(regrets.mean()), verdict.fault
+    if worst > tolerance.regret or mean > tolerance.mean_regret:  # the logprobs along such routes say little
+        fault = (
+            f"its experts are not those that its weights choose: {mean:.3g} off on average and {worst:.3g} at worst, "
+            f"where any experts are about 1; {tolerance.mean_regret:g} and {tolerance.regret:g} are allowed"
+        )
+    return replace(verdict, fault=fault, worst_regret=worst, mean_regret=mean)
 
 
 @dataclass(frozen=True, slots=True)

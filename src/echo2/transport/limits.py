@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Protocol version of both ends; a peer with another version is refused at hello.
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 #: Size of one message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: Size of one message to a worker: a chunk, or a request for 4,096 chunks, with room to spare.
@@ -11,6 +11,9 @@ PEER_MESSAGE_BYTES_MAX = 2 << 20
 #: Calls and streams under way on one connection; more wait at the caller. gRPC holds at most 32 MiB of their unread
 #: bytes (`grpc_options.WINDOW_BYTES` each).
 CALLS_MAX = 128
+#: Expert ids of one group, before they are compressed; a larger group goes without. With the rollouts themselves they
+#: fit into a message, and the head unpacks and checks so many in half a second.
+ROUTES_BYTES_MAX = 48 << 20
 #: Rollouts that are written for people: groups of each step, and tokens of these groups one by one, an equal share of
 #: first tokens per rollout (some 250 KB of text).
 LOGGED_GROUPS = 4

@@ -73,6 +73,7 @@ def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> 
         worker_id=group.worker_id,
         generate_seconds=group.generate_seconds,
         logged=group.logged,
+        routes=group.routes,
         scores=_encode_scores([(one.reward or 0.0, one.reward_parts) for one in group.rollouts])
         if group.is_scored
         else (),
@@ -128,6 +129,7 @@ def parse_group(data: bytes) -> RolloutGroup:
         worker_id=message.worker_id,
         generate_seconds=message.generate_seconds,
         logged=message.logged,
+        routes=message.routes,
     )
 
 
@@ -141,6 +143,7 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
         lineage=group.lineage,
         rollouts=map(_encode_rollout, group.rollouts),
         generate_seconds=group.generate_seconds,
+        routes=group.routes,
     )
     for rollout in message.rollouts:
         rollout.ClearField("reward_parts")
@@ -175,6 +178,7 @@ def decode_delivery(
         rollouts=tuple(map(_rollout, message.rollouts)),
         worker_id=worker_id,
         generate_seconds=min(message.generate_seconds, seconds_max),
+        routes=message.routes,
     )
 
 
@@ -360,6 +364,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         min_p=params.min_p,
         stop=params.stop,
         top_logprobs=params.top_logprobs,
+        routes=params.routes,
         max_tokens=params.max_tokens,
         environment=assignment.environment,
         max_turns=assignment.max_turns,
@@ -400,7 +405,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     are_bounded = len(message.stop) <= STOP_STRINGS_MAX and all(0 < len(one) <= STOP_CHARS_MAX for one in message.stop)
     _require(are_bounded, "too many stop strings, or one that is empty or too long")
     drawn = message.temperature, message.top_p, message.top_k, message.max_tokens
-    params = SamplingParams(*drawn, message.top_logprobs, message.min_p, tuple(message.stop))
+    params = SamplingParams(*drawn, message.top_logprobs, message.min_p, tuple(message.stop), message.routes)
     return Assignment(
         lease,
         _token_ids("prompt_tokens", message.prompt_tokens),

@@ -77,7 +77,7 @@ class Score(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RolloutGroup(_message.Message):
-    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores")
+    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores", "routes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class RolloutGroup(_message.Message):
     LOGGED_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     number: int
     step: int
@@ -102,10 +103,21 @@ class RolloutGroup(_message.Message):
     logged: bool
     policy: str
     scores: _containers.RepeatedCompositeFieldContainer[Score]
-    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ...) -> None: ...
+    routes: bytes
+    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., routes: _Optional[bytes] = ...) -> None: ...
+
+class RouteShape(_message.Message):
+    __slots__ = ("layers", "chosen", "experts")
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    CHOSEN_FIELD_NUMBER: _ClassVar[int]
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    layers: int
+    chosen: int
+    experts: int
+    def __init__(self, layers: _Optional[int] = ..., chosen: _Optional[int] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs", "min_p", "stop")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs", "min_p", "stop", "routes")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -130,6 +142,7 @@ class Lease(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -154,7 +167,8 @@ class Lease(_message.Message):
     top_logprobs: int
     min_p: float
     stop: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ...) -> None: ...
+    routes: bool
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., routes: _Optional[bool] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
     __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots", "servers")
@@ -297,7 +311,7 @@ class RevokedPeers(_message.Message):
     def __init__(self, peer_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RunSettings(_message.Message):
-    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic", "chat_template_args", "server")
+    __slots__ = ("run_id", "heartbeat_seconds", "swap", "slots", "engine", "deterministic", "chat_template_args", "server", "routes")
     RUN_ID_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SWAP_FIELD_NUMBER: _ClassVar[int]
@@ -306,6 +320,7 @@ class RunSettings(_message.Message):
     DETERMINISTIC_FIELD_NUMBER: _ClassVar[int]
     CHAT_TEMPLATE_ARGS_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     run_id: str
     heartbeat_seconds: float
     swap: str
@@ -314,7 +329,8 @@ class RunSettings(_message.Message):
     deterministic: bool
     chat_template_args: str
     server: str
-    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ..., chat_template_args: _Optional[str] = ..., server: _Optional[str] = ...) -> None: ...
+    routes: bool
+    def __init__(self, run_id: _Optional[str] = ..., heartbeat_seconds: _Optional[float] = ..., swap: _Optional[str] = ..., slots: _Optional[int] = ..., engine: _Optional[str] = ..., deterministic: _Optional[bool] = ..., chat_template_args: _Optional[str] = ..., server: _Optional[str] = ..., routes: _Optional[bool] = ...) -> None: ...
 
 class LeaseBatch(_message.Message):
     __slots__ = ("leases",)
@@ -391,7 +407,7 @@ class SampleAnswers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "lineage", "generate_seconds", "policy", "prompt_tokens", "rewards", "rollouts")
+    __slots__ = ("lease_id", "kind", "number", "lineage", "generate_seconds", "policy", "prompt_tokens", "rewards", "rollouts", "routes")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +417,7 @@ class Delivery(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -410,7 +427,8 @@ class Delivery(_message.Message):
     prompt_tokens: bytes
     rewards: _containers.RepeatedScalarFieldContainer[float]
     rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ...) -> None: ...
+    routes: bytes
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., routes: _Optional[bytes] = ...) -> None: ...
 
 class DeliveryReply(_message.Message):
     __slots__ = ("accepted", "reason")
@@ -499,7 +517,7 @@ class ProbeRequest(_message.Message):
     def __init__(self, num_bytes: _Optional[int] = ...) -> None: ...
 
 class LearnerHello(_message.Message):
-    __slots__ = ("protocol", "version", "pid", "host", "device", "vocab_size", "policy", "epoch")
+    __slots__ = ("protocol", "version", "pid", "host", "device", "vocab_size", "policy", "epoch", "routes")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -508,6 +526,7 @@ class LearnerHello(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
+    ROUTES_FIELD_NUMBER: _ClassVar[int]
     protocol: int
     version: int
     pid: int
@@ -516,7 +535,8 @@ class LearnerHello(_message.Message):
     vocab_size: int
     policy: str
     epoch: int
-    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., policy: _Optional[str] = ..., epoch: _Optional[int] = ...) -> None: ...
+    routes: RouteShape
+    def __init__(self, protocol: _Optional[int] = ..., version: _Optional[int] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., device: _Optional[str] = ..., vocab_size: _Optional[int] = ..., policy: _Optional[str] = ..., epoch: _Optional[int] = ..., routes: _Optional[_Union[RouteShape, _Mapping]] = ...) -> None: ...
 
 class LearnerWelcome(_message.Message):
     __slots__ = ("lineage", "max_steps", "published", "epoch", "stop", "base_models")

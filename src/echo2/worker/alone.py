@@ -56,7 +56,7 @@ def load_engine(config: configuration.Config, model: str, slots: int) -> tuple[E
     choice = local_engine(config, model)
     device = "cpu" if choice.name in SERVERS else "auto"  # a server takes most of a GPU
     if (Path(model) / ADAPTER_CONFIG).is_file():
-        policy = load_merged(config.model.path, Path(model), device)
+        policy = load_merged(config.model.path, Path(model), device, config.learner.quantised == "base")
     else:
         policy = load_policy(model, "float32", device)
     tensors = policy.tensors(DTYPES[config.model.snapshot_dtype])

@@ -262,7 +262,7 @@ class WorkerProcess:
                 log.info("engine %s: it is installed, and there is a GPU for it alone", name)
             slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
             self._template_arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
-            make = partial(make_engine, name, self._options.device, slots, self._server_place(name))
+            make = partial(make_engine, name, self._options.device, slots, self._server_place(name, settings.routes))
             self._engine = await asyncio.to_thread(make)  # importing torch takes seconds
             self._background.spawn(asyncio.to_thread(prepare_tokenizers))  # while the first weights come
             self._sampler = LeaseSampler(
@@ -275,7 +275,7 @@ class WorkerProcess:
         self._weights.node.connected()
         self._dispatch(ev.Connected())
 
-    def _server_place(self, engine: str) -> ServerPlace:
+    def _server_place(self, engine: str, routes: bool) -> ServerPlace:
         """Return where the token server is. Raises UserError if the owner gave such options and the engine has none."""
         options = self._options
         given = options.engine_python, options.engine_url, options.engine_args
@@ -283,7 +283,7 @@ class WorkerProcess:
             raise UserError(f"--engine-python, --engine-url and --engine-args do not apply to the engine {engine!r}.")
         python = options.engine_python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
         return ServerPlace(
-            python, options.engine_url, tuple(shlex.split(options.engine_args)), self._directory / "engine"
+            python, options.engine_url, tuple(shlex.split(options.engine_args)), self._directory / "engine", routes
         )
 
     def _obey(self, order: wire.Order) -> None:

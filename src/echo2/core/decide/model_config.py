@@ -43,6 +43,30 @@ def has_two_ropes(config: Mapping[str, Any]) -> bool:
     return any(isinstance(length, int) for length in _ends_of_short_ropes(text_part(config)))
 
 
+def num_experts(values: Mapping[str, Any]) -> int:
+    """Return the number of experts in a mixture's layers; 0: the model is dense."""
+    found = (values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    return next((int(count) for count in found if count), 0)
+
+
+def num_chosen(values: Mapping[str, Any]) -> int:
+    """Return how many experts a router chooses for a token; 0: not given."""
+    return int(values.get("num_experts_per_tok") or values.get("top_k_experts") or 0)
+
+
+def is_sparse(values: Mapping[str, Any], number: int) -> bool:
+    """Whether the layer of this number has a mixture of experts, or is one."""
+    if not num_experts(values) or values.get("enable_moe_block") is False:
+        return False
+    if values.get("model_type") == "nemotron_h":  # each layer is one part
+        return list(values.get("layers_block_type") or values.get("layer_types") or ())[number : number + 1] == ["moe"]
+    if number < int(values.get("first_k_dense_replace") or values.get("num_dense_layers") or 0):
+        return False
+    if number in (values.get("mlp_only_layers") or ()):
+        return False
+    return (number + 1) % int(values.get("decoder_sparse_step") or 1) == 0
+
+
 def _ends_of_short_ropes(config: Mapping[str, Any]) -> Iterator[Any]:
     """Yield where the first set of frequencies ends, for each LongRoPE: layers of one type may share one."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling")

@@ -5,6 +5,8 @@ Answers are bounded; errors tell a server that is gone from one that refuses.
 
 from __future__ import annotations
 
+import binascii
+import io
 import itertools
 import json
 import logging
@@ -17,10 +19,12 @@ from typing import Any, TypeVar
 
 import httpx2
 import msgspec
+import numpy as np
 
 from echo2.core.errors import LinkError, PeerError
 from echo2.engines.engine import Completion, SampleRequest
 from echo2.transport.limits import LOGPROB_MIN, LOGPROB_SLACK, SUPPORT_WIDTH_MAX
+from echo2.transport.routes import RouteShape, why_impossible
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
 
@@ -89,9 +93,24 @@ class ServerLink:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """The routes of a mixture. `places`: its layers with a router, among all `num_layers`; `shape`: of their routes."""
+
+    shape: RouteShape
+    places: tuple[int, ...]
+    num_layers: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Largest size of a token's routes in an answer, base64."""
+        return 2 * self.num_layers * self.shape.chosen * self.shape.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
 class Served:
     """The facts about the served model that requests carry and answers are checked against. `label`: the server's name
-    of the newest weights; `versions`: policy versions of these and earlier weights, by label."""
+    of the newest weights; `versions`: policy versions of these and earlier weights, by label; `routes`: of a mixture.
+    """
 
     label: str
     is_adapter: bool
@@ -99,18 +118,21 @@ class Served:
     max_positions: int
     end_tokens: frozenset[int]
     versions: Mapping[str, int]
+    routes: RoutedLayers | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A server's answer: T tokens, their logprobs, spans (first token, label of the weights), the support of each token
-    (None: not reported), and the likely tokens of each with their logprobs, descending (None: not requested)."""
+    (None: not reported), the likely tokens of each with their logprobs, descending (None: not requested), and the
+    experts of each token that was read: an .npy file [prompt + T - 1, layers, chosen], base64 (None: not reported)."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[tuple[int, str]]
     supports: Sequence[Sequence[int]] | None = None
     tops: Sequence[Sequence[tuple[int, float]]] | None = None
+    routes: str | None = None
 
 
 def decode(data: bytes, kind: type[T]) -> T:
@@ -161,7 +183,32 @@ def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Compl
         support_offsets=offsets,
         top_tokens=top_tokens,
         top_logprobs=top_logprobs,
+        routes=_routes(drawn, request, served),
     )
+
+
+def _routes(drawn: Drawn, request: SampleRequest, served: Served) -> bytes:
+    """Return the routes that were asked for; empty if the server has none, as after it gave up a part of its cache."""
+    routed = served.routes
+    if not request.params.routes or drawn.routes is None or routed is None:
+        return b""
+    num_read, shape = len(request.prompt_tokens) + len(drawn.tokens) - 1, routed.shape
+    try:
+        file = io.BytesIO(binascii.a2b_base64(drawn.routes))
+        np.lib.format.read_magic(file)
+        size, _, dtype = np.lib.format.read_array_header_1_0(file)
+        ids = np.frombuffer(file.read(), dtype).reshape(size)
+    except ValueError as error:
+        raise PeerError("bad_answer", f"the token server's answer: its experts are no .npy file: {error}") from error
+    # Dense layers may have a place, too.
+    places = {routed.num_layers: list(routed.places), shape.layers: list(range(shape.layers))}
+    is_fit = ids.ndim == 3 and dtype.kind in "iu" and ids.shape[1] in places
+    is_fit = is_fit and (ids.shape[0], ids.shape[2]) == (num_read, shape.chosen)
+    _require(is_fit, f"experts {ids.dtype} {ids.shape}, and {num_read} tokens with {shape} were read")
+    chosen = ids[:, places[ids.shape[1]]]
+    problem = why_impossible(chosen, shape.experts) or ("a negative expert" if chosen.min() < 0 else "")
+    _require(not problem, problem)
+    return chosen.astype(shape.dtype).tobytes()
 
 
 def _spans(drawn: Drawn, served: Served) -> tuple[tuple[int, int], ...]:

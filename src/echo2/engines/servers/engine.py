@@ -177,6 +177,7 @@ class ServerEngine:
             model.max_positions,
             frozenset(model.end_tokens),
             self._versions,
+            model.routes,
         )
         return await self._server.sample(request, served)
 

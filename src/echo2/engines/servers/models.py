@@ -16,11 +16,13 @@ from typing import Any
 
 import numpy as np
 
-from echo2.core.decide.model_config import context_length, has_two_ropes
+from echo2.core.decide.model_config import context_length, has_two_ropes, is_sparse, num_chosen, num_experts
 from echo2.core.documents import safetensors_pieces
 from echo2.core.errors import PeerError, UserError, write_failed
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 from echo2.engines.model_values import read_text_values
+from echo2.engines.servers.answers import RoutedLayers
+from echo2.transport.routes import RouteShape
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.format.snapshot_files import end_tokens, read_config, read_factors
 
@@ -53,6 +55,17 @@ class ServedModel:
     end_tokens: tuple[int, ...]
     config: bytes
     shapes: Shapes
+
+    @property
+    def routes(self) -> RoutedLayers | None:
+        """The layers of a mixture that have a router; None: a dense model, or one that does not say which they are."""
+        values = read_text_values({"config.json": self.config})
+        experts, chosen = num_experts(values), num_chosen(values)
+        num_layers = int(values.get("num_hidden_layers") or 0)
+        places = tuple(number for number in range(num_layers) if is_sparse(values, number))
+        if not places or not 0 < chosen < experts:
+            return None
+        return RoutedLayers(RouteShape(len(places), chosen, experts), places, num_layers)
 
     @property
     def has_two_ropes(self) -> bool:

@@ -89,6 +89,7 @@ class _Choice(msgspec.Struct):
     weight_versions: list[_Span]
     finish_reason: str | None = None
     sampling_mask: list[list[int]] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -182,6 +183,8 @@ class VllmServer:
         }
         room = room_of(request, served)
         bytes_max = TOKEN_BYTES * (room + 8) + CANDIDATE_BYTES * room * (num_candidates + width_of(request, served))
+        if request.params.routes and served.routes is not None:
+            bytes_max += served.routes.token_bytes * (len(request.prompt_tokens) + room)
         try:
             answer = decode(await self._running().call("/inference/v1/generate", body, None, bytes_max), _Answer)
         except LinkError:
@@ -247,6 +250,7 @@ class VllmServer:
             *("--generation-config", "vllm", "--dtype", model.dtype, "--max-num-seqs", str(self._slots)),
             *(("--max-model-len", str(model.max_positions)) if model.has_two_ropes else ()),
             *(("--return-sampling-mask",) if self._on_gpu else ("--enforce-eager",)),
+            *(("--enable-return-routed-experts",) if self._place.routes and model.routes is not None else ()),
             *(("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)) if model.adapter else ()),
             *(("--enable-mixed-moe-lora-format",) if model.adapts_experts else ()),
             *self._place.arguments,
@@ -346,4 +350,5 @@ def _drawn(choice: _Choice, request: SampleRequest, num_candidates: int) -> Draw
         [(span.start, span.version) for span in choice.weight_versions],
         supports,
         tops,
+        choice.routed_experts,
     )

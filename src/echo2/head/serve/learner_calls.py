@@ -22,6 +22,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.codecs import decode_logprobs
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.routes import decode_shape
 from echo2.weights.format.manifest import HASH_BYTES, Manifest
 
 
@@ -50,7 +51,8 @@ class LearnerCalls:
             )
         _raise_over(head)
         _raise_refused(head.events.dispatch(ev.LearnerJoined(hello.version)))
-        head.deliveries.learn_vocabulary(hello.vocab_size)
+        routes = decode_shape(hello.routes) if hello.HasField("routes") else None
+        head.deliveries.learn_sizes(hello.vocab_size, routes)
         epoch = head.ledger.get_meta("learner_epoch", 0) + 1
         head.ledger.set_meta("learner_epoch", epoch)
         learner = LearnerConnection(epoch, printable(hello.host), hello.pid, printable(hello.device, 50))

@@ -7,8 +7,9 @@ processes compute the rewards.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 from echo2.config import Config
 from echo2.core.clock import Clock
@@ -32,6 +33,7 @@ from echo2.transport.codecs import check_top
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
 from echo2.transport.messages import encode_scores, parse_group, with_scores
+from echo2.transport.routes import RouteShape, check_routes
 
 #: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
 FEED_BYTES = 8 << 20
@@ -78,7 +80,8 @@ class Scoring:
 
 class Deliveries:
     """Reads and checks what workers deliver. `vocab_size`: None only before the first learner, when no group is leased.
-    Where the head can play the environment again, the `EnvironmentReplay` does.
+    `routes`: the shape of those that the learner replays; None: it replays none. Where the head can play the
+    environment again, the `EnvironmentReplay` does.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class Deliveries:
         walked = config.tasks.environment and not is_harness(config.tasks.environment)
         self._replay = EnvironmentReplay(config.tasks.environment) if walked else None
         self.vocab_size: int | None = ledger.get_meta("vocab_size")
+        known = ledger.get_meta("routes") if config.learner.routing_replay else None
+        self.routes = RouteShape(*known) if known else None
 
     @property
     def are_replayed(self) -> bool:
@@ -107,11 +112,14 @@ class Deliveries:
         """Return the event with the seconds that the replay took."""
         return event if self._replay is None else self._replay.timed(event)
 
-    def learn_vocabulary(self, vocab_size: int) -> None:
-        """Keep the size of the vocabulary, which the learner knows."""
+    def learn_sizes(self, vocab_size: int, routes: RouteShape | None) -> None:
+        """Keep the sizes of the model, which the learner knows."""
         if self.vocab_size != vocab_size:
             self.vocab_size = vocab_size
             self._ledger.set_meta("vocab_size", vocab_size)
+        if self.routes != routes:
+            self.routes = routes
+            self._ledger.set_meta("routes", None if routes is None else astuple(routes))
 
     async def load(self, files: Mapping[str, bytes]) -> None:
         """Load the tokenizer from a snapshot's files. Raises as `RunTokenizer.load`."""
@@ -151,6 +159,7 @@ class Deliveries:
             messages.check_support(group, params, self.vocab_size)
             messages.check_vocabulary(group, self.vocab_size)
             check_top(group, params.top_logprobs, self.vocab_size)
+        group = await self._with_routes(group, params.routes)
         if LOGGED_ROLLOUTS in task.columns:
             group = self._as_logged(task, group, params.max_tokens)
         elif self._replay is not None:
@@ -190,6 +199,19 @@ class Deliveries:
             logged=group.logged,
             is_own=member.is_own,
         )
+
+    async def _with_routes(self, group: RolloutGroup, are_asked: bool) -> RolloutGroup:
+        """Return the group with its routes checked, beside the event loop: up to half a second of work. Without them,
+        if the learner replays none.
+
+        Raises:
+            PeerError: "malformed" or "oversized".
+        """
+        if are_asked and self.routes is None:
+            return replace(group, routes=b"")
+        if group.routes:
+            await asyncio.to_thread(check_routes, group, self.routes if are_asked else None)
+        return group
 
     def _as_logged(self, task: Task, group: RolloutGroup, max_tokens: int) -> RolloutGroup:
         """Return the group with the rollouts that the head itself reads from the task's log.

@@ -142,6 +142,7 @@ class Service:
             server=server,
             deterministic=config.run.deterministic,
             chat_template_args=json.dumps(config.model.chat_template_args),
+            routes=config.learner.routing_replay,
         )
 
     def _connection(self, peer: Peer) -> WorkerConnection:

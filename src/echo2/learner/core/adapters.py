@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,18 +22,21 @@ from torch import Tensor, nn
 
 from echo2.config.rules import Config
 from echo2.config.sections import LoraConfig
-from echo2.core.devices import pick_device
+from echo2.core.devices import pick_device, require_bitsandbytes
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
-from echo2.core.types import Snapshot, SnapshotRef
+from echo2.core.types import Snapshot, SnapshotRef, StoredTensor
 from echo2.engines.adapter import DOWN, PREFIX, UP, stacked
 from echo2.engines.expert_adapters import stacked_maps
 from echo2.engines.hub_layout import TensorPart, whole_place
+from echo2.engines.routing import Routing
 from echo2.learner.core.expert_factors import ExpertFactors
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.model import Policy, load_policy, outline_policy
+from echo2.learner.core.model import Policy, load_policy, outline_policy, stored
+from echo2.learner.core.quantised import Nf4Linear, layers_in_4_bits, num_weights, round_to_nf4
 from echo2.learner.core.shard_files import open_tensors
 from echo2.learner.core.state import load_weights
+from echo2.transport.routes import RouteShape
 from echo2.weights.format.adapter_files import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -158,6 +161,10 @@ class BaseModel:
                 sizes[name] = parameter.numel()
                 if not name.endswith(ends) and id(parameter) not in adapted:
                     left[name] = parameter.numel()
+        for name, layer in layers_in_4_bits(module).items():
+            sizes[f"{name}.weight"] = 2 * layer.packed.numel()
+            if not f"{name}.weight".endswith(ends):
+                left[f"{name}.weight"] = 2 * layer.packed.numel()
         share = sum(left.values()) / sum(sizes.values())
         if share > LEFT_SHARE:
             kinds = sorted({name.rpartition(".layers.")[2].partition(".")[2] for name in left})
@@ -301,11 +308,12 @@ class _Alone(Policy):
 
 
 def load_base(
-    path: str, device: str, mesh: Mesh | None = None, dtype: Literal["stored", "bfloat16"] = "stored"
+    path: str, device: str, mesh: Mesh | None = None, dtype: Literal["stored", "bfloat16", "nf4"] = "stored"
 ) -> BaseModel:
-    """Load the model of a directory or hub id, as it is stored or rounded to bfloat16. Learner and workers have the
-    same weights: on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there. `mesh`:
-    the ranks that the model is cut over.
+    """Load the model of a directory or hub id, as it is stored, rounded to bfloat16, or with its linear layers in nf4
+    and the rest in bfloat16. Learner and workers have the same weights: those of nf4 are published as the bfloat16 that
+    they stand for; on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there.
+    `mesh`: the ranks that the model is cut over.
 
     Raises:
         UserError: the model or the device is not usable.
@@ -313,18 +321,43 @@ def load_base(
     directory = find_model(path)
     snapshot = read_base_model(directory)
     largest = max((tensor.num_bytes, tensor.dtype) for tensor in snapshot.tensors.values())[1]
-    is_rounded = dtype == "bfloat16" and "F32" in {tensor.dtype for tensor in snapshot.tensors.values()}
+    is_rounded = dtype != "stored" and "F32" in {tensor.dtype for tensor in snapshot.tensors.values()}
     is_half, on_cpu = is_rounded or largest in ("BF16", "F16"), pick_device(device).type == "cpu"
     held = "float32" if is_half and on_cpu else "bfloat16" if is_half and is_rounded else "stored"
-    policy = load_policy(str(directory), held, device, mesh)
-    if is_rounded:
-        snapshot = rounded(snapshot, policy.layout.kept)
+    policy = load_policy(str(directory), held, device, mesh, in_4_bits=dtype == "nf4")
+    decoded = _decoded(policy)
+    if is_rounded or decoded:
+        snapshot = rounded(snapshot, policy.layout.kept, decoded)
     if is_rounded and held != "bfloat16":
-        kept = {policy.layout.places[name].name for name in policy.layout.kept}
-        for name, tensor in policy.held().items():
-            if name not in kept and tensor.dtype == torch.float32:
-                tensor.copy_(tensor.to(torch.bfloat16))
+        _round_to_bfloat16(policy)
     return BaseModel(policy, snapshot)
+
+
+def _round_to_bfloat16(policy: Policy) -> None:
+    kept = {policy.layout.places[name].name for name in policy.layout.kept}
+    for name, tensor in policy.held().items():
+        if name not in kept and tensor.dtype == torch.float32:
+            tensor.copy_(tensor.to(torch.bfloat16))
+
+
+def _decoded(policy: Policy) -> dict[str, StoredTensor]:
+    """Return the tensors that a model in 4 bits computes with, by stored name; read, they are decoded."""
+    layers, found = layers_in_4_bits(policy.module), dict[str, StoredTensor]()
+    for key, place in policy.places().items():
+        if (layer := layers.get(place.name.removesuffix(".weight"))) is not None and place.name.endswith(".weight"):
+            num_bytes = math.prod(place.shape) * torch.bfloat16.itemsize
+            found[key] = StoredTensor("BF16", place.shape, num_bytes, partial(_read_decoded, layer, place))
+    experts = sum(parameter.numel() for parameter in policy.module.parameters() if parameter.dim() > 2)
+    if layers and experts > LEFT_SHARE * num_weights(policy.module):
+        log.warning(
+            "learner.quantised: experts stay in 16 bits, %.0f %% of this model's weights",
+            100 * experts / num_weights(policy.module),
+        )
+    return found
+
+
+def _read_decoded(layer: Nf4Linear, place: TensorPart, start: int, stop: int) -> bytes | memoryview:
+    return stored(place.of(layer.weight)).read(start, stop)
 
 
 def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Policy:
@@ -336,29 +369,38 @@ def load_trained(config: Config, device: str, mesh: Mesh | None = None) -> Polic
     """
     if not config.lora.rank:
         return load_policy(config.model.path, "float32", device, mesh)
-    dtype: Literal["stored", "bfloat16"] = "bfloat16" if config.model.snapshot_dtype == "bfloat16" else "stored"
+    dtype: Literal["stored", "bfloat16", "nf4"] = "stored"
+    if config.learner.quantised == "base":
+        require_bitsandbytes("learner.quantised = 'base'")
+        dtype = "nf4"
+    elif config.model.snapshot_dtype == "bfloat16":
+        dtype = "bfloat16"
     adapter = load_base(config.model.path, device, mesh, dtype).adapter(config.lora, config.run.seed)
     if config.lora.path:
         adapter.begin_with(Path(config.lora.path))
     return adapter
 
 
-def check_trained(config: Config) -> None:
+def check_trained(config: Config) -> RouteShape | None:
     """Check that the policy of a run can be built, as far as a local model directory tells without reading weights.
+    Return the shape of the routes that it replays, if it replays any.
 
     Raises:
         UserError: as `load_trained`.
     """
     policy = outline_policy(config.model.path)
+    routes = Routing(policy.module).shape if config.learner.routing_replay else None
     if config.lora.rank:
         base = BaseModel(policy, Snapshot(SnapshotRef("", 0, 0), {}, policy.files))
         adapter = base.adapter(config.lora, config.run.seed)
         if config.lora.path:
             check_same_settings(adapter.files[ADAPTER_CONFIG], Path(config.lora.path), BEGINNING_REMEDY)
+    return routes
 
 
-def load_merged(base: str, adapter: Path, device: str) -> Policy:
-    """Return the model `base` in float32, with the adapter in the directory `adapter` merged into it.
+def load_merged(base: str, adapter: Path, device: str, in_4_bits: bool = False) -> Policy:
+    """Return the model `base` in float32, with the adapter in the directory `adapter` merged into it. `in_4_bits`: the
+    adapter was trained over the base in nf4, and is merged into the values that this has.
 
     Raises:
         UserError: there is no such model, or the adapter does not fit it.
@@ -366,6 +408,10 @@ def load_merged(base: str, adapter: Path, device: str) -> Policy:
     policy = load_policy(base, "float32", device)
     scale = lora_factors(parse_json(_read(adapter / ADAPTER_CONFIG))).scale
     factors = load_file(adapter / ADAPTER_WEIGHTS)
+    if in_4_bits:
+        require_bitsandbytes("learner.quantised = 'base'")
+        _round_to_bfloat16(policy)
+        round_to_nf4(policy.module)
     weights = {policy.layout.outer_name(name): tensor for name, tensor in policy.held().items()}
     outer, experts = policy.layout.outer_name, ExpertFactors(policy.module).parts
     stacks = {

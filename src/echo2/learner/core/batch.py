@@ -16,7 +16,7 @@ Micro-batches are limited by the tokens that are run, never by groups: the memor
 A mask grows with the square of the row length, so neither a strip nor the strips of a row exceed SHARED_ROW_TOKENS.
 
 Shape suffixes: B = rows, T = longest row, n = loss tokens, S = sequences (data), u = distinct positions that predict
-loss tokens, W = widest support.
+loss tokens, W = widest support; L = a mixture's layers with a router, k = experts chosen for a token in each.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ import torch
 from torch import Tensor
 
 from echo2.core.errors import InvariantError
+from echo2.engines.routing import LIVE
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LOGGED_LAG, LossTokens
+from echo2.transport.routes import Routes
 
 Layout = Literal["auto", "shared", "plain"]
 Ints = npt.NDArray[np.int64]
@@ -66,7 +68,8 @@ class PackedBatch:
 
     positions_BT and ends_BT are None in the plain layout. Otherwise a row's token i attends to j <= i if i < ends[j].
     predict_u indexes the flattened B * T positions; loss token i is predicted at predict_u[position_n[i]]. Sequence s
-    is datum data_S[s] of the packed data.
+    is datum data_S[s] of the packed data. routes_BTLk (int16; None: no datum has routes) are the experts of each token:
+    where data share a token, the first one's. `LIVE` where there are none.
     """
 
     tokens_BT: Tensor
@@ -78,6 +81,7 @@ class PackedBatch:
     loss_tokens: LossTokens
     supports: tuple[Support, ...]
     data_S: tuple[int, ...]
+    routes_BTLk: Tensor | None = None
 
     def to(self, device: torch.device, dtype: torch.dtype) -> PackedBatch:
         """Return the batch on `device`, with floating-point tensors in `dtype`."""
@@ -97,7 +101,7 @@ class PackedBatch:
 class _Strip:
     """A prefix tree, whose tokens go into one row together. A token's descendants are the tokens after it and before
     its entry in `ends`. `losses` and `predict` hold, datum by datum, the indices of loss tokens and where each is
-    predicted; `places` are the data's indices.
+    predicted; `places` are the data's indices. `routes`: the experts of each token, if the data have any.
     """
 
     tokens: Ints
@@ -107,6 +111,7 @@ class _Strip:
     data: tuple[Datum, ...]
     losses: tuple[Ints, ...]
     places: tuple[int, ...]
+    routes: Routes | None
 
 
 def _families(data: Sequence[Datum]) -> list[_Family]:
@@ -188,6 +193,7 @@ def _prefix_tree(family: _Family) -> _Strip:
     tokens, positions = [prompt], [roots]
     left: list[tuple[Ints, int]] = []  # tokens, and where their descendants end
     predict: list[Ints] = []
+    routes = [_routes(data[order[0]], 0, len(prompt))]
     previous, path, size = prompt[:0], roots[-1:], len(prompt)  # path: last prompt token, then one entry per input
     for index in order:
         own = _int_array(inputs[index])
@@ -198,6 +204,7 @@ def _prefix_tree(family: _Family) -> _Strip:
             path = np.concatenate([path[: common + 1], np.arange(size, size + grown)])
             tokens.append(own[common:])
             positions.append(np.arange(len(prompt) + common, len(prompt) + len(own)))
+            routes.append(_routes(data[index], len(prompt) + common, len(prompt) + len(own)))
             size += grown
         predict.append(path[losses[index]])
         previous = own
@@ -212,7 +219,22 @@ def _prefix_tree(family: _Family) -> _Strip:
         tuple(data[index] for index in order),
         tuple(losses[index] for index in order),
         tuple(family[index][0] for index in order),
+        _joined(routes),
     )
+
+
+def _routes(datum: Datum, start: int, stop: int) -> Routes | int:
+    """Return the experts of a datum's tokens from `start` to `stop`; without routes, the number of these tokens."""
+    return stop - start if datum.routes is None else datum.routes[start:stop].astype(np.int16)
+
+
+def _joined(parts: Sequence[Routes | int]) -> Routes | None:
+    """Return the experts of all parts, `LIVE` in those without routes; None if no part has any."""
+    known = next((part for part in parts if not isinstance(part, int)), None)
+    if known is None:
+        return None
+    nothing = (np.full((part, *known.shape[1:]), LIVE, np.int16) if isinstance(part, int) else part for part in parts)
+    return np.concatenate(list(nothing))
 
 
 def _common_prefix(left: Ints, right: Ints) -> int:
@@ -258,6 +280,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
     # Padding attends to itself, because a softmax over nothing is NaN.
     ends_BT = np.tile(np.arange(longest) + 1, (len(rows), 1))
     predict: list[Ints] = []
+    routes: list[Routes | int] = []
     for index, row in enumerate(rows):
         start = 0
         for strip in row:
@@ -266,11 +289,14 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
             positions_BT[index, start:stop] = strip.positions
             ends_BT[index, start:stop] = strip.ends + start
             predict.extend(index * longest + start + where for where in strip.predict)
+            routes.append(len(strip.tokens) if strip.routes is None else strip.routes)
             start = stop
+        routes.append(longest - start)
     predict_u, position_n = np.unique(np.concatenate(predict), return_inverse=True)
     strips = [strip for row in rows for strip in row]
     target_n, loss_tokens, supports = _loss_side(strips)
     places = tuple(place for strip in strips for place in strip.places)
+    routes_NLk = _joined(routes)
     return PackedBatch(
         torch.from_numpy(tokens_BT),
         torch.from_numpy(positions_BT) if masked else None,
@@ -281,6 +307,7 @@ def _tensors(rows: Sequence[Sequence[_Strip]], masked: bool) -> PackedBatch:
         loss_tokens,
         supports,
         places,
+        None if routes_NLk is None else torch.from_numpy(routes_NLk).unflatten(0, tokens_BT.shape),
     )
 
 

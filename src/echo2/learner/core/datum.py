@@ -5,6 +5,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 
+from echo2.transport.routes import Routes
+
 
 @dataclass(frozen=True, slots=True)
 class Datum:
@@ -23,6 +25,7 @@ class Datum:
     support_*           as in `types.Rollout`: the tokens that each was drawn from, where sampling was narrowed
     top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs; empty: not known
     targets             'i' [T], the token to predict in place of each token; None: the token itself
+    routes              [P + T - 1, layers, chosen], the experts that the sampler's mixture chose; None: not known
     clip_low, clip_high 'd' [T], bounds of each token's ratio in a client's loss; None: the loss's bounds
     """
 
@@ -43,6 +46,7 @@ class Datum:
     targets: array[int] | None = None
     clip_low: array[float] | None = None
     clip_high: array[float] | None = None
+    routes: Routes | None = None
 
     @property
     def num_inputs(self) -> int:

@@ -8,7 +8,7 @@ machine's total memory, so it is the same on every start of a run.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echo2.config import Config
 from echo2.config.values import AUTO
@@ -17,6 +17,7 @@ from echo2.core.types import Hardware
 from echo2.learner.decide.memory import (
     BYTES_PER_VALUE,
     GB,
+    OFFLOADS,
     USABLE,
     LearnerSetup,
     Microbatch,
@@ -29,6 +30,8 @@ from echo2.weights.format.adapter_files import EXPERTS
 
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
+#: Assumed memory of a machine whose GPUs alone are known, in that of one of them.
+MACHINE_SHARES = 2
 #: Assumed tokens of a prompt, where the tasks have not been read.
 PROMPT_TOKENS = 128
 
@@ -53,9 +56,16 @@ class MemoryNeed:
 
 @dataclass(frozen=True, slots=True)
 class LearnerMemoryNeed(MemoryNeed):
-    """The learner's memory need with its micro-batch."""
+    """The learner's memory need with its micro-batch. `host`: bytes of the machine's memory, where moments are there in
+    place of the GPU's."""
 
     microbatch: Microbatch
+    host: int = 0
+
+
+def machine_with(gpu_bytes: int, count: int) -> Hardware:
+    """Return a machine of which only the GPUs are known."""
+    return Hardware(MACHINE_SHARES * gpu_bytes, (gpu_bytes,) * count)
 
 
 def row_tokens(config: Config, shape: ModelShape) -> int:
@@ -64,7 +74,10 @@ def row_tokens(config: Config, shape: ModelShape) -> int:
 
 
 def frozen_bytes(config: Config, shape: ModelShape) -> int:
-    """Return the bytes per parameter of a model under adapters: never wider than it is stored."""
+    """Return the bytes per parameter of a model under adapters: never wider than it is stored. What is in 4 bits at the
+    learner travels as bfloat16, as all that is beside it."""
+    if config.learner.quantised == "base":
+        return BYTES_PER_VALUE["bfloat16"]
     return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
 
 
@@ -79,15 +92,25 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         adapts_experts=EXPERTS in config.lora.targets,
         base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
         keeps_reference=config.learner.reference_kl > 0.0,
+        quantised=config.learner.quantised,
     )
 
 
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
-    """Return the learner's micro-batch on this machine."""
-    given = config.learner.tokens_per_microbatch
+    """Return the learner's micro-batch on this machine. Where a GPU has no room for all, moments, and next gradients,
+    are in the machine's memory if that has."""
+    given, longest = config.learner.tokens_per_microbatch, row_tokens(config, shape)
     setup = learner_setup(config, shape, bool(machine.gpus))
-    room = USABLE * learner_bytes(config, shape, machine)
-    return settle_microbatch(setup, room, row_tokens(config, shape), None if given == "auto" else given)
+    room, host_room = USABLE * learner_bytes(config, shape, machine), USABLE * machine.memory_bytes - HEAD_BYTES
+    can_offload = machine.gpus and setup.ranks == 1 and not setup.lora_rank and setup.quantised == "none"
+    tried = list[Microbatch]()
+    for offloaded in OFFLOADS if can_offload else OFFLOADS[:1]:
+        one = replace(setup, offloaded=offloaded)
+        tried.append(settle_microbatch(one, room, longest, None if given == "auto" else given))
+        is_there = one.needed(max(longest, tried[-1].tokens), tried[-1].checkpointing) <= room
+        if is_there and (not offloaded or one.host_bytes <= host_room):
+            return tried[-1]
+    return tried[0]
 
 
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:
@@ -121,11 +144,12 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
 def learner_need(config: Config, shape: ModelShape, machine: Hardware) -> LearnerMemoryNeed:
     """Return the learner's need on this machine, with its micro-batch and room for at least the longest row."""
     microbatch = settle(config, shape, machine)
-    setup = learner_setup(config, shape, bool(machine.gpus))
+    setup = replace(learner_setup(config, shape, bool(machine.gpus)), offloaded=microbatch.offloaded)
     tokens = max(microbatch.tokens, row_tokens(config, shape))
     parts = setup.parts(tokens, microbatch.checkpointing)
     available = learner_bytes(config, shape, machine)
-    return LearnerMemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine", microbatch)
+    host = setup.host_bytes if microbatch.offloaded else 0
+    return LearnerMemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine", microbatch, host)
 
 
 def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:

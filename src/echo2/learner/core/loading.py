@@ -22,6 +22,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, distinct, hub_layout, text_module
 from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.quantised import quantise
 from echo2.weights.format.model_files import stored_weights
 
 log = logging.getLogger(__name__)
@@ -45,9 +46,10 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items() if dtype.is_
 
 
 def load_module(
-    directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh
+    directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh, in_4_bits: bool = False
 ) -> tuple[nn.Module, HubLayout]:
     """Load the model, on `device` and cut over `mesh`. `dtype`: of its weights; None: as they are stored.
+    `in_4_bits`: its linear layers are quantised, one after the other as they are read.
 
     Raises:
         UserError: the model is quantised, its files lack tensors, there are more ranks than it can be cut into, or a
@@ -64,7 +66,10 @@ def load_module(
         module: Any = text_module(config, dtype).eval()
     module.tie_weights()
     _warn_of_untied(layout, tensors)
-    mesh.shard(module, _Reader(module, layout, tensors, device, dtype).fill)
+    reader = _Reader(module, layout, tensors, device, dtype)
+    if in_4_bits:
+        quantise(module, reader.fill)
+    mesh.shard(module, reader.fill)
     return module, layout
 
 

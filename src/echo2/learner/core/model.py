@@ -35,11 +35,13 @@ from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
 from echo2.engines.model_values import values_of
+from echo2.engines.routing import Routing
 from echo2.learner.core.batch import PackedBatch
 from echo2.learner.core.experts import follow_autocast
 from echo2.learner.core.loading import SAFETENSORS_NAMES, load_module, outline_module
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.output_layer import Choice, OutputLayer, Scores, plain_scores, tiled_scores
+from echo2.learner.core.quantised import num_weights
 from echo2.weights.format.model_files import find_model, model_files, stored_weights
 from echo2.weights.format.segments import passing_bytes
 
@@ -105,12 +107,14 @@ class Policy:
     logprobs differ from the sampler's.
 
     `weights_file`: name of the weights in a checkpoint. `base_model`: the frozen base model, if these weights are an
-    adapter's. `layout`: where stored tensors lie in the module; without it, they have the module's names. `others`:
-    stored tensors of the model that the module does not have.
+    adapter's. `routing`: its routers, if they replay the sampler's choices. `layout`: where stored tensors lie in the
+    module; without it, they have the module's names. `others`: stored tensors of the model that the module does not
+    have.
     """
 
     weights_file = "model.safetensors"
     base_model: SnapshotRef | None = None
+    routing: Routing | None = None
 
     def __init__(
         self,
@@ -164,6 +168,13 @@ class Policy:
             layer.forward = again  # on this layer only: hooks stay outside
         return bool(layers)
 
+    def replaying(self, batch: PackedBatch) -> AbstractContextManager[None]:
+        """Return the context for a pass over `batch`, and for its backward pass: routers choose the experts that the
+        sampler's chose, as far as they are known."""
+        if self.routing is None or batch.routes_BTLk is None:
+            return nullcontext()
+        return self.routing.replaying(batch.routes_BTLk.flatten(0, 1))
+
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-probability [n] of each loss token of `batch`, the entropy [n] of the distribution at the
         token, and the log-probabilities [n, k] of the sampler's most likely tokens (see `token_logprobs`).
@@ -178,7 +189,9 @@ class Policy:
         if batch.positions_BT is not None and batch.ends_BT is not None:
             inputs["attention_mask"] = _tree_mask(batch.ends_BT, _compute_dtype(self.dtype, self.device))
             inputs["position_ids"] = batch.positions_BT
-        if self.ends_with_output_layer:
+        with nullcontext() if self.routing is None else self.routing.paused():
+            ends_with_output_layer = self.ends_with_output_layer  # found by a pass of its own, the first time
+        if ends_with_output_layer:
             layer = self.output_layer().with_late_gradients()
             hidden_BTD: Tensor = self.module.base_model(**inputs).last_hidden_state
             hidden_uD = hidden_BTD.flatten(0, 1)[batch.predict_u]
@@ -355,13 +368,14 @@ def _pair_cost(module: Any) -> float:
     heads = getattr(config, "num_attention_heads", 1)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     pair_flops = 4 * config.num_hidden_layers * heads * head_dim
-    token_flops = 2 * sum(parameter.numel() for parameter in module.parameters())
+    token_flops = 2 * num_weights(module)
     return float(ATTENTION_SLOWDOWN * pair_flops / token_flops)
 
 
-def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) -> Policy:
+def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None, in_4_bits: bool = False) -> Policy:
     """Load a model directory, or a hub id (from the local cache where it is complete, else downloaded). `dtype`: one of
     `DTYPES`, or "stored": as the weights are stored. `mesh`: the ranks that the model is sharded over.
+    `in_4_bits`: its linear layers are frozen and quantised (`quantised.py`).
 
     Raises:
         UserError: the model or the device is not usable, or there are more ranks than the model can be cut into.
@@ -369,7 +383,7 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None) ->
     place = pick_device(device)
     directory = find_model(path)
     with _readable(path, directory):
-        module, layout = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh())
+        module, layout = load_module(directory, DTYPES.get(dtype), place, mesh or Mesh(), in_4_bits)
     files = model_files(directory)
     if dtype in DTYPES:
         files["config.json"] = with_dtype(files["config.json"], dtype)

@@ -44,9 +44,9 @@ def learning_rate(learner: LearnerConfig, step: int, num_steps: int) -> float:
     return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
 
 
-def microbatch_tokens(policy: Policy, config: Config, mesh: Mesh) -> int:
-    """Return the maximum tokens of a micro-batch; switch on activation checkpointing if the memory forecast says so.
-    Both are the same on every rank: those of the one with the least memory.
+def fitted(policy: Policy, config: Config, mesh: Mesh) -> Microbatch:
+    """Return the micro-batch that fits; switch on activation checkpointing if the memory forecast says so. Both are the
+    same on every rank: those of the one with the least memory.
     """
     sized = replace(config, learner=replace(config.learner, ranks=mesh.size))  # torchrun may have set it
     settled = _settled(policy, sized)
@@ -56,7 +56,9 @@ def microbatch_tokens(policy: Policy, config: Config, mesh: Mesh) -> int:
     checkpointing = any(each for _, each in found) and policy.checkpoint_activations()
     how = "activations are computed again" if checkpointing else "activations are kept"
     log.info("micro-batches of %d tokens at most; %s", tokens, how)
-    return tokens
+    if settled.offloaded:
+        log.info("%s are in the machine's memory, and pass through the GPU in each step", settled.offloaded)
+    return Microbatch(tokens, checkpointing, settled.offloaded)
 
 
 def _settled(policy: Policy, config: Config) -> Microbatch:

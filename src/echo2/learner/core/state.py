@@ -23,9 +23,9 @@ from echo2.engines.hub_layout import TensorPart
 from echo2.learner.core import checkpoint
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import stored
+from echo2.learner.core.optimizer import KINDS, set_moments
 from echo2.learner.core.shard_files import ShardedTensors, file_name
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 OPTIMIZER_FILE = "optimizer.safetensors"
 
 
@@ -137,13 +137,17 @@ def load_weights(
 def load_moments(
     mesh: Mesh, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], tensors: ShardedTensors
 ) -> None:
-    """Load the moments in `tensors` into the optimizer of `parameters`, which are in the optimizer's order."""
-    state = {}
-    for index, (key, parameter) in enumerate(parameters.items()):
-        if f"step.{key}" in tensors.shapes:
-            own = {kind: tensors.read(f"{kind}.{key}", mesh.region(parameter)) for kind in MOMENTS}
-            state[index] = {
-                kind: mesh.cut_like(parameter, values) if values.dim() else values for kind, values in own.items()
-            }
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": state, "param_groups": groups})
+    """Load the moments in `tensors` into the optimizer of `parameters`.
+
+    Raises:
+        UserError: they are of another kind of optimizer.
+    """
+    for key, parameter in parameters.items():
+        found = dict[str, Tensor]()
+        for kind in KINDS:
+            if (shape := tensors.shapes.get(f"{kind}.{key}")) is not None:
+                is_cut = mesh.is_cut(parameter) and shape == tuple(parameter.shape)
+                values = tensors.read(f"{kind}.{key}", mesh.region(parameter) if is_cut else None)
+                found[kind] = mesh.cut_like(parameter, values.to(mesh.own(parameter).device)) if is_cut else values
+        if found:
+            set_moments(optimizer, parameter, found)

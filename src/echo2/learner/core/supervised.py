@@ -14,7 +14,7 @@ from echo2.learner.core.client_losses import client_loss
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.core.settings import computes_in_bfloat16, learning_rate, microbatch_tokens, refuse_vanishing_updates
+from echo2.learner.core.settings import computes_in_bfloat16, fitted, learning_rate, refuse_vanishing_updates
 from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.tasks.streams import refuse_changed_rows
 
@@ -33,8 +33,9 @@ class SupervisedClient:
         self.step, self.num_steps, self._learner, self._rows = 0, num_steps, config.learner, dict(rows)
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        self._trainer = Trainer(microbatch_tokens(policy, config, Mesh()))
-        self._trainer.add(POLICY, policy)
+        settled = fitted(policy, config, Mesh())
+        self._trainer = Trainer(settled.tokens)
+        self._trainer.add(POLICY, policy, True, config.learner.quantised == "moments", settled.offloaded)
         self._loss = client_loss("cross_entropy", {})
 
     def train(self, data: Sequence[Datum]) -> float:

@@ -50,9 +50,11 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh, ModuleRun, shares
 from echo2.learner.core.model import DTYPES, Policy, stored
+from echo2.learner.core.optimizer import gradient_of, make_optimizer, moments_of
 from echo2.learner.core.publication import BorrowedWeights, UnlinkedFile, share_of
+from echo2.learner.core.quantised import num_weights
 from echo2.learner.core.shard_files import ShardedTensors, open_tensors
-from echo2.learner.core.state import MOMENTS, OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
+from echo2.learner.core.state import OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.weights.format.segments import cut_stream, pieces, tensor_index
 from echo2.weights.format.snapshot_files import read_config
 
@@ -109,7 +111,7 @@ class _Trained:
     run: ModuleRun
     layout: Layout
     parameters: dict[str, torch.nn.Parameter]
-    optimizer: torch.optim.AdamW | None
+    optimizer: torch.optim.Optimizer | None
     readers: list[Future[Any]] = field(default_factory=list)
     reached: set[str] = field(default_factory=set)
 
@@ -124,8 +126,11 @@ class Trainer:
         self._policies: dict[str, _Trained] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
-    def add(self, name: str, policy: Policy, is_trained: bool = True) -> None:
-        """Add a policy under a new name. `is_trained` False: it only answers `forward`.
+    def add(
+        self, name: str, policy: Policy, is_trained: bool = True, in_8_bits: bool = False, offloaded: str = ""
+    ) -> None:
+        """Add a policy under a new name. `is_trained` False: it only answers `forward`. `in_8_bits` and `offloaded`: of
+        its moments (`make_optimizer`).
 
         Raises:
             UserError: the name is taken, or there are more ranks than the policy can be cut into.
@@ -137,9 +142,8 @@ class Trainer:
         layout: Layout = self._layout if policy.honours_masks else "plain"
         optimizer = None
         if is_trained:
-            is_fused = policy.device.type in ("cpu", "cuda")
-            optimizer = torch.optim.AdamW(list(parameters.values()), fused=is_fused)
-        num_parameters = sum(map(Tensor.numel, policy.module.parameters()))
+            optimizer = make_optimizer(list(parameters.values()), policy.device, in_8_bits, offloaded)
+        num_parameters = num_weights(policy.module)
         if policy.device.type == "cpu" and num_parameters >= LARGE_PARAMETERS:
             map_large_blocks()
         trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
@@ -171,7 +175,8 @@ class Trainer:
 
         def run(part: Sequence[Datum]) -> list[array[float]]:
             batch = self._packed(trained, part)
-            logp_n, *_ = trained.run(partial(trained.policy.logprobs, batch, temperature))
+            with trained.policy.replaying(batch):
+                logp_n, *_ = trained.run(partial(trained.policy.logprobs, batch, temperature))
             return _by_datum(logp_n, batch, part)
 
         with torch.no_grad():
@@ -193,11 +198,12 @@ class Trainer:
 
         def run(part: Sequence[Datum]) -> tuple[list[array[float]], T]:
             batch = self._packed(trained, part)
-            logp_n, entropy_n, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
-            tokens = replace(batch.loss_tokens, top_policy_nk=top_policy_nk, entropy_n=entropy_n)
-            loss_n, output = loss(logp_n, tokens)
-            if adds_gradients:
-                (loss_n * batch.loss_tokens.weight_n).sum().backward()
+            with trained.policy.replaying(batch):
+                logp_n, entropy_n, top_policy_nk = trained.run(partial(trained.policy.logprobs, batch, temperature))
+                tokens = replace(batch.loss_tokens, top_policy_nk=top_policy_nk, entropy_n=entropy_n)
+                loss_n, output = loss(logp_n, tokens)
+                if adds_gradients:
+                    (loss_n * batch.loss_tokens.weight_n).sum().backward()
             return _by_datum(logp_n.detach(), batch, part), output
 
         with torch.set_grad_enabled(adds_gradients):
@@ -214,8 +220,9 @@ class Trainer:
         """
         trained = self._policy(name)
         self.finish_reading(name)
-        grads = [parameter.grad for parameter in trained.parameters.values() if parameter.grad is not None]
         optimizer = trained.optimizer
+        found = [gradient_of(optimizer, each) for each in trained.parameters.values()] if optimizer is not None else []
+        grads = [grad for grad in found if grad is not None]
         if not grads or optimizer is None:
             return OptimStep(0.0, False)
         self._mesh.sum(trained.parameters.values())
@@ -300,13 +307,12 @@ class Trainer:
             UserError: the directory cannot be written.
         """
         trained = self._policy(name)
-        moments = {} if trained.optimizer is None else trained.optimizer.state
         held, places = trained.policy.held(), trained.policy.places()
         found = {
-            f"{kind}.{key}": moments[parameter][kind]
+            f"{kind}.{key}": tensor
             for key, parameter in trained.parameters.items()
-            if parameter in moments
-            for kind in MOMENTS
+            if trained.optimizer is not None
+            for kind, tensor in moments_of(trained.optimizer, parameter).items()
         }
         contents = {
             trained.policy.weights_file: {key: (held[place.name], place) for key, place in places.items()},

@@ -21,6 +21,9 @@ from dataclasses import dataclass
 from echo2.learner.decide.model_shape import LayerShape, ModelShape
 
 GB = 1_000_000_000
+#: What of training may be in the machine's memory in place of the GPU's: nothing, or these, the first before both.
+MOMENTS, GRADIENTS = "moments", "moments and gradients"
+OFFLOADS = ("", MOMENTS, GRADIENTS)
 #: By `model.snapshot_dtype`.
 BYTES_PER_VALUE: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 #: Python, torch and transformers before a model is loaded; on a GPU the context and the kernels' workspaces.
@@ -41,6 +44,10 @@ CHECKPOINT_BELOW_TOKENS = 2048
 #: Shares of a worker's free memory: on a CPU, weights are copied if they take no more than the first
 #: (`engines/torch_engine.py`); rows kept between turns take at most the second (`engines/rows.py`).
 COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
+#: Bytes of a weight in 4 bits, and of two moments of 8 bits, with the factors of their blocks (`learner/core/`).
+NF4_BYTES, MOMENTS_8_BIT_BYTES = 0.5 + 4 / 64, 2 + 8 / 256
+#: Of offloaded moments, what is on the GPU at a time: values and their gradients (`learner/core/optimizer.py`).
+OFFLOADED_BYTES = 12 << 24
 #: Share of a device's memory that a forecast may fill. The rest is for fragmentation and unknown consumers.
 USABLE = 0.9
 
@@ -55,6 +62,8 @@ class LearnerSetup:
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
     adapts_experts   whether the experts of a mixture have adapters, too
+    quantised        `learner.quantised`: the frozen linear layers, or the moments
+    offloaded        what is in the machine's memory (`OFFLOADS`)
     """
 
     shape: ModelShape
@@ -65,29 +74,49 @@ class LearnerSetup:
     keeps_reference: bool = False
     on_gpu: bool = False
     adapts_experts: bool = False
+    quantised: str = "none"
+    offloaded: str = ""
 
     def parts(self, tokens: int, checkpointing: bool) -> dict[str, int]:
         """Bytes of each rank by part, with micro-batches of `tokens` tokens."""
-        shape, ranks = self.shape, self.ranks
-        is_adapter, sharing = bool(self.lora_rank), 1 if self.lora_rank else ranks
-        trained = shape.adapter_parameters(self.lora_rank, self.adapts_experts) if is_adapter else shape.parameters
+        shape, ranks, trained = self.shape, self.ranks, self.trained
+        sharing = 1 if self.lora_rank else ranks
         frozen = shape.parameters if self.lora_rank else 0
+        packed = shape.linear_parameters if self.quantised == "base" else 0
+        held = self.base_bytes * (frozen - packed) + int(NF4_BYTES * packed)
         reference = 4 * shape.parameters if self.keeps_reference and not self.lora_rank else 0
         activations = tokens * self.token_bytes(checkpointing)
         # Of the embedding's and the head's gradients, before they are summed, after the activations are freed.
         vocabulary = 0 if self.lora_rank else 4 * shape.vocabulary * (2 if shape.tied else 1)
         return {
             "process": PROCESS_BYTES,
-            "weights": 4 * trained // sharing + self.base_bytes * frozen // ranks,
+            "weights": 4 * trained // sharing + held // ranks,
             "reference": reference // ranks,
-            "gradients": 4 * trained // sharing,
-            "moments": 8 * trained // sharing,
+            "gradients": 0 if self.offloaded == GRADIENTS else 4 * trained // sharing,
+            "moments": OFFLOADED_BYTES if self.offloaded else self._moments // sharing,
             "gathered and cast weights": self._copies(checkpointing),
             "gradients of the vocabulary": max(0, vocabulary - activations),
             "activations": activations,
             "log-probabilities": self._logits_bytes(tokens) + 12 * tokens * shape.hidden,
             "publishing": PUBLISHING_BYTES,
         }
+
+    @property
+    def trained(self) -> int:
+        """Parameters that are trained."""
+        if not self.lora_rank:
+            return self.shape.parameters
+        return self.shape.adapter_parameters(self.lora_rank, self.adapts_experts)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes that a learner on a GPU has in the machine's memory."""
+        offloaded = {"": 0, MOMENTS: self._moments, GRADIENTS: self._moments + 4 * self.trained}
+        return PROCESS_BYTES + PUBLISHING_BYTES + offloaded[self.offloaded]
+
+    @property
+    def _moments(self) -> int:
+        return int((MOMENTS_8_BIT_BYTES if self.quantised == "moments" else 8) * self.trained)
 
     def needed(self, tokens: int, checkpointing: bool) -> int:
         """Total bytes of each rank."""
@@ -116,16 +145,20 @@ class LearnerSetup:
         whole = not (self.ranks > 1 or checkpointing)
         parameters = shape.parameters if whole else 2 * shape.largest_layer + shape.vocabulary
         width, is_as_stored = (2, self.lora_rank and self.base_bytes == 2) if self.is_bfloat16 else (4, True)
+        if self.quantised == "base":  # a weight is decoded in 16 bits, and perhaps cast
+            return 6 * shape.largest_linear + (0 if is_as_stored else width * shape.vocabulary)
         gradients = width * shape.largest_layer if self.ranks > 1 and not self.lora_rank else 0
         return gradients + (0 if is_as_stored and self.ranks == 1 else width * parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """`tokens`: of one forward and backward pass; `checkpointing`: whether activations are recomputed."""
+    """`tokens`: of one forward and backward pass; `checkpointing`: whether activations are recomputed. `offloaded`:
+    what is in the machine's memory meanwhile (`OFFLOADS`)."""
 
     tokens: int
     checkpointing: bool
+    offloaded: str = ""
 
 
 def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, given: int | None = None) -> Microbatch:
@@ -152,7 +185,7 @@ def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, gi
     enough = max(longest, min(wanted, CHECKPOINT_BELOW_TOKENS)) if given is None else wanted
     checkpointing = plain < enough and checkpointed >= plain
     fits = max(longest, checkpointed if checkpointing else plain)
-    return Microbatch(fits if given is None else given, checkpointing)
+    return Microbatch(fits if given is None else given, checkpointing, setup.offloaded)
 
 
 def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from echo2.core.decide.model_config import context_length
+from echo2.core.decide.model_config import context_length, is_sparse, num_chosen, num_experts
 
 #: Values of a configuration (`engines/model_values.py`).
 Values: TypeAlias = "Mapping[str, Any]"
@@ -112,6 +112,16 @@ class ModelShape:
         embeddings = self.vocabulary * (1 if self.tied else 2)
         return embeddings + self.others + sum(layer.parameters for layer in self.layers)
 
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters of the layers' linear maps, which 4 bits can hold."""
+        return sum(rows * columns for layer in self.layers for rows, columns in layer.linear)
+
+    @property
+    def largest_linear(self) -> int:
+        """Parameters of the largest linear map in a layer."""
+        return max(rows * columns for layer in self.layers for rows, columns in layer.linear)
+
     def adapter_parameters(self, rank: int, has_experts: bool = False) -> int:
         """Parameters of low-rank adapters on every linear layer except the output head; `has_experts`: and on the
         experts of a mixture."""
@@ -167,7 +177,7 @@ def _layer(values: Values, number: int, kind: str) -> tuple[LayerShape, int]:
     mixer = _mixer(values, number, kind)
     if alone:
         return mixer, 0
-    part, unused = _mixture(values) if _is_sparse(values, number) else (_dense_part(values, number), 0)
+    part, unused = _mixture(values) if is_sparse(values, number) else (_dense_part(values, number), 0)
     if values.get("model_type") == "granitemoehybrid":
         part += replace(_dense(values, _size(values, "shared_intermediate_size")), kept=0, kept16=0)
     return mixer + part, unused
@@ -274,25 +284,10 @@ def _recurrent(linear: tuple[tuple[int, int], ...], hidden: int, chunked: int, c
     return LayerShape(linear, conv, kept, int(RECURRENT_SHARE * kept), state=conv + state)
 
 
-def _is_sparse(values: Values, number: int) -> bool:
-    if not _num_experts(values) or values.get("enable_moe_block") is False:
-        return False
-    if number < int(values.get("first_k_dense_replace") or values.get("num_dense_layers") or 0):
-        return False
-    if number in (values.get("mlp_only_layers") or ()):
-        return False
-    return (number + 1) % int(values.get("decoder_sparse_step") or 1) == 0
-
-
-def _num_experts(values: Values) -> int:
-    found = (values.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    return next((int(count) for count in found if count), 0)
-
-
 def _mixture(values: Values) -> tuple[LayerShape, int]:
     """Return a mixture of experts, and how many of its parameters a token does not use."""
-    d, experts, model_type = _size(values, "hidden_size"), _num_experts(values), values.get("model_type")
-    chosen = int(values.get("num_experts_per_tok") or values.get("top_k_experts") or 0)
+    d, experts, model_type = _size(values, "hidden_size"), num_experts(values), values.get("model_type")
+    chosen = num_chosen(values)
     if not 0 < chosen <= experts:
         raise ValueError("num_experts_per_tok")
     own = None if model_type in WIDE_EXPERTS else values.get("moe_intermediate_size")

@@ -28,6 +28,7 @@ from typing import Literal
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.datum import Datum
+from echo2.transport.routes import RouteShape, unpacked
 
 Advantage = Literal["grpo", "dr_grpo", "rloo"]
 STD_EPSILON = 1e-6
@@ -77,13 +78,15 @@ def group_data(
     advantage: Advantage,
     normalisation: Normalisation,
     keeps_flat: bool,
+    routes: RouteShape | None = None,
 ) -> GroupData:
     """Convert the group's rollouts to data for the step that trains `version`. `keeps_flat`: also if all rewards are
-    equal.
+    equal. `routes`: their shape, if the policy replays them.
 
     Raises:
         InvariantError: the group is unscored.
     """
+    group = group if routes is None else unpacked(group)
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
     data = []
     for rollout, value in zip(group.rollouts, advantages, strict=True):
@@ -104,6 +107,7 @@ def group_data(
             support_offsets=rollout.support_offsets,
             top_tokens=rollout.top_tokens,
             top_logprobs=rollout.top_logprobs,
+            routes=routes.read(rollout.routes) if routes is not None and rollout.routes else None,
         )
         data.append((count, datum))
     has_gradient = keeps_flat or any(advantages)

@@ -129,7 +129,8 @@ class GrpoClient(TrainedPolicy):
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
         if learner.reference_kl > 0.0:
-            reference = self.trainer.forward(REFERENCE, data, temperature)
+            own_routes = [replace(datum, routes=None) for datum in data]  # the reference is a policy of its own
+            reference = self.trainer.forward(REFERENCE, own_routes, temperature)
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
         loss = GrpoLoss(self.loss, learner.reference_kl)
         done = self.trainer.forward_backward(POLICY, data, loss, temperature)

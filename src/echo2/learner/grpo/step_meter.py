@@ -18,6 +18,7 @@ from echo2.config import Config
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.grpo.loss_stats import StepStats, breakdown
+from echo2.transport.routes import num_routed
 
 #: Maximum number of reward functions with a column of their own.
 PARTS_NAMED_MAX = 64
@@ -32,6 +33,7 @@ class StepMeter:
         self._max_staleness = config.schedule.max_staleness
         self._in_order = config.run.deterministic
         self._has_reference = config.learner.reference_kl > 0.0
+        self._replays = config.learner.routing_replay
         self._started = time.monotonic()
         self._seconds = dict.fromkeys(PARTS, 0.0)
         self._rewards: list[list[float]] = []
@@ -41,6 +43,7 @@ class StepMeter:
         self._num_truncated = 0
         self._num_logged = 0
         self._num_unfit = 0
+        self._num_replayed = self._num_routed = self._route_bytes = 0
         self.numbers: list[int] = []
 
     def waited(self, seconds: float) -> None:
@@ -79,6 +82,10 @@ class StepMeter:
             self._num_logged += len(group.rollouts)
         else:
             self._staleness += staleness
+        if group.routes:
+            self._num_replayed += len(group.rollouts)
+            self._num_routed += sum(num_routed(group))
+            self._route_bytes += len(group.routes)
         self._rewards.append([rollout.reward for rollout in group.rollouts if rollout.reward is not None])
         for rollout in group.rollouts:
             self._lengths.append(len(rollout.tokens))
@@ -141,9 +148,18 @@ class StepMeter:
             "reward/frac_zero_std": num_flat / len(self._rewards),
             **{f"reward/{name}/mean": statistics.fmean(values) for name, values in sorted(self._parts.items())},
             **self._off_policy(),
+            **self._routes(),
             "completions/mean_length": statistics.fmean(self._lengths),
             "completions/clipped_ratio": self._num_truncated / len(self._lengths),
         }
+
+    def _routes(self) -> dict[str, float]:
+        """Return what share of the rollouts was trained with the sampler's experts, and the bytes of these per token
+        that was read, prompts included."""
+        if not self._replays:
+            return {}
+        share = {"routes/replayed_share": self._num_replayed / len(self._lengths)}
+        return share | ({"routes/bytes_per_token": self._route_bytes / self._num_routed} if self._num_routed else {})
 
     def _off_policy(self) -> dict[str, float]:
         """Return the staleness numbers. Logged rollouts have no staleness: 0 would mean on-policy."""

@@ -19,13 +19,14 @@ from echo2.config import Config
 from echo2.core.devices import compute_deterministically
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import GroupRef, RolloutGroup
+from echo2.engines.routing import Routing
 from echo2.learner.core import checkpoint
 from echo2.learner.core.batch import Layout
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import BorrowedWeights
-from echo2.learner.core.settings import computes_in_bfloat16, microbatch_tokens, refuse_vanishing_updates
+from echo2.learner.core.settings import computes_in_bfloat16, fitted, refuse_vanishing_updates
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
@@ -65,7 +66,8 @@ class TrainedPolicy:
     """
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
-        """Raises: UserError, if there is no room for the reference, or the weights' precision is too coarse."""
+        """Raises: UserError, if there is no room for the reference, the weights' precision is too coarse, or there are
+        no routes to replay."""
         self.policy = policy
         self.config = config
         self.version = 0
@@ -76,10 +78,13 @@ class TrainedPolicy:
             compute_deterministically()
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
-        self._settled = microbatch_tokens(policy, config, self.mesh)
+        settled = fitted(policy, config, self.mesh)
+        self._settled = settled.tokens
         self.trainer = Trainer(self._settled, layout, self.mesh)
         reference = reference_of(policy, config, self.mesh) if config.learner.reference_kl > 0.0 else None
-        self.trainer.add(POLICY, policy)
+        if config.learner.routing_replay:
+            policy.routing = Routing(policy.module)
+        self.trainer.add(POLICY, policy, True, config.learner.quantised == "moments", settled.offloaded)
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
             self.trainer.add(REFERENCE, reference, is_trained=False)
@@ -259,4 +264,5 @@ class TrainedPolicy:
     def _data_of(self, group: RolloutGroup) -> GroupData:
         learner = self.config.learner
         keeps_flat = learner.reference_kl > 0.0
-        return group_data(group, self.version, learner.advantage, learner.normalisation, keeps_flat)
+        routes = None if self.policy.routing is None else self.policy.routing.shape
+        return group_data(group, self.version, learner.advantage, learner.normalisation, keeps_flat, routes)

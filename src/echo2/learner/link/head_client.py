@@ -43,6 +43,7 @@ from echo2.transport.base import Link
 from echo2.transport.codecs import LearnerLogprobs, encode_logprobs
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.messages import parse_group
+from echo2.transport.routes import RouteShape, encode_shape
 from echo2.weights.format.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -61,10 +62,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LearnerInfo:
-    """A learner's report about itself. `vocab_size`: rows of its embedding; rollouts with tokens beyond are refused."""
+    """A learner's report about itself. `vocab_size`: rows of its embedding; rollouts with tokens beyond are refused.
+    `routes`: shape of the routes that it replays, if it replays any; others are refused."""
 
     device: str
     vocab_size: int
+    routes: RouteShape | None = None
 
 
 class HeadClient:
@@ -236,6 +239,7 @@ class HeadClient:
             device=self._info.device,
             vocab_size=self._info.vocab_size,
             epoch=self._epoch,
+            routes=encode_shape(self._info.routes),
         )
         session = self._link.stream("LearnerHello", hello)
         try:

@@ -7,9 +7,10 @@ same name wherever they got it. No torch here.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -92,10 +93,13 @@ def read_base_model(directory: Path) -> Snapshot:
     return Snapshot(base_model_of(tensors, files["config.json"]), tensors, files)
 
 
-def rounded(base: Snapshot, kept: Collection[str] = ()) -> Snapshot:
-    """Return a base model with its weights of 32 bits, except those `kept`, rounded to bfloat16, which gives it another
-    name."""
+def rounded(
+    base: Snapshot, kept: Collection[str] = (), replaced: Mapping[str, TensorSource] = MappingProxyType({})
+) -> Snapshot:
+    """Return a base model with its weights of 32 bits, except those `kept`, rounded to bfloat16, and with other tensors
+    in place of those `replaced`, which gives it another name."""
     tensors = {name: tensor if name in kept else _in_bfloat16(tensor) for name, tensor in base.tensors.items()}
+    tensors |= {name: replaced[name] for name in tensors if name in replaced}
     return Snapshot(base_model_of(tensors, base.files["config.json"]), tensors, base.files)
 
 
