@@ -39,10 +39,10 @@ class Reading(TorchDecoder):
             model = build_compact(snapshot, device)
             prefill = model.prefill
 
-            def counted(prompts: Sequence[array[int]], known: Sequence[Any] = ()) -> Any:
+            def counted(prompts: Sequence[array[int]], known: Sequence[Any], keeps_routes: bool) -> Any:
                 told = [one.longest if one else 0 for one in known or [None] * len(prompts)]
                 self.num_read += sum(len(prompt) - first for prompt, first in zip(prompts, told, strict=True))
-                return prefill(prompts, known)
+                return prefill(prompts, known, keeps_routes)
 
             model.prefill = counted  # type: ignore[method-assign]
             return model
