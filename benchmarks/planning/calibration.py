@@ -82,7 +82,7 @@ def measured(point: Point) -> float:
 
 
 def usable(points: Iterable[Point]) -> list[Point]:
-    return [point for point in points if not point.get("left_out") and estimated(point) is not None]
+    return [point for point in points if estimated(point) is not None]
 
 
 def halves(points: Sequence[Point]) -> tuple[list[Point], list[Point]]:

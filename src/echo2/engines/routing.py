@@ -27,12 +27,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from echo2.core.decide.model_config import num_chosen, num_experts
 from echo2.core.errors import UserError
 from echo2.transport.routes import RouteShape
 
-#: Names of the number of experts, and of those chosen for a token, in configurations.
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
 #: Place of a token whose own choice stays.
 LIVE = -1
 ASKED = "learner.routing_replay = true"
@@ -47,7 +45,8 @@ class Routing:
 
     def __init__(self, module: Any) -> None:
         config = module.config.get_text_config()
-        experts, chosen = _first(config, EXPERTS), _first(config, CHOSEN)
+        values = config.to_dict()
+        experts, chosen = num_experts(values), num_chosen(values)
         if not 0 < chosen < experts:
             raise UserError(f"{ASKED}: {config.model_type} is no mixture of experts. Leave it out.")
         routers = _routers(module, experts)
@@ -219,11 +218,6 @@ def routing_of(module: Any) -> Routing | None:
         return Routing(module)
     except UserError:
         return None
-
-
-def _first(config: Any, names: Sequence[str]) -> int:
-    values = (getattr(config, name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value), 0)
 
 
 def _routers(module: nn.Module, experts: int) -> list[nn.Module]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from echo2.config import Config
 from echo2.config.offers import Offer
@@ -34,12 +35,19 @@ STEPS_BESIDE = 32
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The value of an input and its origin, for the reader of the plan. `is_estimate`: a data sheet's, not measured."""
+    """The value of an input and its origin, for the reader of the plan."""
 
     name: str
     value: str
     origin: str
-    is_estimate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Estimated:
+    """What of a plan's inputs is estimated from data sheets: the step's seconds, and the rates of these offers."""
+
+    trains: bool
+    offers: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ class FirstPlan:
                 "--run.max_steps 5 --out DIR`, then `echo2 plan CONFIG --from DIR`; or give --train-seconds."
             )
         config, (count, name, card) = self._config, self._learner
-        need = learner_need(config, self._shape(), machine_with(int(card.memory_gb * GB), count))
+        need = learner_need(config, self._shape, machine_with(int(card.memory_gb * GB), count))
         work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
         rollouts = config.schedule.groups_per_step * config.sampling.group_size
         seconds = training_seconds(work, rollouts, card, count)
@@ -103,7 +111,7 @@ class FirstPlan:
         )
         if need.microbatch.offloaded or config.learner.quantised != "none":
             why += "; what is offloaded or decoded costs more"
-        return seconds, Basis("T_train", duration(seconds), why, is_estimate=True)
+        return seconds, Basis("T_train", duration(seconds), why)
 
     def offers(self, offers: Sequence[Offer]) -> tuple[tuple[Offer, ...], list[Basis]]:
         """Fill in rates and memory of the offers that name a GPU.
@@ -128,7 +136,7 @@ class FirstPlan:
             f"estimated within a factor of {SPREAD:g} for {self._work().engine} ({self._told_length()}); `echo2 probe` "
             "measures them"
         )
-        return tuple(filled), [Basis("rates", ", ".join(told), why, is_estimate=True)]
+        return tuple(filled), [Basis("rates", ", ".join(told), why)]
 
     def snapshot_size(self) -> SnapshotSize:
         """Estimate what a worker receives in a full snapshot.
@@ -136,7 +144,7 @@ class FirstPlan:
         Raises:
             UserError: the model's sizes are not known.
         """
-        config, shape = self._config, self._shape()
+        config, shape = self._config, self._shape
         width = BYTES_PER_VALUE[config.model.snapshot_dtype]
         if not config.lora.rank:
             return SnapshotSize(shape.parameters * width)
@@ -151,13 +159,14 @@ class FirstPlan:
         config = self._config
         engine = config.workers.engine if config.workers.engine in STEP_SECONDS else "vllm"
         return Workload(
-            self._shape(),
+            self._shape,
             self.answer_tokens,
             bytes_per_weight=BYTES_PER_VALUE[config.model.snapshot_dtype],
             lora=bool(config.lora.rank),
             engine=engine,
         )
 
+    @cached_property
     def _shape(self) -> ModelShape:
         return fetched_shape(self._config.model.path)
 
@@ -194,19 +203,16 @@ def shortened(inputs: PlanInputs) -> PlanInputs:
     return replace(inputs, steps=min(inputs.steps, STEPS_BESIDE), budget_usd=None)
 
 
-def open_range(inputs: PlanInputs, plan: Plan, sources: Sequence[Basis], estimated: Sequence[str]) -> Range | None:
-    """Return what the plan may become once all is measured; None if nothing is estimated. `estimated`: the offers with
-    estimated rates.
-    """
-    trains = any(one.is_estimate and one.name == "T_train" for one in sources)
-    if not trains and not estimated:
+def open_range(inputs: PlanInputs, plan: Plan, estimated: Estimated) -> Range | None:
+    """Return what the plan may become once all is measured; None if nothing is estimated."""
+    if not estimated.trains and not estimated.offers:
         return None
     plans, has_gaps = [plan], False
-    for slower in (1 / SPREAD, SPREAD) if trains else (1.0,):
-        for faster in (1 / SPREAD, SPREAD) if estimated else (1.0,):
+    for slower in (1 / SPREAD, SPREAD) if estimated.trains else (1.0,):
+        for faster in (1 / SPREAD, SPREAD) if estimated.offers else (1.0,):
             offers = tuple(
                 replace(one, rollouts_per_second=one.rollouts_per_second * faster)
-                if one.name in estimated and one.rollouts_per_second
+                if one.name in estimated.offers and one.rollouts_per_second
                 else one
                 for one in inputs.offers
             )

@@ -26,7 +26,16 @@ from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, machine_with, worker_need
 from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
 from echo2.learner.decide.memory import GB
-from echo2.planning.first_plan import Basis, FirstPlan, Range, open_range, shortened, told_range, usual_delta_share
+from echo2.planning.first_plan import (
+    Basis,
+    Estimated,
+    FirstPlan,
+    Range,
+    open_range,
+    shortened,
+    told_range,
+    usual_delta_share,
+)
 from echo2.planning.memory_needs import (
     learner_that_fits,
     needs_as_dict,
@@ -125,13 +134,13 @@ def _decide(
     if is_beside:
         return _Decided(make_plan(shortened(inputs)), inputs, sources, needs, None)
     plan = make_plan(inputs)
-    return _Decided(plan, inputs, sources, needs, open_range(inputs, plan, sources, estimated))
+    return _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
 
 
 def gather(
     config: configuration.Config, options: argparse.Namespace, past: PastRun | None, first: FirstPlan
-) -> tuple[PlanInputs, list[Basis], list[str]]:
-    """Return the inputs of the plan, the origin of each, and the offers whose rates are estimated.
+) -> tuple[PlanInputs, list[Basis], Estimated]:
+    """Return the inputs of the plan, the origin of each, and what is estimated.
 
     Raises:
         UserError: a required input is neither given nor measured, and can't be estimated; a number is out of bounds.
@@ -166,7 +175,8 @@ def gather(
         max_idle=options.max_idle,
         budget_usd=options.budget,
     )
-    return inputs, sources, [one.name for one in known if one.rollouts_per_second is None]
+    trains = past is None and options.train_seconds is None
+    return inputs, sources, Estimated(trains, frozenset(one.name for one in known if one.rollouts_per_second is None))
 
 
 def _offers(config: configuration.Config, options: argparse.Namespace, sources: list[Basis]) -> tuple[Offer, ...]:
@@ -240,7 +250,7 @@ def _broadcast(
         sources.append(Basis("delta", size(delta), f"{past.delta_ratio:.2%} of a snapshot in {options.source}"))
     elif past is None and options.learner is not None and (share := usual_delta_share(config)) is not None:
         delta = full * share
-        sources.append(Basis("delta", size(delta), f"{share:.0%} of a snapshot, as is usual", is_estimate=True))
+        sources.append(Basis("delta", size(delta), f"{share:.0%} of a snapshot, as is usual"))
     least = 0.0
     if past is not None and past.broadcast_seconds is not None:
         least = past.broadcast_seconds
