@@ -95,6 +95,10 @@ def _check_deterministic(config: Config) -> None:
             f"run.deterministic = true, and workers.engine = {config.workers.engine!r}, which makes its own batches, "
             "on which the last bits depend. Take another engine, or leave run.deterministic out."
         )
+
+
+def _check_forms(config: Config) -> None:
+    """Forms that strangers may use are those that a check tells from others."""
     for form in config.workers.forms:
         if form not in CHECKED_FORMS:
             known = ", ".join(CHECKED_FORMS)
@@ -200,6 +204,7 @@ def check_together(config: Config) -> None:
     schedule, parts = config.schedule, config.learner.updates_per_step
     loss_params(config.learner.loss, config.learner.loss_params)
     _check_deterministic(config)
+    _check_forms(config)
     _check_logs(config)
     _check_centering(config)
     _check_routes(config)

@@ -30,8 +30,8 @@ ENGINES: Mapping[str, str] = {
     "fake": "echo2.engines.fake_engine",
     **SERVERS,
 }
-#: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`). Those that do not round weights
-#: can check who does; `ROUNDING_ENGINES` can check also who rounds.
+#: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`). Those that do not round
+#: weights can check the others; `ROUNDING_ENGINES` can check rounded weights, too.
 STREAM_ENGINES = frozenset({AUTO, "compact", "transformers", *FORMS})
 ROUNDING_ENGINES = frozenset({AUTO, "compact"})
 #: Slots that a worker says it has if its owner sets no limit: any number.

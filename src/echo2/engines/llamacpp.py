@@ -74,7 +74,7 @@ class LlamaCppDecoder(TorchDecoder):
         return True
 
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """See `Decoder.prefill`. Always raises: who checks holds the weights as they were published."""
+        """See `Decoder.prefill`. Always raises: a machine that checks holds the weights as published."""
         raise PeerError("snapshot_gone", "the engine llamacpp checks nobody: it holds rounded weights only")
 
 

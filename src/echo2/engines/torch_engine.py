@@ -435,6 +435,6 @@ def _tile_tokens(model: Model) -> int:
 
 
 def _bits(model: Model, form: str = "") -> int:
-    """Return in how many bits the tokens were computed. Who has rounded weights also rounds what it multiplies with
-    them, so it is no nearer than 16 bits."""
+    """Return in how many bits the tokens were computed. An engine with rounded weights also rounds what it multiplies
+    with them, so it is no nearer than 16 bits."""
     return 32 if model.dtype == torch.float32 and not form else 16
