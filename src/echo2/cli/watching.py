@@ -1,4 +1,4 @@
-"""The commands that show a run or let machines in: status, view, audit, replay, invite, trust ..."""
+"""The commands that show a run or let machines in: status, view, bundle, audit, replay, invite, trust ..."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from echo2.cli.adding import Add, module_command
 
 
 def add_views(add: Add) -> None:
-    """Add `status`, `view`, `audit` and `replay`."""
+    """Add `status`, `view`, `bundle`, `audit` and `replay`."""
     parser = add("status", "Show who waits for whom, since when, until when, and why.", _status, has_json=True)
     where = "run directory (default: the newest below outputs/)"
     parser.add_argument("directory", type=Path, nargs="?", metavar="DIR", help=where)
@@ -21,6 +21,9 @@ def add_views(add: Add) -> None:
     parser.add_argument("directories", type=Path, nargs="*", metavar="DIR", help=where)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, help="port to listen on (default: any free one)")
+    text = "Pack what a bug report needs into one file, without keys, tickets, prompts and completions."
+    parser = add("bundle", text, _bundle, directory="run directory", has_json=True)
+    parser.add_argument("--to", type=Path, metavar="FILE", help="file to write (default: echo2-bundle-NAME.tar.gz)")
     text = "Count every group in a run's ledger: trained, retired, open, lost, doubled."
     add("audit", text, module_command("echo2.head.ledger.audit"), directory="run directory", has_json=True)
     text = "Check that the planner decides again as it did: feed it a run's logged events, and compare its commands."
@@ -74,6 +77,21 @@ def _status(options: argparse.Namespace) -> int:
     from echo2.views.display import show_status
 
     show_status(status, Console())
+    return 0
+
+
+def _bundle(options: argparse.Namespace) -> int:
+    from echo2.config.rundir import RunDir
+    from echo2.planning.doctor import machine
+    from echo2.views.run_files import pack
+
+    to = options.to or Path(f"echo2-bundle-{options.directory.resolve().name}.tar.gz")
+    names = pack(RunDir(options.directory), to, [asdict(finding) for finding in machine(options.directory)])
+    if options.json:
+        print(json.dumps({"bundle": str(to), "files": names}))
+    else:
+        print(f"{to}: {', '.join(names)}")
+        print("Errors in logs/ may quote your data: read them before you send the file.")
     return 0
 
 

@@ -5,10 +5,10 @@ the runs; nothing can be changed here.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from echo2 import config as configuration
 from echo2.config.rundir import RunDir
+from echo2.core.disk import free_bytes
 from echo2.core.documents import is_number
 from echo2.core.errors import UserError
-from echo2.core.printable import printable_lines
 from echo2.head.ledger import rollout_log
-from echo2.transport.tickets import TICKET_PREFIX
+from echo2.views.run_files import all_settings, log_end, log_names
 from echo2.views.run_view import RunView
 from echo2.views.watch import Watch, fleet_page
 
@@ -65,12 +64,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def exposition(views: Sequence[RunView]) -> str:
-    """Return the version and the newest value of each metric of each run."""
+    """Return the newest value of each metric of each run, and what `_state` says of it."""
     samples: dict[str, list[str]] = {}
     for view in views:
         label = view.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         newest = {name: value for row in view.rows for name, value in row.items()}
-        for name, value in {**newest, "version": view.version}.items():
+        for name, value in {**newest, **_state(view)}.items():
             if is_number(value) and NAME.fullmatch(name) and name != "step":
                 samples.setdefault(f"echo2_{name.replace('/', '_')}", []).append(f'{{run="{label}"}} {value!r}')
     lines = [
@@ -79,6 +78,21 @@ def exposition(views: Sequence[RunView]) -> str:
         for line in (f"# TYPE {name} gauge", *(name + value for value in values))
     ]
     return "\n".join(lines) + "\n"
+
+
+def _state(view: RunView) -> dict[str, float]:
+    """Return what a person should hear of before the next step: whether the run goes on or is paused, its version,
+    bytes left on the disk, the budget in dollars (0: none), and results of the checks of strangers."""
+    state: dict[str, float] = {"version": view.version, "run/goes_on": int(view.status.get("goes_on", False))}
+    state["run/paused"] = int(bool(view.status.get("paused")))
+    with suppress(UserError, OSError):  # there is no directory, or no run in it, yet
+        state["disk/free_bytes"] = free_bytes(view.rundir.path)
+        state["cost/budget_usd"] = view.rundir.read_config().fleet.budget_usd
+    tickets = (view.status.get("trust") or {}).values()
+    state["checks/quarantined_tickets"] = sum(ticket.get("is_quarantined", False) for ticket in tickets)
+    for verdict in ("passed", "failed", "missed"):
+        state[f"checks/{verdict}"] = sum(ticket.get(f"num_{verdict}", 0) for ticket in tickets)
+    return state
 
 
 class TokenGuard:
@@ -208,51 +222,3 @@ def asset(name: str) -> Response:
 
 def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-#: Bytes of a log that are shown, from its end.
-LOG_BYTES = 64 << 10
-_LOG = re.compile(r"[\w.-]{1,100}\.log(\.\d{1,2})?", re.ASCII)
-#: A ticket in the output of a command that rents machines: whoever has it can join.
-_TICKET = re.compile(rf"{TICKET_PREFIX}[A-Za-z0-9_=-]{{40,}}")
-
-
-def all_settings(rundir: RunDir) -> list[dict[str, Any]]:
-    """Return every setting in file order: its name, its value as JSON, and whether it is the default.
-
-    Raises:
-        UserError: this is not a run directory.
-    """
-    config = rundir.read_config()
-    found = []
-    for section, key, _, default, _ in configuration.all_fields():
-        value = getattr(getattr(config, section), key)
-        found.append({"name": f"{section}.{key}", "value": json.dumps(value), "is_default": value == default})
-    return found
-
-
-def log_names(rundir: RunDir) -> list[str]:
-    """Return the names of the files in logs/, the one that was written last first."""
-    try:
-        found = [path for path in rundir.logs.iterdir() if _LOG.fullmatch(path.name) and path.is_file()]
-        return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
-    except FileNotFoundError:
-        return []
-
-
-def log_end(rundir: RunDir, name: str) -> str:
-    """Return the last `LOG_BYTES` of a log, as text that nothing obeys. Tickets are left out.
-
-    Raises:
-        UserError: there is no such log.
-    """
-    if name not in log_names(rundir):
-        raise UserError(f"There is no log {name!r}.")
-    with Path(rundir.logs / name).open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - LOG_BYTES))
-        text = file.read(LOG_BYTES).decode("utf-8", errors="replace")
-    if size > LOG_BYTES:
-        text = text.partition("\n")[2]
-    lines = (printable_lines(line, LOG_BYTES) for line in text.split("\n"))
-    return _TICKET.sub(f"{TICKET_PREFIX}(a ticket)", "\n".join(lines))
