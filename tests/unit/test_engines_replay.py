@@ -66,8 +66,8 @@ class Library(TorchDecoder):
     def held(self) -> tuple[SnapshotRef, ...]:
         return tuple(self._shelf)
 
-    def _held(self, ref: SnapshotRef) -> Model:
-        return self._shelf[ref]
+    def _held(self, ref: SnapshotRef, form: str = "") -> Model:
+        return self._shelf[ref].formed(form) if form else self._shelf[ref]
 
 
 def library(name: str, *snapshots: Snapshot) -> DecodeLoop:

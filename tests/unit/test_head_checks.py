@@ -75,6 +75,28 @@ def test_a_stranger_whose_engine_cannot_be_checked_gets_no_leases_unless_the_run
         assert any("can't be checked" in wait.reason for wait in desk.planner.waits(desk.now)) == require_checks
 
 
+def test_rounded_weights_are_checked_by_a_machine_that_can_round_and_by_no_other() -> None:
+    """Machines of the owner with other engines, or with rounded weights themselves, are no help."""
+
+    def with_engine(worker_id: str, ticket: str = "", **engine: Any) -> None:
+        desk.tell(ev.WorkerJoined(worker_id, 16, 0.5, FIRST, ticket=ticket, draws=True, **engine))
+
+    desk = desk_with(own=False)
+    for name, engine in (
+        ("transformers", {}),
+        ("q8_0", {"form": "q8_0"}),
+        ("rounds", {"form": "q8_0", "rounds": True}),
+    ):
+        with_engine(name, **engine)
+    with_engine("s", "ticket-s", form="q8_0")
+    assert not desk.planner.leases.of_worker("s")
+    assert any("compact or, unless it rounds its weights" in wait.reason for wait in desk.planner.waits(desk.now))
+    with_engine("compact", rounds=True)
+    assert desk.planner.leases.of_worker("s")
+    (asked,) = of(do.CheckGroup, brings(desk, "s"))
+    assert (asked.worker_id, asked.form) == ("compact", "q8_0")
+
+
 def test_rollouts_that_the_head_reads_from_a_log_need_no_check() -> None:
     desk = desk_with("s")
     commands = desk.deliver(desk.planner.leases.of_worker("s")[0], logged=True)

@@ -12,6 +12,8 @@ import pytest
 from echo2.config.sections import SamplingConfig
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, GroupRef, Lease
+from echo2.head.decide import events as ev
+from echo2.head.serve import claims
 from echo2.head.serve.connections import WorkerConnection
 from echo2.head.serve.effects import orders
 from echo2.head.serve.service import worker_joined
@@ -93,6 +95,7 @@ def stranger_of(open_head: OpenHead, path: Path) -> Peer:
         ("vllm", {"require_checks": False}, ""),
         ("auto", {}, ""),
         ("transformers", {"engine": "vllm"}, ""),
+        ("llamacpp-q8_0", {"forms": ["q8_0"]}, ""),
     ],
 )
 def test_a_stranger_joins_with_an_engine_that_can_be_checked(
@@ -115,6 +118,58 @@ def test_a_stranger_joins_with_an_engine_that_can_be_checked(
             assert open_head.head.books.turned_away == ({peer.peer_id: refused.value.detail} if named else {})
             async with open_head.attending("w-1", engine=engine) as leases:  # a machine of the owner has any
                 await until(lambda: leases)
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+@pytest.mark.parametrize(
+    ("engine", "workers", "said"),
+    [
+        ("llamacpp-q8_0", {}, "the form q8_0, and this run takes no rounded weights from strangers"),
+        ("llamacpp-q4_0", {"forms": ["q8_0"]}, "the form q4_0, and this run takes only q8_0 from strangers"),
+        ("auto", {"engine": "llamacpp-q4_0"}, "the form q4_0, and this run takes no rounded weights from strangers"),
+        ("llamacpp-q8_0", {"require_checks": False}, "takes no rounded weights"),
+    ],
+)
+def test_a_stranger_rounds_its_weights_only_to_a_form_that_the_run_takes(
+    tmp_path: Path, engine: str, workers: dict[str, Any], said: str
+) -> None:
+    async def scenario() -> None:
+        async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers)) as open_head:
+            peer = stranger_of(open_head, tmp_path)
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine=engine)
+            with pytest.raises(PeerError) as refused:
+                await anext(open_head.service.attend(peer, hello))
+            assert refused.value.reason == "form_not_taken"
+            assert said in refused.value.detail
+            assert "workers.forms" in refused.value.detail
+            async with open_head.attending("w-1", engine=engine) as leases:  # a machine of the owner rounds as it likes
+                await until(lambda: leases)
+                (worker,) = open_head.head.planner.fleet.own()
+                assert worker.form == (engine.rpartition("-")[2] if engine != "auto" else "q4_0")
+                assert not worker.can_check()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_stranger_that_returns_with_another_form_has_lost_its_leases(tmp_path: Path) -> None:
+    """Else it could sample with both, and deliver what it likes better."""
+
+    async def scenario() -> None:
+        workers = {"forms": ["q8_0"]}
+        async with OpenHead(tmp_path, settings(rows(tmp_path / "rows.jsonl", "53="), workers=workers)) as open_head:
+            async with open_head.attending("w-1") as leases:
+                await until(lambda: leases)  # so that there was a lease
+            peer = stranger_of(open_head, tmp_path)
+            stream = open_head.service.attend(
+                peer, wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1, engine="llamacpp-q8_0")
+            )
+            await anext(stream)
+            await until(lambda: open_head.head.planner.fleet.get(peer.peer_id) is not None)
+            for engine, kept in (("llamacpp-q8_0", (1,)), ("compact", ())):
+                joined = ev.WorkerJoined(peer.peer_id, 1, 0.0, None, held_leases=(1,))
+                assert claims.known(open_head.head, claims.with_engine(joined, engine), engine).held_leases == kept
+            await stream.aclose()
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

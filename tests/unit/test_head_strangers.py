@@ -305,6 +305,18 @@ def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[flo
     assert bool(penalties.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
 
 
+def test_rounded_weights_may_be_farther_away_by_as_much_for_every_form_and_a_form_that_is_too_coarse_is_named() -> None:
+    for form in ("q8_0", "q4_0"):
+        penalties = WorkerPenalties()
+        penalties.measured("w", MISMATCH_TOKENS, 0.2 * MISMATCH_TOKENS, form=form)
+        assert not penalties.to_expel
+        penalties.measured("w", MISMATCH_TOKENS, 0.26 * MISMATCH_TOKENS, form=form)
+        assert f"The form {form} is too coarse for this model" in penalties.to_expel["w"]
+    desk = running()
+    desk.tell(ev.WorkerJoined("a", 16, 0.5, FIRST, draws=True, form="q8_0"))
+    assert not of(do.ExpelWorker, desk.train(0, (ev.WorkerMismatch("a", 2000, 400.0),)))
+
+
 def test_an_engine_that_samples_from_other_weights_is_turned_away_with_the_figure() -> None:
     desk = running()
     (expelled,) = of(do.ExpelWorker, desk.train(0, (ev.WorkerMismatch("a", 2000, 700.0),)))

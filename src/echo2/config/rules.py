@@ -20,7 +20,7 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import LOG_PACKAGES, SERVERS, loss_params
+from echo2.config.values import CHECKED_FORMS, FORMS, LOG_PACKAGES, SERVERS, loss_params
 from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
@@ -90,11 +90,22 @@ def _check_deterministic(config: Config) -> None:
             f"run.deterministic = true cannot be combined with {' and '.join(excluded)}, which "
             "depends on measured times. Leave one of them out."
         )
-    if config.run.deterministic and config.workers.engine in SERVERS:
+    if config.run.deterministic and config.workers.engine in {*SERVERS, *FORMS}:
         raise UserError(
-            f"run.deterministic = true, and workers.engine = {config.workers.engine!r}: a token server makes its own "
-            "batches, on which the last bits depend. Take another engine, or leave run.deterministic out."
+            f"run.deterministic = true, and workers.engine = {config.workers.engine!r}, which makes its own batches, "
+            "on which the last bits depend. Take another engine, or leave run.deterministic out."
         )
+
+
+def _check_forms(config: Config) -> None:
+    """Forms that strangers may use are those that a check tells from others."""
+    for form in config.workers.forms:
+        if form not in CHECKED_FORMS:
+            known = ", ".join(CHECKED_FORMS)
+            raise UserError(
+                f"workers.forms has {form!r}: expected forms whose rollouts a check tells from others: {known}. "
+                "Machines of your own may use any engine."
+            )
 
 
 def _check_logs(config: Config) -> None:
@@ -193,6 +204,7 @@ def check_together(config: Config) -> None:
     schedule, parts = config.schedule, config.learner.updates_per_step
     loss_params(config.learner.loss, config.learner.loss_params)
     _check_deterministic(config)
+    _check_forms(config)
     _check_logs(config)
     _check_centering(config)
     _check_routes(config)

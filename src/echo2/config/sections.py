@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from echo2.config.values import AUTO, ENGINES, weighted
+from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, weighted
 from echo2.core.addresses import host_and_port
 from echo2.core.errors import InvariantError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
@@ -269,6 +269,13 @@ class WorkersConfig:
             "also other engines, whose best of many tries no check sees, and unchecked groups while nobody can check."
         ),
     ] = True
+    forms: Annotated[
+        list[str],
+        _doc(
+            f"Forms to which strangers may round the weights that they sample with: {' | '.join(CHECKED_FORMS)} (see "
+            "docs/engines.md). Your own machines may use any."
+        ),
+    ] = field(default_factory=list)
     price_usd_per_hour: Annotated[float, _doc("Price of one local worker.", ge=0.0)] = 0.0
 
 

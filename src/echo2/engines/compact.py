@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from echo2.core.types import Snapshot
+from echo2.engines import forms
 from echo2.engines.adapter import Adapter, Linear, LowRank, RowAdapters, join
 from echo2.engines.architecture import Architecture, Rope, read_architecture
 from echo2.engines.compact_cache import CompactCache
@@ -84,6 +85,7 @@ class CompactModel:
         self.architecture = (arch, self.dtype)
         shapes = arch.tensor_shapes().items()
         self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if name.endswith("_proj.weight")}
+        self._forms: dict[str, CompactModel] = {}  # of these weights; shared by all models over them
 
     def adapted(self, adapter: Adapter) -> CompactModel:
         """See `Model.adapted`."""
@@ -101,6 +103,28 @@ class CompactModel:
                 down_adapter=fused(f"model.layers.{at}.", DOWN),
             )
             for at, layer in enumerate(self._layers)
+        ]
+        return model
+
+    def formed(self, form: str) -> CompactModel:
+        """See `Model.formed`."""
+        if form not in self._forms:
+            whole = CompactModel(self._arch, torch.float32, self._embed_VD.device, self.limits.end_tokens)
+            for name in self._arch.tensor_shapes():
+                kind = forms.format_of(name, form)
+                for source, into in zip(self.places[name], whole.places[name], strict=True):
+                    into.copy_(forms.rounded(source, kind) if kind else source)
+            self._forms[form] = whole
+        model = copy.copy(self._forms[form])
+        model._layers = [
+            replace(
+                layer,
+                qkv_adapter=own.qkv_adapter,
+                out_adapter=own.out_adapter,
+                gate_up_adapter=own.gate_up_adapter,
+                down_adapter=own.down_adapter,
+            )
+            for layer, own in zip(model._layers, self._layers, strict=True)
         ]
         return model
 
@@ -132,6 +156,7 @@ class CompactModel:
 
     def unpack(self) -> None:
         """See `Model.unpack`."""
+        self._forms.clear()
         for linear in self._linear_maps():
             linear.unpack()
 

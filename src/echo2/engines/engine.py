@@ -112,6 +112,7 @@ class PrefillRequest:
            them; empty: none
     is_routed
            one byte a token: 1 where these weights are said to have chosen the experts, 0 where they choose again
+    form   the weights are rounded to this form before they read (`forms.py`); empty: they read as they are
     """
 
     prompt_tokens: array[int]
@@ -123,6 +124,7 @@ class PrefillRequest:
     support_offsets: array[int] | None = None
     routes: bytes = b""
     is_routed: bytes = b""
+    form: str = ""
 
 
 @dataclass(slots=True)

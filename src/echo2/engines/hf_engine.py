@@ -176,6 +176,10 @@ class HfModel:
     def _of_experts(self, first: str, last: str) -> tuple[LowRank | None, LowRank | None]:
         return self._applied.get(first), self._applied.get(last)
 
+    def formed(self, form: str) -> HfModel:
+        """See `Model.formed`. Always raises: forms name the matrices of `compact`'s models."""
+        raise PeerError("unknown_form", f"the engine transformers does not round weights to the form {form}")
+
     def pack(self) -> None:
         """See `Model.pack`. Does nothing: transformers' modules compute with the weights as they are."""
 

@@ -8,7 +8,7 @@ import asyncio
 import logging
 from importlib import import_module
 
-from echo2.config.values import AUTO, ENGINES, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.config.values import AUTO, ENGINES, FORMS, SERVERS, ServerPlace, refuse_unknown_engine
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
 from echo2.engines.decode_loop import DEFAULT_SLOTS
@@ -33,7 +33,8 @@ def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, pla
     module = import_module(ENGINES[name])
     if name in SERVERS:
         return ServerEngine(module.make_server(place, device, slots), slots, place.directory)
-    engine: Engine = module.make_engine(device, slots)
+    form = [FORMS[name]] if name in FORMS else []
+    engine: Engine = module.make_engine(device, slots, *form)
     return engine
 
 

@@ -96,6 +96,17 @@ def copy_tensors(snapshot: Snapshot, places: Places) -> None:
                 place.copy_(whole)
 
 
+def pieces_of(snapshot: Snapshot, name: str) -> Iterator[Tensor]:
+    """Yield consecutive items of a tensor, flat, in one buffer: each piece is gone when the next is taken.
+
+    Raises:
+        PeerError: as `check_values`.
+    """
+    for _, piece in _pieces(snapshot.tensors[name], _buffer()):
+        _check_finite(name, piece)
+        yield piece
+
+
 def _check_finite(name: str, piece: Tensor) -> None:
     """Minimum and maximum are NaN if any value is: thirty times as fast as checking each value."""
     if piece.is_floating_point() and not all(math.isfinite(float(end)) for end in torch.aminmax(piece)):

@@ -110,12 +110,19 @@ class Model(Protocol):
     def adapted(self, adapter: Adapter) -> Model:
         """Return a model that shares these weights and has this adapter over them, in place of any other."""
 
+    def formed(self, form: str) -> Model:
+        """Return this policy with its weights rounded (`forms.py`), in float32.
+
+        Raises:
+            PeerError: "unknown_form", this engine has none.
+        """
+
     def pack(self) -> None:
         """Make a copy of the weights that is faster to compute with. Called when all weights are loaded, if memory
         allows."""
 
     def unpack(self) -> None:
-        """Drop that copy, before the weights change."""
+        """Drop that copy, and rounded ones, before the weights change."""
 
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
@@ -331,27 +338,32 @@ class TorchDecoder:
     def _prefill(self, ref: SnapshotRef, requests: Mapping[int, PrefillRequest]) -> dict[int, Prefill]:
         """Requests of one version are read in one batch, those with swaps or routes one by one."""
         found: dict[int, Prefill] = {}
-        steady: dict[int, dict[int, PrefillRequest]] = {}
+        steady: dict[tuple[int, str], dict[int, PrefillRequest]] = {}
         for place, request in requests.items():
             if len(request.reads) == 1 and not request.routes:
-                steady.setdefault(request.reads[0][1], {})[place] = request
+                steady.setdefault((request.reads[0][1], request.form), {})[place] = request
                 continue
-            models = [self._held(replace(ref, version=version)) for _, version in request.reads]
+            models = [self._held(replace(ref, version=version), request.form) for _, version in request.reads]
             routes = RouteCheck(request.routes, request.is_routed) if request.routes else None
-            measured = measure(replay(models, request, routes), request, _bits(models[0]))
+            measured = measure(replay(models, request, routes), request, _bits(models[0], request.form))
             found[place] = measured if routes is None else replace(measured, regrets=np.array(routes.regrets))
-        for version, of_version in steady.items():
-            model = self._held(replace(ref, version=version))
+        for (version, form), of_version in steady.items():
+            model = self._held(replace(ref, version=version), form)
             firsts = [len(one.prompt_tokens) - 1 + one.first for one in of_version.values()]
             tiles = model.logits([sequence_of(one) for one in of_version.values()], firsts, _tile_tokens(model))
-            found |= {place: measure(tiles, request, _bits(model)) for place, request in of_version.items()}
+            found |= {place: measure(tiles, request, _bits(model, form)) for place, request in of_version.items()}
         return found
 
-    def _held(self, ref: SnapshotRef) -> Model:
-        """Return the model of a snapshot that can be checked under."""
+    def _held(self, ref: SnapshotRef, form: str = "") -> Model:
+        """Return the model of a snapshot that can be checked under, with its weights in this form."""
         for one in (self._current, self._before):
             if one is not None and one[0] == ref:
-                return one[1]
+                try:
+                    return one[1].formed(form) if form else one[1]
+                except (MemoryError, RuntimeError) as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    raise PeerError("no_room", f"no room for the weights of {ref} in the form {form}") from error
         raise PeerError("snapshot_gone", f"the engine does not hold {ref}")
 
     def clear(self) -> None:
@@ -422,5 +434,7 @@ def _tile_tokens(model: Model) -> int:
     return max(1, TILE_ITEMS // model.limits.vocab_size)
 
 
-def _bits(model: Model) -> int:
-    return 32 if model.dtype == torch.float32 else 16
+def _bits(model: Model, form: str = "") -> int:
+    """Return in how many bits the tokens were computed. An engine with rounded weights also rounds what it multiplies
+    with them, so it is no nearer than 16 bits."""
+    return 32 if model.dtype == torch.float32 and not form else 16

@@ -109,10 +109,15 @@ class Verdict:
 
 
 async def check_group(
-    engine: PrefillEngine, ref: SnapshotRef, assignment: Assignment, group: RolloutGroup, is_from_stream: bool = True
+    engine: PrefillEngine,
+    ref: SnapshotRef,
+    assignment: Assignment,
+    group: RolloutGroup,
+    is_from_stream: bool = True,
+    form: str = "",
 ) -> Verdict:
     """Judge a delivered group, as far as the engine holds its weights. `ref`: those of its newest version;
-    `is_from_stream`: the worker's engine draws from the head's random streams.
+    `is_from_stream`: the worker's engine draws from the head's random streams; `form`: to which it rounds its weights.
 
     Raises:
         PeerError: as `PrefillEngine.prefill`.
@@ -124,7 +129,8 @@ async def check_group(
     held = {one.version for one in engine.held if one.history == ref.history}
     group = unpacked(group)
     readings = [list(readings_of(assignment, rollout, held)) for rollout in group.rollouts]
-    prefills = iter(await engine.prefill(ref, [one.request for of_rollout in readings for one in of_rollout]))
+    requests = [replace(one.request, form=form) for of_rollout in readings for one in of_rollout]
+    prefills = iter(await engine.prefill(ref, requests))
     compared, regrets, bits = list[Comparison](), list[Floats](), 32
     for sample, (rollout, of_rollout) in enumerate(zip(group.rollouts, readings, strict=True)):
         numbers_T, parts, of_routes = numbers_of(assignment, sample, rollout), list[Comparison](), list[Floats]()

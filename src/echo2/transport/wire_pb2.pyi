@@ -227,16 +227,18 @@ class Order(_message.Message):
     def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., sample: _Optional[bytes] = ...) -> None: ...
 
 class Check(_message.Message):
-    __slots__ = ("lease", "group", "ref", "is_from_stream")
+    __slots__ = ("lease", "group", "ref", "is_from_stream", "form")
     LEASE_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
     REF_FIELD_NUMBER: _ClassVar[int]
     IS_FROM_STREAM_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
     lease: Lease
     group: bytes
     ref: SnapshotId
     is_from_stream: bool
-    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[bytes] = ..., ref: _Optional[_Union[SnapshotId, _Mapping]] = ..., is_from_stream: _Optional[bool] = ...) -> None: ...
+    form: str
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ..., group: _Optional[bytes] = ..., ref: _Optional[_Union[SnapshotId, _Mapping]] = ..., is_from_stream: _Optional[bool] = ..., form: _Optional[str] = ...) -> None: ...
 
 class CheckReport(_message.Message):
     __slots__ = ("policy", "number", "num_tokens", "fault", "missed", "num_skipped", "surprise", "variance")

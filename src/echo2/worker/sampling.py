@@ -164,7 +164,8 @@ async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
         report.missed = "this engine gives no distributions of tokens"
         return report
     try:
-        verdict = await check_group(engine, messages.decode_ref(asked.ref), assignment, group, asked.is_from_stream)
+        ref = messages.decode_ref(asked.ref)
+        verdict = await check_group(engine, ref, assignment, group, asked.is_from_stream, asked.form)
     except PeerError as error:
         report.missed = str(error)
     else:

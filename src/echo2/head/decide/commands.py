@@ -177,13 +177,14 @@ class SkipEval(PolicyCommand):
 
 class CheckGroup(PolicyCommand):
     """Sent to a machine of the owner: check this delivered group under the weights of `ref`. `is_from_stream`: its
-    worker's engine draws from the head's random numbers.
+    worker's engine draws from the head's random numbers; `form`: to which it rounds its weights.
     """
 
     worker_id: str
     group: GroupRef
     ref: SnapshotRef
     is_from_stream: bool
+    form: str = ""
 
 
 class RecordTrust(PolicyCommand):

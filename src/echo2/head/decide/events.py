@@ -142,7 +142,8 @@ class WorkerJoined(PlannerEvent):
     """A worker connected (again). `slots`: rollouts that it decodes at once. `held_leases`: leases it still works on;
     `offer`: the offer from which the planner rented its machine, or empty. `ticket`: with which a stranger joined;
     empty for machines of the run's owner. `draws`: its engine draws from the head's random numbers, and can check
-    workers that do so.
+    workers that do so; `form`: to which it rounds its weights, empty: not at all, else it checks nobody; `rounds`: it
+    can check rounded weights, too.
     """
 
     worker_id: str
@@ -153,6 +154,8 @@ class WorkerJoined(PlannerEvent):
     offer: str = ""
     ticket: str = ""
     draws: bool = False
+    form: str = ""
+    rounds: bool = False
 
 
 class WorkersHeard(PlannerEvent):

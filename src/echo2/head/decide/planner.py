@@ -250,7 +250,9 @@ class Planner(PlannerState):
         reason = "the learner finished the step"
         self.emit(do.RecordStep, reason, step=event.step, lineage=training.lineage, numbers=event.numbers)
         for found in event.mismatches:
-            self.penalties.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise)
+            worker = self.fleet.get(found.worker_id)
+            form = worker.form if worker is not None else ""
+            self.penalties.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise, form)
         self.measurements.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
         if self.width_search is not None:
             self.width_search.step_trained(event.step, now)

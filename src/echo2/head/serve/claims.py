@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from echo2.config import Config
 from echo2.config.offers import Offer
-from echo2.config.values import AUTO, SERVERS
+from echo2.config.values import AUTO, FORMS, ROUNDING_ENGINES, SERVERS, STREAM_ENGINES
 from echo2.core.errors import PeerError
 from echo2.core.printable import printable
 from echo2.head.decide import events as ev
@@ -63,11 +63,14 @@ def known(head: Head, joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
         try:
             check_price(joined.price_usd_per_hour, most_paid(head.config, head.machines.offers))
             check_engine(head.config, joined.draws, engine)
+            check_form(head.config, joined.form)
         except PeerError as error:
             head.books.turn_away(joined.worker_id, error.detail)
             raise
         head.books.turn_away(joined.worker_id, "")
-    held = possible_claims(head.planner, joined.held_leases)
+    before = head.planner.fleet.get(joined.worker_id)
+    is_changed = before is not None and before.form != joined.form  # of two rounded policies it could send the better
+    held = () if is_changed else possible_claims(head.planner, joined.held_leases)
     return replace(joined, ticket="" if member.is_own else member.ticket_id, held_leases=held)
 
 
@@ -108,6 +111,25 @@ def check_engine(config: Config, draws: bool, engine: str) -> None:
         )
 
 
+def check_form(config: Config, form: str) -> None:
+    """Raise PeerError("form_not_taken") for a stranger that rounds its weights, unless the run takes this form."""
+    if form and form not in config.workers.forms:
+        taken = f"only {', '.join(config.workers.forms)}" if config.workers.forms else "no rounded weights"
+        raise PeerError(
+            "form_not_taken",
+            f"it rounds its weights to the form {form}, and this run takes {taken} from strangers. Start the worker "
+            "with --engine compact or --engine transformers, or ask the run's owner to add "
+            f"{form!r} to workers.forms, or for a ticket for own machines",
+        )
+
+
+def with_engine(joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
+    """Return the event with what this engine does: the one that the worker will use (`engine_of`)."""
+    return replace(
+        joined, draws=engine in STREAM_ENGINES, form=FORMS.get(engine, ""), rounds=engine in ROUNDING_ENGINES
+    )
+
+
 def engine_of(head: Head, peer_id: str, hello: wire.WorkerHello) -> tuple[str, str]:
     """Return the engine that the worker will use: the one that its owner named, else the run's. Where the run leaves
     the choice (`engines/choice.py`), a token server of the worker's is taken, if nobody must check it and the worker is
@@ -128,7 +150,7 @@ def _must_draw(head: Head, peer_id: str) -> bool:
         return True
     invited = any(not ticket.terms.is_own and ticket.terms.role == "worker" for ticket in head.identity.tickets())
     others = (worker for worker in head.planner.fleet.own() if worker.worker_id != peer_id and not worker.detached)
-    return invited and not any(worker.draws for worker in others)
+    return invited and not any(worker.can_check() for worker in others)
 
 
 def process_id(pid: int) -> int:

@@ -81,6 +81,7 @@ async def send_check(head: Head, command: do.CheckGroup) -> None:
         group=data,
         ref=messages.encode_ref(command.ref),
         is_from_stream=command.is_from_stream,
+        form=command.form,
     )
     head.connections.order(command.worker_id, wire.Order(check=check))
 

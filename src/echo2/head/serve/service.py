@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 from echo2.config.sections import SamplingConfig
-from echo2.config.values import STREAM_ENGINES
 from echo2.core.errors import PeerError, UserError
 from echo2.core.printable import printable, printable_lines
 from echo2.core.types import GroupRef, SnapshotRef
@@ -95,7 +94,7 @@ class Service:
         if is_harness(environment):
             check_own(head.config, head.identity, peer.peer_id)
         engine, server = claims.engine_of(head, peer.peer_id, hello)
-        joined = claims.known(head, replace(joined, draws=engine in STREAM_ENGINES), hello.engine)
+        joined = claims.known(head, claims.with_engine(joined, engine), hello.engine)
         # Last: a rented machine whose worker is turned away must not count as having one.
         joined = self._at_offer(joined, hello.offer)
         connection = WorkerConnection(

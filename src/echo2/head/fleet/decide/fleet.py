@@ -40,7 +40,8 @@ class Worker:
     connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's
     owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine
     was rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
-    snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers.
+    snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers;
+    `form`: to which it rounds its weights; `rounds`: it can check such weights.
     """
 
     worker_id: str
@@ -60,6 +61,12 @@ class Worker:
     refused: str = ""
     first_groups: int | None = None
     draws: bool = False
+    form: str = ""
+    rounds: bool = False
+
+    def can_check(self, form: str = "") -> bool:
+        """Whether its engine can check rollouts that were drawn with weights in this form."""
+        return self.draws and not self.form and (self.rounds or not form)
 
     @property
     def is_own(self) -> bool:

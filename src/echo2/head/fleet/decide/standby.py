@@ -156,7 +156,7 @@ def keep_last(state: PlannerState) -> None:
         return  # usually by the first machine: this runs at every event
     for pool in _kinds(state):
         if pool and all(one.standby for one in pool):
-            chosen = max(pool, key=lambda one: (one.draws, -one.price_usd_per_hour)).worker_id
+            chosen = max(pool, key=lambda one: (one.can_check(), -one.price_usd_per_hour)).worker_id
             activate(state, chosen, "strangers work only beside a machine of the owner")
             announce_newest(state, "newest when the worker was activated", (chosen,))
 
@@ -170,7 +170,7 @@ def _is_last(state: PlannerState, worker: Worker) -> bool:
 def _kinds(state: PlannerState) -> tuple[list[Worker], list[Worker]]:
     """Return the owner's machines that are connected and stay, and those of them that can check strangers."""
     own = [one for one in state.fleet.own() if not (one.returned or (one.detached and one.standby))]
-    return own, [one for one in own if one.draws]
+    return own, [one for one in own if one.can_check()]
 
 
 def _rent(state: PlannerState, rentals: Rentals, short_rate: float, now: float) -> None:

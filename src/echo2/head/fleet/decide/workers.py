@@ -47,6 +47,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         samples=samples,
         speed=speed,
         draws=event.draws,
+        form=event.form,
+        rounds=event.rounds,
     )
     state.fleet.join(worker, now)
     if installed is not None and not worker.standby and (before is None or before.installed != installed):

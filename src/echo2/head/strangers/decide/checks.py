@@ -57,7 +57,9 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, 
     if worker.ticket != UNKNOWN:
         trust = replace(trust, num_groups=trust.num_groups + 1)
         state.trust.put(worker.ticket, trust)
-    holds = trust.is_quarantined or (trust.is_new and (state.options.require_checks or any(strangers.checkers(state))))
+    holds = trust.is_quarantined or (
+        trust.is_new and (state.options.require_checks or any(strangers.checkers(state, worker.form)))
+    )
     is_drawn = holds or state.penalties.is_odd(worker.worker_id)
     is_drawn |= mix(mix(secret) ^ record.number) < CHECK_SHARE * 2.0**64
     if not is_drawn:
@@ -66,7 +68,7 @@ def delivered(state: PlannerState, record: PlannedGroup, worker: Worker | None, 
         if holds:
             _reject_unchecked(state, record, worker.ticket, f"{OPEN_MAX} other groups wait to be checked")
         return
-    drawn = DrawnCheck(record.number, worker.worker_id, worker.ticket, newest, holds, worker.draws)
+    drawn = DrawnCheck(record.number, worker.worker_id, worker.ticket, newest, holds, worker.draws, worker.form)
     _open(state, drawn)
     state.emit(do.RecordCheck, f"drawn of ticket {worker.ticket}", check=drawn)
 
@@ -100,7 +102,8 @@ def assign(state: PlannerState) -> None:
         if check.checker:
             continue
         # An engine that checks also keeps the weights that were installed before the current ones.
-        able = [one for one in free if one.installed is not None and one.installed >= check.drawn.ref]
+        able = [one for one in free if one.can_check(check.drawn.form)]
+        able = [one for one in able if one.installed is not None and one.installed >= check.drawn.ref]
         able = [one for one in able if one.worker_id not in check.missed_by]
         if not able:
             continue
@@ -114,6 +117,7 @@ def assign(state: PlannerState) -> None:
             group=state.train_group(check.drawn.number),
             ref=check.drawn.ref,
             is_from_stream=check.drawn.is_from_stream,
+            form=check.drawn.form,
         )
 
 
@@ -129,7 +133,7 @@ def checked(state: PlannerState, event: ev.GroupChecked) -> None:
         if is_late:
             return
         check.miss(event.worker_id)
-        others = any(one.worker_id not in check.missed_by for one in strangers.checkers(state))
+        others = any(one.worker_id not in check.missed_by for one in strangers.checkers(state, check.drawn.form))
         if len(check.missed_by) < TRIES_MAX and others:
             check.give_to("")  # another machine may still hold these weights
         else:

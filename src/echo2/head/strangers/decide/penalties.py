@@ -22,6 +22,8 @@ EXPELLED_SECONDS = Backoff(60.0, 3600.0)
 #: Engines in bfloat16 are at .005, in 8 bits at .02 to .05; wrong weights, or logprobs of another temperature or
 #: support than was sampled from, exceed the limit (docs/engines.md).
 MISMATCH_MAX, MISMATCH_TOKENS = 0.1, 1024.0
+#: The same for workers that round their weights, whatever the form: a coarser one allows no more.
+MISMATCH_ROUNDED_MAX = 0.25
 #: If the absolute mean surprise over as many tokens exceeds this, in nats per token, all groups of the worker are
 #: checked. It is about six standard deviations of honest sampling, but no proof of fraud: groups without a gradient are
 #: not measured, and the others contain more rare tokens.
@@ -193,9 +195,11 @@ class WorkerPenalties:
                 f"{reason}",
             )
 
-    def measured(self, worker_id: str, num_tokens: float, abs_log_ratio: float, surprise: float = 0.0) -> None:
+    def measured(
+        self, worker_id: str, num_tokens: float, abs_log_ratio: float, surprise: float = 0.0, form: str = ""
+    ) -> None:
         """Record tokens of this worker at lag 0, with the sums of their |log ratio| to the learner's logprobs and of
-        their -logprob less the entropy.
+        their -logprob less the entropy. `form`: to which it rounds its weights.
         """
         penalty = self.of(worker_id)
         before = penalty.measured
@@ -204,11 +208,13 @@ class WorkerPenalties:
         if tokens < MISMATCH_TOKENS:
             return
         penalty.mismatch, penalty.surprise, penalty.measured = total / tokens, surprises / tokens, (0.0, 0.0, 0.0)
-        if penalty.mismatch > MISMATCH_MAX:
+        most = MISMATCH_ROUNDED_MAX if form else MISMATCH_MAX
+        if penalty.mismatch > most:
+            why = f"The form {form} is too coarse for this model, or its" if form else "Its"
             self.distrust(
                 worker_id,
                 f"its logprobs are {penalty.mismatch:.3g} nats a token away from the learner's for the same weights, "
-                f"over {tokens:.0f} tokens; {MISMATCH_MAX:g} is allowed. Its engine samples from other weights, or "
+                f"over {tokens:.0f} tokens; {most:g} is allowed. {why} engine samples from other weights, or "
                 "reports logprobs of another distribution than it samples from (temperature, top-k, top-p)",
             )
 

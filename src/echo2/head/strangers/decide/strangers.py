@@ -41,7 +41,8 @@ NOT_CHECKABLE = (
 )
 NO_CHECKER = (
     "its ticket is not trusted yet, and no machine of yours is connected that can check it: start one with the engine "
-    "compact or transformers (`echo2 worker @DIR/ticket`), or set workers.require_checks = false"
+    "compact or, unless it rounds its weights, transformers (`echo2 worker @DIR/ticket`), or set "
+    "workers.require_checks = false"
 )
 
 
@@ -70,12 +71,12 @@ def _can_sample(state: PlannerState, worker: Worker, step: int) -> bool:
     return ref is not None and state.snapshots.has(ref) and ref.version + state.options.max_staleness >= step
 
 
-def checkers(state: PlannerState) -> Iterator[Worker]:
-    """Iterate over the owner's machines that can check rollouts of strangers."""
+def checkers(state: PlannerState, form: str = "") -> Iterator[Worker]:
+    """Iterate over the owner's machines that can check rollouts of strangers, drawn with weights in this form."""
     return (
         worker
         for worker in state.fleet.own()
-        if worker.draws and worker.installed is not None and not (worker.detached or worker.standby)
+        if worker.can_check(form) and worker.installed is not None and not (worker.detached or worker.standby)
     )
 
 
@@ -86,7 +87,7 @@ def why_unchecked(state: PlannerState, worker: Worker) -> str:
         return ""
     if not worker.draws:
         return NOT_CHECKABLE
-    return "" if state.trust.of(worker.ticket).is_believed or any(checkers(state)) else NO_CHECKER
+    return "" if state.trust.of(worker.ticket).is_believed or any(checkers(state, worker.form)) else NO_CHECKER
 
 
 def others_can_try(state: PlannerState, owner: str, step: int, tried_by: Iterable[str] = ()) -> bool:

@@ -109,7 +109,7 @@ class Trust:
 class DrawnCheck:
     """A check of a group, as the ledger stores it. `ref`: the newest weights that the worker says it sampled with;
     `holds`: the group is not trained before the verdict; `is_from_stream`: the worker's engine draws from the head's
-    random numbers.
+    random numbers; `form`: to which it rounds its weights.
     """
 
     number: int
@@ -118,6 +118,7 @@ class DrawnCheck:
     ref: SnapshotRef
     holds: bool
     is_from_stream: bool
+    form: str = ""
 
 
 @dataclass(frozen=True, slots=True)

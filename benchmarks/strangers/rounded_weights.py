@@ -1,0 +1,221 @@
+"""The engines `llamacpp-*` on a pretrained model: speed, memory, seconds to install a version, how far their logprobs
+are from the published weights', and what the check of strangers makes of them: distances of honest groups, and cheats.
+
+    make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 1]'
+
+Needs `pip install 'echo2[llamacpp]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are sampled by llama.cpp and
+checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from recording import child_environment, quantile, save
+from safetensors import safe_open
+from tokenizers import Tokenizer
+
+from echo2.config.values import FORMS
+from echo2.core.decide.seeds import mix
+from echo2.core.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    SnapshotRef,
+    StoredTensor,
+)
+from echo2.engines.engine import Completion, SampleRequest
+from echo2.engines.registry import make_engine
+from echo2.rollouts.generate import sample_group
+from echo2.rollouts.verification import Verdict, check_group
+
+ROLLOUTS, TOKENS, SLOTS = 8, 48, (1, 8, 32)
+ANIMALS = ("a cat", "an old dog", "the moon", "two ships", "my neighbour", "rain", "a small town", "the last train")
+ASKED = (
+    "Write a story about",
+    "Give the facts about",
+    "Write a poem on",
+    "Why do people speak of",
+    "List five things about",
+)
+FIELDS = ("worst_interval", "typical_interval", "worst_logprob", "mean_logprob", "surprise")
+
+
+def snapshot(model: Path, version: int = 1) -> Snapshot:
+    """A model directory, whose tensors are read from the file as on a worker."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        tensors = {name: _stored(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    files = {one.name: one.read_bytes() for one in model.iterdir() if one.suffix == ".json"}
+    return Snapshot(SnapshotRef(RUN_POLICY, 1, version), tensors, files)
+
+
+def _stored(tensor: torch.Tensor) -> StoredTensor:
+    data = tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+    dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[tensor.dtype]
+    return StoredTensor(dtype, tuple(tensor.shape), data.nbytes, lambda start, stop: data[start:stop].tobytes())
+
+
+def prompts(model: Path) -> list[array[int]]:
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    said = [f"<|im_start|>user\n{ask} {what}.<|im_end|>\n<|im_start|>assistant\n" for ask in ASKED for what in ANIMALS]
+    return [array("i", tokenizer.encode(text).ids) for text in said]
+
+
+def leased(prompt: array[int], number: int, **params: Any) -> Assignment:
+    lease = Lease(1, GroupRef(RUN_POLICY, "train", number), 0, number, ROLLOUTS, 0, None, 60.0, 60.0, mix(number) >> 1)
+    return Assignment(lease, prompt, SamplingParams(max_tokens=TOKENS, **params))
+
+
+async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment]) -> list[RolloutGroup]:
+    engine = make_engine(name, "cpu", 32)
+    await engine.update_weights(held)
+    found = await asyncio.gather(*(sample_group(engine, None, one, "worker") for one in asked))  # type: ignore[arg-type]
+    await engine.close()
+    return [group for group in found if isinstance(group, RolloutGroup)]
+
+
+async def judged(checker: Any, asked: Sequence[Assignment], groups: Sequence[RolloutGroup], form: str) -> list[Verdict]:
+    return [await check_group(checker, checker.installed, *pair, form=form) for pair in zip(asked, groups, strict=True)]
+
+
+# ---- speed -----------------------------------------------------------------------------------------------------------
+
+
+async def speed(name: str, model: Path) -> dict[str, Any]:
+    """One engine, in a process of its own. Seconds are the processor's: with one thread, others do not disturb them."""
+    held, texts = snapshot(model), prompts(model)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    engine, row = make_engine(name, "cpu", max(SLOTS)), dict[str, Any]()
+    started = time.process_time()
+    await engine.update_weights(held)
+    row["install_seconds"] = time.process_time() - started
+    for slots in SLOTS:
+        asked = [SampleRequest(texts[at % len(texts)], 7, at, SamplingParams(max_tokens=TOKENS)) for at in range(slots)]
+        started = time.process_time()
+        found = await asyncio.gather(*map(engine.submit, asked))
+        seconds = time.process_time() - started
+        row[f"tokens_per_second_{slots}"] = (
+            sum(len(one.tokens) for one in found if isinstance(one, Completion)) / seconds
+        )
+    started = time.process_time()
+    await engine.update_weights(replace(held, ref=replace(held.ref, version=2)))
+    row["install_next_seconds"] = time.process_time() - started
+    row["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    row["memory_before_mb"] = before
+    await engine.close()
+    return row
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+async def honest(model: Path, num_groups: int) -> list[dict[str, Any]]:
+    """Of groups sampled with each form: distances to the form (as the check sees them), to another form, and to the
+    published weights (as the learner sees them)."""
+    held, texts, rows = snapshot(model), prompts(model), list[dict[str, Any]]()
+    checker: Any = make_engine("compact", "cpu", 32)
+    await checker.update_weights(held)
+    for name, form in FORMS.items():
+        asked = [leased(texts[at % len(texts)], 1000 + at) for at in range(num_groups)]
+        groups = await groups_of(name, held, asked)
+        for read_as in (form, *(other for other in FORMS.values() if other != form), ""):
+            verdicts = await judged(checker, asked, groups, read_as)
+            rows.append({"sampled": name, "read_as": read_as or "published", **spread(verdicts)})
+            print(rows[-1], flush=True)
+    return rows
+
+
+def spread(verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "groups": len(verdicts),
+        "tokens": sum(one.num_tokens for one in verdicts),
+        "faulty": sum(bool(one.fault) for one in verdicts),
+    }
+    for field in FIELDS:
+        values = [abs(getattr(one, field)) for one in verdicts]
+        found[field] = {"median": quantile(values, 0.5), "max": max(values), "mean": statistics.mean(values)}
+    return found
+
+
+async def cheats(model: Path, num_groups: int) -> list[dict[str, Any]]:
+    """What share of the groups of a cheat the check finds. Each says that it rounds to 8 bits, but the last."""
+    held, texts, rows = snapshot(model), prompts(model), list[dict[str, Any]]()
+    checker: Any = make_engine("compact", "cpu", 32)
+    await checker.update_weights(held)
+    tries: dict[str, tuple[str, dict[str, Any], str, int]] = {
+        "published weights, says q8_0": ("compact", {}, "q8_0", 0),
+        "rounds to 4 bits, says q8_0": ("llamacpp-q4_0", {}, "q8_0", 0),
+        "rounds to 8 bits, says q4_0": ("llamacpp-q8_0", {}, "q4_0", 0),
+        "temperature .9": ("llamacpp-q8_0", {"temperature": 0.9}, "q8_0", 0),
+        "temperature .8": ("llamacpp-q8_0", {"temperature": 0.8}, "q8_0", 0),
+        "top-p .9": ("llamacpp-q8_0", {"top_p": 0.9}, "q8_0", 0),
+        "one rollout of another seed": ("llamacpp-q8_0", {}, "q8_0", 1),
+        "one rollout of another seed, says q4_0": ("llamacpp-q4_0", {}, "q4_0", 1),
+    }
+    for what, (name, params, form, others) in tries.items():
+        asked = [leased(texts[at % len(texts)], 5000 + at) for at in range(num_groups)]
+        groups = await groups_of(name, held, [replace(one, params=replace(one.params, **params)) for one in asked])
+        if others:
+            strange = [replace(one, lease=replace(one.lease, seed=one.lease.seed ^ 12345)) for one in asked]
+            swapped = await groups_of(name, held, strange)
+            pairs = zip(groups, swapped, strict=True)
+            groups = [replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in pairs]
+        groups = [replace(one, rollouts=tuple(_plain(each) for each in one.rollouts)) for one in groups]
+        verdicts = await judged(checker, asked, groups, form)
+        rows.append({"cheat": what, **spread(verdicts)})
+        print(rows[-1], flush=True)
+    return rows
+
+
+def _plain(rollout: Any) -> Any:
+    """A rollout that hides what top-p left."""
+    return replace(rollout, support_tokens=None, support_offsets=None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=Path("outputs/models/smollm2"))
+    parser.add_argument("--parts", default="speed,honest,cheats")
+    parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--engine", help="measure the speed of this one, and print it")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.engine:
+        print(json.dumps(asyncio.run(speed(options.engine, options.model))))
+        return
+    figures: dict[str, Any] = {"model": options.model.name, "threads": options.threads}
+    if "speed" in options.parts:
+        for name in ("compact", *FORMS):
+            command = [sys.executable, __file__, "--model", options.model, "--engine", name, "--threads"]
+            command = [*map(str, command), str(options.threads)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
+            figures.setdefault("speed", {})[name] = json.loads(done.stdout.splitlines()[-1])
+            print(name, figures["speed"][name], flush=True)
+    if "honest" in options.parts:
+        figures["honest"] = asyncio.run(honest(options.model, options.groups))
+    if "cheats" in options.parts:
+        figures["cheats"] = asyncio.run(cheats(options.model, max(1, options.groups // 4)))
+    print("saved to", save("rounded_weights", figures, options.out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Writes a snapshot in a form (`forms.py`), or an adapter, as a file for llama.cpp: GGUF, without a tokenizer.
+
+The names and types are llama.cpp's (package `gguf`). Llama models rotate pairs of neighbours there, so the rows of
+their query and key matrices are in another order than Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from echo2.core.errors import UserError
+from echo2.core.types import Snapshot
+from echo2.engines import forms
+from echo2.engines.adapter import LowRank
+from echo2.engines.architecture import Architecture, Rope
+from echo2.engines.compact import rope_frequencies
+from echo2.engines.snapshot_tensors import pieces_of
+
+QUERY, KEY = "self_attn.q_proj", "self_attn.k_proj"
+#: The rotary frequencies of a Llama model that are not the default ones; llama.cpp's name.
+FREQUENCIES = "rope_freqs.weight"
+
+
+def check_fits(model_type: str, arch: Architecture) -> None:
+    """Raise UserError for a model of `compact` that llama.cpp, or a form, has no place for."""
+    trait = ""
+    if model_type != "llama" and arch.rope.kind != "default":
+        trait = f"rope_type = {arch.rope.kind!r} in a {model_type} model"
+    if model_type != "llama" and (arch.out_bias or arch.ffn_bias):
+        trait = f"attention_bias in a {model_type} model"
+    for key, size in (
+        ("hidden_size", arch.hidden_size),
+        ("intermediate_size", arch.ffn_size),
+        ("num_attention_heads * head_dim", arch.num_heads * arch.head_dim),
+    ):
+        if size % forms.BLOCK:
+            trait = f"{key} = {size}, which is no multiple of {forms.BLOCK}"
+    if trait:
+        raise UserError(f"The engine llamacpp does not support {trait}. Start the worker with --engine auto.")
+
+
+class _Names:
+    """llama.cpp's names of tensors, and the order of rows."""
+
+    def __init__(self, model_type: str, arch: Architecture) -> None:
+        import gguf
+
+        kind = {"llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2, "qwen3": gguf.MODEL_ARCH.QWEN3}
+        self._names = gguf.get_tensor_name_map(kind[model_type], arch.num_layers)
+        self._heads = {QUERY: arch.num_heads, KEY: arch.num_kv_heads} if model_type == "llama" else {}
+
+    def of(self, name: str) -> str:
+        """llama.cpp's name of a tensor with this Hugging Face name."""
+        found: str | None = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert found is not None
+        return found
+
+    def ordered(self, name: str, rows: Tensor) -> Tensor:
+        """Return the rows of a tensor of this name (with or without its suffix) in llama.cpp's order: of each head, row
+        e is followed by the one with which it is rotated, e + E/2."""
+        heads = next((heads for part, heads in self._heads.items() if f".{part}" in name), 0)
+        if not heads:
+            return rows
+        paired = rows.view(heads, 2, len(rows) // heads // 2, -1)
+        return paired.transpose(1, 2).reshape(rows.shape)
+
+
+def write_model(
+    path: Path, snapshot: Snapshot, model_type: str, arch: Architecture, dtype: torch.dtype, form: str
+) -> None:
+    """Write a snapshot of a whole model in this form, tensor by tensor. `dtype`: that the engine `compact` computes in;
+    weights of another dtype are converted to it first, as there.
+
+    Raises:
+        PeerError: a value is not finite, or the snapshot's bytes can't be read.
+    """
+    import gguf
+
+    names, writer = _Names(model_type, arch), gguf.GGUFWriter(path, model_type)
+    _describe(writer, arch)
+    shapes = {name: shape for name, shape in arch.tensor_shapes().items() if name in snapshot.tensors}
+    if arch.tied and "model.embed_tokens.weight" not in shapes:
+        shapes["model.embed_tokens.weight"] = (arch.vocab_size, arch.hidden_size)
+    for name, shape in shapes.items():
+        kind = forms.format_of(name, form)
+        if kind:
+            bytes_shape = (shape[0], shape[1] // forms.BLOCK * forms.BLOCK_BYTES[kind])
+            raw = gguf.GGMLQuantizationType[kind.upper()]
+            writer.add_tensor_info(names.of(name), bytes_shape, _np("uint8"), bytes_shape[0] * bytes_shape[1], raw)
+        else:
+            writer.add_tensor_info(names.of(name), shape, _np("float32"), 4 * math.prod(shape))
+    frequencies = _frequency_factors(arch.rope, arch.head_dim)
+    if frequencies is not None:
+        writer.add_tensor_info(FREQUENCIES, tuple(frequencies.shape), _np("float32"), 4 * len(frequencies))
+    _begin(writer)
+    try:
+        for name, shape in shapes.items():
+            stored = name if name in snapshot.tensors else "lm_head.weight"
+            writer.write_tensor_data(names.ordered(name, _read(snapshot, stored, shape, dtype, form)).numpy())
+        if frequencies is not None:
+            writer.write_tensor_data(frequencies.numpy())
+    finally:
+        writer.close()
+
+
+def _read(snapshot: Snapshot, name: str, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> Tensor:
+    """Return the rows of a tensor: blocks of bytes [rows, bytes] if the form rounds it, else float32."""
+    kind, found = forms.format_of(name, form), list[Tensor]()
+    for piece in pieces_of(snapshot, name):
+        values = piece.to(dtype).float()
+        found.append(forms.encode(values, kind).view(-1) if kind else values.clone())
+    return torch.cat(found).view(shape[0], -1) if kind else torch.cat(found).view(shape)
+
+
+def write_adapter(path: Path, adapter: Mapping[str, LowRank], model_type: str, arch: Architecture) -> None:
+    """Write a LoRA adapter, whose B is multiplied by its scale, for a model that `write_model` wrote."""
+    import gguf
+
+    names, writer = _Names(model_type, arch), gguf.GGUFWriter(path, model_type)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", 0.0)  # 0: no scale but that in B
+    tensors = dict(_pairs(names, adapter))
+    for name, tensor in tensors.items():
+        writer.add_tensor_info(name, tuple(tensor.shape), _np("float32"), 4 * tensor.numel())
+    _begin(writer)
+    try:
+        for tensor in tensors.values():
+            writer.write_tensor_data(tensor.numpy())
+    finally:
+        writer.close()
+
+
+def _pairs(names: _Names, adapter: Mapping[str, LowRank]) -> Iterator[tuple[str, Tensor]]:
+    for module, low in adapter.items():
+        name = names.of(f"{module}.weight")
+        yield f"{name}.lora_a", low.a_RI.float().cpu().contiguous()
+        yield f"{name}.lora_b", names.ordered(module, low.b_OR.float().cpu().contiguous())
+
+
+def _describe(writer: Any, arch: Architecture) -> None:
+    """Add the sizes. Tokens are numbers here: the file has no vocabulary."""
+    writer.add_vocab_size(arch.vocab_size)
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_context_length(arch.max_positions)
+    writer.add_embedding_length(arch.hidden_size)
+    writer.add_block_count(arch.num_layers)
+    writer.add_feed_forward_length(arch.ffn_size)
+    writer.add_head_count(arch.num_heads)
+    writer.add_head_count_kv(arch.num_kv_heads)
+    writer.add_key_length(arch.head_dim)
+    writer.add_value_length(arch.head_dim)
+    writer.add_rope_dimension_count(arch.head_dim)
+    writer.add_rope_freq_base(arch.rope.theta)
+    writer.add_layer_norm_rms_eps(arch.rms_eps)
+
+
+def _begin(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+
+
+def _frequency_factors(rope: Rope, head_dim: int) -> Tensor | None:
+    """Return by what llama.cpp divides the default frequencies; None: by nothing."""
+    if rope.kind == "default":
+        return None
+    return rope_frequencies(Rope("default", rope.theta), head_dim) / rope_frequencies(rope, head_dim)
+
+
+def _np(name: str) -> Any:
+    import numpy as np
+
+    return np.dtype(name)
