@@ -164,8 +164,8 @@ def by_hand(client: GrpoClient, groups: Sequence[RolloutGroup], teachers: dict[s
             for at, counts in enumerate(made.loss_mask):
                 token = made.tokens[at]
                 pi, rho = mine[at].log_softmax(-1), theirs[at].log_softmax(-1)
-                if counts and distill.top_k:
-                    best = rho.topk(distill.top_k).indices
+                if counts and distill.loss_top_k:
+                    best = rho.topk(distill.loss_top_k).indices
                     rest = (1 - pi[best].exp().sum(), 1 - rho[best].exp().sum())
                     divergence = (pi[best].exp() * (pi[best] - rho[best])).sum() + rest[0] * (rest[0] / rest[1]).log()
                     total = total + distill.weight * divergence
@@ -194,7 +194,7 @@ def flat_groups(seed: int, number: int = 3, top_k: int = 0) -> list[RolloutGroup
 @pytest.mark.parametrize("layout", ["plain", "shared"])
 def test_the_gradient_of_a_step_by_hand(teacher: str, form: dict[str, int], layout: Any) -> None:
     """Masks with holes, temperatures, narrowed sampling: all as transformers' own logits and autograd have it."""
-    options = config_of(teacher=teacher, weight=0.7, top_k=form["top_k"], temperature=0.8, **PLAIN)
+    options = config_of(teacher=teacher, weight=0.7, loss_top_k=form["top_k"], temperature=0.8, **PLAIN)
     client = GrpoClient(tiny_policy(), options, layout)
     groups = flat_groups(3, top_k=form.get("support", 0))
     client.forward_backward(groups)
@@ -268,7 +268,7 @@ def divergence(module: torch.nn.Module, teacher: torch.nn.Module) -> float:
 
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int) -> None:
-    client = GrpoClient(tiny_policy(), config_of(teacher=teacher, top_k=top_k, lr=2e-2))
+    client = GrpoClient(tiny_policy(), config_of(teacher=teacher, loss_top_k=top_k, lr=2e-2))
     rho = load_policy(teacher, "float32", "cpu").module
     before, told = divergence(client.policy.module, rho), []
     for seed in range(40):
@@ -281,7 +281,7 @@ def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int
 
 
 def test_a_resumed_run_has_the_same_teacher(teacher: str, tmp_path: Path) -> None:
-    options = config_of(lr=1e-2, teacher=teacher, top_k=3)
+    options = config_of(lr=1e-2, teacher=teacher, loss_top_k=3)
     model = str(model_directory(tmp_path / "model"))
     straight = GrpoClient(load_policy(model, "float32", "cpu"), options)
     steps(straight, range(2))
@@ -303,7 +303,7 @@ def test_a_teacher_of_another_vocabulary_or_no_model_is_refused(tmp_path: Path) 
 
 def test_a_teacher_with_more_tokens_teaches_those_of_the_policy(tmp_path: Path) -> None:
     tiny_module(seed=3, vocab=VOCAB + 4).save_pretrained(tmp_path / "large")
-    client = GrpoClient(tiny_policy(), config_of(teacher=str(tmp_path / "large"), top_k=64))
+    client = GrpoClient(tiny_policy(), config_of(teacher=str(tmp_path / "large"), loss_top_k=64))
     (first,) = client.teachers.taught([made := flat_groups(1)[0]], [client.take_data(made)])[:1]  # type: ignore[union-attr]
     assert len(first.top_tokens) == VOCAB * first.loss_mask.count(1)
     assert max(first.top_tokens) == VOCAB - 1

@@ -212,12 +212,12 @@ def _check_distill(config: Config) -> None:
             f"learner.loss_params.score_centering with distill.teacher = {config.distill.teacher!r}: it needs one "
             "advantage for all tokens that could have come, and a teacher gives each its own. Leave one of them out."
         )
-    if config.distill.top_k and config.sampling_params.is_narrow:
+    if config.distill.loss_top_k and config.sampling_params.is_narrow:
         sampling = config.sampling
         raise UserError(
-            f"distill.top_k = {config.distill.top_k} with sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} "
-            f"and min_p = {sampling.min_p}: the divergence is over the whole vocabulary. Set 0, 1 and 0, or "
-            "distill.top_k = 0."
+            f"distill.loss_top_k = {config.distill.loss_top_k} with sampling.top_k = {sampling.top_k}, top_p = "
+            f"{sampling.top_p} and min_p = {sampling.min_p}: the divergence is over the whole vocabulary. Set 0, 1 and "
+            "0, or distill.loss_top_k = 0."
         )
     if config.schedule.dynamic_sampling and not config.reward.functions:
         raise UserError(

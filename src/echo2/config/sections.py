@@ -271,7 +271,7 @@ class DistillConfig:
         ),
     ] = ""
     weight: Annotated[float, _doc("Weight of the divergence from the teacher, beside the reward.", gt=0.0)] = 1.0
-    top_k: Annotated[
+    loss_top_k: Annotated[
         int,
         _doc(
             "0: the advantage of each token has the teacher's logprob less the policy's. More: the loss has the "

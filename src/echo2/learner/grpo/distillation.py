@@ -9,7 +9,7 @@ whose expected gradient, with the loss's weights pi / mu, is that of -weight * K
 from pi as it is now, and not from the sampler's mu: at lag 0 both are the same number, and from a stale mu the policy
 would be pushed on after it has become the teacher; mu is also a worker's unverified claim.
 
-With `distill.top_k` = k > 0 the loss of each token grows instead by weight times the divergence itself, over the k
+With `distill.loss_top_k` = k > 0 the loss of each token grows instead by weight times the divergence itself, over the k
 tokens that the teacher finds most likely and the rest as one:
 
     sum_i pi_i log(pi_i / rho_i) + (1 - sum_i pi_i) log((1 - sum_i pi_i) / (1 - sum_i rho_i))
@@ -37,6 +37,7 @@ from echo2.config import Config
 from echo2.config.values import SELF
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RolloutGroup
+from echo2.engines.tokenizer import refuse_other_tokenizer
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LOG_RATIO_LIMIT, TAIL_LEAST, LossTokens
 from echo2.learner.core.mesh import Mesh
@@ -54,7 +55,7 @@ class Teachers:
     """
 
     def __init__(self, policy: Policy, policy_name: str, config: Config, trainer: Trainer, mesh: Mesh) -> None:
-        self._trainer, self._top_k, self._temperature = trainer, config.distill.top_k, config.sampling.temperature
+        self._trainer, self._top_k, self._temperature = trainer, config.distill.loss_top_k, config.sampling.temperature
         self._num_tokens = policy.vocab_size
         self._names: dict[str, str] = {}
         self._seconds = dict.fromkeys(config.distill.teachers, 0.0)
@@ -142,6 +143,7 @@ def _loaded(path: str, policy: Policy, mesh: Mesh) -> Policy:
         ) from error
     except UserError as error:
         raise UserError(str(error).replace("model.path", "distill.teacher", 1)) from error
+    refuse_other_tokenizer(policy.files, teacher.files, path)
     refuse_vocabulary(path, teacher.vocab_size, policy.vocab_size)
     teacher.module.requires_grad_(False)
     teacher.computes_in_bfloat16 = policy.computes_in_bfloat16

@@ -180,11 +180,11 @@ class GrpoLoss:
 
     def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, Output]:
         is_taught = bool(self.distill.teachers)
-        if is_taught and not self.distill.top_k:
+        if is_taught and not self.distill.loss_top_k:
             tokens = towards_teacher(logp_n, tokens, self.distill.weight)
         found = self.policy_loss(logp_n, tokens)
         loss_n, reference_kl = found.loss_n, None
-        if is_taught and self.distill.top_k:
+        if is_taught and self.distill.loss_top_k:
             loss_n = loss_n + self.distill.weight * joined_kl(tokens, found.vetoed_S)
         if self.reference_kl > 0.0:
             kl_n = token_kl(logp_n, tokens, found.vetoed_S)
