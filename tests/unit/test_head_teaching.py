@@ -88,15 +88,13 @@ def test_a_row_that_can_not_be_taught_costs_its_group_and_is_named_before_the_st
     tmp_path: Path, columns: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
-        async with head_of(tmp_path, columns, {"teacher": "sorts"}) as head, head.attending() as leases:
-            await until(lambda: leases)
-            for lease in leases:
-                await head.deliver(delivery(lease, [sample(RIGHT)] * 4))
+        async with head_of(tmp_path, columns, {"teacher": "sorts"}) as head, head.attending():
             failures = head.head.books.failures
-            await until(lambda: any(words in str(one) for one in failures.to_dict()))
+            await until(lambda: failures.count("bad_task"))
+            assert words in failures.to_plain()[0]["message"]
 
     run(scenario())
-    raw = whole(tmp_path) | {"distill": {"teacher": {"sorts": str(tmp_path / "model"), "own": "self"}}}
+    raw = whole(tmp_path) | {"reward": {}, "distill": {"teacher": {"sorts": str(tmp_path / "model"), "own": "self"}}}
     check(build(raw | {"tasks": {"source": rows(tmp_path / "some.jsonl", columns, {"teacher": "sorts"})}}, "my.toml"))
     assert "1 of 2 rows" in (told := capsys.readouterr().err)
     assert words in told

@@ -271,13 +271,13 @@ def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int
     client = GrpoClient(tiny_policy(), config_of(teacher=teacher, loss_top_k=top_k, lr=2e-2))
     rho = load_policy(teacher, "float32", "cpu").module
     before, told = divergence(client.policy.module, rho), []
-    for seed in range(40):
+    for seed in range(30):
         client.forward_backward(sampled(client, seed))
         stats = client.optim_step()
         told.append(stats.taught[""].log_ratio / stats.taught[""].tokens)
     after = divergence(client.policy.module, rho)
-    assert after < 0.15 * before
-    assert sum(told[-5:]) < 0.3 * sum(told[:5]), "and the metric says so"
+    assert after < 0.3 * before
+    assert sum(told[-5:]) / 5 < 0.4 * told[0], "and the metric says so"
 
 
 def test_a_resumed_run_has_the_same_teacher(teacher: str, tmp_path: Path) -> None:
