@@ -98,7 +98,7 @@ def math_kl(cookbook: str, url: str, log: str) -> None:
 
 
 def distill(cookbook: str, url: str, log: str) -> None:
-    """On-policy distillation, without a reward: a fresh adapter learns from the one that `chat` trained in `LOG/../chat`,
+    """On-policy distillation, without a reward: a fresh adapter learns from the one that `chat` trained beside its log,
     whose logprobs of each sample are asked for."""
     recipe = module(cookbook, "recipes.distillation.on_policy_distillation")
     saved = Path(log).with_name("chat").joinpath("checkpoints.jsonl").read_text().splitlines()

@@ -203,7 +203,8 @@ def test_losses_norms_and_counts_are_those_of_one_process(pair: tuple[Path, dict
 def test_teachers_say_the_same_to_two_ranks(pair: tuple[Path, dict[str, Any]]) -> None:
     where, found = pair
     assert found["taught"] == pytest.approx(expected := taught(where), rel=1e-4)
-    assert len(set(expected)) == len(expected) == 12
+    assert len(expected) == 12
+    assert min(map(abs, expected)) > 0.1
 
 
 def test_a_snapshot_has_the_bytes_of_one_process(pair: tuple[Path, dict[str, Any]]) -> None:
