@@ -149,7 +149,7 @@ def whole(tmp_path: Path) -> dict[str, Any]:
         ({"distill": {"teacher": "self", "loss_top_k": 8}, "sampling": {"top_p": 0.9}}, "over the whole vocabulary"),
         (
             {"distill": {"teacher": "self"}, "reward": {}, "schedule": {"dynamic_sampling": True}},
-            "without reward.functions all are",
+            "rewards are not trained on",
         ),
         (
             {"distill": {"teacher": "self"}, "reward": {}, "eval": {"source": "digit_sorting"}},

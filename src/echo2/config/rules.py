@@ -219,10 +219,10 @@ def _check_distill(config: Config) -> None:
             f"{sampling.top_p} and min_p = {sampling.min_p}: the divergence is over the whole vocabulary. Set 0, 1 and "
             "0, or distill.loss_top_k = 0."
         )
-    if config.schedule.dynamic_sampling and not config.reward.functions:
+    if config.schedule.dynamic_sampling and (learner.advantage == "none" or not config.reward.functions):
         raise UserError(
-            "schedule.dynamic_sampling = true replaces groups whose rewards are all equal, and without "
-            "reward.functions all are. Leave one of them out."
+            "schedule.dynamic_sampling = true replaces groups whose rewards are all equal, and rewards are not trained "
+            f"on: learner.advantage = {learner.advantage!r}, reward.functions = {config.reward.functions}. Leave it out."
         )
     if config.eval.sets and not config.reward.functions:
         raise UserError(
