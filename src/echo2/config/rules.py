@@ -222,7 +222,8 @@ def _check_distill(config: Config) -> None:
     if config.schedule.dynamic_sampling and (learner.advantage == "none" or not config.reward.functions):
         raise UserError(
             "schedule.dynamic_sampling = true replaces groups whose rewards are all equal, and rewards are not trained "
-            f"on: learner.advantage = {learner.advantage!r}, reward.functions = {config.reward.functions}. Leave it out."
+            f"on: learner.advantage = {learner.advantage!r}, reward.functions = {config.reward.functions}. Leave it "
+            "out."
         )
     if config.eval.sets and not config.reward.functions:
         raise UserError(
