@@ -183,12 +183,11 @@ def by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[
     return found
 
 
-def rows_by_datum(tables: Sequence[Tensor], batch: PackedBatch, part: Sequence[Datum]) -> list[tuple[bytes, ...]]:
-    """Return the bytes of the rows of each table [n, k] by datum, in the data's order."""
+def rows_by_datum(table_nk: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[bytes]:
+    """Return the bytes of the table's rows by datum, in the data's order."""
     counts = [part[place].loss_mask.count(1) for place in batch.data_S]
-    rows = zip(*(table.cpu().split(counts) for table in tables), strict=True)
-    found = dict(zip(batch.data_S, rows, strict=True))
-    return [tuple(rows.numpy().tobytes() for rows in found[place]) for place in range(len(part))]
+    found = dict(zip(batch.data_S, table_nk.cpu().split(counts), strict=True))
+    return [found[place].numpy().tobytes() for place in range(len(part))]
 
 
 def _int_array(tokens: Sequence[int]) -> Ints:

@@ -194,9 +194,9 @@ class Trainer:
         def run(part: Sequence[Datum]) -> list[Likely]:
             batch = self._packed(trained, part)
             with trained.policy.replaying(batch):
-                found = trained.run(partial(trained.policy.likely, batch, temperature, top_k, num_tokens))
-            tops = rows_by_datum(found[1:], batch, part)
-            return [(of, *top) for of, top in zip(by_datum(found[0], batch, part), tops, strict=True)]
+                logp_n, *tops = trained.run(partial(trained.policy.likely, batch, temperature, top_k, num_tokens))
+            ids, logps = (rows_by_datum(top_nk, batch, part) for top_nk in tops)
+            return list(zip(by_datum(logp_n, batch, part), ids, logps, strict=True))
 
         with torch.no_grad():
             own = [each for part in self._passes(trained, data, run) for each in part]
