@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from echo2 import config as configuration
 from echo2.cli import main
 from echo2.core.errors import UserError
 from echo2.learner.decide.model_shape import ModelShape, read_shape
@@ -23,6 +24,7 @@ from echo2.planning.estimates import (
     training_flops_per_token,
     training_seconds,
 )
+from echo2.planning.first_plan import FirstPlan
 
 QWEN3_8B = {
     "model_type": "qwen3",
@@ -157,6 +159,30 @@ def test_a_plan_needs_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "once measured" in shown
     assert "answers of 1024, --answer-tokens" in shown
     assert "Cheaper, with more rollouts at once" not in shown, "two groups don't fit in 32 GB"
+
+
+def test_a_teacher_costs_a_forward_pass_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a step with a teacher of the policy's size, a quarter more than the 6 operations: 2 for each weight."""
+    found, seconds = {}, dict[str, float]()
+    for name, distill in {
+        "alone": "",
+        "self": 'teacher = "self"',
+        "model": f'teacher = "{tmp_path}/model"',
+        "either": f'teacher = {{ a = "{tmp_path}/model", b = "{tmp_path}/model" }}',
+    }.items():
+        words = write(tmp_path, QWEN3_8B, f"{SETTINGS}[distill]\n{distill}\n", OFFERS)
+        assert main([*words, "--learner", "4xA100-80GB", "--json"]) == 0
+        found[name] = json.loads(capsys.readouterr().out)
+        first = FirstPlan(configuration.load(tmp_path / "run.toml"), "4xA100-80GB", None)
+        seconds[name], basis = first.train_seconds()
+        assert ("for the teacher's logprobs" in basis.origin) == (name != "alone")
+    parts = {name: plan["memory"]["learner"]["parts"]["teachers"] for name, plan in found.items()}
+    assert 1.2 < seconds["self"] / seconds["alone"] < 1.4
+    assert seconds["self"] == pytest.approx(seconds["model"])
+    assert seconds["self"] == pytest.approx(seconds["either"]), "each row has one"
+    assert (parts["alone"], parts["self"]) == (0, 0)
+    assert parts["model"] == pytest.approx(2 * 8.19e9 / 4, rel=0.01)
+    assert parts["either"] == pytest.approx(2 * parts["model"], abs=2)
 
 
 def test_more_rollouts_at_once_are_proposed_where_they_pay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, weighted
+from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
 from echo2.core.addresses import host_and_port
 from echo2.core.errors import InvariantError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
@@ -226,8 +226,11 @@ class LearnerConfig:
     ] = "token"
     reference_kl: Annotated[float, _doc("Weight of the KL penalty towards the initial policy. 0: none.", ge=0.0)] = 0.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo", "rloo"],
-        _doc("Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean."),
+        Literal["grpo", "dr_grpo", "rloo", "none"],
+        _doc(
+            "Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean. none: 0, rewards "
+            "are only shown."
+        ),
     ] = "dr_grpo"
     routing_replay: Annotated[
         bool, _doc("Of a mixture of experts: train each token with the experts that sampled it. See docs/losses.md.")
@@ -253,6 +256,36 @@ class LearnerConfig:
     keep_checkpoints: Annotated[int, _doc("Newest checkpoints kept, besides the best one.", ge=1)] = 2
     keep_every: Annotated[int, _doc("Also keep the checkpoint of every Nth step. 0: none.", ge=0)] = 0
     price_usd_per_hour: Annotated[float, _doc("Price of the learner's machine.", ge=0.0)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig:
+    """A teacher that the learner holds, and that scores the tokens which the policy sampled."""
+
+    teacher: Annotated[
+        str | dict[str, str],
+        _doc(
+            "Model directory or hub id with the policy's tokenizer, or several by name, one of which each row's column "
+            '`teacher` gives; "self": the policy itself. A row\'s column `teacher_prompt` is what the teacher reads in '
+            "place of `prompt`. Empty: none."
+        ),
+    ] = ""
+    weight: Annotated[float, _doc("Weight of the divergence from the teacher, beside the reward.", gt=0.0)] = 1.0
+    loss_top_k: Annotated[
+        int,
+        _doc(
+            "0: the advantage of each token has the teacher's logprob less the policy's. More: the loss has the "
+            "divergence over so many of the teacher's most likely tokens, and the rest as one.",
+            ge=0,
+            le=TOP_LOGPROBS_MAX,
+        ),
+    ] = 0
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """Paths by name; of a single teacher the name is empty."""
+        named = {"": self.teacher} if isinstance(self.teacher, str) else self.teacher
+        return {name: path for name, path in named.items() if path}
 
 
 @dataclass(frozen=True, slots=True)

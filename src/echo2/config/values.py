@@ -34,6 +34,8 @@ ENGINES: Mapping[str, str] = {
 #: weights can check the others; `ROUNDING_ENGINES` can check rounded weights, too.
 STREAM_ENGINES = frozenset({AUTO, "compact", "transformers", *FORMS})
 ROUNDING_ENGINES = frozenset({AUTO, "compact"})
+#: The teacher that is the policy itself.
+SELF = "self"
 #: Slots that a worker says it has if its owner sets no limit: any number.
 NO_SLOT_LIMIT = 1 << 16
 
@@ -52,7 +54,7 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
 }
 #: What every loss takes beside its own; 0: off. docs/losses.md.
 SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
-#: Most of `score_centering`: 6 KiB a token.
+#: Most of `score_centering`, 6 KiB a token, and of `distill.loss_top_k`.
 TOP_LOGPROBS_MAX = 1024
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}

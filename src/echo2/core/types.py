@@ -198,6 +198,16 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Teaching:
+    """The name of the teacher of a group (empty: the only one), and the prompt that it reads in place of the group's
+    (empty: the same).
+    """
+
+    teacher: str = ""
+    prompt_tokens: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutGroup:
     """The K rollouts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
     `worker_id`: the worker that sampled them.
@@ -205,7 +215,7 @@ class RolloutGroup:
     `logged`: the rollouts come from a log and not from a policy of this run; their versions do not measure staleness.
     `by_harness`: a harness produced the rollouts, so prompt and rewards are the worker's unverified claims. This flag
     is not stored: the head knows it from the configuration. `routes`: those of all rollouts, packed
-    (`transport/routes.py`); empty: none.
+    (`transport/routes.py`); empty: none. `teaching`: known with the scores, for a learner with teachers.
     """
 
     group: GroupRef
@@ -219,6 +229,7 @@ class RolloutGroup:
     logged: bool = False
     by_harness: bool = False
     routes: bytes = b""
+    teaching: Teaching = field(default_factory=Teaching)
 
     @property
     def oldest_version(self) -> int:

@@ -27,6 +27,7 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json, read_metrics
+from echo2.config.values import SELF
 from echo2.core.addresses import is_loopback
 from echo2.core.child import ChildProcess
 from echo2.core.devices import require_torch
@@ -36,6 +37,7 @@ from echo2.core.logs import keep_private
 from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
 from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained, engine_here
 from echo2.launch.supervisor import Supervisor
+from echo2.launch.teachers import check_tokenizers
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
@@ -48,6 +50,7 @@ FIXED = {
     "lora.targets": "the adapter in the checkpoints is of these layers",
     "lora.path": "the checkpoints go on from it",
     "sampling.group_size": "delivered groups have that many rollouts",
+    "distill.teacher": "scored groups name their teachers",
     "run.seed": "the tasks of issued groups follow from it",
     "tasks.source": "issued groups are of its tasks",
     "tasks.params": "issued groups are of the tasks that follow from it",
@@ -195,13 +198,22 @@ def absolute(config: Config) -> Config:
             return named(source)
         return {k: named(v) for k, v in source.items()} if isinstance(source, dict) else [named(v) for v in source]
 
-    model = Path(config.model.path or "/nowhere")
+    def directory_or_id(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).is_dir() and path != SELF else path
+
+    teacher = config.distill.teacher
     environment = config.tasks.environment
     kind = OWN if environment.startswith(OWN) else ""
     environment = kind + named(environment.removeprefix(kind))
     return replace(
         config,
-        model=replace(config.model, path=str(model.resolve()) if model.is_dir() else config.model.path),
+        model=replace(config.model, path=directory_or_id(config.model.path)),
+        distill=replace(
+            config.distill,
+            teacher=directory_or_id(teacher)
+            if isinstance(teacher, str)
+            else {name: directory_or_id(path) for name, path in teacher.items()},
+        ),
         lora=replace(config.lora, path=str(Path(config.lora.path).resolve()) if config.lora.path else ""),
         tasks=replace(config.tasks, source=named_all(config.tasks.source), environment=environment),
         eval=replace(config.eval, source=named_all(config.eval.source)),
@@ -253,6 +265,7 @@ def run(
     if dry_run:
         check_place(config, where, resume)
         check_prompts(config)
+        check_tokenizers(config)
         if has_learner:
             check_trained(config)
         print(f"note: {engine_here(config)}", file=sys.stderr)

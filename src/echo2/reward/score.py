@@ -55,12 +55,10 @@ class Scorer:
     """The run's reward functions, loaded, each with its weight: `entries` are those of `reward.functions`.
 
     Raises:
-        UserError: no functions, a function that cannot be loaded, two with one name, or a weight that is not a number.
+        UserError: a function that cannot be loaded, two with one name, or a weight that is not a number.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        if not entries:
-            raise UserError("reward.functions is empty: name at least one, e.g. exact_match.")
         found = [weighted(entry) for entry in entries]
         self._weights = [weight for weight, _ in found]
         self._functions = [load_reward(name) for _, name in found]
@@ -129,7 +127,7 @@ class Scorer:
                     totals[i] += weight * value
         names = ", ".join(function.name for function in self._functions)
         for i, found in enumerate(parts):
-            if not found:
+            if self._functions and not found:
                 raise _failure(names, f"returned None for rollout {i}: no function scores this task", task)
             if not abs(totals[i]) <= REWARD_MAX:  # also refuses NaN
                 raise _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)

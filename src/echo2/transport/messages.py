@@ -28,6 +28,7 @@ from echo2.core.types import (
     SamplingParams,
     Score,
     SnapshotRef,
+    Teaching,
     is_policy_id,
 )
 from echo2.transport import limits
@@ -74,15 +75,20 @@ def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> 
         generate_seconds=group.generate_seconds,
         logged=group.logged,
         routes=group.routes,
+        **_encode_teaching(group.teaching),
         scores=_encode_scores([(one.reward or 0.0, one.reward_parts) for one in group.rollouts])
         if group.is_scored
         else (),
     )
 
 
-def encode_scores(scores: Sequence[Score]) -> bytes:
-    """The scores alone. Appended to the bytes of an unscored group, they give the bytes of the scored group."""
-    return wire.RolloutGroup(scores=_encode_scores(scores)).SerializeToString()
+def encode_scores(scores: Sequence[Score], teaching: Teaching) -> bytes:
+    """What is known with the scores. Appended to the bytes of an unscored group, it gives those of the scored group."""
+    return wire.RolloutGroup(scores=_encode_scores(scores), **_encode_teaching(teaching)).SerializeToString()
+
+
+def _encode_teaching(teaching: Teaching) -> dict[str, Any]:
+    return {"teacher": teaching.teacher, "teacher_prompt": teaching.prompt_tokens.tobytes()}
 
 
 def _encode_scores(scores: Sequence[Score]) -> list[wire.Score]:
@@ -130,6 +136,7 @@ def parse_group(data: bytes) -> RolloutGroup:
         generate_seconds=message.generate_seconds,
         logged=message.logged,
         routes=message.routes,
+        teaching=Teaching(message.teacher, array("i", message.teacher_prompt)),
     )
 
 

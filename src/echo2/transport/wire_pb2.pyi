@@ -77,7 +77,7 @@ class Score(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RolloutGroup(_message.Message):
-    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores", "routes")
+    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores", "routes", "teacher", "teacher_prompt")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,8 @@ class RolloutGroup(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     kind: str
     number: int
     step: int
@@ -104,7 +106,9 @@ class RolloutGroup(_message.Message):
     policy: str
     scores: _containers.RepeatedCompositeFieldContainer[Score]
     routes: bytes
-    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., routes: _Optional[bytes] = ...) -> None: ...
+    teacher: str
+    teacher_prompt: bytes
+    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., routes: _Optional[bytes] = ..., teacher: _Optional[str] = ..., teacher_prompt: _Optional[bytes] = ...) -> None: ...
 
 class RouteShape(_message.Message):
     __slots__ = ("layers", "chosen", "experts")

@@ -49,6 +49,7 @@ async def _batch(head: Head, leases: Sequence[Lease]) -> list[wire.Lease]:
 async def _assignment(head: Head, lease: Lease) -> wire.Lease:
     config, kind = head.config, lease.group.kind
     task = await head.tasks.task(lease.group, lease.cursor)
+    head.scoring.teaching(kind, task)  # what cannot be taught is not sampled
     params = config.sampling_params if kind == "train" else config.eval_params
     turns = (config.tasks.environment, config.sampling.max_turns)
     return messages.encode_assignment(assignment_of(lease, task, head.reader.prompt(kind, task), params, *turns))

@@ -79,7 +79,8 @@ class Head:
             rundir.logs / "reward.log",
             on_retry=partial(self.books.failures.add, "reward_retried"),
         )
-        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks)
+        teachers = config.distill.teachers
+        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks, teachers)
         self.machines = self._machines(offers)
 
     @classmethod

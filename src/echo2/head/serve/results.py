@@ -14,7 +14,7 @@ from dataclasses import astuple, replace
 from echo2.config import Config
 from echo2.core.clock import Clock
 from echo2.core.errors import PeerError, UserError
-from echo2.core.types import LOGGED_ROLLOUTS, Attachment, Lease, RolloutGroup, Task
+from echo2.core.types import LOGGED_ROLLOUTS, Attachment, GroupKind, Lease, RolloutGroup, Task, Teaching
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import lease_times
@@ -27,6 +27,7 @@ from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.tasks.harness_process import is_harness
 from echo2.tasks.streams import Tasks
+from echo2.tasks.teaching import teacher_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.codecs import check_top
@@ -45,10 +46,16 @@ class Scoring:
     """Computes the rewards of delivered groups."""
 
     def __init__(
-        self, reward: RewardProcesses, ledger: Ledger, tasks: TaskReader, reader: RunTokenizer, train_tasks: Tasks
+        self,
+        reward: RewardProcesses,
+        ledger: Ledger,
+        tasks: TaskReader,
+        reader: RunTokenizer,
+        train_tasks: Tasks,
+        teachers: Mapping[str, str],
     ) -> None:
         self._reward, self._ledger, self._tasks, self._reader = reward, ledger, tasks, reader
-        self._train_tasks = train_tasks
+        self._train_tasks, self._teachers = train_tasks, teachers
 
     async def score(self, command: do.ScoreGroup) -> ev.GroupScored | ev.GroupUnfit:
         """Return the event with the rewards of a delivered group. A failure ends the group, not the run."""
@@ -64,6 +71,16 @@ class Scoring:
         except PeerError as error:  # a text is too long for a reward function
             return ev.GroupUnfit(ref, error.reason, error.detail)
 
+    def teaching(self, kind: GroupKind, task: Task) -> Teaching:
+        """Return what the learner is told of the teacher of a task.
+
+        Raises:
+            UserError: the row names no teacher, or nothing that a teacher can read.
+        """
+        if not self._teachers or kind == "eval":
+            return Teaching()
+        return Teaching(teacher_of(task, self._teachers), self._reader.teacher_prompt(task))
+
     async def _scored(self, group: RolloutGroup) -> ev.GroupScored:
         """Return the event with the rewards of a group, and the seconds that they took."""
         task = await self._tasks.task(group.group, group.cursor)
@@ -75,7 +92,8 @@ class Scoring:
         # The scored group is attached only if `HeadEffects` uses it; the ledger stores just the scores.
         is_read = group.group.kind == "eval" or self._train_tasks.source_of(group.cursor)
         whole = with_scores(group, texts, scores) if is_read else None
-        return ev.GroupScored(group.group, is_flat, seconds, Attachment(encode_scores(scores), whole))
+        teaching = self.teaching(group.group.kind, task)
+        return ev.GroupScored(group.group, is_flat, seconds, Attachment(encode_scores(scores, teaching), whole))
 
 
 class Deliveries:

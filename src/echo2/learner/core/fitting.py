@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from echo2.config import Config
-from echo2.config.values import AUTO
+from echo2.config.values import AUTO, SELF
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
+from echo2.learner.core.model_size import model_shape
 from echo2.learner.decide.memory import (
     BYTES_PER_VALUE,
     GB,
@@ -81,6 +82,12 @@ def frozen_bytes(config: Config, shape: ModelShape) -> int:
     return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
 
 
+def teacher_parameters(config: Config) -> int:
+    """Return the parameters of all teachers whose sizes are known."""
+    shapes = [model_shape(path) for path in config.distill.teachers.values() if path != SELF]
+    return sum(shape.parameters for shape in shapes if shape is not None)
+
+
 def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
     """Return the settings that determine the learner's memory."""
     return LearnerSetup(
@@ -92,6 +99,7 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         adapts_experts=EXPERTS in config.lora.targets,
         base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
         keeps_reference=config.learner.reference_kl > 0.0,
+        teachers=teacher_parameters(config),
         quantised=config.learner.quantised,
     )
 

@@ -61,6 +61,7 @@ class LearnerSetup:
                      each rank has whole
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
+    teachers         parameters of teachers, which are held in the precision of products
     adapts_experts   whether the experts of a mixture have adapters, too
     quantised        `learner.quantised`: the frozen linear layers, or the moments
     offloaded        what is in the machine's memory (`OFFLOADS`)
@@ -72,6 +73,7 @@ class LearnerSetup:
     lora_rank: int = 0
     base_bytes: int = 2
     keeps_reference: bool = False
+    teachers: int = 0
     on_gpu: bool = False
     adapts_experts: bool = False
     quantised: str = "none"
@@ -92,6 +94,7 @@ class LearnerSetup:
             "process": PROCESS_BYTES,
             "weights": 4 * trained // sharing + held // ranks,
             "reference": reference // ranks,
+            "teachers": (2 if self.is_bfloat16 else 4) * self.teachers // ranks,
             "gradients": 0 if self.offloaded == GRADIENTS else 4 * trained // sharing,
             "moments": OFFLOADED_BYTES if self.offloaded else self._moments // sharing,
             "gathered and cast weights": self._copies(checkpointing),

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from echo2.config import Config
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
-from echo2.learner.grpo.loss_stats import StepStats, breakdown
+from echo2.learner.grpo.loss_stats import StepStats, breakdown, teacher_metrics
 from echo2.transport.routes import num_routed
 
 #: Maximum number of reward functions with a column of their own.
@@ -101,6 +101,7 @@ class StepMeter:
             **(self._token_means(stats) if stats.losses.tokens else {}),
             "loss/vetoed_sequences": stats.losses.vetoed_sequences,
             **breakdown(stats.losses),
+            **dict(teacher_metrics(stats.taught) if stats.taught else ()),
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
             "optim/skipped": float(stats.skipped),
