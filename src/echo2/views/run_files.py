@@ -93,20 +93,18 @@ def pack(rundir: RunDir, to: Path, machine: object, environment: Mapping[str, st
         UserError: this is not a run directory, a file of it is damaged, or `to` exists or can't be written.
     """
     rundir.read_config()
-    names = []
+    contents = [(name, _without_secrets(text, environment).encode()) for name, text in _contents(rundir, machine)]
     try:
         with tarfile.open(to, "x:gz") as file:
-            for name, text in _contents(rundir, machine):
-                content = _without_secrets(text, environment).encode()
+            for name, content in contents:
                 entry = tarfile.TarInfo(f"echo2-bundle/{name}")
                 entry.size, entry.mtime = len(content), int(time.time())
                 file.addfile(entry, BytesIO(content))
-                names.append(name)
     except FileExistsError:
         raise UserError(f"{to} exists. Choose another --to.") from None
     except OSError as error:
-        raise write_failed(to, error) from error
-    return names
+        raise write_failed(error, f"Cannot write {to}: {error.strerror}. Choose another --to.") from error
+    return [name for name, _ in contents]
 
 
 def _contents(rundir: RunDir, machine: object) -> Iterator[tuple[str, str]]:
