@@ -118,7 +118,7 @@ def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> Choice 
             obstacle = f"the run does not let this machine round to {form} (workers.forms)"
         is_on_gpu = not obstacle and gpu and engines.uses_gpu(engine, options.device)
         candidates.append(Candidate(engine, form, gpu if is_on_gpu else main, obstacle))
-    return choose(task, candidates, named)
+    return choose(task, candidates, "" if named == AUTO else named)
 
 
 def given_bytes(options: WorkerOptions) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def slots_in(task: Task, candidate: Candidate) -> int:
     return fewest
 
 
-def choose(task: Task, candidates: Sequence[Candidate], named: str) -> Choice:
+def choose(task: Task, candidates: Sequence[Candidate], named: str = "") -> Choice:
     """Return the first candidate that has room, or the `named` one.
 
     Raises:
