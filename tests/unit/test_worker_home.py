@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -49,6 +50,27 @@ QWEN3_8B: dict[str, Any] = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+
+
+WITHOUT_PROC = """
+from pathlib import Path
+assert not Path("/proc/meminfo").exists()
+from echo2.core.devices import available_memory_bytes, this_machine
+from echo2.core.errors import UserError
+from echo2.engines.registry import make_engine
+from echo2.worker import joining
+from echo2.worker.at_home import OwnersPrograms, give_cores
+from rollout_cases import load, requests, run, snapshot_of, tiny_module
+assert 0 < available_memory_bytes() <= this_machine().memory_bytes
+give_cores(at_home=True, max_cores=0)
+try:
+    OwnersPrograms()
+except UserError as error:
+    print(error)
+engine = make_engine("auto", "cpu", 4)
+load(engine, snapshot_of(tiny_module("qwen3")))
+print(len(run(engine, requests(0))))
+"""
 
 
 def shape_of(config: dict[str, Any]) -> ModelShape:
@@ -246,6 +268,26 @@ def test_what_the_workers_own_programs_use_is_not_the_owners() -> None:
     assert own >= 0.25
     assert total >= busy
     assert 0.0 <= programs.share() <= 1.0
+
+
+def test_a_worker_samples_where_proc_is_hidden_as_on_a_mac_and_at_home_says_what_it_lacks() -> None:
+    hide = [
+        "unshare",
+        "--user",
+        "--map-root-user",
+        "--mount",
+        "sh",
+        "-c",
+        'mount -t tmpfs none /proc && exec "$@"',
+        "sh",
+    ]
+    if not shutil.which("unshare") or subprocess.run([*hide, "true"], capture_output=True).returncode:
+        pytest.skip("this user may not hide /proc")
+    script = f"import sys; sys.path[:0] = {[str(Path(__file__).parent.parent)]}\n{WITHOUT_PROC}"
+    done = subprocess.run([*hide, sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-2].startswith("--at-home: this system does not say what other programs use")
+    assert done.stdout.splitlines()[-1] == "3"
 
 
 @pytest.mark.parametrize(("at_home", "max_cores", "threads"), [(False, 0, 1), (False, 1, 1), (True, 0, None)])

@@ -60,7 +60,7 @@ def this_machine() -> Hardware:
     """Return the memory of this machine, or of the container that limits it, and of each GPU. GPUs are reported only
     where torch and a GPU's driver are installed.
     """
-    total = _number(MEMINFO) * 1024
+    total = _number(MEMINFO) * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS has no /proc
     bound = _number(CGROUP / "memory.max")
     memory_bytes = min(total, bound) if bound else total
     if not any(sign.exists() for sign in GPU_SIGNS) or importlib.util.find_spec("torch") is None:
@@ -191,8 +191,12 @@ def available_memory_bytes() -> int:
     report available memory, return all memory of the machine.
     """
     available = _number(MEMINFO, "MemAvailable:") * 1024
-    if not available:
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS
+    if not available and sys.platform == "darwin":
+        import psutil
+
+        available = int(psutil.virtual_memory().available)
+    elif not available:
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
         available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
     bound = _number(CGROUP / "memory.max")
     if not bound:

@@ -61,12 +61,17 @@ def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[st
 
 def obstacle(engine: str, model: Mapping[str, Any]) -> str:
     """Return why an engine of `FORMS` can't sample with a model of this config.json here; empty: it can."""
-    missing = [package for package in PACKAGES[ENGINES[engine]] if importlib.util.find_spec(package) is None]
-    if missing:
-        extra = engine.partition("-")[0]
-        return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')"
+    if missing := missing_packages(engine):
+        return missing
     found: str = importlib.import_module(ENGINES[engine]).misfit(model)
     return found
+
+
+def missing_packages(engine: str) -> str:
+    """Return what an engine of `FORMS` lacks here; empty: nothing."""
+    missing = [package for package in PACKAGES[ENGINES[engine]] if importlib.util.find_spec(package) is None]
+    extra = engine.partition("-")[0]
+    return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')" if missing else ""
 
 
 def uses_gpu(engine: str, device: str) -> bool:

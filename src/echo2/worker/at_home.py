@@ -71,10 +71,17 @@ class OwnersPrograms:
     """Measures what share of the processors is used by programs that this process has not started."""
 
     def __init__(self) -> None:
+        """Raises: UserError, the system does not say."""
         import psutil  # nothing else of a worker needs it
 
-        self._psutil, self._process = psutil, psutil.Process()
-        self._before = self._read()
+        self._psutil = psutil
+        try:
+            self._process = psutil.Process()
+            self._before = self._read()
+        except (psutil.Error, OSError) as error:
+            raise UserError(
+                f"--at-home: this system does not say what other programs use ({error}). Leave --at-home out."
+            ) from error
 
     def share(self) -> float:
         """Return the share since the last call."""
@@ -108,17 +115,8 @@ def is_on_battery() -> bool:
 
 
 async def measurements() -> AsyncIterator[Measurement]:
-    """Yield measurements of this machine, the first at once.
-
-    Raises:
-        UserError: the system does not say what other programs use.
-    """
-    try:
-        programs = OwnersPrograms()
-    except (ImportError, OSError) as error:
-        raise UserError(
-            f"--at-home: this system does not say what other programs use ({error}). Leave it out."
-        ) from error
+    """Yield measurements of this machine, the first at once. Raises: as `OwnersPrograms`."""
+    programs = OwnersPrograms()
     while True:
         yield programs.share(), is_on_battery(), time.monotonic()
         await asyncio.sleep(MEASURE_SECONDS)
