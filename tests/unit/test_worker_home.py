@@ -28,7 +28,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.worker import joining
 from echo2.worker.at_home import Delivered, Measurement, OwnersPrograms, attended_at_home
-from echo2.worker.decide.home import SLOTS_MIN, Candidate, Task, choose, slots_in
+from echo2.worker.decide.home import SLOTS_MIN, EngineCandidate, SamplingNeed, choose, slots_in
 from echo2.worker.process import WorkerOptions
 from head_cases import OpenHead, rows, settings
 from memory_links import MemoryLink
@@ -79,13 +79,15 @@ def shape_of(config: dict[str, Any]) -> ModelShape:
     return shape
 
 
-ADAPTERS = Task(shape_of(QWEN3_8B), slots=64, length=640, value_bytes=2, has_adapter=True)
+ADAPTERS = SamplingNeed(shape_of(QWEN3_8B), slots=64, length=640, value_bytes=2, has_adapter=True)
 WHOLE = replace(ADAPTERS, has_adapter=False)
 
 
-def candidates(gigabytes: float, **obstacles: str) -> list[Candidate]:
+def candidates(gigabytes: float, **obstacles: str) -> list[EngineCandidate]:
     memory = int(gigabytes * GB)
-    return [Candidate(engine, form, memory, obstacles.get(form, "")) for engine, form in ((AUTO, ""), *FORMS.items())]
+    return [
+        EngineCandidate(engine, form, memory, obstacles.get(form, "")) for engine, form in ((AUTO, ""), *FORMS.items())
+    ]
 
 
 def test_bits_of_a_form_are_those_of_its_blocks() -> None:
@@ -94,7 +96,7 @@ def test_bits_of_a_form_are_those_of_its_blocks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "gigabytes", "engine", "slots"),
+    ("asked", "gigabytes", "engine", "slots"),
     [
         (ADAPTERS, 30.0, AUTO, 64),  # 16.4 GB of weights, 64 rollouts of .094 GB
         (ADAPTERS, 18.0, AUTO, 11),
@@ -104,9 +106,9 @@ def test_bits_of_a_form_are_those_of_its_blocks() -> None:
     ],
 )
 def test_published_weights_come_first_and_fewer_bits_where_memory_is_short(
-    task: Task, gigabytes: float, engine: str, slots: int
+    asked: SamplingNeed, gigabytes: float, engine: str, slots: int
 ) -> None:
-    chosen = choose(task, candidates(gigabytes))
+    chosen = choose(asked, candidates(gigabytes))
     assert (chosen.engine, chosen.slots) == (engine, slots)
     assert f"of {gigabytes:.1f} GB" in chosen.why
     assert (f"{AUTO}: it needs" in chosen.why) == (engine != AUTO)

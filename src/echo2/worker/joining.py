@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from echo2.config.values import AUTO, FORMS
-from echo2.core.devices import this_machine
+from echo2.core.devices import limit_memory, this_machine
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.retries import Retries
 from echo2.core.types import Snapshot
@@ -29,7 +29,7 @@ from echo2.transport.grpc_link import Membership
 from echo2.weights.format.model_files import find_model, read_base_model
 from echo2.worker.at_home import HOME_SHARE
 from echo2.worker.attending import RECONNECT_SECONDS
-from echo2.worker.decide.home import Candidate, Choice, Task, choose
+from echo2.worker.decide.home import EngineCandidate, SamplingNeed, WorkerChoice, choose
 from echo2.worker.process import CALL_SECONDS, WorkerOptions, WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -102,23 +102,23 @@ async def _facts(link: Link, patience_seconds: float) -> wire.RunFacts:
             await retries.pause()
 
 
-def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> Choice | None:
+def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> WorkerChoice | None:
     """Return what this machine samples with; None if the model's sizes are not known."""
     config = json.loads(facts.model_config or "{}")
     shape = read_shape(all_values(config)) if isinstance(config, dict) else None
     if shape is None or not facts.slots:
         return None
     slots = min(facts.slots, options.slots or facts.slots)
-    task = Task(shape, slots, PROMPT_TOKENS + facts.max_tokens, facts.value_bytes, facts.has_adapter)
+    asked = SamplingNeed(shape, slots, PROMPT_TOKENS + facts.max_tokens, facts.value_bytes, facts.has_adapter)
     main, gpu = given_bytes(options)
-    candidates = [Candidate(AUTO, "", gpu or main)]
+    candidates = [EngineCandidate(AUTO, "", gpu or main)]
     for engine, form in FORMS.items():
         obstacle = engines.obstacle(engine, config)
         if form not in facts.forms:
             obstacle = f"the run does not let this machine round to {form} (workers.forms)"
         is_on_gpu = not obstacle and gpu and engines.uses_gpu(engine, options.device)
-        candidates.append(Candidate(engine, form, gpu if is_on_gpu else main, obstacle))
-    return choose(task, candidates, "" if named == AUTO else named)
+        candidates.append(EngineCandidate(engine, form, gpu if is_on_gpu else main, obstacle))
+    return choose(asked, candidates, "" if named == AUTO else named)
 
 
 def given_bytes(options: WorkerOptions) -> tuple[int, int]:
@@ -137,6 +137,8 @@ async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> s
         UserError: an environment can't be loaded, or `base` is not a model; and as `WorkerProcess.run`.
     """
     member, place, own_base = await enrolled(ticket, directory, options)
+    if options.at_home or options.max_memory_gb:
+        limit_memory(given_bytes(options)[0])
     link = member.link()
     try:
         options = await settled(link, options)
