@@ -36,6 +36,7 @@ import hostile_worker
 import recording
 
 from echo2.transport.tickets import TICKET_PREFIX, Ticket
+from echo2.worker import joining
 from echo2.worker import process as worker
 
 HERE = Path(__file__).resolve().parent
@@ -154,8 +155,8 @@ def forked(what: Callable[[], object], log: Path) -> int:
 
 def works(ticket: str, state: Path, lie: str, seed: int, relays: bool) -> None:
     if lie:
-        worker.WorkerProcess = hostile_worker.lying(lie, seed)  # type: ignore[misc]
-    worker.run_worker(ticket, state, worker.WorkerOptions(relays=relays, price_usd_per_hour=0.1))
+        joining.WorkerProcess = hostile_worker.lying(lie, seed)  # type: ignore[misc]
+    joining.run_worker(ticket, state, worker.WorkerOptions(relays=relays, price_usd_per_hour=0.1))
 
 
 def end(pid: int, how: signal.Signals = signal.SIGKILL) -> None:

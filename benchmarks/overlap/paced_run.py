@@ -74,6 +74,7 @@ def run_worker(settings: Mapping[str, Any], make_decoder: Callable[[], Decoder],
     """A worker whose engine has this decoder, whatever engine is asked for."""
     from echo2.engines.decode_loop import DEFAULT_SLOTS, DecodeLoop
     from echo2.engines.registry import NO_PLACE, make_engine
+    from echo2.worker import joining
     from echo2.worker import process as worker
 
     @in_place_of(worker, make_engine)
@@ -82,7 +83,7 @@ def run_worker(settings: Mapping[str, Any], make_decoder: Callable[[], Decoder],
     ) -> Engine:
         return DecodeLoop(make_decoder(), slots)
 
-    worker.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
+    joining.run_worker(f"@{settings['run']}/ticket", Path(settings["state"]), options)
 
 
 def in_place_of(module: ModuleType, original: Callable[P, R]) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.transport import wire_pb2 as wire
+from echo2.worker import joining
 from echo2.worker import process as worker
 
 #: Candidates of one token's support: 4 million.
@@ -182,8 +183,8 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    worker.WorkerProcess = lying(options.lie, options.seed)  # type: ignore[misc]
-    worker.run_worker(options.ticket, options.state, worker.WorkerOptions(relays=False))
+    joining.WorkerProcess = lying(options.lie, options.seed)  # type: ignore[misc]
+    joining.run_worker(options.ticket, options.state, worker.WorkerOptions(relays=False))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ sys.exit(main(sys.argv[1:]))
 MISNAMES = """
 import sys
 from echo2.cli import main
-from echo2.worker import process
+from echo2.worker import joining, process
 
 class Misnaming(process.WorkerProcess):
     async def _send(self, batch):
@@ -40,7 +40,7 @@ class Misnaming(process.WorkerProcess):
             span.version += 1
         await super()._send(batch)
 
-process.WorkerProcess = Misnaming
+joining.WorkerProcess = Misnaming
 sys.exit(main(sys.argv[1:]))
 """
 

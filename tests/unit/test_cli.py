@@ -18,7 +18,7 @@ from echo2.config import all_fields, build
 from echo2.config.rundir import RunDir, create
 from echo2.learner.core import checkpoint
 from echo2.transport.identity import RunIdentity
-from echo2.worker import process
+from echo2.worker import joining
 from model_cases import model_directory
 
 COMMANDS = ("run", "head", "learner", "worker", "status", "audit", "replay", "eval", "export")
@@ -315,7 +315,7 @@ def test_a_worker_takes_its_leave_when_it_is_told_to_end(
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script runs the tests with "&"
     monkeypatch.setattr("echo2.cli.running.begin_process", lambda: None)
-    monkeypatch.setattr(process, "run_worker", run_worker)
+    monkeypatch.setattr(joining, "run_worker", run_worker)
     try:
         assert main(["worker", ticket, *(["--json"] if as_json else [])]) == status
     finally:

@@ -34,9 +34,22 @@ def test_a_container_bounds_the_memory(system: Path) -> None:
     assert devices.available_memory_bytes() == 0
 
 
+def test_a_process_that_is_limited_has_what_it_lacks_of_its_limit(
+    system: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(devices, "_limit_bytes", None)
+    devices.limit_memory(8 * GIB)
+    assert 7 * GIB < devices.available_memory_bytes() < 8 * GIB
+    devices.limit_memory(1)
+    assert devices.available_memory_bytes() == 0
+    devices.limit_memory(1 << 50)
+    assert devices.available_memory_bytes() == 60 * GIB
+
+
 def test_a_system_that_does_not_say_has_all_of_its_memory(system: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """macOS has neither /proc nor SC_AVPHYS_PAGES."""
+    """Where /proc is hidden; macOS has none, and no SC_AVPHYS_PAGES either."""
     (system / "meminfo").unlink()
+    assert devices.this_machine().memory_bytes == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     names = {name: number for name, number in os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
     monkeypatch.setattr(os, "sysconf_names", names)
     assert devices.available_memory_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -135,6 +135,20 @@ def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert (found["GPU 0"], found["GPU 1"], found["memory"]) == ("85.9 GB", "25.8 GB", "68.7 GB")
 
 
+def test_what_each_form_of_weights_leaves_room_for_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By hand: .9 of 16 GB less half a GB for the process; 16, 8.5 and 4.5 bits."""
+    monkeypatch.setattr(doctor, "this_machine", lambda: Hardware(16_000_000_000))
+    monkeypatch.setattr(doctor, "missing_packages", lambda engine: "" if "q8" in engine else "nothing is installed")
+    found = {finding.about: finding.said for finding in doctor.machine(tmp_path)}
+    assert found["engine compact"].startswith(
+        "adapters over models of up to 7.0 billion weights, whole models of up to 7"
+    )
+    assert found["engine llamacpp-q8_0"].endswith("up to 13.1 billion weights, whole models of up to 6.5")
+    assert found["engine llamacpp-q4_0"].startswith(
+        "nothing is installed; would hold adapters over models of up to 24.7"
+    )
+
+
 def test_a_port_that_is_taken_and_an_engine_that_is_not_there_are_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

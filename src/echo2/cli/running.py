@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import signal
 import sys
 from dataclasses import fields
@@ -82,6 +82,12 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--base", default="", metavar="MODEL", help=text)
     text = "an environment installed on this machine that the run may use; may be repeated"
     flag("--allow-environment", dest="allow_environments", action="append", default=[], metavar="SPEC", help=text)
+    text = "sample only while other programs need little and there is mains, on half the cores, in half the memory"
+    flag("--at-home", action="store_true", help=text)
+    text = "memory that the worker may use (default: .9 of the machine's; with --at-home, half)"
+    flag("--max-memory-gb", type=_positive, default=0.0, metavar="GB", help=text)
+    text = "cores that the worker may use (default: one thread computes; with --at-home, half the cores)"
+    flag("--max-cores", type=_num_cores, default=0, metavar="N", help=text)
     text = "where to listen for other workers that fetch weights (default: any free port)"
     flag("--listen", default="", metavar="HOST:PORT", help=text)
     text = "address at which other workers reach this one (default: the one that the head sees)"
@@ -97,6 +103,22 @@ def _num_slots(text: str) -> int:
     if not text.isdecimal() or int(text) > NO_SLOT_LIMIT:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {NO_SLOT_LIMIT}")
     return int(text)
+
+
+def _num_cores(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of cores, 1 or more")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
 
 
 # ---- commands ----------------------------------------------------------------------------------------------------
@@ -135,9 +157,12 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported; see docs/operations.md
     from echo2.transport.tickets import Ticket
-    from echo2.worker.process import WorkerOptions, run_worker
+    from echo2.worker.at_home import give_cores
+    from echo2.worker.joining import run_worker
+    from echo2.worker.process import WorkerOptions
+
+    give_cores(options.at_home, options.max_cores)
 
     ended: list[int] = []  # signals by which a machine manager ended this worker: no error
 

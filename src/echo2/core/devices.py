@@ -31,6 +31,7 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 GPU_SIGNS = (NVIDIA_DRIVER, Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/dev/kfd"))
 MEMINFO = Path("/proc/meminfo")
 CGROUP = Path("/sys/fs/cgroup")
+_limit_bytes: int | None = None
 
 
 def require_torch() -> None:
@@ -60,7 +61,7 @@ def this_machine() -> Hardware:
     """Return the memory of this machine, or of the container that limits it, and of each GPU. GPUs are reported only
     where torch and a GPU's driver are installed.
     """
-    total = _number(MEMINFO) * 1024
+    total = _number(MEMINFO) * 1024 or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")  # macOS has no /proc
     bound = _number(CGROUP / "memory.max")
     memory_bytes = min(total, bound) if bound else total
     if not any(sign.exists() for sign in GPU_SIGNS) or importlib.util.find_spec("torch") is None:
@@ -186,14 +187,28 @@ def free_memory_bytes(device: torch.device) -> int:
     return available_memory_bytes()
 
 
+def limit_memory(num_bytes: int) -> None:
+    """From now on, this process counts as available only what it lacks of so many bytes."""
+    global _limit_bytes
+    _limit_bytes = num_bytes
+
+
 def available_memory_bytes() -> int:
     """Return the bytes still available on this machine, or in the container that limits it. If the system does not
     report available memory, return all memory of the machine.
     """
     available = _number(MEMINFO, "MemAvailable:") * 1024
-    if not available:
-        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"  # macOS
+    if not available and sys.platform == "darwin":
+        import psutil
+
+        available = int(psutil.virtual_memory().available)
+    elif not available:
+        pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
         available = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
+    if _limit_bytes is not None:
+        import psutil
+
+        available = min(available, max(0, _limit_bytes - psutil.Process().memory_info().rss))
     bound = _number(CGROUP / "memory.max")
     if not bound:
         return available

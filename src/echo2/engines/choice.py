@@ -7,6 +7,7 @@ head allows it to machines of the owner alone, because nobody can check it (`hea
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
@@ -15,10 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from echo2.config import Config
-from echo2.config.values import AUTO
+from echo2.config.values import AUTO, ENGINES
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.engines.architecture import UnsupportedError, read_architecture
+
+#: What an engine's module needs beside torch.
+PACKAGES: Mapping[str, tuple[str, ...]] = {"echo2.engines.llamacpp": ("llama_cpp", "gguf")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,26 @@ def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[st
     if model is None:
         return EngineChoice(AUTO, "compact if it knows the model, else transformers; the model is not here yet")
     return in_worker(model)
+
+
+def obstacle(engine: str, model: Mapping[str, Any]) -> str:
+    """Return why an engine of `FORMS` can't sample with a model of this config.json here; empty: it can."""
+    if missing := missing_packages(engine):
+        return missing
+    found: str = importlib.import_module(ENGINES[engine]).misfit(model)
+    return found
+
+
+def missing_packages(engine: str) -> str:
+    """Return what an engine of `FORMS` lacks here; empty: nothing."""
+    missing = [package for package in PACKAGES[ENGINES[engine]] if importlib.util.find_spec(package) is None]
+    extra = engine.partition("-")[0]
+    return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')" if missing else ""
+
+
+def uses_gpu(engine: str, device: str) -> bool:
+    """Whether an engine of `FORMS`, whose packages are here, would compute on a GPU."""
+    return device != "cpu" and bool(importlib.import_module(ENGINES[engine]).has_gpu())
 
 
 def servers_here(device: str, python: str = "", url: str = "") -> tuple[str, ...]:

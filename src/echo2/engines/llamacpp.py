@@ -20,8 +20,9 @@ import shutil
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from torch import Tensor
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.adapter import Adapter
-from echo2.engines.architecture import UnsupportedError, read_architecture
+from echo2.engines.architecture import Architecture, UnsupportedError, read_architecture
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, Prefill, PrefillRequest, RouteCheck
@@ -45,6 +46,24 @@ SLOTS_MAX, SEQUENCES_PER_SLOT = 80, 3
 def make_engine(device: str, slots: int, form: str) -> Engine:
     """The engines `llamacpp-q8_0` and `llamacpp-q4_0`."""
     return DecodeLoop(LlamaCppDecoder(form, device, min(slots, SLOTS_MAX)), min(slots, SLOTS_MAX))
+
+
+def misfit(config: Mapping[str, Any]) -> str:
+    """Return why these engines can't compute a model with this config.json; empty: they can."""
+    try:
+        _architecture(config)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def has_gpu() -> bool:
+    """Whether llama.cpp was built for a GPU.
+
+    Raises:
+        UserError: it does not load.
+    """
+    return bool(library().calls.llama_supports_gpu_offload())
 
 
 class LlamaCppDecoder(TorchDecoder):
@@ -84,7 +103,12 @@ def _outline(snapshot: Snapshot, device: torch.device) -> CompactModel:
     Raises:
         UserError: llama.cpp, or this engine, has no such model.
     """
-    config = read_config(snapshot.files)
+    _architecture(read_config(snapshot.files))
+    return build_compact(snapshot, META)
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    """Return the sizes of a model that this engine has. Raises UserError as `_outline`."""
     try:
         arch = read_architecture(config)
     except UnsupportedError as error:
@@ -92,7 +116,7 @@ def _outline(snapshot: Snapshot, device: torch.device) -> CompactModel:
             f"The engine llamacpp does not support {error.trait}. Start the worker with --engine auto."
         ) from error
     check_fits(config["model_type"], arch)
-    return build_compact(snapshot, META)
+    return arch
 
 
 class LlamaCppCache:

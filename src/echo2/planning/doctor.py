@@ -28,9 +28,13 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from echo2 import __version__
+from echo2.config.values import FORMS
 from echo2.core.addresses import is_loopback, split
 from echo2.core.devices import NVIDIA_DRIVER, this_machine
 from echo2.core.disk import FLOOR_BYTES, free_bytes
+from echo2.core.types import Hardware
+from echo2.engines.choice import missing_packages
+from echo2.learner.decide.memory import FORM_BITS, PROCESS_BYTES, USABLE
 from echo2.transport import certificates, grpc_options
 from echo2.transport.identity import SERVER_NAME
 from echo2.transport.limits import PROTOCOL_VERSION
@@ -40,6 +44,8 @@ from echo2.transport.tickets import Ticket
 DESCRIPTORS_MIN = 4096
 MEMORY_MIN_BYTES = 2 << 30
 DIAL_SECONDS = 5.0
+#: Bits of a published weight where memory is short (`model.snapshot_dtype = "bfloat16"`).
+PUBLISHED_BITS = 16
 #: The port in the documentation's examples of `head.listen`.
 HEAD_PORT = 7341
 #: Seconds to connect beyond which a lease is mostly network latency.
@@ -94,6 +100,7 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
     memory = hardware.memory_bytes
     todo = "A learner or worker needs some 2 GB for the smallest model; see `echo2 plan`."
     yield _finding("memory", memory >= MEMORY_MIN_BYTES, f"{memory / 1e9:.1f} GB", "doubtful", todo)
+    yield from _engines(hardware)
     free = free_bytes(directory)
     todo = f"A run pauses below {FLOOR_BYTES / 1e6:.0f} MB: make room."
     yield _finding("disk", free >= FLOOR_BYTES, f"{free / 1e9:.1f} GB free at {directory}", "wrong", todo)
@@ -102,6 +109,19 @@ def machine(directory: Path, version_of: Callable[[str], str] = version) -> Iter
     todo = f"A head with many workers needs {DESCRIPTORS_MIN}: raise ulimit -Hn, or limits.conf."
     yield _finding("open files", is_enough, f"{hard} at most", "doubtful", todo)
     yield _port(HEAD_PORT)
+
+
+def _engines(hardware: Hardware) -> Iterator[Finding]:
+    """Say how large a model a worker's weights leave room for, published and in each form. Keys and values come on top,
+    for which the worker takes fewer rollouts at once.
+    """
+    room = USABLE * max(hardware.gpus, default=hardware.memory_bytes) - PROCESS_BYTES
+    for engine, bits in (("compact", PUBLISHED_BITS), *((engine, FORM_BITS[form]) for engine, form in FORMS.items())):
+        most = max(0.0, room) * 8 / bits / 1e9
+        whole = most if engine == "compact" else most / 2  # a form is loaded beside the one before
+        said = f"adapters over models of up to {most:.1f} billion weights, whole models of up to {whole:.1f}"
+        missing = missing_packages(engine) if engine in FORMS else ""
+        yield Finding(f"engine {engine}", "fine", f"{missing}; would hold {said}" if missing else said)
 
 
 def _token_servers() -> Finding:

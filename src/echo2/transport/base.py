@@ -64,6 +64,7 @@ def _methods() -> dict[str, Method]:
     node = worker | sampler  # a node attends, and exchanges weights with its peers
     rows: list[tuple[str, type[Message], type[Message], bool, frozenset[str]]] = [
         ("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining),
+        ("Describe", wire.Empty, wire.RunFacts, False, worker),
         ("Attend", wire.WorkerHello, wire.Order, True, node),
         ("Report", wire.WorkerReport, wire.Empty, False, node),
         ("Leave", wire.Empty, wire.Empty, False, worker),  # the head then grants this worker's leases to others

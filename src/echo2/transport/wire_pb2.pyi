@@ -174,6 +174,24 @@ class Lease(_message.Message):
     routes: bool
     def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., routes: _Optional[bool] = ...) -> None: ...
 
+class RunFacts(_message.Message):
+    __slots__ = ("engine", "forms", "model_config", "slots", "max_tokens", "value_bytes", "has_adapter")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    FORMS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_CONFIG_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    VALUE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HAS_ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    engine: str
+    forms: _containers.RepeatedScalarFieldContainer[str]
+    model_config: str
+    slots: int
+    max_tokens: int
+    value_bytes: int
+    has_adapter: bool
+    def __init__(self, engine: _Optional[str] = ..., forms: _Optional[_Iterable[str]] = ..., model_config: _Optional[str] = ..., slots: _Optional[int] = ..., max_tokens: _Optional[int] = ..., value_bytes: _Optional[int] = ..., has_adapter: _Optional[bool] = ...) -> None: ...
+
 class WorkerHello(_message.Message):
     __slots__ = ("protocol", "price_usd_per_hour", "held_leases", "engine", "device", "pid", "host", "listen_port", "advertise", "offer", "environments", "installed", "slots", "servers")
     PROTOCOL_FIELD_NUMBER: _ClassVar[int]

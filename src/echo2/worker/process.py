@@ -1,4 +1,4 @@
-"""`echo2 worker TICKET`: one rollout worker. The scheduler decides; this module drives the scheduler and the
+"""One rollout worker (`joining.py` begins it). The scheduler decides; this module drives the scheduler and the
 connection, `sampling` samples leases with the engine, and `weights` fetches, installs and serves weights.
 
 These run concurrently, so that none delays another: the event loop (link, heartbeats, chunks), the engine's decode
@@ -13,7 +13,6 @@ import logging
 import os
 import shlex
 import socket
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import aclosing
@@ -33,12 +32,11 @@ from echo2.engines.registry import load_or_replace, make_engine
 from echo2.engines.tokenizer import load_tokenizer, prepare_tokenizers
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess
-from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.weights.format.model_files import find_model, read_base_model
+from echo2.worker.at_home import Delivered, attended_at_home, measurements
 from echo2.worker.attending import attended
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
@@ -64,7 +62,9 @@ class WorkerOptions:
     worker sends chunks to others. `offer`: name of the machine, if the run rented it. `engine`: "auto" selects the
     run's; `engine_python`, `engine_url`, `engine_args`: where its token server is, if it is one. `slots`: maximum
     number of rollouts decoded at once (0: as the run asks). `base`: directory or hub id of the base model of the run's
-    adapters (empty: it is fetched from the run).
+    adapters (empty: it is fetched from the run). `at_home`: it samples only while the machine's owner needs it little
+    (`decide/presence.py`), on half its cores and in half its memory; `max_memory_gb`, `max_cores`: other limits (0:
+    none).
     """
 
     engine: str = AUTO
@@ -81,6 +81,9 @@ class WorkerOptions:
     relays: bool = True
     offer: str = ""
     base: str = ""
+    at_home: bool = False
+    max_memory_gb: float = 0.0
+    max_cores: int = 0
 
 
 class WorkerProcess:
@@ -111,7 +114,7 @@ class WorkerProcess:
         self._outgoing: deque[do.Deliver] = deque()
         self._delivering = self._leaving = False
         self._pause_seconds = 0.0
-        self._joined_at = time.monotonic()
+        self._delivered = Delivered(options.price_usd_per_hour)
         self._loop = asyncio.get_running_loop()
         self._background = Background(self._give_up)
         self._stopped: asyncio.Future[str] = self._loop.create_future()
@@ -126,7 +129,11 @@ class WorkerProcess:
             UserError: the engine can't run this model, the disk is full, or the address to listen on is unavailable.
         """
         await self._weights.start()
-        attending: asyncio.Future[Any] = self._background.spawn(self._keep_attending())
+        attending: asyncio.Future[Any] = self._background.spawn(
+            attended_at_home(self._keep_attending, self._step_back, self._background, measurements())
+            if self._options.at_home
+            else self._keep_attending()
+        )
         stopped: asyncio.Future[Any] = self._stopped
         try:
             await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -137,6 +144,7 @@ class WorkerProcess:
             if not self._stopped.done() and self._scheduler is not None and self._scheduler.connected:
                 await self._leave()  # the owner ends this worker
             self._background.cancel()
+            log.info("%s", self._delivered)
             if self._sampler is not None:
                 await self._sampler.close()
             await self._weights.close()
@@ -330,6 +338,22 @@ class WorkerProcess:
         except (LinkError, PeerError) as error:
             log.info("goodbye not taken: %s", error)
 
+    async def _step_back(self, why: str) -> bool:
+        """Leave the run for a while: others get the leases at once, and the weights stay. False: not yet, for the
+        engine is being made."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return False
+        log.info("paused, for %s; %s", why, self._delivered)
+        if scheduler.connected:
+            await self._leave()
+        for lease_id in [*scheduler.waiting, *scheduler.generating, *scheduler.produced]:
+            self._dispatch(ev.LeaseRevoked(lease_id, why))
+        self._leaving = False
+        self._weights.node.disconnected()
+        self._dispatch(ev.Disconnected())
+        return True
+
     # ---- checking -------------------------------------------------------------------------------------------------
 
     async def _check(self, asked: wire.Check) -> None:
@@ -353,11 +377,8 @@ class WorkerProcess:
     def _progress(self, payload: PayloadId) -> str:
         """One line for the owner of the machine."""
         assert self._sampler is not None
-        hours = (time.monotonic() - self._joined_at) / 3600
         rate = self._sampler.num_tokens / max(1e-9, self._sampler.busy_seconds)
-        price = self._options.price_usd_per_hour
-        cost = f", {price * hours:.2f} dollars" if price else ""
-        return f"{payload} installed; {self._sampler.num_groups} groups, {rate:.0f} tokens/s{cost} so far"
+        return f"{payload} installed; {rate:.0f} tokens/s; {self._delivered}"
 
     async def _load(self, snapshot: Snapshot) -> float:
         """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, if the engine
@@ -417,10 +438,12 @@ class WorkerProcess:
             for lease_id in lease_ids:
                 self._dispatch(ev.DeliveryFailed(lease_id))
             return
-        for lease_id, reply in zip(lease_ids, replies.items, strict=True):
-            if not reply.accepted:
-                log.info("lease %d refused: %s", lease_id, reply.reason)
-            self._dispatch(ev.DeliveryAnswered(lease_id))
+        for item, reply in zip(batch.items, replies.items, strict=True):
+            if reply.accepted:
+                self._delivered.add(item)
+            else:
+                log.info("lease %d refused: %s", item.lease_id, reply.reason)
+            self._dispatch(ev.DeliveryAnswered(item.lease_id))
 
     async def _fail_lease(self, lease_id: int, failure: str, detail: str) -> None:
         failed = wire.LeaseFailed(lease_id=lease_id, reason=failure, detail=detail)
@@ -428,50 +451,3 @@ class WorkerProcess:
             await self._link.call("FailLease", failed, CALL_SECONDS)
         except (LinkError, PeerError) as error:
             log.info("lease %d: failure not taken: %s", lease_id, error)  # the head sees the lease expire
-
-
-def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
-    """Return the environment or harness of this name. The caller calls `start` and `close`."""
-    return HarnessEnvironment(HarnessProcess(spec)) if is_harness(spec) else EnvironmentProcess(spec)
-
-
-def _read_base(path: str) -> Snapshot:
-    base = read_base_model(find_model(path, "--base"))
-    log.info("the base model %s of --base is at hand", base.ref.policy)
-    return base
-
-
-async def enrolled(
-    ticket: str, directory: Path | None, options: WorkerOptions
-) -> tuple[Membership, Path, Snapshot | None]:
-    """Enrol with the ticket. Return this machine's membership, its state directory, and the owner's base model.
-
-    Raises:
-        UserError: the ticket admits no machine, or `base` is not a model.
-        LinkError: the head is away.
-    """
-    from echo2.transport import grpc_link
-
-    state = directory or Path(os.environ.get("XDG_STATE_HOME", Path.home() / ".local" / "state")) / "echo2"
-    member = await grpc_link.join(ticket, state, options.patience_seconds)
-    log.info("joined as %s", member.peer_id)
-    own_base = await asyncio.to_thread(_read_base, options.base) if options.base else None
-    return member, state / member.peer_id, own_base
-
-
-async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
-    """Enrol with the ticket, attend until the run is over, and return the reason for its end.
-
-    Raises:
-        UserError: an environment can't be loaded, or `base` is not a model; and as `WorkerProcess.run`.
-    """
-    member, place, own_base = await enrolled(ticket, directory, options)
-    environments = {spec: open_environment(spec) for spec in options.allow_environments}
-    for environment in environments.values():
-        await environment.start()  # fails here, before this worker offers the environment to the head
-    return await WorkerProcess(member, place, options, environments, own_base).run()
-
-
-def run_worker(ticket: str, directory: Path | None, options: WorkerOptions) -> str:
-    """Run a worker process. Return the reason for the run's end."""
-    return asyncio.run(join(ticket, directory, options))

@@ -26,7 +26,8 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership
 from echo2.transport.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from echo2.worker.attending import attended
-from echo2.worker.process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions, enrolled
+from echo2.worker.joining import enrolled
+from echo2.worker.process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions
 from echo2_service.decide.placing import SLOTS
 from echo2_service.fleet.payloads import LINEAGE, VERSION
 from echo2_service.frames import REQUESTS, Answer, encode

@@ -6,7 +6,7 @@ how the head reacts to its conduct.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from echo2.config import Config
@@ -121,6 +121,15 @@ def check_form(config: Config, form: str) -> None:
             "with --engine compact or --engine transformers, or ask the run's owner to add "
             f"{form!r} to workers.forms, or for a ticket for own machines",
         )
+
+
+def forms_for(head: Head, peer_id: str) -> Sequence[str]:
+    """Return the forms to which a machine may round its weights."""
+    if head.config.run.deterministic:
+        return ()
+    if not head.identity.member(peer_id).is_own:
+        return head.config.workers.forms
+    return () if _must_draw(head, peer_id) else tuple(FORMS.values())
 
 
 def with_engine(joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:

@@ -26,6 +26,8 @@ from echo2.head.serve.effects import orders
 from echo2.head.serve.head import Head
 from echo2.head.serve.learner_calls import LearnerCalls
 from echo2.head.serve.results import check_own
+from echo2.learner.core.model_size import model_config
+from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.sandbox.plugins import TRACEBACK_CHARS, traceback_of
 from echo2.tasks.harness_process import is_harness
 from echo2.transport import messages
@@ -60,6 +62,7 @@ class Service:
 
     def handlers(self) -> dict[str, Handler]:
         return {
+            "Describe": self.describe,
             "Attend": self.attend,
             "Report": self.report,
             "Leave": self.leave,
@@ -79,6 +82,20 @@ class Service:
         }
 
     # ---- workers -------------------------------------------------------------------------------------------------
+
+    async def describe(self, peer: Peer, _: wire.Empty) -> wire.RunFacts:
+        """Say what a worker needs to choose its engine before it attends."""
+        config = self._head.config
+        model = await asyncio.to_thread(model_config, config.model.path)
+        return wire.RunFacts(
+            engine=config.workers.engine,
+            forms=claims.forms_for(self._head, peer.peer_id),
+            model_config="" if model is None else json.dumps(model),
+            slots=_slots(config.sampling),
+            max_tokens=config.sampling.max_tokens,
+            value_bytes=BYTES_PER_VALUE[config.model.snapshot_dtype],
+            has_adapter=config.lora.rank > 0,
+        )
 
     async def attend(self, peer: Peer, hello: wire.WorkerHello) -> AsyncIterator[wire.Order]:
         """Yield a worker's orders. The worker is connected as long as it keeps this stream open."""
@@ -137,7 +154,7 @@ class Service:
             run_id=self._head.run_id,
             heartbeat_seconds=self._head.options.heartbeat_seconds,
             swap=config.swap,
-            slots=config.sampling.groups_per_batch * config.sampling.group_size,
+            slots=_slots(config.sampling),
             engine=config.workers.engine,
             server=server,
             deterministic=config.run.deterministic,
@@ -294,11 +311,16 @@ def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig)
     check_hello(hello)
     return ev.WorkerJoined(
         worker_id=peer.peer_id,
-        slots=min(hello.slots, sampling.groups_per_batch * sampling.group_size),
+        slots=min(hello.slots, _slots(sampling)),
         price_usd_per_hour=hello.price_usd_per_hour,
         installed=_installed(hello),
         held_leases=tuple(messages.whole_number("lease_id", lease_id) for lease_id in hello.held_leases),
     )
+
+
+def _slots(sampling: SamplingConfig) -> int:
+    """Rollouts of one batch: what a worker decodes at once, unless it has fewer slots."""
+    return sampling.groups_per_batch * sampling.group_size
 
 
 def _installed(said: wire.WorkerHello | wire.WorkerReport) -> SnapshotRef | None:

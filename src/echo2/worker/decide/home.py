@@ -1,0 +1,122 @@
+"""Chooses what a machine samples with: an engine, the form of its weights, and how many rollouts at once.
+
+The published weights come first, then forms with fewer bits, each only if the memory that the machine's owner gives has
+no room for the one before. `worker/joining.py` finds out what is installed, and what the head allows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from echo2.core.errors import UserError
+from echo2.learner.decide.memory import GB, rounded_parts, worker_parts
+from echo2.learner.decide.model_shape import ModelShape
+
+#: An engine that has room for fewer rollouts than this is not chosen: each step reads all weights for them.
+SLOTS_MIN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingNeed:
+    """What a run asks for. `slots`: rollouts at once; `length`: tokens of the longest, with its prompt; `value_bytes`:
+    of a published weight; `has_adapter`: versions are adapters over one model."""
+
+    shape: ModelShape
+    slots: int
+    length: int
+    value_bytes: int
+    has_adapter: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCandidate:
+    """An engine that a machine might use. `form`: to which it rounds the weights, empty: not at all; `memory_bytes`:
+    what it may use; `obstacle`: why this machine or this run can't use it, apart from memory; empty: nothing."""
+
+    engine: str
+    form: str
+    memory_bytes: int
+    obstacle: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerChoice:
+    """What was chosen. `why`: for the machine's owner."""
+
+    engine: str
+    slots: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"engine {self.engine}, {self.slots} rollouts at once: {self.why}"
+
+
+def need_of(asked: SamplingNeed, form: str, slots: int) -> Mapping[str, int]:
+    """Return the bytes that an engine needs, by part."""
+    if form:
+        return rounded_parts(asked.shape, form, asked.has_adapter, slots, asked.length)
+    return worker_parts(asked.shape, asked.value_bytes, slots, asked.length)
+
+
+def slots_in(asked: SamplingNeed, candidate: EngineCandidate) -> int:
+    """Return how many rollouts the candidate has room for, at most as many as the run asks for; 0: too few."""
+    fewest, most = min(SLOTS_MIN, asked.slots), asked.slots
+    if _bytes(asked, candidate, fewest) > candidate.memory_bytes:
+        return 0
+    while fewest < most:
+        middle = (fewest + most + 1) // 2
+        if _bytes(asked, candidate, middle) <= candidate.memory_bytes:
+            fewest = middle
+        else:
+            most = middle - 1
+    return fewest
+
+
+def choose(asked: SamplingNeed, candidates: Sequence[EngineCandidate], named: str = "") -> WorkerChoice:
+    """Return the first candidate that has room, or the `named` one.
+
+    Raises:
+        UserError: it has none, or an obstacle; the error names the next one that has room.
+    """
+    tried = next((at for at, one in enumerate(candidates) if one.engine == named), None)
+    if tried is not None and (refusal := _refusal(asked, candidates[tried])):
+        others = [*candidates[tried + 1 :], *candidates[:tried]]
+        fitting = next((one for one in others if not _refusal(asked, one)), None)
+        remedy = "None of its engines has room: give it more memory, or a larger machine."
+        if fitting is not None:
+            remedy = f"--engine {fitting.engine} would do: it needs {_need(asked, fitting, slots_in(asked, fitting))}."
+        raise UserError(f"This machine can't sample with --engine {named}: {refusal}. {remedy}")
+    reasons = []
+    for one in candidates if tried is None else candidates[tried : tried + 1]:
+        if refusal := _refusal(asked, one):
+            reasons.append(f"{one.engine}: {refusal}")
+            continue
+        slots = slots_in(asked, one)
+        told = f"it needs {_need(asked, one, slots)} of {_gb(one.memory_bytes)} GB"
+        return WorkerChoice(one.engine, slots, "; ".join([told, *reasons]))
+    raise UserError(
+        f"This machine has no engine with room for the run's model. {'; '.join(reasons)}. Give it more memory "
+        "(--max-memory-gb), install what is missing, or take a larger machine."
+    )
+
+
+def _refusal(asked: SamplingNeed, one: EngineCandidate) -> str:
+    if one.obstacle:
+        return one.obstacle
+    if slots_in(asked, one):
+        return ""
+    fewest = min(SLOTS_MIN, asked.slots)
+    return f"it needs {_need(asked, one, fewest)} for {fewest} rollouts, and may use {_gb(one.memory_bytes)} GB"
+
+
+def _need(asked: SamplingNeed, one: EngineCandidate, slots: int) -> str:
+    return f"{_gb(_bytes(asked, one, slots))} GB"
+
+
+def _bytes(asked: SamplingNeed, one: EngineCandidate, slots: int) -> int:
+    return sum(need_of(asked, one.form, slots).values())
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.1f}"
