@@ -1,4 +1,4 @@
-"""The engine `auto`: `compact` if it knows the model of the first snapshot, else `transformers`."""
+"""The engine `auto`: what `choice.in_worker` says of the first snapshot's model."""
 
 from __future__ import annotations
 
@@ -39,6 +39,10 @@ class AutoBuilder:
             log.info("%s", choice)
         if choice.name == "compact":
             return build_compact(snapshot, device)
+        if choice.name == "mlx":
+            from echo2.engines.mlx import MlxBuilder
+
+            return MlxBuilder()(snapshot, device)
         from echo2.engines.hf_engine import build_transformers  # transformers' models take three seconds to import
 
         return build_transformers(snapshot, device)

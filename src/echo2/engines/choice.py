@@ -1,7 +1,7 @@
 """Chooses an engine where `workers.engine` leaves that open ("auto"), and says why. No torch here.
 
-`compact` where it knows the model, else `transformers`: a model's config.json decides it, and the engine `auto` does so
-once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
+`compact` where it knows the model, on a Mac `mlx` in its place, else `transformers`: a model's config.json decides it,
+and the engine `auto` does so once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
 head allows it to machines of the owner alone, because nobody can check it (`head/serve/claims.py`).
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +20,7 @@ from echo2.config import Config
 from echo2.config.values import AUTO
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
-from echo2.engines.architecture import UnsupportedError, read_architecture
+from echo2.engines.architecture import Architecture, UnsupportedError, read_architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +37,30 @@ class EngineChoice:
 def in_worker(config: Mapping[str, Any]) -> EngineChoice:
     """Return the engine within the worker for a model with this config.json."""
     try:
-        read_architecture(config)
+        arch = read_architecture(config)
     except UnsupportedError as error:
         return EngineChoice("transformers", f"compact does not support {error.trait}")
     except UserError:
         return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
-    return EngineChoice("compact", f"it knows {config['model_type']} models")
+    known = f"it knows {config['model_type']} models"
+    if _has_mlx() and not mlx_misfit(config["model_type"], arch):
+        return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
+    return EngineChoice("compact", known)
+
+
+def mlx_misfit(model_type: str, arch: Architecture) -> str:
+    """Return what mlx-lm has not of a model that `compact` supports; empty: it has all."""
+    if model_type == "qwen3" and arch.qkv_bias:
+        return "attention_bias in a qwen3 model"
+    if model_type == "qwen2" and arch.head_dim * arch.num_heads != arch.hidden_size:
+        return f"head_dim = {arch.head_dim} in a qwen2 model"
+    return ""
+
+
+def _has_mlx() -> bool:
+    """Whether this is a Mac with Apple silicon that has the packages of the engine `mlx`."""
+    is_mac = sys.platform == "darwin" and platform.machine() == "arm64"
+    return is_mac and all(importlib.util.find_spec(package) for package in ("mlx", "mlx_lm"))
 
 
 def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[str]) -> EngineChoice:
