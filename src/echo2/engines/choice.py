@@ -20,7 +20,7 @@ from echo2.config import Config
 from echo2.config.values import AUTO
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
-from echo2.engines.architecture import Architecture, UnsupportedError, read_architecture
+from echo2.engines.architecture import UnsupportedError, read_architecture
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +37,15 @@ class EngineChoice:
 def in_worker(config: Mapping[str, Any]) -> EngineChoice:
     """Return the engine within the worker for a model with this config.json."""
     try:
-        arch = read_architecture(config)
+        read_architecture(config)
     except UnsupportedError as error:
         return EngineChoice("transformers", f"compact does not support {error.trait}")
     except UserError:
         return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
     known = f"it knows {config['model_type']} models"
-    if _has_mlx() and not mlx_misfit(config["model_type"], arch):
+    if _has_mlx():
         return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
     return EngineChoice("compact", known)
-
-
-def mlx_misfit(model_type: str, arch: Architecture) -> str:
-    """Return what mlx-lm has not of a model that `compact` supports; empty: it has all."""
-    if model_type == "qwen3" and arch.qkv_bias:
-        return "attention_bias in a qwen3 model"
-    if model_type == "qwen2" and arch.head_dim * arch.num_heads != arch.hidden_size:
-        return f"head_dim = {arch.head_dim} in a qwen2 model"
-    return ""
 
 
 def _has_mlx() -> bool:

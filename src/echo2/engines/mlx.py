@@ -26,7 +26,6 @@ from echo2.core.types import Snapshot
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.architecture import UnsupportedError, read_architecture
-from echo2.engines.choice import mlx_misfit
 from echo2.engines.compact import CompactModel, build_compact, right_padded
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
@@ -66,8 +65,6 @@ class MlxBuilder:
             arch = read_architecture(config)
         except UnsupportedError as error:
             raise _unfit(error.trait) from error
-        if trait := mlx_misfit(config["model_type"], arch):
-            raise _unfit(trait)
         if self._form and (trait := forms.misfit(arch.tensor_shapes(), self._form)):
             raise UserError(f"There is no form {self._form} of this model: {trait}. Start the worker with --engine mlx.")
         outline = build_compact(snapshot, META)

@@ -118,7 +118,7 @@ class Net:
                 setattr(*self._place(module), matrix)
         frequencies = rope_frequencies(arch.rope, arch.head_dim)
         for layer in self._model.layers:
-            layer.self_attn.rope = Rotation(frequencies)
+            layer.self_attn.rope, layer.self_attn.scale = Rotation(frequencies), arch.head_dim**-0.5
         self._adapter: Adapter = {}
 
     def _place(self, name: str) -> tuple[Any, str]:
@@ -161,7 +161,7 @@ class Net:
 
 
 def _arguments(model_type: str, arch: Architecture) -> dict[str, Any]:
-    """mlx-lm's names. Rotary frequencies are set apart from them."""
+    """mlx-lm's names. Linear maps, their biases, and rotary frequencies are this module's."""
     return {
         "model_type": model_type,
         "hidden_size": arch.hidden_size,
@@ -175,8 +175,6 @@ def _arguments(model_type: str, arch: Architecture) -> dict[str, Any]:
         "max_position_embeddings": arch.max_positions,
         "rope_theta": arch.rope.theta,
         "tie_word_embeddings": arch.tied,
-        "attention_bias": arch.qkv_bias,
-        "mlp_bias": arch.ffn_bias,
     }
 
 
