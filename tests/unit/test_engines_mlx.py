@@ -32,7 +32,7 @@ if not HAS_MLX:
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
 
-FITS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
+FITS: dict[str, Any] = {"intermediate_size": 64}
 FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -82,8 +82,8 @@ def in_dtype(snapshot: Snapshot, dtype: str) -> Snapshot:
 def hard_to_round(rows: int, columns: int) -> torch.Tensor:
     """Halves between two steps, zeros of both signs, groups of one sign or one value, and tiny ones."""
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
-    steps = torch.arange(columns) % 64
-    special = [0.0 * steps, -0.0 * steps, 0.5 * steps, -1.0 * steps, steps - 31.5, 0.25 + 0.0 * steps, -0.7 + 0.0 * steps]
+    steps = torch.arange(columns) % 32
+    special = [0.0 * steps, -0.0 * steps, 0.5 * steps, -1.0 * steps, steps - 15.5, 0.25 + 0.0 * steps, -0.7 + 0.0 * steps]
     special += [values[7].abs(), -values[8].abs(), 1e-8 * values[9], 1e-6 * values[10], (8 * values[11]).round() / 2]
     values[: len(special)] = torch.stack(special)
     return values
@@ -95,8 +95,8 @@ def test_torch_rounds_as_mlx_does(kind: str, dtype: torch.dtype) -> None:
     """Bit for bit: what MLX would store, and what that stands for."""
     import mlx.core as mx
 
-    sizes = {"group_size": 64, "bits": forms.AFFINE_BITS[kind]}
-    for rows, columns in ((12, 64), (131, 192), (1031, 64), (40, 8256)):
+    sizes = {"group_size": 32, "bits": forms.AFFINE_BITS[kind]}
+    for rows, columns in ((12, 32), (131, 96), (1031, 64), (40, 8224)):
         weight = hard_to_round(rows, columns).to(dtype)
         words, steps, edges = mx.quantize(mx.array(weight), **sizes)
         q, step, edge = forms.affine(weight, kind)
@@ -112,7 +112,7 @@ def test_torch_rounds_as_mlx_does(kind: str, dtype: torch.dtype) -> None:
 def test_a_group_does_not_depend_on_what_is_rounded_with_it(kind: str) -> None:
     values = torch.randn(3 * forms.PIECE_ITEMS // 2, generator=torch.Generator().manual_seed(0))
     whole = forms.rounded(values, kind)
-    assert torch.equal(whole, torch.cat([forms.rounded(part, kind) for part in values.split(192)]))
+    assert torch.equal(whole, torch.cat([forms.rounded(part, kind) for part in values.split(96)]))
     assert (whole - values).abs().max() < values.abs().max() * {"mlx-q8": 0.008, "mlx-q4": 0.14}[kind]
 
 
@@ -188,7 +188,7 @@ def test_aborted_rollouts_disturb_no_others() -> None:
 @pytest.mark.parametrize(
     ("form", "changes", "said"),
     [
-        ("mlx-q8", {}, "no form mlx-q8 of this model: .*tokens.weight has rows of 32 items.*--engine mlx"),
+        ("mlx-q8", {}, "no form mlx-q8 of this model: .*down_proj.weight has rows of 48 items.*--engine mlx"),
         ("", {"hidden_act": "gelu"}, "mlx does not support hidden_act = 'gelu'.*--engine compact or transformers"),
     ],
 )

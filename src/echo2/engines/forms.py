@@ -11,8 +11,8 @@ Matrices are rounded in blocks of items along a row, in formats of llama.cpp (`g
     mlx-q8  item = d q + e  e = the x of largest size, or 0; d = about (min - max) / 255, positive if e < 0; q in 0..255
     mlx-q4  item = d q + e  the same with 15 in place of 255
 
-llama.cpp's blocks have 32 items, and d in 16 bits; MLX's have 64, and d and e in the dtype of the weights. Forms of 4
-bits keep the embedding and the output layer in 8. Norms, biases and adapters stay as they are.
+A block has 32 items, and d in 16 bits; MLX's d and e have the dtype of the weights. Forms of 4 bits keep the embedding
+and the output layer in 8. Norms, biases and adapters stay as they are.
 
 MLX's blocks are those of its `quantize` on a CPU. On a GPU that function finds another maximum where all items are
 negative, and rounds halves otherwise; so the engine `mlx` uses this one everywhere.
@@ -27,7 +27,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-BLOCK, AFFINE_BLOCK = 32, 64
+BLOCK = 32
 #: Bytes of a block of llama.cpp: d in 16 bits, then the q.
 BLOCK_BYTES = {"q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
 #: Bits of q in a format of MLX.
@@ -47,10 +47,9 @@ def format_of(name: str, form: str) -> str:
 
 def misfit(shapes: Mapping[str, tuple[int, ...]], form: str) -> str:
     """Return why a model whose tensors have these shapes has no such form; empty: it has."""
-    block = AFFINE_BLOCK if form in AFFINE_BITS else BLOCK
     for name, shape in shapes.items():
-        if format_of(name, form) and shape[1] % block:
-            return f"{name} has rows of {shape[1]} items, which is no multiple of {block}"
+        if format_of(name, form) and shape[1] % BLOCK:
+            return f"{name} has rows of {shape[1]} items, which is no multiple of {BLOCK}"
     return ""
 
 
@@ -91,9 +90,9 @@ def decode(blocks: Tensor, kind: str) -> Tensor:
 
 
 def affine(values: Tensor, kind: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q [N, 64], uint8, and d and e [N, 1], in the dtype of the values, of a format of MLX. `values`: N * 64
+    """Return q [N, 32], uint8, and d and e [N, 1], in the dtype of the values, of a format of MLX. `values`: N * 32
     floats, in any shape."""
-    q, d, e = zip(*(_affine(piece.view(-1, AFFINE_BLOCK), AFFINE_BITS[kind]) for piece in _pieces(values)), strict=True)
+    q, d, e = zip(*(_affine(piece.view(-1, BLOCK), AFFINE_BITS[kind]) for piece in _pieces(values)), strict=True)
     return torch.cat(q), torch.cat(d), torch.cat(e)
 
 
@@ -113,7 +112,7 @@ def _affine(values_NI: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def packed(q_NI: Tensor, kind: str) -> Tensor:
-    """Return the bytes in which MLX stores q [N, 64]: with 4 bits, an item of even place has the lower half."""
+    """Return the bytes in which MLX stores q [N, 32]: with 4 bits, an item of even place has the lower half."""
     return q_NI if AFFINE_BITS[kind] == 8 else q_NI[:, ::2] | (q_NI[:, 1::2] << 4)
 
 
@@ -128,7 +127,7 @@ def rounded(weight: Tensor, kind: str) -> Tensor:
 def _rounded(piece: Tensor, kind: str) -> Tensor:
     if kind not in AFFINE_BITS:
         return decode(_encode(piece.view(-1, BLOCK).float(), kind), kind)
-    q_NI, step_N1, edge_N1 = _affine(piece.view(-1, AFFINE_BLOCK), AFFINE_BITS[kind])
+    q_NI, step_N1, edge_N1 = _affine(piece.view(-1, BLOCK), AFFINE_BITS[kind])
     return q_NI.float() * step_N1.float() + edge_N1.float()
 
 

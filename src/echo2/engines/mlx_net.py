@@ -59,7 +59,7 @@ class Matrix:
         if self._steps is None:
             return x @ self._weight.T
         return mx.quantized_matmul(
-            x, self._weight, self._steps, self._edges, group_size=forms.AFFINE_BLOCK, bits=self._bits
+            x, self._weight, self._steps, self._edges, group_size=forms.BLOCK, bits=self._bits
         )
 
     def __call__(self, x: Any) -> Any:
@@ -77,7 +77,7 @@ class Matrix:
         if self._steps is None:
             return self._weight[tokens]
         steps, edges = (part[tokens].astype(mx.float32) for part in (self._steps, self._edges))
-        found = mx.dequantize(self._weight[tokens], steps, edges, group_size=forms.AFFINE_BLOCK, bits=self._bits)
+        found = mx.dequantize(self._weight[tokens], steps, edges, group_size=forms.BLOCK, bits=self._bits)
         return found.astype(self._steps.dtype)
 
 
