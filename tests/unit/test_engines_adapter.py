@@ -24,7 +24,6 @@ from echo2.core.types import (
     SnapshotRef,
     TensorBytes,
 )
-from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.torch_engine import TorchDecoder
 from echo2.rollouts.generate import sample_group

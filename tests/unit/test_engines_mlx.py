@@ -13,7 +13,16 @@ import pytest
 import torch
 
 from echo2.core.errors import PeerError, UserError
-from echo2.core.types import RUN_POLICY, Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Snapshot, TensorBytes
+from echo2.core.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    TensorBytes,
+)
 from echo2.engines import forms
 from echo2.engines.auto import AutoBuilder
 from echo2.engines.choice import EngineChoice
@@ -83,7 +92,15 @@ def hard_to_round(rows: int, columns: int) -> torch.Tensor:
     """Halves between two steps, zeros of both signs, groups of one sign or one value, and tiny ones."""
     values = torch.randn(rows, columns, generator=torch.Generator().manual_seed(rows))
     steps = torch.arange(columns) % 32
-    special = [0.0 * steps, -0.0 * steps, 0.5 * steps, -1.0 * steps, steps - 15.5, 0.25 + 0.0 * steps, -0.7 + 0.0 * steps]
+    special = [
+        0.0 * steps,
+        -0.0 * steps,
+        0.5 * steps,
+        -1.0 * steps,
+        steps - 15.5,
+        0.25 + 0.0 * steps,
+        -0.7 + 0.0 * steps,
+    ]
     special += [values[7].abs(), -values[8].abs(), 1e-8 * values[9], 1e-6 * values[10], (8 * values[11]).round() / 2]
     values[: len(special)] = torch.stack(special)
     return values
@@ -206,7 +223,10 @@ def test_who_has_rounded_weights_checks_nobody_and_who_has_others_rounds_none() 
     engine: Any = DecodeLoop(decoder_of())
     load(engine, snapshot)
     asked, group = group_of(engine)
-    for form, read_as, said in (("mlx-q8", "", "holds weights of the form mlx-q8"), ("", "mlx-q8", "rounds no weights")):
+    for form, read_as, said in (
+        ("mlx-q8", "", "holds weights of the form mlx-q8"),
+        ("", "mlx-q8", "rounds no weights"),
+    ):
         by: Any = DecodeLoop(decoder_of(form))
         load(by, snapshot)
         with pytest.raises(PeerError, match=said):

@@ -12,7 +12,6 @@ import torch
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot, TensorBytes
 from echo2.engines import adapter
-from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import OutOfMemoryError
 from echo2.engines.torch_engine import TorchDecoder
@@ -24,7 +23,6 @@ NORM = "model.norm.weight"
 
 def tokens_of(completions: Any) -> list[list[int]]:
     return [completion.tokens.tolist() for completion in completions]
-
 
 
 def cramped(name: str, error: Exception, from_version: int = 1) -> TorchDecoder:

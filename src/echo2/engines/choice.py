@@ -1,8 +1,9 @@
 """Chooses an engine where `workers.engine` leaves that open ("auto"), and says why. No torch here.
 
 `compact` where it knows the model, on a Mac `mlx` in its place, else `transformers`: a model's config.json decides it,
-and the engine `auto` does so once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
-head allows it to machines of the owner alone, because nobody can check it (`head/serve/claims.py`).
+and the engine `auto` does so once the first snapshot is there (`auto.py`). vLLM comes before all where it is installed
+and has a GPU for itself; the head allows it to machines of the owner alone, because nobody can check it
+(`head/serve/claims.py`).
 """
 
 from __future__ import annotations

@@ -53,6 +53,8 @@ class MlxBuilder:
         self._form, mx = form, library()
         if device == "cpu":
             mx.set_default_device(mx.cpu)
+        if mx.default_device() == mx.cpu:
+            mx.disable_compile()  # else it runs a C++ compiler, and loads what that leaves in the temporary directory
 
     def __call__(self, snapshot: Snapshot, device: torch.device) -> Model:
         """Build the model of a snapshot; its weights are not loaded yet.
@@ -66,7 +68,9 @@ class MlxBuilder:
         except UnsupportedError as error:
             raise _unfit(error.trait) from error
         if self._form and (trait := forms.misfit(arch.tensor_shapes(), self._form)):
-            raise UserError(f"There is no form {self._form} of this model: {trait}. Start the worker with --engine mlx.")
+            raise UserError(
+                f"There is no form {self._form} of this model: {trait}. Start the worker with --engine mlx."
+            )
         outline = build_compact(snapshot, META)
         if outline.dtype is torch.float64:
             raise _unfit("weights in float64")
@@ -93,7 +97,9 @@ def library() -> Any:
 
 
 def _unfit(trait: str) -> UserError:
-    return UserError(f"The engine mlx does not support {trait}. Start the worker with --engine compact or transformers.")
+    return UserError(
+        f"The engine mlx does not support {trait}. Start the worker with --engine compact or transformers."
+    )
 
 
 class MlxModel:
@@ -145,6 +151,7 @@ class MlxModel:
         tokens_RT, columns = right_padded(parts), max(1, READ_TOKENS // len(parts))
         for start in range(0, longest, columns):
             self._net.read(tokens_RT[:, start : start + columns], cache)
+            cache.compute()
         cache.unpad()
         return cache
 
@@ -170,13 +177,15 @@ class MlxModel:
             raise PeerError("snapshot_gone", f"this engine checks nobody: it holds weights of the form {self._form}")
         from echo2.engines.mlx_net import MlxCache
 
-        found = cache or MlxCache.of([None], self._net.num_layers)
+        found = MlxCache.of([None], self._net.num_layers) if cache is None else cache
+        assert isinstance(found, MlxCache)
         return found, self._pieces(found, tokens, first, most)
 
-    def _pieces(self, cache: Cache, tokens: array[int], first: int, most: int) -> Iterator[Tensor]:
+    def _pieces(self, cache: MlxCache, tokens: array[int], first: int, most: int) -> Iterator[Tensor]:
         for start in range(0, len(tokens), READ_TOKENS):
             self._net.use(self._adapter)
             piece = right_padded([tokens[start : start + READ_TOKENS]])
             hidden_TD = self._net.read(piece, cache)[0]
+            cache.compute()
             for at in range(max(0, first - start), piece.shape[1], most):
                 yield self._net.logits(hidden_TD[at : at + most])

@@ -58,9 +58,7 @@ class Matrix:
         """Return y [..., O] for x [..., I], without bias or adapter. mlx-lm's name."""
         if self._steps is None:
             return x @ self._weight.T
-        return mx.quantized_matmul(
-            x, self._weight, self._steps, self._edges, group_size=forms.BLOCK, bits=self._bits
-        )
+        return mx.quantized_matmul(x, self._weight, self._steps, self._edges, group_size=forms.BLOCK, bits=self._bits)
 
     def __call__(self, x: Any) -> Any:
         """Return y [..., O] for x [..., I]."""
@@ -97,9 +95,7 @@ class Rotation:
 
     def __call__(self, x: Any, offset: Any = 0) -> Any:
         """Rotate x [B, H, T, E], whose first token has the place `offset` in its row."""
-        return mx.fast.rope(
-            x, self._dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods
-        )
+        return mx.fast.rope(x, self._dims, traditional=False, base=None, scale=1.0, offset=offset, freqs=self._periods)
 
 
 class Net:
@@ -148,14 +144,12 @@ class Net:
             self._adapter = adapter
 
     def read(self, tokens_BT: Tensor, cache: Cache) -> Any:
-        """Read tokens into the cache. Returns what the output layer takes, [B, T, hidden]."""
+        """Read tokens into the cache. Returns what the output layer takes, [B, T, hidden]; nothing is computed yet."""
         assert isinstance(cache, MlxCache)
-        hidden = self._model.model(mx.array(tokens_BT.int()), cache=cache.layers)
-        mx.eval(hidden, [layer.state for layer in cache.layers])
-        return hidden
+        return self._model.model(mx.array(tokens_BT.int()), cache=cache.layers)
 
     def logits(self, hidden: Any) -> Tensor:
-        """Return the logits, float32, behind tokens read."""
+        """Compute the logits, float32, behind tokens read."""
         output = self._matrices["model.embed_tokens" if self._tied else "lm_head"]
         return torch.from_numpy(np.array(output.as_linear(hidden).astype(mx.float32)))
 
@@ -206,8 +200,12 @@ class MlxCache:
         for layer in layers:
             layer.trim(layer.offset - length)
         found = MlxCache([BatchKVCache.merge([layer]) for layer in layers])
-        mx.eval([layer.state for layer in found.layers if not layer.empty()])
+        found.compute()
         return found
+
+    def compute(self) -> None:
+        """Compute all that was asked for."""
+        mx.eval([layer.state for layer in self.layers if not layer.empty()])
 
     def routes(self, row: int, length: int) -> bytes:
         """See `Cache.routes`. The models of this engine have no experts."""
