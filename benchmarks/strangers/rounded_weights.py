@@ -86,9 +86,7 @@ def leased(prompt: array[int], number: int, **params: Any) -> Assignment:
     return Assignment(lease, prompt, SamplingParams(max_tokens=TOKENS, **params))
 
 
-async def groups_of(
-    name: str, held: Snapshot, asked: Sequence[Assignment], device: str = "cpu"
-) -> list[RolloutGroup]:
+async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment], device: str = "cpu") -> list[RolloutGroup]:
     engine = make_engine(name, device, 32)
     await engine.update_weights(held)
     found = await asyncio.gather(*(sample_group(engine, None, one, "worker") for one in asked))  # type: ignore[arg-type]
