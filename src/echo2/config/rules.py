@@ -21,7 +21,7 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import CHECKED_FORMS, FORMS, LOG_PACKAGES, SERVERS, loss_params
+from echo2.config.values import CHECKED_FORMS, LLAMACPP_FORMS, LOG_PACKAGES, SERVERS, loss_params
 from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
@@ -92,7 +92,7 @@ def _check_deterministic(config: Config) -> None:
             f"run.deterministic = true cannot be combined with {' and '.join(excluded)}, which "
             "depends on measured times. Leave one of them out."
         )
-    if config.run.deterministic and config.workers.engine in {*SERVERS, *FORMS}:
+    if config.run.deterministic and config.workers.engine in {*SERVERS, *LLAMACPP_FORMS}:
         raise UserError(
             f"run.deterministic = true, and workers.engine = {config.workers.engine!r}, which makes its own batches, "
             "on which the last bits depend. Take another engine, or leave run.deterministic out."

@@ -17,7 +17,9 @@ SERVERS: Mapping[str, str] = {
 #: The engine that is chosen by the model and the machine (`engines/choice.py`).
 AUTO = "auto"
 #: Engines that round the published weights, and to which form (`engines/forms.py`).
-FORMS: Mapping[str, str] = {"llamacpp-q8_0": "q8_0", "llamacpp-q4_0": "q4_0"}
+LLAMACPP_FORMS: Mapping[str, str] = {"llamacpp-q8_0": "q8_0", "llamacpp-q4_0": "q4_0"}
+MLX_FORMS: Mapping[str, str] = {"mlx-q8": "mlx-q8", "mlx-q4": "mlx-q4"}
+FORMS: Mapping[str, str] = {**LLAMACPP_FORMS, **MLX_FORMS}
 #: Those that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
 CHECKED_FORMS = ("q8_0",)
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS` as
@@ -26,13 +28,14 @@ ENGINES: Mapping[str, str] = {
     AUTO: "echo2.engines.auto",
     "compact": "echo2.engines.compact",
     "transformers": "echo2.engines.hf_engine",
-    **dict.fromkeys(FORMS, "echo2.engines.llamacpp"),
+    **dict.fromkeys(LLAMACPP_FORMS, "echo2.engines.llamacpp"),
+    **dict.fromkeys(("mlx", *MLX_FORMS), "echo2.engines.mlx"),
     "fake": "echo2.engines.fake_engine",
     **SERVERS,
 }
 #: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`). Those that do not round
 #: weights can check the others; `ROUNDING_ENGINES` can check rounded weights, too.
-STREAM_ENGINES = frozenset({AUTO, "compact", "transformers", *FORMS})
+STREAM_ENGINES = frozenset({AUTO, "compact", "transformers", "mlx", *FORMS})
 ROUNDING_ENGINES = frozenset({AUTO, "compact"})
 #: The teacher that is the policy itself.
 SELF = "self"

@@ -1,8 +1,9 @@
 """Chooses an engine where `workers.engine` leaves that open ("auto"), and says why. No torch here.
 
-`compact` where it knows the model, else `transformers`: a model's config.json decides it, and the engine `auto` does so
-once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
-head allows it to machines of the owner alone, because nobody can check it (`head/serve/claims.py`).
+`compact` where it knows the model, on a Mac `mlx` in its place, else `transformers`: a model's config.json decides it,
+and the engine `auto` does so once the first snapshot is there (`auto.py`). vLLM comes before all where it is installed
+and has a GPU for itself; the head allows it to machines of the owner alone, because nobody can check it
+(`head/serve/claims.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import platform
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +47,16 @@ def in_worker(config: Mapping[str, Any]) -> EngineChoice:
         return EngineChoice("transformers", f"compact does not support {error.trait}")
     except UserError:
         return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
-    return EngineChoice("compact", f"it knows {config['model_type']} models")
+    known = f"it knows {config['model_type']} models"
+    if _has_mlx():
+        return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
+    return EngineChoice("compact", known)
+
+
+def _has_mlx() -> bool:
+    """Whether this is a Mac with Apple silicon that has the packages of the engine `mlx`."""
+    is_mac = sys.platform == "darwin" and platform.machine() == "arm64"
+    return is_mac and all(importlib.util.find_spec(package) for package in ("mlx", "mlx_lm"))
 
 
 def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[str]) -> EngineChoice:

@@ -199,6 +199,10 @@ class LlamaCppModel:
         finally:
             self._adapter_path.unlink(missing_ok=True)
 
+    def fill(self, snapshot: Snapshot) -> None:
+        """See `LlamaCppDecoder._load_beside`."""
+        raise NotImplementedError
+
     def formed(self, form: str) -> LlamaCppModel:
         """See `LlamaCppDecoder.prefill`."""
         raise NotImplementedError

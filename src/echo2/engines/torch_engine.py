@@ -46,7 +46,7 @@ from echo2.engines.engine import (
 )
 from echo2.engines.prefill import TILE_ITEMS, batches, measure, sequence_of
 from echo2.engines.rows import KEPT_SHARE, Limits, PrefixCache, RowTable
-from echo2.engines.snapshot_tensors import Places, check_layout, check_values, copy_tensors
+from echo2.engines.snapshot_tensors import Places, check_layout, check_values
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,14 @@ class Model(Protocol):
 
     @property
     def places(self) -> Places:
-        """The tensors into which a snapshot's tensors are loaded."""
+        """The tensors into which a snapshot's tensors are loaded, or others of their shapes."""
+
+    def fill(self, snapshot: Snapshot) -> None:
+        """Load all tensors of a snapshot. Call `check_layout` before.
+
+        Raises:
+            PeerError: as `copy_tensors`; some tensors are loaded then, others not.
+        """
 
     @property
     def linears(self) -> Mapping[str, tuple[int, ...]]:
@@ -234,7 +241,7 @@ class TorchDecoder:
         try:
             model = self._build_model(snapshot, self._device)
             with Beside(self._device).work():  # decoding goes on meanwhile
-                copy_tensors(snapshot, model.places)
+                model.fill(snapshot)
             if num_bytes <= share * free:
                 model.pack()
         except (MemoryError, RuntimeError) as error:
@@ -252,7 +259,7 @@ class TorchDecoder:
             started, (_, model, _) = time.perf_counter(), self._policy()
             model.unpack()
             try:
-                copy_tensors(snapshot, model.places)
+                model.fill(snapshot)
             except BaseException:
                 self._current = self.base_model = None  # the weights are a mixture of two policies
                 raise
