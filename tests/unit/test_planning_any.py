@@ -107,7 +107,8 @@ def test_any_configuration_ends_in_a_plan_or_in_a_refusal_whose_remedy_plans(
     tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]
 ) -> None:
     ends = check(range(5), tmp_path, work, capsys)
-    assert ends["plan"] and ends["remedy"]
+    assert ends["plan"]
+    assert ends["remedy"]
 
 
 @pytest.mark.slow

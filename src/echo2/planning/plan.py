@@ -32,7 +32,7 @@ HARDLY_LESS = 1.1
 #: Forecasts of a run with the same machines, each with its own seed.
 WALKS = 3
 #: Forecasts of a search at most: then the best plan so far is taken.
-FORECASTS_MAX = 24
+FORECASTS_MAX = 16
 #: Rates that are tried for one (S, kappa) lie between the needed one and this power of `RATE_STEP` of it.
 _MAX_TRIES = 50
 #: Staleness bounds and periods are tried one by one up to this, then in steps of a third to a half.

@@ -238,6 +238,10 @@ def _offered(options: argparse.Namespace) -> tuple[list[Offer], str]:
     return market_offers(prices, Wanted(options.region or "", options.spot, gpus, options.each)), origin
 
 
+def _are_estimated(options: argparse.Namespace) -> bool:
+    return any(one.rollouts_per_second is None for one in _offered(options)[0])
+
+
 def _train_seconds(options: argparse.Namespace, past: PastRun | None, first: FirstPlan, sources: list[Basis]) -> float:
     if options.train_seconds is not None:
         sources.append(Basis("T_train", duration(options.train_seconds), "--train-seconds"))
@@ -326,12 +330,12 @@ def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanErr
         if more is not None:
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
-        return _told(options, {}, remedies(error))
+        return _told(options, {}, remedies(error, _are_estimated(options)))
     for changes in itertools.islice(_fitting(options, past), FITTING_MAX):
         try:
             plan = _decide(*_with(options, changes), past, patience).plan
         except NoPlanError as refusal:
-            if found := remedies(refusal):
+            if found := remedies(refusal, _are_estimated(options)):
                 return _told(options, changes, found)
         else:
             return f"A plan that works: `{_command(options, changes)}` ({_in_short(plan)})."
@@ -369,7 +373,7 @@ def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configu
 
 def _more_at_once(options: argparse.Namespace, past: PastRun | None, patience: Patience) -> Iterator[tuple[str, Plan]]:
     """Yield plans in which workers of estimated rates sample more groups at once, with that setting's value."""
-    if all(one.rollouts_per_second is not None for one in _offered(options)[0]):
+    if not _are_estimated(options):
         return
     now = configuration.load(options.config, options.overrides).sampling.groups_per_batch
     for power in range(1, 7):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from echo2.config.offers import COUNT_MAX
@@ -36,15 +36,18 @@ class Remedy:
     plan: Plan
 
 
-def remedies(refusal: NoPlanError) -> list[Remedy]:
-    """Return at most one remedy of each kind for the inputs that have no plan, those that only need flags first."""
+def remedies(refusal: NoPlanError, rates_are_estimated: bool = False) -> list[Remedy]:
+    """Return at most one remedy of each kind for the inputs that have no plan, those that only need flags first.
+    Smaller batches leave measured rates as they are, but not estimated ones.
+    """
     inputs = refusal.inputs
     assert inputs is not None  # `make_plan` raised it
-    others = [_period, _staler, _larger_steps, _smaller_batches, _idler, _more_machines]
-    kinds = [_fewer_steps, _dearer] if refusal.usd else others
+    batches: list[_Kind] = [] if rates_are_estimated else [_smaller_batches]
+    kinds = [_period, _staler, _larger_steps, *batches, _idler, _more_machines]
+    kinds = [_fewer_steps, _dearer] if refusal.usd else kinds
     found = [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]
     if not found:
-        both = (one for tries in _more_of_both(inputs, refusal) if (one := _first(inputs, tries)) is not None)
+        both = (one for tries in _more_of_both(inputs, refusal, batches) if (one := _first(inputs, tries)) is not None)
         found = list(itertools.islice(both, 1))
     return found
 
@@ -53,6 +56,9 @@ def remedies(refusal: NoPlanError) -> list[Remedy]:
 class _Try:
     inputs: PlanInputs
     flags: dict[str, str]
+
+
+_Kind = Callable[[PlanInputs, NoPlanError], Iterator[_Try]]
 
 
 def _first(inputs: PlanInputs, tries: Iterable[_Try]) -> Remedy | None:
@@ -133,10 +139,10 @@ def _more_machines(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
     yield _Try(replace(inputs, offers=tuple(replace(one, count=COUNT_MAX) for one in inputs.offers)), {})
 
 
-def _more_of_both(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[list[_Try]]:
+def _more_of_both(inputs: PlanInputs, refusal: NoPlanError, batches: list[_Kind]) -> Iterator[list[_Try]]:
     """More machines, with each or all of: smaller batches, staler data, larger steps, more waiting."""
     (one,) = _more_machines(inputs, refusal)
-    for kind in (_smaller_batches, _staler, _larger_steps, _idler):
+    for kind in (*batches, _staler, _larger_steps, _idler):
         if tries := [_Try(more.inputs, {**one.flags, **more.flags}) for more in kind(one.inputs, refusal)]:
             yield [tries[len(tries) // 2], tries[-1]]
             one = tries[-1]

@@ -21,8 +21,8 @@ from echo2.head.fleet.decide.formulas import Demand
 
 #: Steps that are simulated at most, and at least; all later steps are assumed to take as long as their second half.
 MAX_STEPS, LEAST_STEPS = 120, 24
-#: Groups and machines, times steps, above which fewer steps are simulated. Above twice as many, run and fleet are
-#: scaled down together: with so many of both, chance averages out.
+#: Groups and twice the machines, times steps, above which fewer steps are simulated. Above twice as many, run and fleet
+#: are scaled down together: with so many of both, chance averages out.
 WORK = 4096
 #: Standard deviation of the logarithm of the time to load a snapshot.
 RELOAD_SPREAD = 0.3
@@ -73,7 +73,7 @@ def forecast(demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int 
     """
     if not kinds or any(kind.rate <= 0 or kind.count < 1 or kind.groups_per_batch < 1 for kind in kinds):
         raise UserError("A forecast needs workers, each with a positive rate.")
-    size = demand.groups_per_step + sum(kind.count for kind in kinds)
+    size = demand.groups_per_step + 2 * sum(kind.count for kind in kinds)
     least = max(LEAST_STEPS, 6 * demand.publish_every)
     num_walked = min(steps, max(least, min(MAX_STEPS, WORK // size)))
     demand, kinds = _scaled(demand, kinds, num_walked * size / (2 * WORK))
