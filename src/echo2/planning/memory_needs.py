@@ -24,7 +24,7 @@ from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
 
 #: Settings that are changed together, at most, to make a run fit.
-CHANGES_MAX = 3
+CHANGES_MAX = 2
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
 
@@ -109,7 +109,8 @@ def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:
 
 
 def _halves(value: int) -> list[int]:
-    return [value >> power for power in range(1, value.bit_length())]
+    """Half, a quarter, a sixteenth ... of a value: each way to save memory is tried together with others."""
+    return [value >> power for power in (1, 2, 4, 8) if value >> power]
 
 
 def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, Any]:
