@@ -155,7 +155,7 @@ def forked(what: Callable[[], object], log: Path) -> int:
 
 def works(ticket: str, state: Path, lie: str, seed: int, relays: bool) -> None:
     if lie:
-        joining.WorkerProcess = hostile_worker.lying(lie, seed)  # type: ignore[misc]
+        joining.WorkerProcess = hostile_worker.lying(lie, seed)  # type: ignore[attr-defined]
     joining.run_worker(ticket, state, worker.WorkerOptions(relays=relays, price_usd_per_hour=0.1))
 
 

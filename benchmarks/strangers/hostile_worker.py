@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    joining.WorkerProcess = lying(options.lie, options.seed)  # type: ignore[misc]
+    joining.WorkerProcess = lying(options.lie, options.seed)  # type: ignore[attr-defined]
     joining.run_worker(options.ticket, options.state, worker.WorkerOptions(relays=False))
 
 
