@@ -19,7 +19,13 @@ AUTO = "auto"
 #: Engines that round the published weights, and to which form (`engines/forms.py`).
 LLAMACPP_FORMS: Mapping[str, str] = {"llamacpp-q8_0": "q8_0", "llamacpp-q4_0": "q4_0"}
 MLX_FORMS: Mapping[str, str] = {"mlx-q8": "mlx-q8", "mlx-q4": "mlx-q4"}
-FORMS: Mapping[str, str] = {**LLAMACPP_FORMS, **MLX_FORMS}
+#: The most bits first, and of equal bits Macs' own.
+FORMS: Mapping[str, str] = {
+    engine: form
+    for bits in ("q8", "q4")
+    for engine, form in (*MLX_FORMS.items(), *LLAMACPP_FORMS.items())
+    if bits in form
+}
 #: Those that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
 CHECKED_FORMS = ("q8_0",)
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS` as

@@ -48,8 +48,8 @@ def make_engine(device: str, slots: int, form: str) -> Engine:
     return DecodeLoop(LlamaCppDecoder(form, device, min(slots, SLOTS_MAX)), min(slots, SLOTS_MAX))
 
 
-def misfit(config: Mapping[str, Any]) -> str:
-    """Return why these engines can't compute a model with this config.json; empty: they can."""
+def misfit(config: Mapping[str, Any], form: str) -> str:
+    """Return why these engines can't compute a model with this config.json, in any `form`; empty: they can."""
     try:
         _architecture(config)
     except UserError as error:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import os
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,35 @@ def make_engine(device: str, slots: int, form: str = "") -> Engine:
     return DecodeLoop(TorchDecoder(MlxBuilder(form, device), "cpu"), slots)
 
 
+def misfit(config: Mapping[str, Any], form: str) -> str:
+    """Return why these engines can't compute a model with this config.json in this form; empty: they can."""
+    try:
+        _checked(config, form)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def has_gpu() -> bool:
+    """Whether MLX computes on a GPU here.
+
+    Raises:
+        UserError: it does not load.
+    """
+    mx = library()
+    return bool(mx.default_device() != mx.cpu)
+
+
+def _checked(config: Mapping[str, Any], form: str) -> None:
+    """Raise UserError if mlx-lm, or the form, has no such model."""
+    try:
+        arch = read_architecture(config)
+    except UnsupportedError as error:
+        raise _unfit(error.trait) from error
+    if form and (trait := forms.misfit(arch.tensor_shapes(), form)):
+        raise UserError(f"There is no form {form} of this model: {trait}. Start the worker with --engine mlx.")
+
+
 class MlxBuilder:
     """Builds the models of snapshots. Implements `torch_engine.BuildModel`. `device`: "cpu" leaves the GPU alone."""
 
@@ -63,14 +92,7 @@ class MlxBuilder:
             UserError: mlx-lm, or the form, has no such model.
         """
         config = read_config(snapshot.files)
-        try:
-            arch = read_architecture(config)
-        except UnsupportedError as error:
-            raise _unfit(error.trait) from error
-        if self._form and (trait := forms.misfit(arch.tensor_shapes(), self._form)):
-            raise UserError(
-                f"There is no form {self._form} of this model: {trait}. Start the worker with --engine mlx."
-            )
+        _checked(config, self._form)
         outline = build_compact(snapshot, META)
         if outline.dtype is torch.float64:
             raise _unfit("weights in float64")

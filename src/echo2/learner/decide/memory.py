@@ -46,8 +46,8 @@ CHECKPOINT_BELOW_TOKENS = 2048
 COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
 #: Bytes of a weight in 4 bits, and of two moments of 8 bits, with the factors of their blocks (`learner/core/`).
 NF4_BYTES, MOMENTS_8_BIT_BYTES = 0.5 + 4 / 64, 2 + 8 / 256
-#: Bits of a matrix's weight in a form (`engines/forms.py`), with the step of its block.
-FORM_BITS: Mapping[str, float] = {"q8_0": 8.5, "q4_0": 4.5}
+#: Bits of a matrix's weight in a form (`engines/forms.py`), with the numbers of its block.
+FORM_BITS: Mapping[str, float] = {"q8_0": 8.5, "q4_0": 4.5, "mlx-q8": 9.0, "mlx-q4": 5.0}
 #: llama.cpp computes logits of so many tokens at a time, in float32. Its keys and values have 16 bits; their cells
 #: double, and both sets are there while they move.
 LLAMACPP_TOKENS, LLAMACPP_VALUE_BYTES, LLAMACPP_CELLS = 512, 2, 3
@@ -213,11 +213,11 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
 
 
 def rounded_parts(shape: ModelShape, form: str, has_adapter: bool, rollouts: int, length: int) -> dict[str, int]:
-    """Bytes by part of a worker that decodes with weights in a form, by llama.cpp. Without an adapter each version
-    brings all weights, and is loaded beside the one before.
+    """Bytes by part of a worker that decodes with weights in a form, by llama.cpp; MLX takes less. Without an adapter
+    each version brings all weights, and is loaded beside the one before.
     """
     outer = shape.vocabulary * (1 if shape.tied else 2)
-    bits = FORM_BITS[form] * (shape.parameters - outer) + FORM_BITS["q8_0"] * outer
+    bits = FORM_BITS[form] * (shape.parameters - outer) + FORM_BITS[form.replace("q4", "q8")] * outer
     parts = worker_parts(shape, LLAMACPP_VALUE_BYTES, rollouts, length)
     return {
         "process": parts["process"],
