@@ -31,6 +31,16 @@ MIXTURE = {
     "intermediate_size": 6144,
 }
 
+QWEN3_1_7B = {
+    **QWEN3_8B,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "tie_word_embeddings": True,
+}
+QWEN3_4B = {**QWEN3_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+
 
 def write(folder: Path, values: dict[str, object], settings: str, offers: str) -> list[str]:
     """The words of a plan for a model of which only config.json is there."""

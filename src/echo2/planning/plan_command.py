@@ -57,8 +57,8 @@ from echo2.reward.score import Scorer
 
 DEFAULT_UPLINK_MBPS = 1000.0
 AT_ONCE = "sampling.groups_per_batch"
-#: Forecasts for a way out of a refusal, or a cheaper setting, and ways to save memory that are planned at most.
-WAYS_OUT, FITTING_MAX = 16, 2
+#: Forecasts for a way out of a refusal, or a cheaper setting, and ways to save memory that are planned, and looked at.
+WAYS_OUT, FITTING_MAX, READY_MAX = 16, 2, 64
 #: `--offers` for the prices of today; without it, those that are here.
 MARKET = Path("market")
 #: A setting is proposed if a step costs at most this share with it.
@@ -351,7 +351,8 @@ def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[dict
         names = [other for other, one in GPUS.items() if one.memory_gb > card.memory_gb]
         larger = [{"--learner": f"{count}x{other}"} for other in reversed(names)]
     saving = settings_that_save_memory(configuration.load(options.config, options.overrides))
-    for settings in itertools.chain(saving, larger):
+    market = [{"--offers": str(MARKET)}] if options.offers not in (None, MARKET) else []
+    for settings in itertools.chain(market, itertools.islice(saving, READY_MAX), larger):
         changes = {flag if flag.startswith("--") else f"--{flag}": value for flag, value in settings.items()}
         if name and "learner.ranks" in settings:
             changes["--learner"] = f"{settings['learner.ranks']}x{name}"
@@ -364,6 +365,8 @@ def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configu
     """Return configuration and flags with these changes, as the command line would give them."""
     settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
     asked = argparse.Namespace(**{**vars(options), "overrides": {**options.overrides, **settings}})
+    if "--offers" in changes:
+        asked.offers = Path(changes["--offers"])
     if "--learner" in changes:
         asked.learner = changes["--learner"]
     if "--learner-memory-gb" in changes:
