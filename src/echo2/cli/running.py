@@ -60,6 +60,7 @@ def add_processes(add: Add) -> None:
     text = "Start only the learner of a run, from its newest checkpoint."
     parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
     parser.add_argument("--ticket", default="", help="the learner's ticket, if the head is on another machine")
+    _add_card(parser)
     _add_worker(add("worker", "Join a run with a ticket, and sample rollouts for it.", _worker, has_json=True))
 
 
@@ -96,8 +97,14 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--no-relay", dest="relays", action="store_false", help="send no weights to other workers")
     text = "directory for the worker's key and weights (default: in the user's state directory)"
     flag("--state", type=Path, metavar="DIR", help=text)
+    _add_card(parser)
     text = "how long to wait for a head that is away (default: 600)"
     flag("--patience-seconds", type=float, default=600.0, metavar="SECONDS", help=text)
+
+
+def _add_card(parser: argparse.ArgumentParser) -> None:
+    text = "take turns with the run's other processes on one GPU, by locks in this directory"
+    parser.add_argument("--card", default="", metavar="DIR", help=text)
 
 
 def _num_slots(text: str) -> int:
@@ -154,7 +161,7 @@ def _learner(options: argparse.Namespace) -> int:
     from echo2.learner.process import run_learner
 
     begin_process()
-    return run_learner(RunDir(options.directory), options.ticket)
+    return run_learner(RunDir(options.directory), options.ticket, options.card)
 
 
 def _worker(options: argparse.Namespace) -> int:

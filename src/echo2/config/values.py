@@ -129,10 +129,11 @@ class ServerPlace:
     """Where a token server is. `python`: of the environment that has its package (empty: this one); `arguments`: more
     of its own; `url`: of one that runs already, which then is not started. `directory` takes its model, socket and log;
     None: a temporary one. The server sees it too: it reads weights from there. `routes`: whether it is to return the
-    experts that a mixture chooses."""
+    experts that a mixture chooses; `takes_turns`: whether it shares its GPU with the run's learner."""
 
     python: str = ""
     url: str = ""
     arguments: tuple[str, ...] = ()
     directory: Path | None = None
     routes: bool = False
+    takes_turns: bool = False

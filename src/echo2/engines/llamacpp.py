@@ -96,6 +96,10 @@ class LlamaCppDecoder(TorchDecoder):
         """See `Decoder.prefill`. Always raises: a machine that checks holds the weights as published."""
         raise PeerError("snapshot_gone", "the engine llamacpp checks nobody: it holds rounded weights only")
 
+    def sleep(self) -> None:
+        """See `Decoder.sleep`. Always raises: the tensors are llama.cpp's."""
+        raise UserError("The engine llamacpp takes no turns on a GPU (--card): set workers.engine = 'auto'.")
+
 
 def _outline(snapshot: Snapshot, device: torch.device) -> CompactModel:
     """Return `compact`'s model of a snapshot without weights.

@@ -44,6 +44,7 @@ from echo2.engines.engine import (
     SampleRequest,
     refuse_request,
 )
+from echo2.engines.parking import Parked
 from echo2.engines.prefill import TILE_ITEMS, batches, measure, sequence_of
 from echo2.engines.rows import KEPT_SHARE, Limits, PrefixCache, RowTable
 from echo2.engines.snapshot_tensors import Places, check_layout, check_values
@@ -171,6 +172,7 @@ class TorchDecoder:
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
         self._kept: PrefixCache[Cache] | None = None
+        self._parked: Parked | None = None
         self._keeps_routes = False  # since a request asked for them
         # Rows from this number on were read with the policy of `_read_with` from their first token.
         self._read_with: SnapshotRef | None = None
@@ -377,6 +379,18 @@ class TorchDecoder:
         """See `Decoder.clear`."""
         self._let_go()
         self._kept = None
+
+    def sleep(self) -> None:
+        """See `Decoder.sleep`. Caches of ended rows are dropped: their next turns are read again."""
+        with self._next, self._using:
+            self._kept = None
+            self._parked = Parked(self._device, self._current, self._before, self._cache)
+
+    def wake_up(self) -> None:
+        """See `Decoder.wake_up`."""
+        if self._parked is not None:
+            self._parked.fetch()
+            self._parked = None
 
     def _let_go(self) -> None:
         self._cache = None

@@ -31,6 +31,7 @@ from echo2.head.serve.planner_options import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
 from echo2.head.serve.results import GROUP_BYTES_MAX
 from echo2.launch.teachers import check_teaching
+from echo2.learner.core.fitting import settle
 from echo2.learner.core.model_size import model_config, model_shape
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
 from echo2.reward.score import Scorer
@@ -293,6 +294,12 @@ def check_memory(config: Config, has_learner: bool = True) -> None:
             worker_that_fits(config, shape, hardware)
         if has_learner:
             learner_that_fits(config, shape, hardware)
+
+
+def take_turns(config: Config) -> bool:
+    """Return whether learner and local workers do not fit beside each other on this machine's only GPU."""
+    shape = model_shape(config.model.path)
+    return shape is not None and settle(config, shape, this_machine()).in_turns
 
 
 def check_context(config: Config) -> None:

@@ -35,9 +35,18 @@ from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
 from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
-from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained, engine_here
+from echo2.launch.preflight import (
+    check,
+    check_place,
+    check_port,
+    check_prompts,
+    check_trained,
+    engine_here,
+    take_turns,
+)
 from echo2.launch.supervisor import Supervisor
 from echo2.launch.teachers import check_tokenizers
+from echo2.planning.memory_needs import TURNS
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
@@ -269,6 +278,8 @@ def run(
         if has_learner:
             check_trained(config)
         print(f"note: {engine_here(config)}", file=sys.stderr)
+        if has_learner and take_turns(config):
+            print(f"note: {TURNS}", file=sys.stderr)
         print(configuration.to_json(config))
         return 0
     with claimed(where, "run"):
@@ -294,9 +305,10 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
     arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     if config.tasks.environment:
         arguments += ["--allow-environment", config.tasks.environment]
-    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
+    in_turns = has_learner and take_turns(config)
+    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner, in_turns)
     console = Console(stderr=True)
-    for line in [*joining(rundir, config), escape(str(engine_here(config)))]:
+    for line in [*joining(rundir, config), escape(str(engine_here(config))), *([TURNS] if in_turns else [])]:
         console.print(line, highlight=False, soft_wrap=True)
     page = _page(rundir, console) if has_page else nullcontext()
     with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:

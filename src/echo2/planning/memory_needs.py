@@ -25,6 +25,8 @@ from echo2.learner.decide.model_shape import ModelShape
 
 #: Settings that are changed together, at most, to make a run fit.
 CHANGES_MAX = 2
+#: Said where learner and workers do not fit beside each other on the only GPU.
+TURNS = "learner and workers take turns on the GPU: a step takes the seconds of both, and those of moving their tensors"
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
 
@@ -124,6 +126,7 @@ def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, A
             "checkpointing": learner.microbatch.checkpointing,
             "offloaded": learner.microbatch.offloaded,
             "host_bytes": learner.host,
+            "in_turns": learner.microbatch.in_turns,
         },
         "worker": {"parts": worker.parts, "bytes": worker.total},
     }
@@ -138,6 +141,8 @@ def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
     table.add_row("", cut)
     if offloaded := learner.microbatch.offloaded:
         table.add_row("", f"{offloaded} in the machine's memory ({size(learner.host)} there): slower, the same result")
+    if learner.microbatch.in_turns:
+        table.add_row("", TURNS)
     table.add_row("worker", f"[bold]{size(worker.total)}[/bold]: {_by_part(worker)}")
     return table
 

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from echo2.core.devices import is_out_of_memory, map_large_blocks
-from echo2.core.errors import InvariantError, NoRoomError, PeerError, UserError
+from echo2.core.errors import InvariantError, NoRoomError, UserError
 from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import TensorPart, whole_place
 from echo2.learner.core import checkpoint
@@ -64,7 +64,7 @@ from echo2.learner.core.quantised import num_weights
 from echo2.learner.core.shard_files import ShardedTensors, open_tensors
 from echo2.learner.core.state import OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.weights.format.segments import cut_stream, pieces, tensor_index
-from echo2.weights.format.snapshot_files import read_config
+from echo2.weights.format.snapshot_files import model_type
 
 log = logging.getLogger(__name__)
 
@@ -169,6 +169,13 @@ class Trainer:
         """
         self.finish_reading(name)
         del self._policies[name]
+
+    def tensors(self) -> list[Any]:
+        """Return what refers to the policies' tensors: weights, gradients, moments. No background reader uses them."""
+        for name in self._policies:
+            self.finish_reading(name)
+        found = self._policies.values()
+        return [(one.policy.module, one.optimizer and one.optimizer.state) for one in found]
 
     def num_tokens_run(self, name: str, data: Sequence[Datum]) -> int:
         """Return the number of tokens in forward passes over the data; it limits micro-batches."""
@@ -376,10 +383,10 @@ class Trainer:
         places = trained.policy.places()
         missing = {*places, *trained.policy.others} ^ set(tensors.shapes)
         if missing:
-            theirs = _model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
+            theirs = model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
             raise UserError(
                 f"{directory} is a checkpoint of another model: its model_type is {theirs}, that of model.path is "
-                f"{_model_type(trained.policy.files)}, and {len(missing)} tensors are in one of them only, for example "
+                f"{model_type(trained.policy.files)}, and {len(missing)} tensors are in one of them only, for example "
                 f"{sorted(missing)[0]}. Set model.path back, or start another --out."
             )
         load_weights(self._mesh, directory, trained.policy.held(), places, tensors)
@@ -488,11 +495,3 @@ def _too_large(datum: Datum, policy: Policy) -> UserError:
         f"{policy.device} has no memory for one rollout of {tokens} tokens: a micro-batch cannot be smaller. Lower "
         "sampling.max_tokens, or take a larger machine; `echo2 plan` says what is needed."
     )
-
-
-def _model_type(files: Mapping[str, bytes]) -> str:
-    """Return the `model_type` in a model's config.json: llama, gpt_neox, ..."""
-    try:
-        return str(read_config(files).get("model_type", "not given"))
-    except PeerError:
-        return "not given"

@@ -123,6 +123,14 @@ class LearnerSetup:
         return PROCESS_BYTES + PUBLISHING_BYTES + offloaded[self.offloaded]
 
     @property
+    def parked_bytes(self) -> int:
+        """Bytes that a learner on a GPU puts into the machine's memory while a worker has the GPU: what it keeps from
+        one step to the next."""
+        parts = self.parts(0, checkpointing=True)
+        kept = ("weights", "reference", "teachers", *(() if self.offloaded else ("moments",)))
+        return sum(parts[part] for part in kept)
+
+    @property
     def _moments(self) -> int:
         return int((MOMENTS_8_BIT_BYTES if self.quantised == "moments" else 8) * self.trained)
 
@@ -162,11 +170,12 @@ class LearnerSetup:
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """`tokens`: of one forward and backward pass; `checkpointing`: whether activations are recomputed. `offloaded`:
-    what is in the machine's memory meanwhile (`OFFLOADS`)."""
+    what is in the machine's memory meanwhile (`OFFLOADS`); `in_turns`: whether workers leave the GPU meanwhile."""
 
     tokens: int
     checkpointing: bool
     offloaded: str = ""
+    in_turns: bool = False
 
 
 def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, given: int | None = None) -> Microbatch:

@@ -39,12 +39,13 @@ from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure
 from echo2.learner.grpo.reference import token_kl
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
+from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.session import HeadSession
 
 
-def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
+def train(client: GrpoClient, head: HeadSession, checkpoints: Path, turn: CardTurn | None = None) -> str:
     """Train from the current state of `client` and `head` to the last step, or until the head says stop. Return why
-    training ended. `checkpoints` is the directory of the step_N directories.
+    training ended. `checkpoints` is the directory of the step_N directories; `turn`: on a card that the learner shares.
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
@@ -52,7 +53,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
             a full disk the learner waits for space).
         InvariantError: the head fed a group that must not be trained on.
     """
-    feed, saves = Feed(client, head, checkpoints), Checkpoints(checkpoints, client, head)
+    feed, saves = Feed(client, head, checkpoints, turn), Checkpoints(checkpoints, client, head)
     with saves.leaving():
         saves.report_again()
         feed.begin_step()
