@@ -27,7 +27,7 @@ from echo2.planning.estimates import (
     training_seconds,
     training_share,
 )
-from echo2.planning.plan import NoPlanError, Patience, Plan, make_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan
 from echo2.planning.plan_inputs import PlanInputs
 
 #: In bfloat16, at rates from 1e-6 to 2e-5, a step's delta is 1 to 1.5 % (docs/log.md); the first steps change more.
@@ -226,7 +226,7 @@ def open_range(inputs: PlanInputs, plan: Plan, estimated: Estimated) -> Range | 
             )
             changed = shortened(replace(inputs, train_seconds=inputs.train_seconds * slower, offers=offers))
             try:
-                plans.append(make_plan(changed, Patience(walks=1)))
+                plans.append(make_plan(changed, SearchLimit(walks=1)))
             except NoPlanError:
                 has_gaps = True
     counts, prices = [sum(one.machines.values()) for one in plans], [one.usd_per_step for one in plans]

@@ -40,7 +40,7 @@ _ONE_BY_ONE = 8
 
 
 @dataclass(slots=True)
-class Patience:
+class SearchLimit:
     """`forecasts`: how many more may be made, `each` by one search; `walks`: of each plan. A plan that is only shown
     beside another needs one.
     """
@@ -101,28 +101,28 @@ class Plan:
         return plain
 
 
-def make_plan(inputs: PlanInputs, patience: Patience | None = None) -> Plan:
-    """Return the cheapest plan that keeps the learner busy, of those found before `patience` ended.
+def make_plan(inputs: PlanInputs, limit: SearchLimit | None = None) -> Plan:
+    """Return the cheapest plan that keeps the learner busy, of those found before `limit` ended.
 
     Raises:
         NoPlanError: there is none; the message has the missing number.
         UserError: an input is wrong.
     """
     try:
-        return _make_plan(inputs, patience or Patience())
+        return _make_plan(inputs, limit or SearchLimit())
     except NoPlanError as error:
         error.inputs = inputs
         raise
 
 
-def _make_plan(inputs: PlanInputs, patience: Patience) -> Plan:
+def _make_plan(inputs: PlanInputs, limit: SearchLimit) -> Plan:
     _check(inputs)
-    patience.begin()
-    best = _frugal(inputs, None, patience) if inputs.max_staleness == 0 else _search(inputs, patience)
+    limit.begin()
+    best = _frugal(inputs, None, limit) if inputs.max_staleness == 0 else _search(inputs, limit)
     if inputs.budget_usd is None or best.usd <= inputs.budget_usd:
         return best
-    patience.begin()
-    frugal = _frugal(inputs, best, patience)
+    limit.begin()
+    frugal = _frugal(inputs, best, limit)
     if frugal.usd > inputs.budget_usd:
         start_usd = frugal.usd - inputs.steps * frugal.usd_per_step
         error = NoPlanError(
@@ -164,7 +164,7 @@ def by_staleness(inputs: PlanInputs) -> list[Plan]:
             break
         try:
             fresher = replace(inputs, max_staleness=max_staleness, budget_usd=None)
-            plan = make_plan(fresher, Patience(walks=1))
+            plan = make_plan(fresher, SearchLimit(walks=1))
         except UserError:
             continue
         if not plans or plan.max_staleness > plans[-1].max_staleness:
@@ -210,7 +210,7 @@ def _grid(most: int) -> list[int]:
     return found
 
 
-def _search(inputs: PlanInputs, patience: Patience) -> Plan:
+def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
     """Return the cheapest plan. Pairs are forecast in order of their cost by the formulas, until no other pair can be
     cheaper.
     """
@@ -229,12 +229,12 @@ def _search(inputs: PlanInputs, patience: Patience) -> Plan:
     best: Plan | None = None
     idlest = 0.0
     for usd, pair in drafts:
-        if patience.search <= 0 or (best is not None and usd >= best.usd_per_step * (1 - SAME_COST)):
+        if limit.search <= 0 or (best is not None and usd >= best.usd_per_step * (1 - SAME_COST)):
             break
         if (least := least_idle(inputs, *pair)) > inputs.max_idle:
             idlest = least
             continue
-        plan = _least_fleet(inputs, *pair, patience)
+        plan = _least_fleet(inputs, *pair, limit)
         idlest = plan.prediction.steady_idle_ratio
         if idlest <= inputs.max_idle and (best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST)):
             best = plan
@@ -247,7 +247,7 @@ def _search(inputs: PlanInputs, patience: Patience) -> Plan:
     return best
 
 
-def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, patience: Patience) -> Plan:
+def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, limit: SearchLimit) -> Plan:
     """Return the plan for the least rate at which the learner is busy, or the last one tried. The rate is raised by
     ever larger steps; then the last of them is halved.
     """
@@ -261,7 +261,7 @@ def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, pat
             works = step
         else:
             machines = tuple(draft.machines.values())
-            plan = tried[machines] = tried.get(machines) or _walked(inputs, draft, patience, inputs.max_idle)
+            plan = tried[machines] = tried.get(machines) or _walked(inputs, draft, limit, inputs.max_idle)
             idle = plan.prediction.steady_idle_ratio
             if idle <= inputs.max_idle:
                 works, found = step, plan
@@ -270,7 +270,7 @@ def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, pat
                 known = ((one.rate, one.prediction.steady_idle_ratio) for one in tried.values())
                 if any(2 * rate <= plan.rate and other <= HARDLY_LESS * idle for rate, other in known):
                     break
-        if patience.search <= 0:
+        if limit.search <= 0:
             break
         step = min(2 * fails + 1, works - 1) if works == _MAX_TRIES and fails >= 0 else (fails + works) // 2
     return found or list(tried.values())[-1]
@@ -325,7 +325,7 @@ def _draft(inputs: PlanInputs, max_staleness: int, publish_every: int, factor: f
         seconds = longer
 
 
-def _frugal(inputs: PlanInputs, best: Plan | None, patience: Patience) -> Plan:
+def _frugal(inputs: PlanInputs, best: Plan | None, limit: SearchLimit) -> Plan:
     """Return the plan with the least cost per step, however long the learner waits. The formulas give a lower bound on
     the cost; drafts whose bound is too high are not forecast.
     """
@@ -342,9 +342,9 @@ def _frugal(inputs: PlanInputs, best: Plan | None, patience: Patience) -> Plan:
         return inputs.usd_per_step(draft.usd_per_hour, formulas.step_seconds(draft.demand, draft.rate))
 
     for draft in sorted(drafts.values(), key=least_usd):
-        if best is not None and (patience.search <= 0 or least_usd(draft) >= best.usd_per_step):
+        if best is not None and (limit.search <= 0 or least_usd(draft) >= best.usd_per_step):
             break
-        plan = _walked(inputs, draft, patience)
+        plan = _walked(inputs, draft, limit)
         if best is None or plan.usd_per_step < best.usd_per_step:
             best = plan
     if best is None:
@@ -354,16 +354,16 @@ def _frugal(inputs: PlanInputs, best: Plan | None, patience: Patience) -> Plan:
     return best
 
 
-def _walked(inputs: PlanInputs, draft: _Draft, patience: Patience, most_idle: float = 1.0) -> Plan:
+def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: float = 1.0) -> Plan:
     """Return the draft as a plan. No more seeds are forecast once the idle ratio exceeds `most_idle`."""
     demand, machines = draft.demand, [(inputs.offer(name), count) for name, count in sorted(draft.machines.items())]
     kinds = [WorkerKind(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
     # Which worker gets the last batch of a step is chance: the worst of a few forecasts counts.
     prediction = forecast(demand, kinds, inputs.steps)
-    patience.spend()
-    for seed in range(1, patience.walks):
+    limit.spend()
+    for seed in range(1, limit.walks):
         if prediction.steady_idle_ratio <= most_idle:
-            patience.spend()
+            limit.spend()
             walk = forecast(demand, kinds, inputs.steps, seed=seed)
             prediction = max(prediction, walk, key=lambda one: one.steady_idle_ratio)
     hourly = inputs.learner_usd_per_hour + draft.usd_per_hour

@@ -48,7 +48,7 @@ from echo2.planning.memory_needs import (
     settings_that_save_memory,
 )
 from echo2.planning.past_run import PastRun, read_past_run
-from echo2.planning.plan import NoPlanError, Patience, Plan, by_staleness, make_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, by_staleness, make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
@@ -130,9 +130,9 @@ def _decide(
     config: configuration.Config,
     options: argparse.Namespace,
     past: PastRun | None,
-    beside: Patience | None = None,
+    beside: SearchLimit | None = None,
 ) -> _Decided:
-    """Return the plan; with `beside`, one of few steps and without its range, if it is found with so much patience.
+    """Return the plan; with `beside`, one of few steps and without its range, if it is found with so much limit.
 
     Raises:
     NoPlanError: no plan exists.
@@ -324,16 +324,16 @@ def _snapshot_size(config: configuration.Config, options: argparse.Namespace, fi
 
 def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanError | DoesNotFitError) -> str:
     """Return the nearest plans that exist, the first as the command that prints it; "" if none was found."""
-    patience = Patience(WAYS_OUT)
+    limit = SearchLimit(WAYS_OUT)
     if isinstance(error, NoPlanError):
-        more = next(_more_at_once(options, past, patience), None)
+        more = next(_more_at_once(options, past, limit), None)
         if more is not None:
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
         return _told(options, {}, remedies(error, _are_estimated(options)))
     for changes in itertools.islice(_fitting(options, past), FITTING_MAX):
         try:
-            plan = _decide(*_with(options, changes), past, patience).plan
+            plan = _decide(*_with(options, changes), past, limit).plan
         except NoPlanError as refusal:
             if found := remedies(refusal, _are_estimated(options)):
                 return _told(options, changes, found)
@@ -374,7 +374,7 @@ def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configu
     return configuration.load(asked.config, asked.overrides), asked
 
 
-def _more_at_once(options: argparse.Namespace, past: PastRun | None, patience: Patience) -> Iterator[tuple[str, Plan]]:
+def _more_at_once(options: argparse.Namespace, past: PastRun | None, limit: SearchLimit) -> Iterator[tuple[str, Plan]]:
     """Yield plans in which workers of estimated rates sample more groups at once, with that setting's value."""
     if not _are_estimated(options):
         return
@@ -382,14 +382,14 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None, patience: P
     for power in range(1, 7):
         value = str(now << power)
         try:
-            yield value, _decide(*_with(options, {f"--{AT_ONCE}": value}), past, patience).plan
+            yield value, _decide(*_with(options, {f"--{AT_ONCE}": value}), past, limit).plan
         except UserError:
             continue
 
 
 def _cheaper(options: argparse.Namespace, past: PastRun | None, plan: Plan) -> str:
     """Return the number of groups at once with which a step costs clearly less, as a command; "" if there is none."""
-    plans = list(_more_at_once(options, past, Patience(WAYS_OUT, walks=1)))
+    plans = list(_more_at_once(options, past, SearchLimit(WAYS_OUT, walks=1)))
     value, best = min(plans, key=lambda one: one[1].usd_per_step, default=("", plan))
     if best.usd_per_step > WORTH_SAYING * plan.usd_per_step:
         return ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from echo2.config.offers import COUNT_MAX
 from echo2.core.errors import UserError
-from echo2.planning.plan import NoPlanError, Patience, Plan, make_plan, may_have_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan, may_have_plan
 from echo2.planning.plan_inputs import PlanInputs
 
 #: The largest staleness bound that is tried; data older than that are of little use.
@@ -63,19 +63,19 @@ _Kind = Callable[[PlanInputs, NoPlanError], Iterator[_Try]]
 
 def _first(inputs: PlanInputs, tries: Iterable[_Try]) -> Remedy | None:
     """Return the first of these inputs that have a plan."""
-    patience = Patience(FORECASTS_MAX, each=FORECASTS_EACH)
+    limit = SearchLimit(FORECASTS_MAX, each=FORECASTS_EACH)
     for one in tries:
-        if patience.forecasts <= 0:
+        if limit.forecasts <= 0:
             break
         try:
             if may_have_plan(one.inputs):
-                return _trimmed(inputs, one, make_plan(one.inputs, patience), patience)
+                return _trimmed(inputs, one, make_plan(one.inputs, limit), limit)
         except UserError:  # no plan, or a change led out of bounds
             continue
     return None
 
 
-def _trimmed(inputs: PlanInputs, one: _Try, plan: Plan, patience: Patience) -> Remedy:
+def _trimmed(inputs: PlanInputs, one: _Try, plan: Plan, limit: SearchLimit) -> Remedy:
     """Offers that were made larger are cut to what the plan uses, and that is planned.
 
     Raises:
@@ -88,7 +88,7 @@ def _trimmed(inputs: PlanInputs, one: _Try, plan: Plan, patience: Patience) -> R
     if offers == one.inputs.offers:
         return Remedy(one.flags, {}, one.inputs, plan)
     trimmed = replace(one.inputs, offers=offers)
-    return Remedy(one.flags, counts, trimmed, make_plan(trimmed, patience))
+    return Remedy(one.flags, counts, trimmed, make_plan(trimmed, limit))
 
 
 def _fewer_steps(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
