@@ -16,7 +16,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -209,6 +209,7 @@ class Metrics:
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path, self._copies = path, [Copy(sink) for sink in sinks]
         self.recent: list[Row] = []
+        self.on_row: Callable[[Row], None] = lambda row: None  # after a row was written or amended
         self._older_bytes = 0  # of the file, before the rows in memory
         self._read()
         self.accuracies = accuracies(self.recent)  # by version
@@ -238,6 +239,7 @@ class Metrics:
                 message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
                 raise write_failed(error, message) from error
         self._keep_recent()
+        self.on_row(row)
         for copy in self._copies:
             copy.write(row["step"], row)
 
@@ -250,6 +252,7 @@ class Metrics:
         self.recent = [rows[key] for key in sorted(rows)]
         self._rewrite()
         self._keep_recent()
+        self.on_row(rows[step])
         for copy in self._copies:
             copy.write(step, values)
 
