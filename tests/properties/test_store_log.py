@@ -41,7 +41,6 @@ class FaultyObjects:
         return self._objects.get(key)
 
     def create(self, key: str, data: bytes) -> bool:
-        is_new = key not in self._objects
         if self._fails():
             kind = self._random.choice(["before", "after", "torn", "late"])
             if kind == "after":
@@ -51,6 +50,7 @@ class FaultyObjects:
             elif kind == "late":
                 self._late.append((key, data))
             raise LinkError("lost")
+        is_new = key not in self._objects
         self._objects.setdefault(key, data)
         return is_new
 

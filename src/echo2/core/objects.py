@@ -97,10 +97,18 @@ class Directory:
         return self._try(found)
 
     def delete(self, keys: Collection[str]) -> None:
-        self._try(lambda: [(self._path / key).unlink(missing_ok=True) for key in keys])
+        def unlink() -> None:
+            for key in keys:
+                (self._path / key).unlink(missing_ok=True)
+
+        self._try(unlink)
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        self._try(lambda: self._write(key, pieces, lambda aside, path: os.replace(aside, path) is None))
+        def place(aside: Path, path: Path) -> bool:
+            os.replace(aside, path)
+            return True
+
+        self._try(lambda: self._write(key, pieces, place))
 
     def download(self, key: str) -> Iterator[bytes]:
         with open(self._path / key, "rb") as file:

@@ -67,10 +67,12 @@ class LedgerFile:
         Raises:
             InvariantError: it is none.
         """
-        self._connection.execute("BEGIN IMMEDIATE")
-        for sql, parameters in msgspec.msgpack.decode(record, type=list[tuple[str, list[Any]]]):
+        changes = msgspec.msgpack.decode(record, type=list[tuple[str, list[Any]]])
+        for sql, _ in changes:
             if not sql.startswith(_CHANGES):
                 raise InvariantError(f"record {number} of the log has the statement {sql[:80]!r}")
+        self._connection.execute("BEGIN IMMEDIATE")
+        for sql, parameters in changes:
             self._connection.execute(sql, parameters)
         self._connection.execute(_SET_NUMBER, (_NUMBER, str(number)))
         self._connection.execute("COMMIT")

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from echo2.config.sections import SamplingConfig
 from echo2.core.errors import PeerError, UserError
@@ -334,7 +334,7 @@ def _waiting(handler: Handler, check: Callable[[], None], waits: Callable[[], Aw
 
     async def stream(peer: Peer, request: Any) -> AsyncIterator[Any]:
         check()
-        async with aclosing(handler(peer, request)) as messages:  # type: ignore[type-var]
+        async with aclosing(cast(AsyncGenerator[Any], handler(peer, request))) as messages:
             async for message in messages:
                 await waits()
                 yield message
