@@ -164,7 +164,7 @@ class Checkpoints:
         directory = checkpoint.step_directory(self._root, self._client.version)
         self._writing = self._client.save_state(directory, self._head.lineage, self._cursor)
 
-    def finish(self, tells_head: bool = True) -> None:
+    def finish(self, tells_head: bool = True, is_last: bool = False) -> None:
         """Wait until the checkpoint under way is durable, if there is one. On a full disk, wait for space: without the
         checkpoint, all steps since the previous one would be trained again. A stopping learner gives the checkpoint up
         after `LAST_ROOM_SECONDS`.
@@ -193,7 +193,7 @@ class Checkpoints:
                 self._upload()
             elif tells_head:
                 self._report()
-        self._end_upload(waits=not tells_head, tells_head=tells_head)
+        self._end_upload(waits=is_last or not tells_head, tells_head=tells_head)
 
     def _upload(self) -> None:
         if self._store is not None:
