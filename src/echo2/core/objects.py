@@ -68,6 +68,7 @@ class Directory:
 
     def __init__(self, path: Path) -> None:
         self._path, self._serial, self._mine = path, itertools.count(), secrets.token_hex(4)
+        self._folders = set[Path]()
         self._try(lambda: (path / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True))
 
     def get(self, key: str) -> bytes | None:
@@ -117,7 +118,9 @@ class Directory:
 
     def _write(self, key: str, pieces: Iterable[bytes | memoryview], place: Callable[[Path, Path], bool]) -> bool:
         path, aside = self._path / key, self._path / "tmp" / f"{self._mine}-{next(self._serial)}"
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.parent not in self._folders:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._folders.add(path.parent)
         try:
             with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 for piece in pieces:
