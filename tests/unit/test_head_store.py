@@ -4,7 +4,6 @@ another one has followed."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 from contextlib import closing
@@ -13,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from echo2.config.rundir import RunDir
-from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.errors import PeerError, UserError
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.store import mirror as mirror_module
-from echo2.head.store.log import send
 from echo2.head.store.mirror import Mirror
 from echo2.head.store.resume import fetch_run
 from head_cases import OpenHead, delivery, rows, sample, settings, until

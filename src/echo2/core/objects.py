@@ -69,7 +69,8 @@ class Directory:
     def __init__(self, path: Path) -> None:
         self._path, self._serial, self._mine = path, itertools.count(), secrets.token_hex(4)
         self._folders = set[Path]()
-        self._try(lambda: (path / "tmp").mkdir(mode=0o700, parents=True, exist_ok=True))
+        for folder in (path, path / "tmp"):
+            self._try(lambda folder=folder: folder.mkdir(mode=0o700, parents=True, exist_ok=True))  # type: ignore[misc]
 
     def get(self, key: str) -> bytes | None:
         def read() -> bytes | None:
