@@ -105,7 +105,7 @@ def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
             assert mirror is not None
             (store / "log").rename(store / "away")
             (store / "log").write_text("no folder")
-            with pytest.raises(PeerError, match="nothing is acknowledged: the store .* cannot be used"):
+            with pytest.raises(PeerError, match=r"nothing is acknowledged: the store .* cannot be used"):
                 await deliver(opened.peer("w-1"), _deliveries(leases[0]))
             assert mirror.status()["behind_records"] > 0
             (store / "log").unlink()
@@ -140,5 +140,5 @@ def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no run in"):
         fetch_run(str(tmp_path / "store"), tmp_path / "out")
     (tmp_path / "out" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds a run. Choose another --out"):
+    with pytest.raises(UserError, match=r"holds a run\. Choose another --out"):
         fetch_run(str(tmp_path / "store"), tmp_path / "out")

@@ -209,7 +209,7 @@ class Metrics:
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path, self._copies = path, [Copy(sink) for sink in sinks]
         self.recent: list[Row] = []
-        self.on_row: Callable[[Row], None] = lambda row: None  # after a row was written or amended
+        self._on_row: Callable[[Row], None] = lambda row: None
         self._older_bytes = 0  # of the file, before the rows in memory
         self._read()
         self.accuracies = accuracies(self.recent)  # by version
@@ -222,6 +222,10 @@ class Metrics:
         """The step of the newest row; -1 if there is none."""
         step: int = self.recent[-1]["step"] if self.recent else -1
         return step
+
+    def follow(self, on_row: Callable[[Row], None]) -> None:
+        """Call `on_row` with each row that is written or amended from now on."""
+        self._on_row = on_row
 
     def write(self, row: Row) -> None:
         """Add a step's row. Delete rows of the same and later steps: a fall-back trains these steps again."""
@@ -239,7 +243,7 @@ class Metrics:
                 message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
                 raise write_failed(error, message) from error
         self._keep_recent()
-        self.on_row(row)
+        self._on_row(row)
         for copy in self._copies:
             copy.write(row["step"], row)
 
@@ -252,7 +256,7 @@ class Metrics:
         self.recent = [rows[key] for key in sorted(rows)]
         self._rewrite()
         self._keep_recent()
-        self.on_row(rows[step])
+        self._on_row(rows[step])
         for copy in self._copies:
             copy.write(step, values)
 

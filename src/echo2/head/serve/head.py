@@ -81,7 +81,7 @@ class Head:
         self.kept: Kept | None = None
         if mirror is not None:
             self.kept = Kept(rundir, identity, self.ledger, self.distribution.archive.store, mirror)
-            self.books.metrics.on_row = self.kept.keep_row
+            self.books.metrics.follow(self.kept.keep_row)
         self.tasks = TaskReader(self.train_tasks, held_out)
         self.reader = RunTokenizer(config.model.chat_template_args)
         self.deliveries = Deliveries(config, self.planner, self.ledger, identity, self.clock, self.tasks, self.reader)

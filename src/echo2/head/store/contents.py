@@ -48,7 +48,7 @@ class Kept:
         self._members: dict[str, Any] = ledger.kept("member")
         self._num_members = 0
         self._one_by_one = asyncio.Lock()
-        mirror.before_leaving = self.keep_members
+        mirror.record_first(self.keep_members)
 
     def keep_row(self, row: dict[str, Any]) -> None:
         """Record a row of metrics, in place of an earlier one of its step."""

@@ -63,7 +63,7 @@ class Mirror:
         self._copying: asyncio.Task[None] | None = None
         self._copy_bytes = 0
         self._num_waits, self._waited_seconds = 0, 0.0
-        self.before_leaving: Callable[[], None] = lambda: None  # records what is not in the ledger yet
+        self._record: Callable[[], None] = lambda: None
 
     @staticmethod
     def open(rundir: RunDir, url: str, lag_seconds: float) -> Mirror:
@@ -90,6 +90,10 @@ class Mirror:
             ledger.use_lease_ids(ledger.recover().next_lease_id + LEASES_AHEAD)
         return ledger
 
+    def record_first(self, record: Callable[[], None]) -> None:
+        """Call `record` before a message leaves: it records what is not in the ledger yet."""
+        self._record = record
+
     def _add(self, number: int, record: bytes) -> None:
         self._writer.add(number, record, self._clock.now())
         self._notify()
@@ -104,7 +108,7 @@ class Mirror:
         Raises:
             PeerError: another head has taken the run over, and this one has nothing to say any more.
         """
-        self.before_leaving()
+        self._record()
         number, started = self._writer.added, self._clock.now()
         while not self._writer.may_leave(number, self._clock.now()):
             self.check()
@@ -114,7 +118,7 @@ class Mirror:
 
     async def stored(self) -> None:
         """Wait until the store has the ledger's state, whatever the lag. Raises as `covered`."""
-        self.before_leaving()
+        self._record()
         number = self._writer.added
         while self._writer.stored < number or self._writer.fenced is not None:
             self.check()
