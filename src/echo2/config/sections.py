@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
@@ -10,7 +11,7 @@ from msgspec import Meta
 
 from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
 from echo2.core.addresses import host_and_port
-from echo2.core.errors import InvariantError
+from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
 
@@ -326,6 +327,24 @@ class FleetConfig:
     budget_usd: Annotated[float, _doc("Stop the run at this cost. 0: no limit.", ge=0.0)] = 0.0
 
 
+def place_and_lag(store: str) -> tuple[str, float]:
+    """Split URL?lag_seconds=N; without the end, the lag is 0.
+
+    Raises:
+        UserError: N is not a number from 0 on.
+    """
+    url, mark, lag = store.partition("?lag_seconds=")
+    try:
+        seconds = float(lag) if mark else 0.0
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 <= seconds < math.inf:
+        raise UserError(
+            f"head.store = {store!r}: lag_seconds is {lag!r}, not a number. Write ?lag_seconds=30, or leave it out."
+        )
+    return url, seconds
+
+
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
     """The control plane's address."""
@@ -337,6 +356,24 @@ class HeadConfig:
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[str, _doc("Host name or address in tickets. Empty: the host of head.listen.")] = ""
+
+    store: Annotated[
+        str,
+        _doc(
+            "Where the run is kept besides this machine: a directory, or a URL of fsspec (s3://...). Nothing is "
+            "acknowledged before it is there; with ?lag_seconds=N behind it, at most N seconds of results are. "
+            "`--resume-from` continues a run from it. Empty: nowhere. See docs/operations.md."
+        ),
+    ] = ""
+
+    @property
+    def store_place(self) -> tuple[str, float]:
+        """URL of `store`, and its lag in seconds.
+
+        Raises:
+            UserError: the lag is no number.
+        """
+        return place_and_lag(self.store)
 
     @property
     def address(self) -> tuple[str, int]:

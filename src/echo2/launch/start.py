@@ -35,6 +35,7 @@ from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
 from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
+from echo2.head.store.resume import fetch_run
 from echo2.launch.preflight import (
     check,
     check_place,
@@ -245,6 +246,19 @@ def open_run(
         if not resume:
             check_port(config)
         return create(where, config, resume)
+
+
+def fetched(url: str, out: Path, overrides: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+    """Fetch the run in a store into a directory. Return its configuration file, and the settings to resume it with.
+
+    Raises:
+        UserError: there is no run in the store, or one in the directory.
+    """
+    keep_private()
+    with claimed(out, "run"):
+        rundir = fetch_run(url, out)
+    is_moved = rundir.read_config().head.store_place[0] != url
+    return rundir.config, {**({"head.store": url} if is_moved else {}), **overrides}
 
 
 def _claimed_to_resume(where: Path, role: str, resume: bool) -> AbstractContextManager[None]:

@@ -19,11 +19,13 @@ from functools import partial
 from pathlib import Path
 
 from echo2.config import Config
-from echo2.config.rundir import RunDir, claimed
+from echo2.config.rundir import RunDir, claimed, newest_checkpoint
 from echo2.core.addresses import is_loopback
 from echo2.core.child import ChildProcess
 from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
+from echo2.core.objects import open_objects
+from echo2.learner.core import stored
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
@@ -171,6 +173,9 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card: str = "") -> i
         host = here.first_host if is_loopback(here.first_host) else ""
         others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, host)
         mesh.broadcast(others.meeting(here.first_host, ticket))
+    url, _ = config.head.store_place
+    if url and newest_checkpoint(rundir.checkpoints) is None:
+        stored.fetch(open_objects(url), rundir.checkpoints, config.run.max_steps)
     resumed = client.resume(rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 

@@ -290,7 +290,7 @@ class Ledger:
                     (self.policy, self.policy, oldest_kept),
                 )
 
-    def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
+    def keep(self, kind: str, name: str | int, value: Mapping[str, Any] | str) -> None:
         """Store a record about a stranger, in place of an earlier one, by kind and name: "trust" and "rest" by ticket,
         "check" by group, "expulsion" by worker.
         """

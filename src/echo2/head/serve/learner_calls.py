@@ -17,6 +17,7 @@ from echo2.head.serve.connections import LearnerConnection
 from echo2.head.serve.head import Head
 from echo2.head.serve.report import check_budget, step_row
 from echo2.head.serve.results import FEED_BYTES
+from echo2.head.store.contents import UPLOAD_SECONDS
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -145,12 +146,14 @@ class LearnerCalls:
             raise PeerError("malformed", f"encode_seconds is {request.encode_seconds}")
         if manifest.ref.is_base_model:
             await head.distribution.archive.take(manifest)
+            await _keep_snapshots(head)
             return wire.Empty()
         if manifest.ref.policy != head.options.policy:
             raise PeerError("malformed", f"a snapshot of {manifest.ref.policy}; this run's is {head.options.policy}")
         is_known = head.planner.snapshots.published.get(manifest.ref.version) == manifest.ref
         await head.distribution.archive.take(manifest)
         await head.read_files(manifest.ref)
+        await _keep_snapshots(head)
         if is_known:  # an anchor, after its delta
             return wire.Empty()
         active = [worker.worker_id for worker in head.planner.fleet.active()]
@@ -210,6 +213,16 @@ def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
             num, surprise = (metrics.get(name + worker_id, 0.0) for name in (FRESH_TOKENS, FRESH_SURPRISE))
             if all(map(is_number, (mean, num, surprise))):
                 yield ev.WorkerMismatch(worker_id, num, mean * num, surprise * num)
+
+
+async def _keep_snapshots(head: Head) -> None:
+    """Have the snapshots that there are kept in the run's store, if it has one. Publishing waits for a while: without
+    the snapshot, a head that takes over could not have its groups sampled again as they were."""
+    if head.kept is None or head.mirror is None:
+        return
+    keeping = head.spawn(head.kept.keep_snapshots())
+    if head.mirror.is_synchronous:
+        await asyncio.wait({keeping}, timeout=UPLOAD_SECONDS)
 
 
 def _raise_over(head: Head) -> None:

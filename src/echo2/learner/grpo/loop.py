@@ -68,7 +68,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path, turn: CardTu
                     head.finish_publishing(but=client.version)
                 saves.begin()
         if not head.stop_reason:
-            saves.finish()
+            saves.finish(is_last=True)
             head.doing = "sending the last snapshot"
             head.finish_publishing()
     return head.stop_reason or "all steps are trained"
