@@ -32,6 +32,7 @@ from echo2.core.types import (
 )
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.regroup import lost_of
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
@@ -74,6 +75,7 @@ def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> 
         generate_seconds=group.generate_seconds,
         logged=group.logged,
         routes=group.routes,
+        samples=group.samples,
         scores=_encode_scores([(one.reward or 0.0, one.reward_parts) for one in group.rollouts])
         if group.is_scored
         else (),
@@ -130,6 +132,7 @@ def parse_group(data: bytes) -> RolloutGroup:
         generate_seconds=message.generate_seconds,
         logged=message.logged,
         routes=message.routes,
+        samples=tuple(message.samples),
     )
 
 
@@ -144,6 +147,7 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
         rollouts=map(_encode_rollout, group.rollouts),
         generate_seconds=group.generate_seconds,
         routes=group.routes,
+        lost=[wire.Lost(sample=one.sample, detail=one.detail) for one in group.lost],
     )
     for rollout in message.rollouts:
         rollout.ClearField("reward_parts")
@@ -156,8 +160,9 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
 def decode_delivery(
     message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str, seconds_max: float = math.inf
 ) -> RolloutGroup:
-    """Decode a group from a worker: its rollouts come from the worker, as many as leased, all else from the head. It
-    has no texts and rewards. `generate_seconds` as reported by the worker is capped at `seconds_max`.
+    """Decode a group from a worker: its rollouts come from the worker, as many as leased or fewer if their environment
+    failed, all else from the head. It has no texts and rewards. `generate_seconds` as reported by the worker is capped
+    at `seconds_max`.
 
     Each byte of a rollout is checked here, once: `message.rollouts` may be stored and fed unchanged.
 
@@ -166,7 +171,8 @@ def decode_delivery(
     """
     message.DiscardUnknownFields()
     num_rollouts = len(message.rollouts)
-    _require(num_rollouts == lease.num_samples, f"leased {lease.num_samples} rollouts, got {num_rollouts}")
+    lost, samples = lost_of(message, lease)
+    _require(num_rollouts == len(samples), f"leased {len(samples) + len(lost)} rollouts, got {num_rollouts}")
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     check_rollouts(message.rollouts)
     return RolloutGroup(
@@ -179,6 +185,8 @@ def decode_delivery(
         worker_id=worker_id,
         generate_seconds=min(message.generate_seconds, seconds_max),
         routes=message.routes,
+        samples=samples if lost or lease.first_sample else (),
+        lost=lost,
     )
 
 
@@ -358,6 +366,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         deadline=lease.deadline,
         seconds=lease.seconds,
         seed=lease.seed,
+        first_sample=lease.first_sample,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -400,6 +409,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         deadline=message.deadline,
         seconds=message.seconds,
         seed=message.seed,
+        first_sample=message.first_sample,
     )
     _require(message.top_logprobs <= limits.TOP_WIDTH_MAX, f"{message.top_logprobs} top logprobs asked for")
     are_bounded = len(message.stop) <= STOP_STRINGS_MAX and all(0 < len(one) <= STOP_CHARS_MAX for one in message.stop)
