@@ -152,12 +152,12 @@ class EnvironmentReplay:
         finally:
             self._seconds[lease.lease_id] = sum(one.spent_seconds() for one in begun)
         found = [one.result() for one in judging]
-        failed = {
+        errors = {
             sample: one for sample, one in zip(group.sample_numbers, found, strict=True) if isinstance(one, UserError)
         }
-        if len(failed) == len(found):
-            raise next(iter(failed.values()))
-        lost = [LostRollout(sample, "environment_failed", str(error)) for sample, error in failed.items()]
+        if len(errors) == len(found):
+            raise next(iter(errors.values()))
+        lost = [LostRollout(sample, "environment_failed", str(error)) for sample, error in errors.items()]
         left = tuple(one for one in found if isinstance(one, Rollout))
         return replace(without(group, lost), rollouts=left)
 
