@@ -87,15 +87,13 @@ def test_rewards_that_fail_for_some_rollouts_are_no_zero_and_too_many_are_topped
 
 
 def test_failures_of_rewards_in_a_row_stop_the_run_also_if_a_rollout_is_left() -> None:
-    desk = running(replace(QUICK, deterministic=True, groups_per_batch=1))
-    ended: list[do.StopRun] = []
-    for _ in range(OPTIONS.max_failures):
-        lease_id = min(desk.open())
-        (asked,) = of(do.ScoreGroup, desk.deliver(lease_id, desk.leases[lease_id][1].min_version, scored=False))
+    desk, ended = running(QUICK), list[do.StopRun]()
+    for _ in range((TOP_UPS_MAX + 1) * OPTIONS.max_failures):
+        assert not ended
+        lease_id = next(one for one in desk.open() if not desk.leases[one][1].step)
+        (asked,) = of(do.ScoreGroup, desk.deliver(lease_id, scored=False))
         failed = tuple(LostRollout(one, "reward_failed", "503") for one in range(3))
-        ended += of(do.StopRun, desk.tell(ev.GroupScored(asked.group, lost=failed, num_rollouts=1)))
-        if not ended and not desk.open():
-            break
+        ended = of(do.StopRun, desk.tell(ev.GroupScored(asked.group, lost=failed, num_rollouts=1)))
     assert ended
 
 

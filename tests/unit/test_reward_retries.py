@@ -66,7 +66,7 @@ def test_a_group_whose_judge_is_overloaded_for_a_moment_is_not_lost(
     tmp_path: Path, function: str, do: str, num_calls: int
 ) -> None:
     found, called, failures = scored(tmp_path, do, function)
-    assert found == [[1.0, {function: 1.0}]]
+    assert found == [(1.0, {function: 1.0})]
     assert (called, failures.count("reward_retried")) == (num_calls, num_calls - 1)
     (line,) = failure_lines({"failures": failures.to_plain()})
     assert line.startswith(f"{num_calls - 1} calls of your reward function raised and were made again")
