@@ -160,9 +160,8 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
 def decode_delivery(
     message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str, seconds_max: float = math.inf
 ) -> RolloutGroup:
-    """Decode a group from a worker: its rollouts come from the worker, as many as leased or fewer if their environment
-    failed, all else from the head. It has no texts and rewards. `generate_seconds` as reported by the worker is capped
-    at `seconds_max`.
+    """Decode a group from a worker: its rollouts come from the worker, without those that it lost, all else from the
+    head. It has no texts and rewards. `generate_seconds` as reported by the worker is capped at `seconds_max`.
 
     Each byte of a rollout is checked here, once: `message.rollouts` may be stored and fed unchanged.
 
@@ -170,9 +169,9 @@ def decode_delivery(
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
     message.DiscardUnknownFields()
-    num_rollouts = len(message.rollouts)
     lost, samples = lost_of(message, lease)
-    _require(num_rollouts == len(samples), f"leased {len(samples) + len(lost)} rollouts, got {num_rollouts}")
+    told = f"{len(message.rollouts)} and {len(lost)} lost"
+    _require(len(message.rollouts) == len(samples), f"leased {lease.num_samples} rollouts, got {told}")
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     check_rollouts(message.rollouts)
     return RolloutGroup(

@@ -169,8 +169,7 @@ class Ledger:
         now: float,
         lost: Sequence[LostRollout] = (),
     ) -> None:
-        """Record a valid result for an open group, with the rollouts that it had, without the `lost` ones. `seconds`:
-        time spent generating it.
+        """Record a valid result for an open group. `seconds`: time spent generating it; `lost`: rollouts that it lacks.
 
         Raises:
             InvariantError: the group is not open.
@@ -199,8 +198,7 @@ class Ledger:
             self._execute("UPDATE groups SET num_tokens = ? WHERE policy = ? AND number = ?", mine)
 
     def top_up(self, number: int, num_kept: int, num_top_ups: int, left: Left | None = None) -> None:
-        """Record that a delivered group has too few rollouts and is open again, for the `num_top_ups`-th time. `left`:
-        if it lost some since its delivery.
+        """Record that a delivered group has too few rollouts and is open again, for the `num_top_ups`-th time.
 
         Raises:
             InvariantError: the group is not delivered.
@@ -211,7 +209,7 @@ class Ledger:
             self._put_meta(f"{self.policy}.top_up.{number}", (num_kept, num_top_ups))
 
     def score(self, number: int, scores: bytes, is_flat: bool, now: float, left: Left | None = None) -> None:
-        """Record the rewards of a delivered group. `is_flat`: the rewards are all equal. `left`: as in `top_up`.
+        """Record the rewards of a delivered group. `is_flat`: the rewards are all equal.
 
         Raises:
             InvariantError: the group is not delivered, or already scored.
@@ -406,8 +404,7 @@ class Ledger:
         held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
         with self._transaction():
             found = {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
-        topped_up = self.kept("top_up")
-        return {number: size for number, size in found.items() if str(number) not in topped_up}
+        return {number: size for number, size in found.items() if str(number) not in self.kept("top_up")}
 
     def kept(self, kind: str) -> dict[str, Any]:
         """Return the records of one kind by name, see `keep`."""
@@ -443,7 +440,7 @@ class Ledger:
         """The counts in memory, including those of the open transaction."""
         if self._known_counts is None:
             nothing: dict[str, Any] = {"issued": 0, "trained": 0, "trained_tokens": 0}
-            nothing |= {"retired": {}, "refused": {}, "lost": {}}
+            nothing |= {"retired": {}, "refused": {}, "lost": {}}  # also in ledgers that did not count them
             self._known_counts = nothing | self._meta(f"{self.policy}.counts", {})
         return self._known_counts
 
