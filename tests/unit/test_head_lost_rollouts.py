@@ -132,7 +132,8 @@ def test_a_restarted_head_knows_what_a_group_keeps_and_lacks(tmp_path: Path) -> 
     assert again.sizes() == {}, "a top-up says nothing about the size of groups"
     desk = Desk(QUICK, replace(again.recover(), published=()))
     held = desk.planner.leases.get(2)
-    assert held is not None and (held[1].first_sample, held[1].num_samples) == (4, 3)
+    assert held is not None
+    assert (held[1].first_sample, held[1].num_samples) == (4, 3)
     again.deliver(0, b"all", "a", 0, 0, 41, 1.0, 4.0)
     again.close_lease(2, "accepted", 4.0)
     again.score(0, b"+scores", False, 5.0)

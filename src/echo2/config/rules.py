@@ -113,8 +113,8 @@ def _check_min_group(config: Config) -> None:
     smallest, size = config.sampling.min_group, config.sampling.group_size
     if smallest == 1 or smallest > size:
         raise UserError(
-            f"sampling.min_group = {smallest} with sampling.group_size = {size}: rollouts are compared with each other. "
-            f"Set 2 to {size}, or 0 for half of the group."
+            f"sampling.min_group = {smallest} with sampling.group_size = {size}: rollouts are compared with each "
+            f"other. Set 2 to {size}, or 0 for half of the group."
         )
 
 

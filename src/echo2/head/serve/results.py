@@ -8,7 +8,7 @@ processes compute the rewards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 
 from echo2.config import Config
@@ -190,9 +190,20 @@ class Deliveries:
             self._reader.check_ends(group, params.max_tokens)
         if not (group.logged or member.is_own):
             self._copied.check(group, member.ticket_id)
+        as_told = delivery.rollouts if group.rollouts is told and not (by_harness or kept) else ()
+        return self._delivered(worker_id, lease, group, kept, as_told)
+
+    def _delivered(
+        self,
+        worker_id: str,
+        lease: Lease,
+        group: RolloutGroup,
+        kept: RolloutGroup | None,
+        as_told: Sequence[wire.Rollout],
+    ) -> ev.GroupDelivered:
+        """Return the event of a checked result, with the rollouts that its group kept of earlier ones."""
         lost, sampled_seconds = group.lost, group.generate_seconds
         group = group if kept is None else joined(kept, group)
-        as_told = delivery.rollouts if group.rollouts is told and not by_harness else ()
         message = messages.encode_group(group, as_told)
         if group.logged:  # these rollouts come from the user's log and were not checked when decoded
             messages.check_rollouts(message.rollouts)
@@ -200,6 +211,7 @@ class Deliveries:
         if len(stored) > GROUP_BYTES_MAX:
             raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
         versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})
+        few = versions[1:-1][: self._config.schedule.max_staleness]  # with more of them, one is stale
         return ev.GroupDelivered(
             worker_id=worker_id,
             lease_id=lease.lease_id,
@@ -211,9 +223,9 @@ class Deliveries:
             seconds=sampled_seconds,
             rollouts=Attachment(stored, group),
             lineage=group.lineage,
-            versions_between=tuple(versions[1:-1][: config.schedule.max_staleness]),  # with more of them, one is stale
+            versions_between=tuple(few),
             logged=group.logged,
-            is_own=member.is_own,
+            is_own=self._identity.member(worker_id).is_own,
             num_rollouts=len(group.rollouts),
             lost=lost,
         )
