@@ -19,7 +19,7 @@ def lost_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout, ..
     """
     leased = range(lease.first_sample, lease.first_sample + lease.num_samples)
     lost = [one.sample for one in message.lost]
-    is_possible = len(lost) < lease.num_samples and (lease.group.kind == "train" or not lost)
+    is_possible = not lost or (len(lost) < lease.num_samples and lease.group.kind == "train")
     if not is_possible or lost != sorted(set(lost) & set(leased)):
         raise PeerError("malformed", f"of {leased} of a {lease.group.kind} group, {len(lost)} are said to be lost")
     gone = tuple(LostRollout(one.sample, "environment_failed", one.detail) for one in message.lost)
