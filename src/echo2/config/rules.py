@@ -110,6 +110,16 @@ def _check_forms(config: Config) -> None:
             )
 
 
+def _check_min_group(config: Config) -> None:
+    """A group can't be larger than the whole one, and a rollout alone is compared with none."""
+    smallest, size = config.sampling.min_group, config.sampling.group_size
+    if smallest == 1 or smallest > size:
+        raise UserError(
+            f"sampling.min_group = {smallest} with sampling.group_size = {size}: rollouts are compared with each "
+            f"other. Set 2 to {size}, or 0 for half of the group."
+        )
+
+
 def _check_logs(config: Config) -> None:
     """Rollouts from a log (`tasks/logs.py`) are trained on as they are: nothing about them can be set."""
     if any(source.startswith("logs:") for source in config.eval.sets.values()):
@@ -243,6 +253,7 @@ def check_together(config: Config) -> None:
     _check_deterministic(config)
     _check_forms(config)
     _check_logs(config)
+    _check_min_group(config)
     _check_centering(config)
     _check_routes(config)
     _check_stop(config)

@@ -157,6 +157,10 @@ class SamplingConfig:
     """How rollouts are drawn."""
 
     group_size: Annotated[int, _doc("Rollouts in a group, which all answer the same task (K).", ge=2, le=1024)] = 8
+    min_group: Annotated[
+        int,
+        _doc("Rollouts with which a group trains when the others failed; with fewer it gets more. 0: half.", ge=0),
+    ] = 0
     temperature: Annotated[float, _doc("Sampling temperature.", gt=0.0)] = 1.0
     top_p: Annotated[
         float, _doc("Sample from the smallest set with this probability. 1: all tokens.", gt=0.0, le=1.0)

@@ -101,7 +101,7 @@ class HeadEffects:
         """Carry out one command. Raises InvariantError for an unknown one."""
         head = self._head
         match command:
-            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
+            case do.IssueGroup() | do.TopUpGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
                 pass  # recorded by the ledger, or read by the handler that dispatched the event
             case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
                 pass  # recorded by the ledger

@@ -11,6 +11,7 @@ from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS, be
 from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import PeerError
 from echo2.core.printable import printable
+from echo2.core.types import SEVERAL
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.serve.connections import LearnerConnection
@@ -208,7 +209,7 @@ def _busy_seconds(metrics: dict[str, Any]) -> float:
 def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
     """Yield the mismatch of each worker named in the learner's metrics. The learner's numbers are trusted."""
     for key, mean in metrics.items():
-        if key.startswith(FRESH_MISMATCH):
+        if key.startswith(FRESH_MISMATCH) and key != FRESH_MISMATCH + SEVERAL:
             worker_id = key.removeprefix(FRESH_MISMATCH)
             num, surprise = (metrics.get(name + worker_id, 0.0) for name in (FRESH_TOKENS, FRESH_SURPRISE))
             if all(map(is_number, (mean, num, surprise))):

@@ -48,6 +48,8 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "groups/trained": counts["trained"],
         "groups/retired": sum(counts["retired"].values()),
         "groups/refused": sum(counts["refused"].values()),
+        "rollouts/lost": sum(counts["lost"].values()),
+        **{f"rollouts/lost/{cause}": count for cause, count in sorted(counts["lost"].items())},
         "workers/active": len(active),
         "workers/idle": idle,
         "workers/lost": head.books.num_lost,
