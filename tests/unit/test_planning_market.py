@@ -72,8 +72,17 @@ def test_the_newest_prices_that_are_here_are_used(own_cache: Path) -> None:
 def test_a_plan_without_offers_file_uses_the_market_and_rents_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = "[run]\nmax_steps = 5\n[schedule]\nmax_staleness = 3\n[workers]\ncount = 0\n"
-    words = [*write(tmp_path, QWEN3_8B, settings, "")[:2], "--learner", "B200", "--gpus", "RTX-5090"]
+    settings = "[run]\nmax_steps = 5\n[sampling]\ngroup_size = 8\ngroups_per_batch = 1\nmax_tokens = 1024\n"
+    settings += "[schedule]\nmax_staleness = 3\n[workers]\ncount = 0\n"
+    words = [
+        *write(tmp_path, QWEN3_8B, settings, "")[:2],
+        "--learner",
+        "B200",
+        "--train-seconds",
+        "2000",
+        "--gpus",
+        "RTX-5090",
+    ]
     monkeypatch.chdir(tmp_path)
     Path("offers.toml").unlink()
     assert main([*words, "--json"]) == 0
