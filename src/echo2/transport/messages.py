@@ -343,17 +343,6 @@ def _check_support(message: wire.Rollout) -> None:
     _require(bool(is_supported[sampled].all()), "a sampled token is not in the support it was drawn from")
 
 
-def with_scores(group: RolloutGroup, texts: Sequence[str], scores: Sequence[Score]) -> RolloutGroup:
-    """Return the group with texts and scores filled into its rollouts."""
-    triples = zip(group.rollouts, texts, scores, strict=True)
-    return replace(
-        group,
-        rollouts=tuple(
-            replace(rollout, text=text, reward=reward, reward_parts=parts) for rollout, text, (reward, parts) in triples
-        ),
-    )
-
-
 # ---- leases ----------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Groups of which some rollouts failed: which ones, the group without them, and with others in their place."""
+"""Groups taken apart and put together: without the rollouts that failed, with others in their place, with scores."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from echo2.core.errors import PeerError
-from echo2.core.types import SEVERAL, Lease, LostRollout, RolloutGroup
+from echo2.core.types import SEVERAL, Lease, LostRollout, RolloutGroup, Score
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.routes import packed, unpacked
 
@@ -58,3 +58,14 @@ def joined(kept: RolloutGroup, new: RolloutGroup) -> RolloutGroup:
         generate_seconds=kept.generate_seconds + new.generate_seconds,
     )
     return packed(whole)
+
+
+def with_scores(group: RolloutGroup, texts: Sequence[str], scores: Sequence[Score]) -> RolloutGroup:
+    """Return the group with texts and scores filled into its rollouts."""
+    triples = zip(group.rollouts, texts, scores, strict=True)
+    return replace(
+        group,
+        rollouts=tuple(
+            replace(rollout, text=text, reward=reward, reward_parts=parts) for rollout, text, (reward, parts) in triples
+        ),
+    )

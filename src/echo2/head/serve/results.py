@@ -33,8 +33,8 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.codecs import check_top
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
-from echo2.transport.messages import encode_scores, parse_group, with_scores
-from echo2.transport.regroup import joined, without
+from echo2.transport.messages import encode_scores, parse_group
+from echo2.transport.regroup import joined, with_scores, without
 from echo2.transport.routes import RouteShape, check_routes
 
 #: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
