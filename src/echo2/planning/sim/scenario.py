@@ -37,9 +37,10 @@ class WorkersSpec:
     `lies`: share of wrong chunks among those given to other workers; `mute`: the worker takes their requests and never
     answers. `rollout_failures`: of single rollouts, whose environment raises. `draws`: its engine draws from the head's
     random numbers, and can check other workers; `forges`: none of its groups were drawn from these numbers.
-    `rollouts_per_second`: of one worker, batches back to back; it replaces `rollout_seconds` if it is not 0. `ticket`: the ticket with which strangers joined; empty for machines of the run's
-    owner. `zone`: workers that `[[outages]]` strike together. `offer`: these workers exist only when the planner rents
-    them, one `restart_seconds` after each request; the planner is told their `Scenario.worker_rate`.
+    `rollouts_per_second`: of one worker, batches back to back; it replaces `rollout_seconds` if it is not 0. `ticket`:
+    the ticket with which strangers joined; empty for machines of the run's owner. `zone`: workers that `[[outages]]`
+    strike together. `offer`: these workers exist only when the planner rents them, one `restart_seconds` after each
+    request; the planner is told their `Scenario.worker_rate`.
     """
 
     count: Count = 1
