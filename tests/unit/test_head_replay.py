@@ -262,17 +262,18 @@ def test_fewer_attempts_than_leased_are_refused_before_the_environment_is_asked(
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_an_attempt_that_kills_the_environment_fails_its_workers_lease(tmp_path: Path) -> None:
+def test_an_attempt_that_kills_the_environment_costs_one_rollout_of_a_machine_of_the_owner(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
             deadly = attempt([8, 8, 8, 28, 9, 28], ())
             twice = [delivery(leases[0], [attempt()] * 3 + [deadly])] * 2
             together = await asyncio.gather(*(open_head.deliver(one) for one in twice))
-            assert [reason.partition(":")[0] for ((_, reason),) in together] == ["environment_failed"] * 2
+            assert [accepted for ((accepted, _),) in together] == [True, True], "both calls heard of one result"
             assert open_head.head.ending.outcome is None
-            await until(lambda: len(leases) > 1)
-            assert (await open_head.deliver(delivery(leases[-1], [attempt()] * 4)))[0][0]
+            await until(lambda: open_head.fed)
+            assert open_head.fed[0].samples == (0, 1, 2)
+            assert open_head.head.ledger.counts()["lost"] == {"environment_failed": 1}
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 

@@ -177,7 +177,7 @@ def decode_delivery(
     """
     message.DiscardUnknownFields()
     lost, samples = lost_of(message, lease)
-    told = f"{len(message.rollouts)} and {len(lost)} lost"
+    told = f"{len(message.rollouts)}{f', and {len(lost)} lost' if lost else ''}"
     _require(len(message.rollouts) == len(samples), f"leased {lease.num_samples} rollouts, got {told}")
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     check_rollouts(message.rollouts)
