@@ -22,8 +22,11 @@ CONFIG = """
 path = "{model}"
 [tasks]
 source = "digit_sorting"
+params = {{split = "train"}}
 [reward]
 functions = ["exact_match"]
+[sampling]
+max_tokens = 12
 [head]
 store = "{store}"
 """
@@ -41,7 +44,7 @@ def head(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     finally:
         process.send_signal(signal.SIGCONT)
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def until_up(process: subprocess.Popen[str], out: Path) -> int:
