@@ -67,7 +67,8 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(interrupted="left the run; its leases go to other workers")
     flag = parser.add_argument
     flag("ticket", metavar="TICKET", help="the ticket, or @FILE that contains it")
-    flag("--engine", default=AUTO, choices=ENGINES, help="software that samples tokens (default: the run's engine)")
+    text = f"software that samples tokens: {', '.join(ENGINES)} (default: the run's engine)"
+    flag("--engine", default=AUTO, choices=ENGINES, metavar="NAME", help=text)
     text = "Python that has vLLM installed (default: $ECHO2_ENGINE_PYTHON, or this Python)"
     flag("--engine-python", default="", metavar="PATH", help=text)
     text = "use a running server, which shares the worker's disk, instead of starting one"
