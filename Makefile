@@ -39,6 +39,7 @@ $(INSTALLED): pyproject.toml service/pyproject.toml
 	@$(PIP) $(TORCH)
 	@echo "Installing echo2 and what it needs (once; about a minute) ..."
 	@$(PIP) -e '.[train,low-memory,data,tasks,environments,dev]' -e service
+	@$(PIP) --only-binary mlx,mlx-cpu -e '.[mlx]' 2>/dev/null || echo "Not to be had: MLX (13 MB). The tests of its engines will be skipped."
 	@touch $@
 	@echo "Installed."
 

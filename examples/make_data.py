@@ -1,10 +1,11 @@
-"""Write the data files and models that some examples read. Deterministic; takes a minute at most.
+"""Write the data files and models that some examples read. Deterministic; takes a minute or two.
 
     python examples/make_data.py            # into outputs/data and outputs/models
 
 Rows are those of the demo's task, in each of the formats, a log of poker hands, and facts for smollm/. Models are made
 from the demo's: digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker
-plays poker. Those of sokoban, calculator and reverse_text are made anew.
+plays poker. digit_sorting_teacher is warmed up further than it. Those of sokoban, calculator and reverse_text are made
+anew.
 """
 
 import argparse
@@ -101,6 +102,9 @@ if __name__ == "__main__":
     if options.model.is_dir():
         make_chat_model(options.model, options.model.with_name(options.model.name + "_chat"))
         make_ascii_model(options.model, options.model.with_name("ascii"))
+        teacher = options.model.with_name(options.model.name + "_teacher")
+        warmed = ("--heads", "3", "--accuracy", "0.6")
+        subprocess.run([sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(teacher), *warmed], check=True)
         poker = options.model.with_name("poker")
         run_script("poker/build_model.py", "--source", str(options.model), "--out", str(poker))
     else:

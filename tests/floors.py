@@ -26,7 +26,13 @@ FOLDERS: dict[str, tuple[tuple[str, ...], ...]] = {
     "weights": (("format", "broadcast.decide"), ("store",), ("broadcast",), ("",)),
     "learner": (("decide",), ("core",), ("link",), ("grpo",), ("",)),
     "worker": (("decide",), ("",)),
-    "head": (("decide", "fleet.decide", "strangers.decide"), ("fleet", "ledger", "strangers"), ("serve",), ("",)),
+    "head": (
+        ("decide", "fleet.decide", "store.decide", "strangers.decide"),
+        ("fleet", "ledger", "strangers"),
+        ("store",),
+        ("serve",),
+        ("",),
+    ),
     "planning": (("sim",), ("",)),
     SERVICE: (("decide",), ("",), ("learner", "fleet"), ("sampler",), ("front",), ("commands",)),
 }

@@ -19,6 +19,7 @@ from echo2.core.types import RUN_POLICY, RolloutGroup, SnapshotRef, TensorBytes
 from echo2.head.serve.effects import HeadEffects
 from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
+from echo2.head.store.mirror import Mirror
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity, RunIdentity
@@ -68,7 +69,11 @@ class OpenHead:
         for folder in (rundir.path, rundir.rollouts, rundir.logs):
             folder.mkdir(parents=True, exist_ok=True)
         config = configuration.build(self._raw, "test")
-        self.head = await Head.open(rundir, config, RunIdentity.create_or_load(rundir.identity), HeadEffects)
+        self._mirror = Mirror.open(rundir, *config.head.store_place) if config.head.store else None
+        identity = RunIdentity.create_or_load(rundir.identity)
+        self.head = await Head.open(rundir, config, identity, HeadEffects, self._mirror)
+        if self._mirror is not None:
+            self._tasks.append(asyncio.ensure_future(self._mirror.run(self.head.ending.fail)))
         self.service = Service(self.head)
         version = self.head.planner.training.version
         hello = wire.LearnerHello(protocol=PROTOCOL_VERSION, policy=RUN_POLICY, version=version, vocab_size=VOCAB)

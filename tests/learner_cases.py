@@ -30,6 +30,7 @@ SECTIONS = {
     **dict.fromkeys(("temperature", "max_tokens"), "sampling"),
     **dict.fromkeys(("snapshot_dtype", "compute_dtype"), "model"),
     **dict.fromkeys(("groups_per_step", "publish_every", "max_staleness"), "schedule"),
+    **dict.fromkeys(("teacher", "weight", "loss_top_k"), "distill"),
 }
 
 
@@ -155,6 +156,7 @@ def loss_tokens(
     lag: Sequence[int] | None = None,
     source: Sequence[int] | None = None,
     reference: Sequence[float] | None = None,
+    teacher: Sequence[float] | None = None,
     top: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> LossTokens:
     """In float64, with weights of 1; one source for each sequence, called a, b, c ... `top`: the sampler's and the
@@ -171,6 +173,7 @@ def loss_tokens(
         sources=tuple("abcdefghijklmnopqrstuvwxyz"[: max(source) + 1]),
         weight_n=torch.ones(len(behaviour), dtype=torch.float64),
         reference_n=torch.tensor(reference or zeros, dtype=torch.float64),
+        teacher_n=torch.tensor(teacher or zeros, dtype=torch.float64),
         top_tokens_nk=torch.zeros(top[0].shape, dtype=torch.long),
         top_behaviour_nk=top[0],
         top_policy_nk=top[1],

@@ -202,14 +202,13 @@ class Hooked:
 
 def hooked(name: str, before: Callable[[int], object], snapshot: Snapshot, slots: int = 64) -> tuple[DecodeLoop, Any]:
     """An engine with this snapshot and a hook, and its decoder, whose `load` may be called from the hook."""
-    from echo2.engines.compact import build_compact
     from echo2.engines.fake_engine import FakeDecoder
-    from echo2.engines.hf_engine import build_transformers
     from echo2.engines.torch_engine import TorchDecoder
+    from engine_builders import BUILDERS
 
     decoder: Any = FakeDecoder()
     if name != "fake":
-        decoder = TorchDecoder({"compact": build_compact, "transformers": build_transformers}[name], "cpu")
+        decoder = TorchDecoder(BUILDERS[name], "cpu")
     decoder.load(snapshot)
     return DecodeLoop(Hooked(decoder, before), slots), decoder
 

@@ -5,7 +5,8 @@ float of `model.safetensors`, so that a test sees which weights a token is of. R
 arguments, as far as echo2 gives them; a test can also serve it within its own process.
 
 Source: vllm/entrypoints/scale_out/token_in_token_out/{protocol,serving}.py, vllm/entrypoints/rl/online/api_router.py,
-vllm/entrypoints/serve/dev/rpc/api_router.py, vllm/entrypoints/openai/models/serving.py.
+vllm/entrypoints/serve/dev/rpc/api_router.py, vllm/entrypoints/openai/models/serving.py,
+vllm/entrypoints/serve/dev/sleep/api_router.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Served:
         self.wrong, self.hold_at, self.routed = wrong, hold_at, routed
         self.num_running = self.num_aborted = 0
         self.requests: list[dict[str, Any]] = []
-        self.takes_experts = False
+        self.takes_experts = self.is_asleep = False
+        self.can_sleep = True
         self.num_answers = 0
 
     def post(self, path: str, body: Any, is_gone: Any) -> tuple[int, Any]:
@@ -58,6 +60,14 @@ class Served:
                 self.is_paused = True
             elif path == "/resume":
                 self.is_paused = False
+            elif path == "/sleep" and self.can_sleep:
+                self.is_paused = self.is_asleep = True
+            elif path == "/wake_up":
+                self.is_paused = self.is_asleep = False
+            elif path in ("/sleep", "/collective_rpc", "/v1/load_lora_adapter") and (
+                self.is_asleep or path == "/sleep"
+            ):
+                return 500, {"error": {"message": "there are no weights on the GPU", "code": 500}}
             elif path == "/collective_rpc" and body["method"] == "reload_weights":
                 self.number = weights_number(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
             elif path == "/update_weight_version":
@@ -280,6 +290,7 @@ def main() -> None:
         with open(arguments.pids, "a") as file:
             file.write(f"{os.getpid()}\n")
     served = Served(arguments.model, arguments.wrong, arguments.hold_at)
+    served.can_sleep = "--enable-sleep-mode" in others
     served.takes_experts = "--enable-mixed-moe-lora-format" in others
     UnixServer(arguments.uds, handler_of(served)).serve_forever()
 

@@ -79,7 +79,19 @@ def random_scenario(seed: int) -> Scenario:
     adapters = random.Random(f"base model of {seed}")
     base_model, base_chunks = adapters.choice([0, 1]), adapters.choice([1, 10, 60])
     scenario = replace(scenario, base_model=base_model, base_chunks=base_chunks)
-    return with_dials(replace(scenario, head=replace(scenario.head, pass_seconds=passes)), seed)
+    scenario = replace(scenario, head=replace(scenario.head, pass_seconds=passes))
+    return with_dials(with_failures(scenario, seed), seed)
+
+
+def with_failures(scenario: Scenario, seed: int) -> Scenario:
+    """In some worlds the environment or the reward of single rollouts fails, which a deterministic run would repeat."""
+    rng = random.Random(f"rollouts of {seed}")
+    if scenario.deterministic:
+        return scenario
+    workers = (replace(spec, rollout_failures=rng.choice([0.0, 0.15, 0.5])) for spec in scenario.workers)
+    head = replace(scenario.head, reward_failures=rng.choice([0.0, 0.1, 0.4]))
+    size = scenario.group_size + rng.choice([0, 4])
+    return replace(scenario, group_size=size, min_group=rng.randint(2, size), workers=tuple(workers), head=head)
 
 
 def with_dials(scenario: Scenario, seed: int) -> Scenario:
@@ -318,11 +330,15 @@ def calm(scenario: Scenario) -> Scenario:
         "corrupt_snapshots": 0.0,
         "malformed_results": 0.0,
         "task_failures": 0.0,
+        "rollout_failures": 0.0,
         "lies": 0.0,
         "mute": False,
     }
     return replace(
-        scenario, faults_until_seconds=0.0, workers=tuple(replace(spec, **quiet) for spec in scenario.workers)
+        scenario,
+        faults_until_seconds=0.0,
+        workers=tuple(replace(spec, **quiet) for spec in scenario.workers),
+        head=replace(scenario.head, reward_failures=0.0),
     )
 
 

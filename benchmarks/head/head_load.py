@@ -15,6 +15,7 @@ import asyncio
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -69,6 +70,7 @@ max_staleness = 8
 publish_every = 4
 [head]
 listen = "127.0.0.1:{port}"
+store = "{store}"
 [workers]
 count = 0
 """
@@ -196,6 +198,12 @@ def num_events(run: Path) -> int:
     return sum(path.read_bytes().count(b'"event"') for path in run.glob("events.jsonl*"))
 
 
+def store_waits(run: Path) -> list[float]:
+    """Mean seconds that a message waited for the store, by step; the first is left out."""
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [row["store/wait_seconds"] for row in rows[1:] if "store/wait_seconds" in row]
+
+
 def enrol(directory: Path, address: str, count: int) -> None:
     """All workers at once, before the head runs: over the wire it admits four a second."""
     identity = RunIdentity.create_or_load(RunDir(directory / "run").identity)
@@ -210,7 +218,12 @@ class RealHead:
     """`echo2 head` in a directory of its own, with so many workers enrolled. `echo2`: how Python starts it."""
 
     def __init__(
-        self, directory: Path, count: int, options: argparse.Namespace, echo2: tuple[str, ...] = ("-m", "echo2")
+        self,
+        directory: Path,
+        count: int,
+        options: argparse.Namespace,
+        echo2: tuple[str, ...] = ("-m", "echo2"),
+        store: str = "none",
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -221,7 +234,8 @@ class RealHead:
             (directory / "model" / name).write_bytes(data)
         sizes = {"samples": options.samples, "tokens": options.tokens, "batch": options.batch, "step": options.step}
         config = directory / "run.toml"
-        config.write_text(CONFIG.format(model=directory / "model", port=port, **sizes))
+        store = "" if store == "none" else f"{directory}/{store}"
+        config.write_text(CONFIG.format(model=directory / "model", port=port, store=store, **sizes))
         enrol(directory, self.address, count)
         self._log = open(directory / "head.log", "wb")  # noqa: SIM115 (closed with the head)
         command = [sys.executable, *echo2, "head", str(config), "--out", str(self.run)]
@@ -300,6 +314,7 @@ async def measure(head: RealHead, count: int, options: argparse.Namespace) -> di
         "events_per_cpu_second": round(events / cpu, 1),
         "groups_per_second": round(groups / seconds, 1),
         "head_cpu_share": round(cpu / seconds, 3),
+        **({"wait_ms": round(1000 * statistics.mean(waits), 2)} if (waits := store_waits(head.run)) else {}),
         "mebibytes_before": round(before[4], 1),
         "mebibytes_after": round(after[4], 1),
     }
@@ -315,6 +330,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="groups that a worker is leased together")
     parser.add_argument("--sampling-seconds", type=float, default=0.0, help="that a worker waits before it answers")
     parser.add_argument("--step", type=int, default=128, help="groups a step")
+    text = "none, or a directory's name with or without ?lag_seconds=N; ratios are to the first"
+    parser.add_argument("--stores", nargs="+", default=["none"], help=text)
     parser.add_argument("--profile", default="", help="write the head's cProfile there; its times are not real ones")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--address", default="", help=argparse.SUPPRESS)
@@ -324,12 +341,17 @@ def main() -> None:
         asyncio.run(workers(options))
         return
     for count in options.workers:
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            head = RealHead(Path(folder), count, options)
-            try:
-                print(json.dumps(asyncio.run(measure(head, count, options))), flush=True)
-            finally:
-                head.close()
+        first = 0.0
+        for store in options.stores:
+            with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+                head = RealHead(Path(folder), count, options, store=store)
+                try:
+                    found = asyncio.run(measure(head, count, options))
+                finally:
+                    head.close()
+            first = first or found["groups_per_cpu_second"]
+            ratio = round(found["groups_per_cpu_second"] / first, 3)
+            print(json.dumps({"store": store, **found, "ratio": ratio}), flush=True)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ from recording import HERE, save
 from echo2.config.offers import Offer
 from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerKind, forecast
-from echo2.planning.plan import BroadcastInputs, PlanInputs, make_plan
+from echo2.planning.plan import make_plan
+from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
 from echo2.planning.sim.run import run_scenario
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 

@@ -100,7 +100,7 @@ async def measure_turns(tokenizer: Any, folder: Path) -> None:
         group = group_of([array("i", [5] * turns)] * SIZE)
         lease = Lease(1, group.group, 0, 0, SIZE, 0, None, 1e18, 1.0, 0)
         began = time.perf_counter()
-        await replay.replay(rules, lease, Task(0, "?", {}), group, 600.0)
+        await replay.replay(rules, lease, Task(0, "?", {}), group, 600.0, is_own=False)
         told(f"replay: {turns} turns of one token", time.perf_counter() - began, TOKEN_BYTES * SIZE * turns)
     await replay.close()
 

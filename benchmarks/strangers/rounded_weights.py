@@ -1,10 +1,13 @@
-"""The engines `llamacpp-*` on a pretrained model: speed, memory, seconds to install a version, how far their logprobs
-are from the published weights', and what the check of strangers makes of them: distances of honest groups, and cheats.
+"""The engines `llamacpp-*`, or `mlx*`, on a pretrained model: speed, memory, seconds to install a version, how far
+their logprobs are from the published weights', and what the check of strangers makes of them: distances of honest
+groups, and cheats (of llama.cpp's engines).
 
     make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 1]'
+    make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts speed,honest'    # on a Mac
 
-Needs `pip install 'echo2[llamacpp]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are sampled by llama.cpp and
+Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
+With `--device auto`, an engine may use a GPU, and seconds are a clock's; else they are the processor's.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import subprocess
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ from recording import child_environment, quantile, save
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from echo2.config.values import FORMS
+from echo2.config.values import FORMS, LLAMACPP_FORMS
 from echo2.core.decide.seeds import mix
 from echo2.core.types import (
     RUN_POLICY,
@@ -83,8 +86,8 @@ def leased(prompt: array[int], number: int, **params: Any) -> Assignment:
     return Assignment(lease, prompt, SamplingParams(max_tokens=TOKENS, **params))
 
 
-async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment]) -> list[RolloutGroup]:
-    engine = make_engine(name, "cpu", 32)
+async def groups_of(name: str, held: Snapshot, asked: Sequence[Assignment], device: str = "cpu") -> list[RolloutGroup]:
+    engine = make_engine(name, device, 32)
     await engine.update_weights(held)
     found = await asyncio.gather(*(sample_group(engine, None, one, "worker") for one in asked))  # type: ignore[arg-type]
     await engine.close()
@@ -98,25 +101,26 @@ async def judged(checker: Any, asked: Sequence[Assignment], groups: Sequence[Rol
 # ---- speed -----------------------------------------------------------------------------------------------------------
 
 
-async def speed(name: str, model: Path) -> dict[str, Any]:
+async def speed(name: str, model: Path, device: str) -> dict[str, Any]:
     """One engine, in a process of its own. Seconds are the processor's: with one thread, others do not disturb them."""
     held, texts = snapshot(model), prompts(model)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    engine, row = make_engine(name, "cpu", max(SLOTS)), dict[str, Any]()
-    started = time.process_time()
+    engine, row = make_engine(name, device, max(SLOTS)), dict[str, Any]()
+    clock = time.process_time if device == "cpu" else time.perf_counter
+    started = clock()
     await engine.update_weights(held)
-    row["install_seconds"] = time.process_time() - started
+    row["install_seconds"] = clock() - started
     for slots in SLOTS:
         asked = [SampleRequest(texts[at % len(texts)], 7, at, SamplingParams(max_tokens=TOKENS)) for at in range(slots)]
-        started = time.process_time()
+        started = clock()
         found = await asyncio.gather(*map(engine.submit, asked))
-        seconds = time.process_time() - started
+        seconds = clock() - started
         row[f"tokens_per_second_{slots}"] = (
             sum(len(one.tokens) for one in found if isinstance(one, Completion)) / seconds
         )
-    started = time.process_time()
+    started = clock()
     await engine.update_weights(replace(held, ref=replace(held.ref, version=2)))
-    row["install_next_seconds"] = time.process_time() - started
+    row["install_next_seconds"] = clock() - started
     row["memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     row["memory_before_mb"] = before
     await engine.close()
@@ -126,16 +130,16 @@ async def speed(name: str, model: Path) -> dict[str, Any]:
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-async def honest(model: Path, num_groups: int) -> list[dict[str, Any]]:
+async def honest(model: Path, num_groups: int, forms: Mapping[str, str], device: str) -> list[dict[str, Any]]:
     """Of groups sampled with each form: distances to the form (as the check sees them), to another form, and to the
     published weights (as the learner sees them)."""
     held, texts, rows = snapshot(model), prompts(model), list[dict[str, Any]]()
     checker: Any = make_engine("compact", "cpu", 32)
     await checker.update_weights(held)
-    for name, form in FORMS.items():
+    for name, form in forms.items():
         asked = [leased(texts[at % len(texts)], 1000 + at) for at in range(num_groups)]
-        groups = await groups_of(name, held, asked)
-        for read_as in (form, *(other for other in FORMS.values() if other != form), ""):
+        groups = await groups_of(name, held, asked, device)
+        for read_as in dict.fromkeys((form, *forms.values(), "")):
             verdicts = await judged(checker, asked, groups, read_as)
             rows.append({"sampled": name, "read_as": read_as or "published", **spread(verdicts)})
             print(rows[-1], flush=True)
@@ -195,23 +199,26 @@ def main() -> None:
     parser.add_argument("--parts", default="speed,honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--engines", default=",".join(LLAMACPP_FORMS))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--engine", help="measure the speed of this one, and print it")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.engine:
-        print(json.dumps(asyncio.run(speed(options.engine, options.model))))
+        print(json.dumps(asyncio.run(speed(options.engine, options.model, options.device))))
         return
-    figures: dict[str, Any] = {"model": options.model.name, "threads": options.threads}
+    figures: dict[str, Any] = {"model": options.model.name, "threads": options.threads, "device": options.device}
+    forms = {name: FORMS.get(name, "") for name in options.engines.split(",")}
     if "speed" in options.parts:
-        for name in ("compact", *FORMS):
+        for name in ("compact", *forms):
             command = [sys.executable, __file__, "--model", options.model, "--engine", name, "--threads"]
-            command = [*map(str, command), str(options.threads)]
+            command = [*map(str, command), str(options.threads), "--device", options.device]
             done = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
             figures.setdefault("speed", {})[name] = json.loads(done.stdout.splitlines()[-1])
             print(name, figures["speed"][name], flush=True)
     if "honest" in options.parts:
-        figures["honest"] = asyncio.run(honest(options.model, options.groups))
+        figures["honest"] = asyncio.run(honest(options.model, options.groups, forms, options.device))
     if "cheats" in options.parts:
         figures["cheats"] = asyncio.run(cheats(options.model, max(1, options.groups // 4)))
     print("saved to", save("rounded_weights", figures, options.out))

@@ -354,6 +354,7 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
         ("run", "max_steps", math.ceil(syncs) + STEPS_AHEAD, "max_steps"),
         ("model", "chat_template_args", dict(args.chat_template_kwargs or {}), "chat_template_kwargs"),
         ("sampling", "group_size", args.num_generations, "num_generations"),
+        ("sampling", "min_group", args.num_generations, "num_generations"),  # its batches are of whole groups
         ("sampling", "max_tokens", args.max_completion_length, "max_completion_length"),
         ("sampling", "temperature", args.temperature, "temperature"),
         ("sampling", "top_p", args.top_p, "top_p"),

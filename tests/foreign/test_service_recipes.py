@@ -120,6 +120,20 @@ def test_a_penalty_is_paid_for_leaving_the_base_model(served: Served, cookbook: 
     assert abs(distances[0]) < 1e-3 < max(distances), distances
 
 
+@pytest.mark.parametrize("cookbook", ["tinker"], indirect=True)
+def test_an_adapter_learns_from_another_one_on_its_own_samples(served: Served, cookbook: str, tmp_path: Path) -> None:
+    """The cookbook's on-policy distillation: a sampling client of a checkpoint scores what another policy sampled."""
+    prompts = [{"messages": [{"role": "user", "content": f"Which number? {number}"}]} for number in range(64)]
+    folder = served.folder / "models" / "allenai" / "tulu-3-sft-mixture"
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    run(served, cookbook, "chat", tmp_path / "chat")
+    run(served, cookbook, "distill", log := tmp_path / "distill")
+    distances = curve(log, "teacher_kl")
+    assert len(distances) == 10
+    assert statistics.mean(distances[-3:]) < 0.7 * distances[0], distances
+
+
 @pytest.mark.parametrize("cookbook", ["logits"], indirect=True)
 def test_a_loop_goes_on_from_what_another_taught(served: Served, cookbook: str, tmp_path: Path) -> None:
     """`sl_loop` shows the answer to a question, and `rl_loop` rewards it."""

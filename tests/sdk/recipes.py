@@ -97,6 +97,36 @@ def math_kl(cookbook: str, url: str, log: str) -> None:
     asyncio.run(rl.main(config))
 
 
+def distill(cookbook: str, url: str, log: str) -> None:
+    """On-policy distillation, without a reward: a fresh adapter learns from the one that `chat` trained beside its log,
+    whose logprobs of each sample are asked for."""
+    recipe = module(cookbook, "recipes.distillation.on_policy_distillation")
+    saved = Path(log).with_name("chat").joinpath("checkpoints.jsonl").read_text().splitlines()
+    taught = [json.loads(line) for line in saved]
+    asyncio.run(
+        recipe.cli_main(
+            recipe.CLIConfig(
+                log_path=log,
+                model_name=BASE,
+                renderer_name=RENDERER,
+                teacher_model=BASE,
+                teacher_checkpoint=[one["sampler_path"] for one in taught if one.get("sampler_path")][-1],
+                dataset="tulu3",
+                base_url=url,
+                learning_rate=2e-2,
+                lora_rank=8,
+                group_size=8,
+                groups_per_batch=4,
+                max_tokens=12,
+                max_steps=10,
+                eval_every=0,
+                save_every=0,
+                behavior_if_log_dir_exists="raise",
+            )
+        )
+    )
+
+
 def loops(cookbook: str, url: str, log: str) -> None:
     """`sl_loop` shows the right answer, and `rl_loop` goes on from its checkpoint."""
     sl, rl = module(cookbook, "recipes.sl_loop"), module(cookbook, "recipes.rl_loop")
@@ -122,6 +152,8 @@ def main() -> None:
             chat(cookbook, url, log)
         case "loops":
             loops(cookbook, url, log)
+        case "distill":
+            distill(cookbook, url, log)
         case "math_kl":
             math_kl(cookbook, url, log)
         case _:

@@ -246,6 +246,13 @@ def test_an_environment_has_its_own_reward(tmp_path: Path) -> None:
     assert found.tasks.environment == f"{tmp_path}/Guess.py:Guess"
 
 
+def test_a_teacher_stands_in_for_a_reward(tmp_path: Path) -> None:
+    settings = {"teacher": tmp_path / "large", "advantage": "none"}
+    made = config.load(write_run(tmp_path, "model", ROWS, [], None, None, settings))
+    assert made.distill.teachers == {"": str(tmp_path / "large")}
+    assert made.reward.functions == []
+
+
 def test_what_is_given_wrongly_is_said(tmp_path: Path) -> None:
     for given, message in (
         ({"tasks": ["a", {"prompt": "b"}]}, "Row 0 of tasks is 'a'"),

@@ -24,13 +24,12 @@ from echo2.core.types import (
     SnapshotRef,
     TensorBytes,
 )
-from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
-from echo2.engines.hf_engine import build_transformers
 from echo2.engines.torch_engine import TorchDecoder
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import check_group
 from echo2.weights.format.adapter_files import RANK_MAX
+from engine_builders import BUILDERS
 from rollout_cases import (
     FAMILIES,
     VOCAB,
@@ -47,7 +46,6 @@ from rollout_cases import (
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
 
 BASE = SnapshotRef("base-" + "0" * 16, 0, 0)
-BUILDERS: dict[str, Any] = {"compact": build_compact, "transformers": build_transformers}
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPT = [5, 6, 7, 8, 9, 10]
 NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"

@@ -36,6 +36,16 @@ def test_compact_is_taken_where_it_knows_the_model_and_transformers_elsewhere() 
     assert in_worker({"model_type": "llama"}).name == "transformers"
 
 
+def test_a_mac_with_mlx_takes_it_where_compact_knows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name in ("mlx", "mlx_lm"))
+    assert str(in_worker(LLAMA)) == "engine mlx: it knows llama models, and uses this Mac's GPU"
+    assert in_worker({**LLAMA, "sliding_window": 4}).name == "transformers"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert in_worker(LLAMA).name == "compact"
+
+
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_has_an_engine(model_type: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(model_type, **FAMILIES[model_type]).save_pretrained(tmp_path)

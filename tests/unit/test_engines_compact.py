@@ -14,8 +14,7 @@ from echo2.core.errors import UserError
 from echo2.engines import adapter, compact_cache
 from echo2.engines.architecture import read_architecture
 from echo2.engines.compact import build_compact
-from echo2.engines.hf_engine import build_transformers
-from echo2.engines.snapshot_tensors import copy_tensors
+from engine_builders import BUILDERS
 from rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
 
 CPU = torch.device("cpu")
@@ -40,11 +39,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 def filled(build: Any, snapshot: Any) -> Any:
     with torch.inference_mode():
         model = build(snapshot, CPU)
-        copy_tensors(snapshot, model.places)
+        model.fill(snapshot)
     return model
 
 
-@pytest.mark.parametrize("kind", ["compact", "packed", "in blocks", "transformers"])
+@pytest.mark.parametrize("kind", [*BUILDERS, "packed", "in blocks"])
 @pytest.mark.parametrize(("family", "changes"), VARIANTS)
 def test_prefill_and_steps_give_the_logprobs_of_transformers(
     family: str, changes: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
@@ -52,7 +51,7 @@ def test_prefill_and_steps_give_the_logprobs_of_transformers(
     """Prompts of different lengths, rows repeated, dropped and joined by others on the way, more steps than the cache
     first has room for."""
     module = tiny_module(family, **changes)
-    model = filled(build_transformers if kind == "transformers" else build_compact, snapshot_of(module))
+    model = filled(BUILDERS.get(kind, build_compact), snapshot_of(module))
     if kind == "in blocks":
         monkeypatch.setattr(compact_cache, "SPLIT_ITEMS", 1)
     if kind == "packed":
@@ -92,7 +91,7 @@ def test_weights_that_are_copied_over_packed_ones_are_computed_with(monkeypatch:
     module = tiny_module("qwen3", seed=1)
     with torch.inference_mode():
         model.unpack()
-        copy_tensors(snapshot_of(module), model.places)
+        model.fill(snapshot_of(module))
         _assert_same(module, [[3, 4, 5]], model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5])))
 
 

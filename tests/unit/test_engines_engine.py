@@ -27,6 +27,7 @@ from echo2.engines.engine import RequestFailure, SampleRequest
 from echo2.engines.fake_engine import FakeDecoder
 from echo2.engines.registry import make_engine
 from echo2.engines.torch_engine import TorchDecoder
+from engine_builders import BUILDERS
 from rollout_cases import (
     END,
     FAMILIES,
@@ -43,7 +44,7 @@ from rollout_cases import (
     until,
 )
 
-ENGINES = ("compact", "transformers")
+ENGINES = tuple(BUILDERS)
 
 
 def loaded(name: str, family: str = "qwen3", version: int = 0, slots: int = 64) -> Any:
@@ -102,9 +103,10 @@ def test_what_else_is_in_the_batch_changes_nothing(name: str, slots: int) -> Non
     assert run(engine, groups[3][2:])[0].tokens == together[11].tokens
 
 
-def test_both_engines_draw_the_same_tokens() -> None:
+def test_all_engines_draw_the_same_tokens() -> None:
     asked = [one for seed in range(4) for one in requests(seed, length=2 + seed)]
-    assert tokens_of(run(loaded("compact"), asked)) == tokens_of(run(loaded("transformers"), asked))
+    found = [tokens_of(run(loaded(name), asked)) for name in ENGINES]
+    assert all(one == found[0] for one in found)
 
 
 def test_samples_differ_and_seeds_matter() -> None:

@@ -87,7 +87,7 @@ def test_compact_reads_a_form_as_it_reads_what_it_stands_for(family: str) -> Non
     snapshot = snapshot_of(tiny_module(family, **FITS))
     checker, asked = DecodeLoop(TorchDecoder(build_compact, "cpu")), requests(0)
     load(checker, snapshot)
-    for form in forms.BLOCK_BYTES:
+    for form in forms.OF_TOKENS:
         sampler = DecodeLoop(TorchDecoder(build_compact, "cpu"))
         load(sampler, rounded_snapshot(snapshot, form))
         found = run(sampler, asked)
@@ -136,3 +136,20 @@ def test_without_llama_cpp_its_engines_say_what_to_install(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     with pytest.raises(UserError, match=r"needs llama.cpp, .* pip install 'echo2\[llamacpp\]'"):
         make_engine("llamacpp-q8_0", "cpu", 4)
+
+
+def test_without_mlx_its_engines_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlx_lm.models.cache", None)
+    with pytest.raises(UserError, match=r"needs MLX and mlx-lm, .* pip install 'echo2\[mlx\]'"):
+        make_engine("mlx-q8", "cpu", 4)
+
+
+def test_a_model_whose_rows_do_not_fit_has_no_such_form() -> None:
+    """A stranger may say any form of any model."""
+    snapshot, request = snapshot_of(tiny_module("qwen3", intermediate_size=48)), requests(0)[0]
+    engine: Any = DecodeLoop(TorchDecoder(build_compact, "cpu"))
+    load(engine, snapshot)
+    found = run(engine, [request])[0]
+    for form in ("q8_0", "mlx-q8"):
+        with pytest.raises(PeerError, match=f"no form {form} of this model: .* no multiple of 32"):
+            asyncio.run(engine.prefill(snapshot.ref, [reads(request, found, form)]))

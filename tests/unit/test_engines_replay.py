@@ -36,14 +36,13 @@ from echo2.core.types import (
 from echo2.engines import compact, hf_engine
 from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
-from echo2.engines.hf_engine import build_transformers
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.engines.torch_engine import Model, TorchDecoder
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Comparison, Verdict, check_group, nearest, readings_of
+from engine_builders import BUILDERS
 from rollout_cases import END, VOCAB, Beside, Hooked, assigned, hf_logits, snapshot_of, tiny_module, tokenizer_files
 
-BUILDERS: dict[str, Any] = {"compact": build_compact, "transformers": build_transformers}
 TEMPLATE = (
     b"{% for m in messages %}{{ 'h' if m.role == 'user' else 'a' }}={{ m.content }}<eos>{% endfor %}"
     b"{% if add_generation_prompt %}a={% endif %}"

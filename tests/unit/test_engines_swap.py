@@ -12,11 +12,10 @@ import torch
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot, TensorBytes
 from echo2.engines import adapter
-from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import OutOfMemoryError
-from echo2.engines.hf_engine import build_transformers
 from echo2.engines.torch_engine import TorchDecoder
+from engine_builders import BUILDERS
 from rollout_cases import Hooked, load, requests, run, snapshot_of, tiny_module
 
 NORM = "model.norm.weight"
@@ -24,9 +23,6 @@ NORM = "model.norm.weight"
 
 def tokens_of(completions: Any) -> list[list[int]]:
     return [completion.tokens.tolist() for completion in completions]
-
-
-BUILDERS: dict[str, Any] = {"compact": build_compact, "transformers": build_transformers}
 
 
 def cramped(name: str, error: Exception, from_version: int = 1) -> TorchDecoder:

@@ -321,7 +321,7 @@ def test_with_nobody_there_the_learners_wait_rents_the_cheapest_machine() -> Non
 def restarted(machines: tuple[ev.RecoveredMachine, ...], *, leases: bool = False) -> Hall:
     """A second head: w0 is there, the learner waits, and these machines are out."""
     hall = Hall(0, groups_per_step=4, activation=True, offers=(RentableOffer("spot", 2.0, 0.1, 2),))
-    held = (ev.RecoveredLease(1, 0, "r0", 0.0, 1e6),) if leases else ()
+    held = (ev.RecoveredLease(1, 0, "r0", 0.0, 1e6, 8),) if leases else ()
     groups = (ev.RecoveredGroup(0, 0, "open"),) if leases else ()
     hall.planner = Planner(hall.planner.options)
     hall.tell(ev.HeadStarted(published=(FIRST,), groups=groups, leases=held, next_number=1, machines=machines))

@@ -103,7 +103,7 @@ def test_a_worker_whose_connection_is_closed_keeps_its_leases_until_it_counts_as
 
 def restarted(at: float) -> Desk:
     """A second head that starts at this time: worker `a` holds lease 2, and the learner waits."""
-    lease = ev.RecoveredLease(2, 0, "a", 0.0, SECONDS)
+    lease = ev.RecoveredLease(2, 0, "a", 0.0, SECONDS, 8)
     group = ev.RecoveredGroup(0, 0, "open")
     started = ev.HeadStarted(next_number=1, next_lease_id=3, groups=(group,), leases=(lease,), published=(FIRST,))
     desk = Desk(started=started, now=at)

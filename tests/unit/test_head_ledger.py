@@ -110,7 +110,7 @@ def test_the_life_of_a_group(ledger: Ledger, path: Path) -> None:
     ledger.issue(0, step=0, cursor=5, now=1.0)
     ledger.grant(1, 0, "w1", now=1.5, deadline=121.5, num_samples=4)
     opened = RecoveredGroup(0, 0, "open")
-    lease = RecoveredLease(1, 0, "w1", 1.5, 121.5)
+    lease = RecoveredLease(1, 0, "w1", 1.5, 121.5, 4)
     assert ledger.recover() == HeadStarted(next_number=1, next_lease_id=2, groups=(opened,), leases=(lease,))
     assert ledger.sizes() == {0: 4}
 

@@ -349,7 +349,7 @@ def test_a_restarted_head_keeps_leases_and_results() -> None:
         next_number=2,
         next_lease_id=3,
         groups=(ev.RecoveredGroup(0, 0, "ready", 0, "a"), ev.RecoveredGroup(1, 0, "open")),
-        leases=(ev.RecoveredLease(2, 1, "a", 0.0, 50.0),),
+        leases=(ev.RecoveredLease(2, 1, "a", 0.0, 50.0, 4),),
         published=(SnapshotRef(RUN_POLICY, 1, 0),),
     )
     desk = Desk(started=started)

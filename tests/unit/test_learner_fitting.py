@@ -16,10 +16,11 @@ from echo2.config import Config
 from echo2.config.offers import load_offers
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
-from echo2.launch.preflight import check_memory
+from echo2.launch import preflight
+from echo2.launch.preflight import check_memory, take_turns
 from echo2.learner.core.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
 from echo2.learner.core.model_size import model_shape
-from echo2.learner.decide.memory import GB, GRADIENTS, MOMENTS
+from echo2.learner.decide.memory import GB, GRADIENTS, MOMENTS, PROCESS_BYTES
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning.memory_needs import learner_that_fits, offers_that_fit, worker_that_fits
 from model_cases import QWEN3_30B_A3B
@@ -63,21 +64,23 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_30b_a3b_lora": QWEN3_30B_A3B,
 }
 SIZES["one_gpu_0_6b"] = {**SIZES["one_gpu_1_7b"], "hidden_size": 1024, "intermediate_size": 3072}
-SIZES["one_gpu_8b_lora"] = SIZES["qwen3_8b"]
+SIZES |= {"one_gpu_8b_lora": SIZES["qwen3_8b"], "one_gpu_24gb": SIZES["qwen3_8b"], "one_gpu_8gb": SIZES["one_gpu_0_6b"]}
 MIXTURE = ("qwen3_30b_a3b", "qwen3_30b_a3b_lora")
 PARAMETERS = {"qwen3_4b": 4.02e9, "qwen3_8b": 8.19e9, "qwen3_32b_lora": 32.8e9, **dict.fromkeys(MIXTURE, 30.5e9)}
 PARAMETERS |= {"one_gpu_8b_lora": 8.19e9, "one_gpu_1_7b": 1.72e9, "one_gpu_0_6b": 0.596e9}
+PARAMETERS |= {"one_gpu_24gb": 8.19e9, "one_gpu_8gb": 0.596e9}
 H200 = Hardware(1000 * GB, (141 * GB,))
 LEARNER = {"qwen3_4b": FOUR_A100, "qwen3_8b": FOUR_A100, "qwen3_32b_lora": H200}
 LEARNER |= {"qwen3_30b_a3b": Hardware(2000 * GB, (141 * GB,) * 8), "qwen3_30b_a3b_lora": H200}
 GIB = 1 << 30
 LEARNER |= {"one_gpu_8b_lora": Hardware(32 * GIB, (12 * GIB,)), "one_gpu_1_7b": Hardware(32 * GIB, (16 * GIB,))}
-LEARNER["one_gpu_0_6b"] = Hardware(16 * GIB, (8 * GIB,))
+LEARNER["one_gpu_0_6b"] = LEARNER["one_gpu_8gb"] = Hardware(16 * GIB, (8 * GIB,))
+LEARNER["one_gpu_24gb"] = Hardware(32 * GIB, (24 * GIB,))
 WORKER = {"qwen3_4b": RTX5090, "qwen3_8b": RTX5090, "qwen3_32b_lora": A100, **dict.fromkeys(MIXTURE, A100)}
 
 
 WORKER |= {"one_gpu_8b_lora": Hardware(32 * GIB, (24 * GIB,)), "one_gpu_1_7b": Hardware(16 * GIB, (6 * GIB,))}
-WORKER["one_gpu_0_6b"] = LEARNER["one_gpu_0_6b"]
+WORKER |= {name: LEARNER[name] for name in ("one_gpu_0_6b", "one_gpu_8gb", "one_gpu_24gb")}
 
 
 def shape_of(name: str) -> ModelShape:
@@ -212,3 +215,44 @@ def test_moments_leave_a_gpu_that_is_too_small_and_gradients_follow_them() -> No
     lora = replace(example("one_gpu_8b_lora"), learner=config.learner)
     with pytest.raises(UserError, match=r'The learner needs .*learner\.quantised = "base"'):
         learner_that_fits(lora, shape_of("one_gpu_8b_lora"), Hardware(32 * GB, (12 * GB,)))
+
+
+def test_learner_and_workers_take_turns_on_a_gpu_that_does_not_hold_both() -> None:
+    for name in ("one_gpu_8gb", "one_gpu_24gb"):
+        config, shape, machine = example(name), shape_of(name), LEARNER[name]
+        need = learner_that_fits(config, shape, machine)
+        assert need.microbatch.in_turns
+        assert need.available == machine.gpus[0] - PROCESS_BYTES
+        away = sum(need.parts[part] for part in ("weights", "moments") if not need.microbatch.offloaded)
+        assert need.host >= away + PROCESS_BYTES
+        beside = replace(config, sampling=replace(config.sampling, max_tokens=64, groups_per_batch=1))
+        assert settle(beside, shape, machine).in_turns == (name == "one_gpu_24gb")  # 8 billion weights twice never fit
+        for other in (
+            Hardware(machine.memory_bytes, machine.gpus * 2),  # a GPU for each
+            Hardware(machine.memory_bytes // 3, machine.gpus),  # no room for what is put away
+            Hardware(machine.memory_bytes, (machine.gpus[0] // 2,)),  # no room for either
+            Hardware(machine.memory_bytes * 4),  # one memory for all
+        ):
+            assert not settle(config, shape, other).in_turns
+        for workers in ({"count": 0}, {"engine": "llamacpp-q8_0"}):
+            changed = replace(config, workers=replace(config.workers, **workers))
+            assert not settle(changed, shape, machine).in_turns
+
+
+def test_plan_and_a_start_say_that_they_take_turns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, name = tmp_path / "model", "one_gpu_8gb"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(SIZES[name]))
+    words = ["plan", str(EXAMPLES / "gpu" / f"{name}.toml"), "--offers", str(EXAMPLES / "offers.toml")]
+    words += ["--train-seconds", "1600", "--snapshot-bytes", "8e9", "--model.path", str(model)]
+    words += ["--learner-memory-gb", "8.59"]
+    assert main([*words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"]["learner"]["in_turns"]
+    assert main(words) == 0
+    assert "take turns on the GPU" in capsys.readouterr().out
+    config = replace(example(name), model=replace(example(name).model, path=str(model)))
+    assert not take_turns(config)  # there is no GPU
+    monkeypatch.setattr(preflight, "this_machine", lambda: LEARNER[name])
+    assert take_turns(config)

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import textwrap
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +25,7 @@ from safetensors.torch import load_file
 import mixture_cases
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
-from echo2.core.types import RolloutGroup
+from echo2.core.types import RolloutGroup, Teaching
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.mesh import Mesh, Place, join, place, shares
@@ -99,6 +100,23 @@ def replayed(where: Path, mesh: Mesh | None = None, is_on: bool = True) -> list[
     return norms
 
 
+def taught(where: Path, mesh: Mesh | None = None) -> list[float]:
+    """Norms of gradients with teachers, and how far the policy is from them: the model's twin, and the model itself as
+    it is now, from another prompt."""
+    found = []
+    for top_k in (0, 5):
+        teachers = {"twin": str(where / "twin"), "own": "self"}
+        options = config_of(lr=3e-3, tokens_per_microbatch=80, teacher=teachers, loss_top_k=top_k)
+        client = GrpoClient(load_policy(str(where / "model"), "float32", "cpu", mesh), options, mesh=mesh)
+        for step in range(2):
+            for call in groups_of(step):
+                of = [Teaching("own", array("i", [9, 8])) if one.group.number % 2 else Teaching("twin") for one in call]
+                client.forward_backward([replace(one, teaching=how) for one, how in zip(call, of, strict=True)])
+            done = client.optim_step()
+            found += [done.grad_norm, *(done.taught[name].log_ratio for name in sorted(done.taught))]
+    return found
+
+
 def trained_and_resumed(client: GrpoClient, mesh: Mesh, where: Path) -> dict[str, Any]:
     """Train, save, load what one process saved, save that, and train on; what was found on the way."""
     found: dict[str, Any] = {"first": digests(client, mesh), "rows": train(client, range(STEPS))}
@@ -133,6 +151,7 @@ def two_ranks(directory: str, rank: int) -> None:
     client.save_state(where / "adapter").result()
     found["adapter"] = digests(client, mesh)
     found["routed"] = replayed(where, mesh)
+    found["taught"] = taught(where, mesh)
     if rank == 0:
         (where / "found.json").write_text(json.dumps(found))
     mesh.leave()
@@ -165,6 +184,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     train(client, range(5))
     client.save_state(where / "of_one", lineage=2, cursor=5).result()
     mixture_cases.mixture().save_pretrained(where / "mixture")
+    model_directory(where / "twin", seed=7)
     return where, in_processes(two_ranks, 2, where)
 
 
@@ -178,6 +198,13 @@ def test_losses_norms_and_counts_are_those_of_one_process(pair: tuple[Path, dict
     for mine, theirs in zip(expected, found["rows"], strict=True):
         assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
     assert len({row["norm"] for row in expected}) == STEPS
+
+
+def test_teachers_say_the_same_to_two_ranks(pair: tuple[Path, dict[str, Any]]) -> None:
+    where, found = pair
+    assert found["taught"] == pytest.approx(expected := taught(where), rel=1e-4)
+    assert len(expected) == 12
+    assert min(map(abs, expected)) > 0.1
 
 
 def test_a_snapshot_has_the_bytes_of_one_process(pair: tuple[Path, dict[str, Any]]) -> None:

@@ -31,6 +31,10 @@ def reward(completions, do, **columns):
     if do[0] == "wrong": return ["no number"]
     if do[0] == "bad answer" and number < 2: return {}["choices"]
     return [1.0]
+async def each(completions, **columns):
+    number = count("each")
+    return [ValueError("no verdict") if text == "never" or (text == "later" and number == 1) else number
+            for text in completions]
 async def judged(completions, do, **columns): return reward(completions, do)
 """
 
@@ -66,7 +70,7 @@ def test_a_group_whose_judge_is_overloaded_for_a_moment_is_not_lost(
     tmp_path: Path, function: str, do: str, num_calls: int
 ) -> None:
     found, called, failures = scored(tmp_path, do, function)
-    assert found == [[1.0, {function: 1.0}]]
+    assert found == [(1.0, {function: 1.0})]
     assert (called, failures.count("reward_retried")) == (num_calls, num_calls - 1)
     (line,) = failure_lines({"failures": failures.to_plain()})
     assert line.startswith(f"{num_calls - 1} calls of your reward function raised and were made again")
@@ -96,3 +100,24 @@ def test_the_pauses_grow_and_end() -> None:
     assert sum(RETRY_PAUSES) < 10.0
     lost = 0.06 ** (len(RETRY_PAUSES) + 1)
     assert lost < 1e-6
+
+
+def test_a_try_again_is_for_the_rollouts_that_failed_and_the_first_score_of_a_rollout_stands(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    async def run() -> None:
+        name, log = f"{tmp_path}/own.py:each", tmp_path / "reward.log"
+        processes = RewardProcesses([name], 60.0, log, pauses=(0.0, 0.0))
+        rollout = Rollout(array("i", [5]), array("f", [-0.5]), b"\x01", ((0, 3),), "stop", "a")
+        try:
+            found, _ = await processes.scores(Task(0, "?", {}), [rollout] * 3, ["now", "later", "never"])
+            assert found[:2] == [(1.0, {"each": 1.0}), (2.0, {"each": 2.0})]
+            assert isinstance(found[2], RewardFailure)
+            assert "no verdict" in str(found[2])
+            assert "tried 3 times" in str(found[2])
+            with pytest.raises(RewardFailure, match="no verdict"):
+                await processes.scores(Task(0, "?", {}), [rollout], ["never"])
+        finally:
+            await processes.close()
+
+    asyncio.run(run())

@@ -226,7 +226,6 @@ def test_a_module_that_cannot_be_imported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entries", "said"),
     [
-        ([], "reward.functions is empty"),
         (["much * exact_match"], "a weight and a name"),
         (["nan * exact_match"], "a weight and a name"),
         (["* exact_match"], "a weight and a name"),

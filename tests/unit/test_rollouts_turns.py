@@ -294,9 +294,31 @@ def test_an_environment_that_fails_costs_its_own_group_only() -> None:
     first = next(iter(world.actions.values()))[0]
     picky = Counting(fails=first)
     groups, failures = play(engine, tokenizer, picky, assignment(0), assignment(5, samples=1))
-    assert failures[0] == RequestFailure("environment_failed", "it does not like that")
-    assert set(groups) == {5}
+    assert (failures, set(groups)) == ({}, {0, 5})
+    assert 0 < len(groups[0].rollouts) < 3
+    assert {(one.cause, one.detail) for one in groups[0].lost} == {("environment_failed", "it does not like that")}
+    assert len(groups[0].lost) + len(groups[0].rollouts) == 3
     assert world.open == picky.open == set()
+
+
+def test_an_evaluation_has_all_its_rollouts_or_fails_and_so_does_a_group_without_any() -> None:
+    engine, tokenizer = loaded("compact")
+    world = Counting()
+    play(engine, tokenizer, world, assignment(0))
+    first = next(iter(world.actions.values()))[0]
+    asked = assignment(0)
+    held_out = replace(asked, lease=replace(asked.lease, group=GroupRef(RUN_POLICY, "eval", 0)))
+    groups, failures = play(engine, tokenizer, Counting(fails=first), held_out, assignment(1, columns={"bad": "begin"}))
+    assert (groups, failures[0].reason, failures[1].reason) == ({}, "environment_failed", "environment_failed")
+
+
+def test_samples_in_place_of_others_are_drawn_from_numbers_of_their_own() -> None:
+    engine, tokenizer = loaded("compact")
+    asked, world = assignment(0, samples=5), Counting()
+    groups, _ = play(engine, tokenizer, world, asked)
+    more = replace(asked, lease=replace(asked.lease, lease_id=1, num_samples=2, first_sample=3))
+    found, _ = play(engine, tokenizer, Counting(), more)
+    assert [one.tokens for one in found[1].rollouts] == [one.tokens for one in groups[0].rollouts[3:]]
 
 
 def test_rewards_that_add_up_to_more_than_the_wire_takes_are_the_environments_fault() -> None:

@@ -143,7 +143,7 @@ def test_the_bytes_of_a_group_and_those_of_its_scores_are_the_scored_group(group
     assert messages.parse_group(data) == replace(group, rollouts=unscored)
     if group.is_scored:
         scores = [(rollout.reward or 0.0, rollout.reward_parts) for rollout in group.rollouts]
-        assert messages.parse_group(data + messages.encode_scores(scores)) == group
+        assert messages.parse_group(data + messages.encode_scores(scores, group.teaching)) == group
 
 
 @given(GROUPS, LEASES)

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
-from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup
+from echo2.core.types import RUN_POLICY, SEVERAL, GroupRef, LostRollout, Rollout, RolloutGroup
 from echo2.transport import messages, routes
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.regroup import joined, without
 from echo2.transport.routes import RouteShape, check_routes, decode_shape, encode_shape, num_routed, packed, unpacked
 
 SHAPE = RouteShape(3, 2, 8)
@@ -116,3 +117,18 @@ def test_any_bytes_are_refused_or_routes(data: bytes) -> None:
     except PeerError:
         return
     assert not data or unpacked(group).rollouts[0].routes
+
+
+def test_rollouts_that_are_left_and_those_that_join_them_keep_their_routes_and_numbers() -> None:
+    group = replace(group_of(random.Random(1), [3, 4, 5]), worker_id="a")
+    left = without(packed(group), [LostRollout(1, "reward_failed")])
+    assert unpacked(left).rollouts == (group.rollouts[0], group.rollouts[2])
+    assert (left.samples, [one.sample for one in left.lost]) == ((0, 2), [1])
+    assert without(left, []) is left
+    more = replace(group_of(random.Random(2), [6]), worker_id="b", samples=(3,))
+    whole = joined(left, packed(more))
+    assert unpacked(whole).rollouts == (group.rollouts[0], group.rollouts[2], more.rollouts[0])
+    assert (whole.samples, whole.worker_id) == ((0, 2, 3), SEVERAL)
+    bare = replace(more, rollouts=tuple(replace(one, routes=b"") for one in more.rollouts))
+    assert (joined(left, bare).routes, len(joined(left, bare).rollouts)) == (b"", 3)
+    assert joined(replace(left, lineage=2), packed(more)).samples == (3,), "versions of two lineages cannot be compared"

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from echo2.config.values import AUTO, FORMS
+from echo2.config.values import AUTO, FORMS, LLAMACPP_FORMS
 from echo2.core.background import Background
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
@@ -86,13 +86,18 @@ WHOLE = replace(ADAPTERS, has_adapter=False)
 def candidates(gigabytes: float, **obstacles: str) -> list[EngineCandidate]:
     memory = int(gigabytes * GB)
     return [
-        EngineCandidate(engine, form, memory, obstacles.get(form, "")) for engine, form in ((AUTO, ""), *FORMS.items())
+        EngineCandidate(engine, form, memory, obstacles.get(form, ""))
+        for engine, form in ((AUTO, ""), *LLAMACPP_FORMS.items())
     ]
 
 
 def test_bits_of_a_form_are_those_of_its_blocks() -> None:
     assert set(FORM_BITS) == set(FORMS.values())
-    assert {form: 8 * size / forms.BLOCK for form, size in forms.BLOCK_BYTES.items()} == FORM_BITS
+    sizes = {**forms.BLOCK_BYTES, **{form: bits * forms.BLOCK / 8 + 4 for form, bits in forms.AFFINE_BITS.items()}}
+    assert {form: 8 * size / forms.BLOCK for form, size in sizes.items()} == FORM_BITS
+    assert [FORM_BITS[form] // 4 for form in FORMS.values()] == sorted(
+        (FORM_BITS[form] // 4 for form in FORMS.values()), reverse=True
+    )
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def write_run(
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         put("model", "path", _model(model, folder / "model"))
+        if isinstance((distill := tables.get("distill", {})).get("teacher"), Path | tuple):
+            distill["teacher"] = _model(distill["teacher"], folder / "teacher")
         put("tasks", "source", _source("tasks", tasks, folder / "rows.jsonl"))
         if environment is not None:
             put("tasks", "environment", named_code(environment, folder))

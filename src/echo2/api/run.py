@@ -306,7 +306,7 @@ def train(
         reward: a function, or several whose values are added (with weights: a mapping from function to weight). It may
             be defined in your session or in a module, with TRL's signature, `f(completions, **columns) ->
             list[float]`, or verl's; or a value of the setting reward.functions (`"math"`, `"file.py:name"`). Not
-            needed with an environment, which returns its own reward.
+            needed with an environment, which returns its own reward, nor with a teacher (`teacher=DIR`).
         heldout: tasks that are not trained on, or several such sets by name. The run measures its mean reward on them.
         environment: a class with `step(action) -> (text, reward, done)`, for tasks of several turns.
         out: the run directory (default: a new one below `outputs/`).

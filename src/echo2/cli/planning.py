@@ -13,8 +13,10 @@ def add_plan(add: Add) -> None:
     text = "Plan a run: the cheapest machines that keep the learner busy, and the bill."
     parser = add("plan", text, module_command("echo2.planning.plan_command"), takes_settings=True, has_json=True)
     parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file of the run")
-    text = "machines on offer, as in examples/offers.toml (default: offers.toml)"
-    parser.add_argument("--offers", type=Path, default=Path("offers.toml"), metavar="FILE", help=text)
+    text = "machines on offer, as in examples/offers.toml; `market`: today's prices, by gpuhunt (default: offers.toml, "
+    text += "else the newest prices of the market that are here)"
+    parser.add_argument("--offers", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--rent", action="store_true", help="print the commands that rent the plan's machines")
     parser.add_argument("--budget", type=float, metavar="USD", help="most that the run may cost")
     parser.add_argument("--rehearse", action="store_true", help="also simulate the plan with the real control code")
     given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
@@ -33,6 +35,12 @@ def add_plan(add: Add) -> None:
         ("--learner-memory-gb", "M", "memory of each GPU of the learner in GB (default: this machine's)"),
     ):
         given.add_argument(flag, type=float, metavar=symbol, help=what)
+    market = parser.add_argument_group("machines of the market")
+    market.add_argument("--gpus", metavar="NAMES", help="only these, as in RTX-4090,RTX-5090 (default: all)")
+    market.add_argument("--region", metavar="NAME", help="only regions with this in their name (default: all)")
+    market.add_argument("--spot", choices=("any", "yes", "no"), default="any", help="only spot machines, or none")
+    text = "how many of each kind there are taken to be (default: 64)"
+    market.add_argument("--each", type=int, default=64, metavar="N", help=text)
     mode = parser.add_argument_group("choices")
     mode.add_argument("--publish-every", type=int, metavar="K", help="steps between snapshots (default: search)")
     mode.add_argument("--max-idle", type=float, default=0.02, help="share of time the learner may wait (default: 0.02)")

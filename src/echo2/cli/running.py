@@ -23,7 +23,7 @@ def add_run(add: Add) -> None:
     parser = add("run", text, _run, takes_settings=True, has_json=True)
     parser.epilog = config.settings_help()
     text = "configuration file (TOML), or config.json of a run"
-    parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=text)
     _add_out(parser)
     parser.add_argument("--view", action="store_true", help="also serve the dashboard, as `echo2 view` does")
     parser.add_argument("--no-learner", action="store_true", help="let a learner from elsewhere, or TRL, join")
@@ -42,6 +42,8 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     where = "run directory (default: outputs/<name of the file>)"
     parser.add_argument("--out", type=Path, metavar="DIR", help=where)
     parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
+    text = "continue the run that this store keeps (its head.store) in an empty --out; takes no CONFIG"
+    parser.add_argument("--resume-from", default="", metavar="URL", help=text)
 
 
 def _add_from(parser: argparse.ArgumentParser) -> None:
@@ -54,12 +56,13 @@ def add_processes(add: Add) -> None:
     text = "Start only the head of a run, which leases tasks to workers and hands rollouts to the learner."
     parser = add("head", text, _head, takes_settings=True)
     text = "run directory, or configuration file with --out, --resume and settings, as for `echo2 run`"
-    parser.add_argument("target", type=Path, metavar="DIR|CONFIG", help=text)
+    parser.add_argument("target", type=Path, nargs="?", metavar="DIR|CONFIG", help=text)
     _add_out(parser)
     _add_from(parser)
     text = "Start only the learner of a run, from its newest checkpoint."
     parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
     parser.add_argument("--ticket", default="", help="the learner's ticket, if the head is on another machine")
+    _add_card(parser)
     _add_worker(add("worker", "Join a run with a ticket, and sample rollouts for it.", _worker, has_json=True))
 
 
@@ -96,8 +99,14 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--no-relay", dest="relays", action="store_false", help="send no weights to other workers")
     text = "directory for the worker's key and weights (default: in the user's state directory)"
     flag("--state", type=Path, metavar="DIR", help=text)
+    _add_card(parser)
     text = "how long to wait for a head that is away (default: 600)"
     flag("--patience-seconds", type=float, default=600.0, metavar="SECONDS", help=text)
+
+
+def _add_card(parser: argparse.ArgumentParser) -> None:
+    text = "take turns with the run's other processes on one GPU, by locks in this directory"
+    parser.add_argument("--card", default="", metavar="DIR", help=text)
 
 
 def _num_slots(text: str) -> int:
@@ -131,8 +140,30 @@ def _run(options: argparse.Namespace) -> int:
 
     options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
+    options.config = _target(options, options.config)
     given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
     return run(*given, has_page=options.view, has_learner=not options.no_learner)
+
+
+def _target(options: argparse.Namespace, given: Path | None) -> Path:
+    """Return the configuration or directory to start from; with --resume-from, after the run was fetched.
+
+    Raises:
+        UserError: there must be one of both.
+    """
+    from echo2.core.errors import UserError
+
+    if bool(given) == bool(options.resume_from):
+        raise UserError("Give a configuration file, or --resume-from URL with an empty --out DIR; one of both.")
+    if given is not None:
+        return given
+    if options.out is None:
+        raise UserError(f"--resume-from {options.resume_from} needs --out DIR, an empty directory on this machine.")
+    from echo2.launch.start import fetched
+
+    options.resume = True
+    target, options.overrides = fetched(options.resume_from, options.out, options.overrides)
+    return target
 
 
 def _head(options: argparse.Namespace) -> int:
@@ -143,7 +174,8 @@ def _head(options: argparse.Namespace) -> int:
     from echo2.launch import start as launch
 
     begin_process()
-    rundir = launch.open_run(options.target, options.out, options.resume, options.overrides, options.like)
+    target = _target(options, options.target)
+    rundir = launch.open_run(target, options.out, options.resume, options.overrides, options.like)
     forbid_torch()
     asyncio.run(run_head(rundir))
     return 0
@@ -154,7 +186,7 @@ def _learner(options: argparse.Namespace) -> int:
     from echo2.learner.process import run_learner
 
     begin_process()
-    return run_learner(RunDir(options.directory), options.ticket)
+    return run_learner(RunDir(options.directory), options.ticket, options.card)
 
 
 def _worker(options: argparse.Namespace) -> int:

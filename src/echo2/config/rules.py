@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from echo2.config.sections import (
+    DistillConfig,
     EvalConfig,
     FleetConfig,
     HeadConfig,
@@ -20,7 +21,7 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import CHECKED_FORMS, FORMS, LOG_PACKAGES, SERVERS, loss_params
+from echo2.config.values import CHECKED_FORMS, LLAMACPP_FORMS, LOG_PACKAGES, SERVERS, loss_params
 from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
@@ -38,6 +39,7 @@ class Config:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     learner: LearnerConfig = field(default_factory=LearnerConfig)
+    distill: DistillConfig = field(default_factory=DistillConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
@@ -90,7 +92,7 @@ def _check_deterministic(config: Config) -> None:
             f"run.deterministic = true cannot be combined with {' and '.join(excluded)}, which "
             "depends on measured times. Leave one of them out."
         )
-    if config.run.deterministic and config.workers.engine in {*SERVERS, *FORMS}:
+    if config.run.deterministic and config.workers.engine in {*SERVERS, *LLAMACPP_FORMS}:
         raise UserError(
             f"run.deterministic = true, and workers.engine = {config.workers.engine!r}, which makes its own batches, "
             "on which the last bits depend. Take another engine, or leave run.deterministic out."
@@ -106,6 +108,16 @@ def _check_forms(config: Config) -> None:
                 f"workers.forms has {form!r}: expected forms whose rollouts a check tells from others: {known}. "
                 "Machines of your own may use any engine."
             )
+
+
+def _check_min_group(config: Config) -> None:
+    """A group can't be larger than the whole one, and a rollout alone is compared with none."""
+    smallest, size = config.sampling.min_group, config.sampling.group_size
+    if smallest == 1 or smallest > size:
+        raise UserError(
+            f"sampling.min_group = {smallest} with sampling.group_size = {size}: rollouts are compared with each "
+            f"other. Set 2 to {size}, or 0 for half of the group."
+        )
 
 
 def _check_logs(config: Config) -> None:
@@ -195,6 +207,41 @@ def _check_quantised(config: Config) -> None:
         )
 
 
+def _check_distill(config: Config) -> None:
+    """A teacher is there to be learned from, and what it says of a token is that token's alone."""
+    teachers, learner = config.distill.teachers, config.learner
+    if not teachers and learner.advantage == "none" and not learner.reference_kl:
+        raise UserError(
+            'learner.advantage = "none" leaves nothing to learn: rewards are not trained on, and distill.teacher is '
+            "empty. Name a teacher, or another advantage."
+        )
+    if not teachers:
+        return
+    if config.sampling_params.top_logprobs:
+        raise UserError(
+            f"learner.loss_params.score_centering with distill.teacher = {config.distill.teacher!r}: it needs one "
+            "advantage for all tokens that could have come, and a teacher gives each its own. Leave one of them out."
+        )
+    if config.distill.loss_top_k and config.sampling_params.is_narrow:
+        sampling = config.sampling
+        raise UserError(
+            f"distill.loss_top_k = {config.distill.loss_top_k} with sampling.top_k = {sampling.top_k}, top_p = "
+            f"{sampling.top_p} and min_p = {sampling.min_p}: the divergence is over the whole vocabulary. Set 0, 1 and "
+            "0, or distill.loss_top_k = 0."
+        )
+    if config.schedule.dynamic_sampling and (learner.advantage == "none" or not config.reward.functions):
+        raise UserError(
+            "schedule.dynamic_sampling = true replaces groups whose rewards are all equal, and rewards are not trained "
+            f"on: learner.advantage = {learner.advantage!r}, reward.functions = {config.reward.functions}. Leave it "
+            "out."
+        )
+    if config.eval.sets and not config.reward.functions:
+        raise UserError(
+            f"eval.source = {config.eval.source!r} without reward.functions: nothing says what an answer is worth. "
+            'Name some; learner.advantage = "none" keeps them out of training.'
+        )
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -206,11 +253,13 @@ def check_together(config: Config) -> None:
     _check_deterministic(config)
     _check_forms(config)
     _check_logs(config)
+    _check_min_group(config)
     _check_centering(config)
     _check_routes(config)
     _check_stop(config)
     _check_lora(config)
     _check_quantised(config)
+    _check_distill(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)
@@ -240,4 +289,4 @@ def check_together(config: Config) -> None:
                 f"run.log_to has {target!r}: expected tensorboard, wandb:<project>, wandb+rollouts:<project> or "
                 "trackio:<project>."
             )
-    config.head.address  # noqa: B018  it is checked when it is read
+    config.head.address, config.head.store_place  # noqa: B018  they are checked when they are read

@@ -7,6 +7,7 @@
     logs/             one file a process                identity/       the run's keys (private)
     ticket            what `echo2 worker` needs to join processes.json  local processes with their pids
     outcome.json      how the run ended                 summary.json    the numbers of its closing table
+    store.json        this directory's claim to the store that keeps the run elsewhere
     inputs/           rows, functions and a model passed from Python (`echo2.train`)
 
 Small files are replaced whole (`write_atomically`), so that a reader never sees half of one.
@@ -70,6 +71,7 @@ class RunDir:
     ticket = _Entry("ticket")
     learner_ticket = _Entry("identity/learner-ticket")
     identity = _Entry("identity")
+    claim = _Entry("store.json")
     checkpoints = _Entry("checkpoints")
     snapshots = _Entry("snapshots")
     rollouts = _Entry("rollouts")

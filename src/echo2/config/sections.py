@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, weighted
+from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
 from echo2.core.addresses import host_and_port
-from echo2.core.errors import InvariantError
+from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
 
@@ -156,6 +157,10 @@ class SamplingConfig:
     """How rollouts are drawn."""
 
     group_size: Annotated[int, _doc("Rollouts in a group, which all answer the same task (K).", ge=2, le=1024)] = 8
+    min_group: Annotated[
+        int,
+        _doc("Rollouts with which a group trains when the others failed; with fewer it gets more. 0: half.", ge=0),
+    ] = 0
     temperature: Annotated[float, _doc("Sampling temperature.", gt=0.0)] = 1.0
     top_p: Annotated[
         float, _doc("Sample from the smallest set with this probability. 1: all tokens.", gt=0.0, le=1.0)
@@ -226,8 +231,11 @@ class LearnerConfig:
     ] = "token"
     reference_kl: Annotated[float, _doc("Weight of the KL penalty towards the initial policy. 0: none.", ge=0.0)] = 0.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo", "rloo"],
-        _doc("Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean."),
+        Literal["grpo", "dr_grpo", "rloo", "none"],
+        _doc(
+            "Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean. none: 0, rewards "
+            "are only shown."
+        ),
     ] = "dr_grpo"
     routing_replay: Annotated[
         bool, _doc("Of a mixture of experts: train each token with the experts that sampled it. See docs/losses.md.")
@@ -253,6 +261,36 @@ class LearnerConfig:
     keep_checkpoints: Annotated[int, _doc("Newest checkpoints kept, besides the best one.", ge=1)] = 2
     keep_every: Annotated[int, _doc("Also keep the checkpoint of every Nth step. 0: none.", ge=0)] = 0
     price_usd_per_hour: Annotated[float, _doc("Price of the learner's machine.", ge=0.0)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class DistillConfig:
+    """A teacher that the learner holds, and that scores the tokens which the policy sampled."""
+
+    teacher: Annotated[
+        str | dict[str, str],
+        _doc(
+            "Model directory or hub id with the policy's tokenizer, or several by name, one of which each row's column "
+            '`teacher` gives; "self": the policy itself. A row\'s column `teacher_prompt` is what the teacher reads in '
+            "place of `prompt`. Empty: none."
+        ),
+    ] = ""
+    weight: Annotated[float, _doc("Weight of the divergence from the teacher, beside the reward.", gt=0.0)] = 1.0
+    loss_top_k: Annotated[
+        int,
+        _doc(
+            "0: the advantage of each token has the teacher's logprob less the policy's. More: the loss has the "
+            "divergence over so many of the teacher's most likely tokens, and the rest as one.",
+            ge=0,
+            le=TOP_LOGPROBS_MAX,
+        ),
+    ] = 0
+
+    @property
+    def teachers(self) -> Mapping[str, str]:
+        """Paths by name; of a single teacher the name is empty."""
+        named = {"": self.teacher} if isinstance(self.teacher, str) else self.teacher
+        return {name: path for name, path in named.items() if path}
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,6 +331,24 @@ class FleetConfig:
     budget_usd: Annotated[float, _doc("Stop the run at this cost. 0: no limit.", ge=0.0)] = 0.0
 
 
+def place_and_lag(store: str) -> tuple[str, float]:
+    """Split URL?lag_seconds=N; without the end, the lag is 0.
+
+    Raises:
+        UserError: N is not a number from 0 on.
+    """
+    url, mark, lag = store.partition("?lag_seconds=")
+    try:
+        seconds = float(lag) if mark else 0.0
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 <= seconds < math.inf:
+        raise UserError(
+            f"head.store = {store!r}: lag_seconds is {lag!r}, not a number. Write ?lag_seconds=30, or leave it out."
+        )
+    return url, seconds
+
+
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
     """The control plane's address."""
@@ -304,6 +360,24 @@ class HeadConfig:
         ),
     ] = "127.0.0.1:0"
     advertise: Annotated[str, _doc("Host name or address in tickets. Empty: the host of head.listen.")] = ""
+
+    store: Annotated[
+        str,
+        _doc(
+            "Where the run is kept besides this machine: a directory, or a URL of fsspec (s3://...). Nothing is "
+            "acknowledged before it is there; with ?lag_seconds=N behind it, at most N seconds of results are. "
+            "`--resume-from` continues a run from it. Empty: nowhere. See docs/operations.md."
+        ),
+    ] = ""
+
+    @property
+    def store_place(self) -> tuple[str, float]:
+        """URL of `store`, and its lag in seconds.
+
+        Raises:
+            UserError: the lag is no number.
+        """
+        return place_and_lag(self.store)
 
     @property
     def address(self) -> tuple[str, int]:

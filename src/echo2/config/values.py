@@ -17,7 +17,15 @@ SERVERS: Mapping[str, str] = {
 #: The engine that is chosen by the model and the machine (`engines/choice.py`).
 AUTO = "auto"
 #: Engines that round the published weights, and to which form (`engines/forms.py`).
-FORMS: Mapping[str, str] = {"llamacpp-q8_0": "q8_0", "llamacpp-q4_0": "q4_0"}
+LLAMACPP_FORMS: Mapping[str, str] = {"llamacpp-q8_0": "q8_0", "llamacpp-q4_0": "q4_0"}
+MLX_FORMS: Mapping[str, str] = {"mlx-q8": "mlx-q8", "mlx-q4": "mlx-q4"}
+#: The most bits first, and of equal bits Macs' own.
+FORMS: Mapping[str, str] = {
+    engine: form
+    for bits in ("q8", "q4")
+    for engine, form in (*MLX_FORMS.items(), *LLAMACPP_FORMS.items())
+    if bits in form
+}
 #: Those that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
 CHECKED_FORMS = ("q8_0",)
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS` as
@@ -26,14 +34,17 @@ ENGINES: Mapping[str, str] = {
     AUTO: "echo2.engines.auto",
     "compact": "echo2.engines.compact",
     "transformers": "echo2.engines.hf_engine",
-    **dict.fromkeys(FORMS, "echo2.engines.llamacpp"),
+    **dict.fromkeys(LLAMACPP_FORMS, "echo2.engines.llamacpp"),
+    **dict.fromkeys(("mlx", *MLX_FORMS), "echo2.engines.mlx"),
     "fake": "echo2.engines.fake_engine",
     **SERVERS,
 }
 #: Those whose tokens are drawn with the head's random numbers (`engines/sampler.py`). Those that do not round
 #: weights can check the others; `ROUNDING_ENGINES` can check rounded weights, too.
-STREAM_ENGINES = frozenset({AUTO, "compact", "transformers", *FORMS})
+STREAM_ENGINES = frozenset({AUTO, "compact", "transformers", "mlx", *FORMS})
 ROUNDING_ENGINES = frozenset({AUTO, "compact"})
+#: The teacher that is the policy itself.
+SELF = "self"
 #: Slots that a worker says it has if its owner sets no limit: any number.
 NO_SLOT_LIMIT = 1 << 16
 
@@ -52,7 +63,7 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
 }
 #: What every loss takes beside its own; 0: off. docs/losses.md.
 SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
-#: Most of `score_centering`: 6 KiB a token.
+#: Most of `score_centering`, 6 KiB a token, and of `distill.loss_top_k`.
 TOP_LOGPROBS_MAX = 1024
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
@@ -118,10 +129,11 @@ class ServerPlace:
     """Where a token server is. `python`: of the environment that has its package (empty: this one); `arguments`: more
     of its own; `url`: of one that runs already, which then is not started. `directory` takes its model, socket and log;
     None: a temporary one. The server sees it too: it reads weights from there. `routes`: whether it is to return the
-    experts that a mixture chooses."""
+    experts that a mixture chooses; `takes_turns`: whether it shares its GPU with the run's learner."""
 
     python: str = ""
     url: str = ""
     arguments: tuple[str, ...] = ()
     directory: Path | None = None
     routes: bool = False
+    takes_turns: bool = False

@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 
 #: Parts of the messages of errors that have no exception type of their own: of torch's CPU allocator, and of libraries
 #: that allocate on a GPU by themselves.
-MEMORY_IS_FULL = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+MEMORY_IS_FULL = (
+    "can't allocate memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "[malloc] Unable to allocate",
+    "[metal::malloc]",
+)
 #: cuBLAS computes the same bits each time only with a workspace of this kind, which it reads when it is first used.
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 #: M_MMAP_THRESHOLD of malloc.h.

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -33,6 +33,8 @@ LOGGED_ROLLOUTS = "logged_rollouts"
 DEFAULT_LOGGED_ROLLOUTS = 8
 #: Maximum number of stop strings, and of characters in each.
 STOP_STRINGS_MAX, STOP_CHARS_MAX = 16, 128
+#: Stands for the worker of a group whose rollouts are of more than one.
+SEVERAL = "several"
 #: A rollout's reward, and the parts that add up to it, by name of the reward function.
 Score = tuple[float, Mapping[str, float]]
 
@@ -114,7 +116,8 @@ class Lease:
     """A time-limited right of a worker to produce one group.
 
     The group is bound to training step `step`. Its tokens must come from `exact_version` where that is set, else from
-    any version >= `min_version`. `deadline` is in seconds of the head's clock; `seconds` is the time from the grant to
+    any version >= `min_version`. Its samples are numbered from `first_sample`, which is not 0 if the group has rollouts
+    already and lacks some. `deadline` is in seconds of the head's clock; `seconds` is the time from the grant to
     the deadline.
     """
 
@@ -128,6 +131,7 @@ class Lease:
     deadline: float
     seconds: float
     seed: int
+    first_sample: int = 0
 
     @property
     def granted_at(self) -> float:
@@ -198,14 +202,36 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Teaching:
+    """The name of the teacher of a group (empty: the only one), and the prompt that it reads in place of the group's
+    (empty: the same).
+    """
+
+    teacher: str = ""
+    prompt_tokens: array[int] = field(default_factory=lambda: array("i"))
+
+
+@dataclass(frozen=True, slots=True)
+class LostRollout:
+    """A rollout that nobody's sampling can answer for: its environment, judge or reward failed. `cause`: one word."""
+
+    sample: int
+    cause: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutGroup:
-    """The K rollouts at one task that are compared with each other. `prompt_tokens` is shared by all of them.
-    `worker_id`: the worker that sampled them.
+    """The rollouts at one task that are compared with each other: K, or fewer if some failed. `prompt_tokens` is shared
+    by all of them. `worker_id`: the worker that sampled them, or the last of several.
+
+    `samples`: the numbers of the samples that the rollouts are; empty: 0, 1, ... `lost`: those that failed under the
+    present lease; only between the worker and the ledger.
 
     `logged`: the rollouts come from a log and not from a policy of this run; their versions do not measure staleness.
     `by_harness`: a harness produced the rollouts, so prompt and rewards are the worker's unverified claims. This flag
     is not stored: the head knows it from the configuration. `routes`: those of all rollouts, packed
-    (`transport/routes.py`); empty: none.
+    (`transport/routes.py`); empty: none. `teaching`: known with the scores, for a learner with teachers.
     """
 
     group: GroupRef
@@ -219,6 +245,14 @@ class RolloutGroup:
     logged: bool = False
     by_harness: bool = False
     routes: bytes = b""
+    teaching: Teaching = field(default_factory=Teaching)
+    samples: tuple[int, ...] = ()
+    lost: tuple[LostRollout, ...] = ()
+
+    @property
+    def sample_numbers(self) -> Sequence[int]:
+        """The number of the sample that each rollout is."""
+        return self.samples or range(len(self.rollouts))
 
     @property
     def oldest_version(self) -> int:

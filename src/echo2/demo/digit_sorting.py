@@ -101,7 +101,7 @@ def sampled_accuracy(
 
 
 def warm_up(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, files: dict[str, bytes], seed: int
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, files: dict[str, bytes], seed: int, target: float
 ) -> tuple[int, float]:
     """Train on examples until the target accuracy is reached; returns (number of steps, accuracy)."""
     train = DigitSorting("train", MIN_DIGITS, MAX_DIGITS, seed=seed)
@@ -110,7 +110,7 @@ def warm_up(
     columns = (TextColumn("Warm-up"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     accuracy = 0.0
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("step 0", total=TARGET_ACCURACY)
+        bar = progress.add_task("step 0", total=target)
         for step in range(MAX_STEPS):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step)
@@ -118,14 +118,14 @@ def warm_up(
             update(model, optimizer, loss)
             if (step + 1) % CHECK_EVERY_STEPS == 0:
                 accuracy = sampled_accuracy(model, files, held_out, temperature=1.0)
-            text = f"step {step + 1}  loss {loss.item():.2f}  held-out accuracy {accuracy:.2f} of {TARGET_ACCURACY}"
+            text = f"step {step + 1}  loss {loss.item():.2f}  held-out accuracy {accuracy:.2f} of {target}"
             progress.update(bar, completed=accuracy, description=text)
-            if accuracy >= TARGET_ACCURACY:
+            if accuracy >= target:
                 return step + 1, accuracy
     raise UserError(f"The warm-up ended after {MAX_STEPS} steps at accuracy {accuracy:.2f}; try another --seed.")
 
 
-def build(out: Path, seed: int = 0, num_heads: int = NUM_HEADS) -> None:
+def build(out: Path, seed: int = 0, num_heads: int = NUM_HEADS, target: float = TARGET_ACCURACY) -> None:
     """Write the model directory, replacing an older one, and print the model's accuracy. Takes about a minute.
 
     Raises:
@@ -146,7 +146,7 @@ def build(out: Path, seed: int = 0, num_heads: int = NUM_HEADS) -> None:
     model = small_qwen3(tokenizer, context=256, num_heads=num_heads)
     model.config.save_pretrained(unfinished)
     files = {path.name: path.read_bytes() for path in unfinished.iterdir()}
-    num_steps, accuracy = warm_up(model, tokenizer, files, seed)
+    num_steps, accuracy = warm_up(model, tokenizer, files, seed, target)
     greedy = sampled_accuracy(model, files, DigitSorting("heldout", MIN_DIGITS, MAX_DIGITS), temperature=0.0)
     model.save_pretrained(unfinished)
     shutil.rmtree(out, ignore_errors=True)
@@ -163,8 +163,9 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, required=True, help="directory to write; an older model there is replaced")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the examples")
     parser.add_argument("--heads", type=int, default=NUM_HEADS, help="the model's width: 3 has 0.3 M parameters")
+    parser.add_argument("--accuracy", type=float, default=TARGET_ACCURACY, help="at which the warm-up ends, sampled")
     options = parser.parse_args()
     try:
-        build(options.out, options.seed, options.heads)
+        build(options.out, options.seed, options.heads, options.accuracy)
     except UserError as error:
         sys.exit(f"error: {error}")

@@ -1,4 +1,4 @@
-"""The engine `auto`: `compact` if it knows the model of the first snapshot, else `transformers`."""
+"""The engine `auto`: what `choice.in_worker` says of the first snapshot's model."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 
 def make_engine(device: str, slots: int) -> Engine:
     """The engine `auto`."""
-    return DecodeLoop(TorchDecoder(AutoBuilder(), device), slots)
+    return DecodeLoop(TorchDecoder(AutoBuilder(device), device), slots)
 
 
 class AutoBuilder:
     """Builds the models of snapshots, and logs the engine once. Implements `torch_engine.BuildModel`."""
 
-    def __init__(self) -> None:
-        self._choice: EngineChoice | None = None
+    def __init__(self, device: str = "auto") -> None:
+        self._device, self._choice = device, EngineChoice("", "")
 
     def __call__(self, snapshot: Snapshot, device: torch.device) -> Model:
         """Build the model of a snapshot; its weights are not loaded yet.
@@ -39,6 +39,10 @@ class AutoBuilder:
             log.info("%s", choice)
         if choice.name == "compact":
             return build_compact(snapshot, device)
+        if choice.name == "mlx":
+            from echo2.engines.mlx import MlxBuilder
+
+            return MlxBuilder(device=self._device)(snapshot, device)
         from echo2.engines.hf_engine import build_transformers  # transformers' models take three seconds to import
 
         return build_transformers(snapshot, device)

@@ -1,8 +1,9 @@
 """Chooses an engine where `workers.engine` leaves that open ("auto"), and says why. No torch here.
 
-`compact` where it knows the model, else `transformers`: a model's config.json decides it, and the engine `auto` does so
-once the first snapshot is there (`auto.py`). vLLM comes before both where it is installed and has a GPU for itself; the
-head allows it to machines of the owner alone, because nobody can check it (`head/serve/claims.py`).
+`compact` where it knows the model, on a Mac `mlx` in its place, else `transformers`: a model's config.json decides it,
+and the engine `auto` does so once the first snapshot is there (`auto.py`). vLLM comes before all where it is installed
+and has a GPU for itself; the head allows it to machines of the owner alone, because nobody can check it
+(`head/serve/claims.py`).
 """
 
 from __future__ import annotations
@@ -10,19 +11,24 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import platform
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from echo2.config import Config
-from echo2.config.values import AUTO, ENGINES
+from echo2.config.values import AUTO, ENGINES, FORMS, MLX_FORMS
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.engines.architecture import UnsupportedError, read_architecture
 
 #: What an engine's module needs beside torch.
-PACKAGES: Mapping[str, tuple[str, ...]] = {"echo2.engines.llamacpp": ("llama_cpp", "gguf")}
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "echo2.engines.llamacpp": ("llama_cpp", "gguf"),
+    "echo2.engines.mlx": ("mlx", "mlx_lm"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,21 @@ def in_worker(config: Mapping[str, Any]) -> EngineChoice:
         return EngineChoice("transformers", f"compact does not support {error.trait}")
     except UserError:
         return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
-    return EngineChoice("compact", f"it knows {config['model_type']} models")
+    known = f"it knows {config['model_type']} models"
+    if is_mac() and not missing_packages("mlx"):
+        return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
+    return EngineChoice("compact", known)
+
+
+def is_mac() -> bool:
+    """Whether this is a Mac with Apple silicon, whose GPU only MLX uses."""
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def rounding_engines() -> tuple[str, ...]:
+    """Return the engines of `FORMS` that a machine of this kind may choose by itself, the most bits first: MLX's on a
+    Mac only, for on other processors it is a test bed."""
+    return tuple(engine for engine in FORMS if is_mac() or engine not in MLX_FORMS)
 
 
 def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[str]) -> EngineChoice:
@@ -63,12 +83,12 @@ def obstacle(engine: str, model: Mapping[str, Any]) -> str:
     """Return why an engine of `FORMS` can't sample with a model of this config.json here; empty: it can."""
     if missing := missing_packages(engine):
         return missing
-    found: str = importlib.import_module(ENGINES[engine]).misfit(model)
+    found: str = importlib.import_module(ENGINES[engine]).misfit(model, FORMS[engine])
     return found
 
 
 def missing_packages(engine: str) -> str:
-    """Return what an engine of `FORMS` lacks here; empty: nothing."""
+    """Return what an engine lacks here, of those that need more than torch; empty: nothing."""
     missing = [package for package in PACKAGES[ENGINES[engine]] if importlib.util.find_spec(package) is None]
     extra = engine.partition("-")[0]
     return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')" if missing else ""

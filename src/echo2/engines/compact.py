@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from echo2.core.errors import PeerError
 from echo2.core.types import Snapshot
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, Linear, LowRank, RowAdapters, join
@@ -29,7 +30,7 @@ from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.rows import Limits
-from echo2.engines.snapshot_tensors import computing_dtype
+from echo2.engines.snapshot_tensors import computing_dtype, copy_tensors
 from echo2.engines.torch_engine import Cache, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
@@ -87,6 +88,10 @@ class CompactModel:
         self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if name.endswith("_proj.weight")}
         self._forms: dict[str, CompactModel] = {}  # of these weights; shared by all models over them
 
+    def fill(self, snapshot: Snapshot) -> None:
+        """See `Model.fill`."""
+        copy_tensors(snapshot, self.places)
+
     def adapted(self, adapter: Adapter) -> CompactModel:
         """See `Model.adapted`."""
         model = copy.copy(self)
@@ -109,6 +114,8 @@ class CompactModel:
     def formed(self, form: str) -> CompactModel:
         """See `Model.formed`."""
         if form not in self._forms:
+            if trait := forms.misfit(self._arch.tensor_shapes(), form):
+                raise PeerError("unknown_form", f"there is no form {form} of this model: {trait}")
             whole = CompactModel(self._arch, torch.float32, self._embed_VD.device, self.limits.end_tokens)
             for name in self._arch.tensor_shapes():
                 kind = forms.format_of(name, form)

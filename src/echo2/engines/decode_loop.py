@@ -73,6 +73,13 @@ class Decoder(Protocol):
     def clear(self) -> None:
         """Drop all rows."""
 
+    def sleep(self) -> None:
+        """Put all tensors away, from the device into the machine's memory; no other method is called until
+        `wake_up`. Rows stay."""
+
+    def wake_up(self) -> None:
+        """Put the tensors back on the device."""
+
 
 @dataclass(slots=True)
 class _Ticket:
@@ -97,7 +104,7 @@ class DecodeLoop:
         self._numbers, self._units = itertools.count(1), itertools.count(1)
         self._tokens_since_join = 0
         self._thread: threading.Thread | None = None
-        self._is_closed = False
+        self._is_closed = self._is_asleep = self._is_at_work = False
 
     @property
     def installed(self) -> SnapshotRef | None:
@@ -165,6 +172,26 @@ class DecodeLoop:
         """See `PrefillEngine.prefill`."""
         return await asyncio.to_thread(self._decoder.prefill, ref, requests)
 
+    async def sleep(self) -> None:
+        """See `Engine.sleep`. Waits for the token that is being sampled."""
+        await asyncio.to_thread(self._sleep)
+
+    def _sleep(self) -> None:
+        with self._changed:
+            if self._is_asleep:
+                return
+            self._is_asleep = True
+            self._changed.wait_for(lambda: not self._is_at_work)
+        self._decoder.sleep()
+
+    async def wake_up(self) -> None:
+        """See `Engine.wake_up`."""
+        if self._is_asleep:
+            await asyncio.to_thread(self._decoder.wake_up)
+            with self._changed:
+                self._is_asleep = False
+                self._changed.notify_all()
+
     def _check_open(self) -> None:
         if self._is_closed:
             raise UserError("The engine is closed.")
@@ -193,13 +220,18 @@ class DecodeLoop:
                     self._running.clear()
                 _settle([(ticket, error) for ticket in failed])
                 self._decoder.clear()
+            finally:
+                with self._changed:
+                    self._is_at_work = False
+                    self._changed.notify_all()
 
     def _has_work(self) -> bool:
-        """Wait for requests; False ends the thread."""
+        """Wait for requests, and for the device; False ends the thread."""
         with self._changed:
-            if not self._queue and not self._running and not self._is_closed:
-                self._changed.wait(LINGER_SECONDS)
+            while not self._changed.wait_for(self._can_go_on, LINGER_SECONDS) and self._is_asleep:
+                pass
             if (self._queue or self._running) and not self._is_closed:
+                self._is_at_work = True
                 return True
             left = [*self._running.values(), *self._queue]
             self._running.clear()
@@ -208,6 +240,9 @@ class DecodeLoop:
             self._thread = None
         _settle([(ticket, None) for ticket in left])
         return False
+
+    def _can_go_on(self) -> bool:
+        return self._is_closed or (not self._is_asleep and bool(self._queue or self._running))
 
     def _token(self) -> None:
         """Drop aborted requests, add waiting ones, then sample one token for each row."""

@@ -275,6 +275,13 @@ class Engine(Protocol):
             OutOfMemoryError: the device has no room for the policy; the old weights stay.
         """
 
+    async def sleep(self) -> None:
+        """Take all tensors off the device, between two tokens; requests stay, and wait. Until `wake_up`, no weights may
+        be updated. An engine that sleeps already does nothing."""
+
+    async def wake_up(self) -> None:
+        """Put the tensors back, and go on with the requests. An engine that is awake does nothing."""
+
     async def close(self) -> None:
         """Abort all requests, whose futures are cancelled, and release the device. A second call does nothing."""
 

@@ -102,6 +102,12 @@ class FakeDecoder:
         """See `Decoder.clear`."""
         self._rows.clear()
 
+    def sleep(self) -> None:
+        """See `Decoder.sleep`. There are no tensors."""
+
+    def wake_up(self) -> None:
+        """See `Decoder.wake_up`."""
+
     def _policy(self) -> tuple[SnapshotRef, int, int, int]:
         if self._installed is None:
             raise InvariantError("the engine was asked for tokens and has no weights")

@@ -37,7 +37,7 @@ from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, te
 from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.routing import LIVE, Recorded, routing_of
 from echo2.engines.rows import Limits
-from echo2.engines.snapshot_tensors import computing_dtype
+from echo2.engines.snapshot_tensors import computing_dtype, copy_tensors
 from echo2.engines.torch_engine import Cache, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
@@ -159,6 +159,10 @@ class HfModel:
         self._takes_positions = "position_ids" in takes
         self._is_recurrent = module._is_stateful and not self._takes_positions  # like Mamba: a step takes no mask
         self._routing = routing_of(module)
+
+    def fill(self, snapshot: Snapshot) -> None:
+        """See `Model.fill`."""
+        copy_tensors(snapshot, self.places)
 
     def adapted(self, adapter: Adapter) -> HfModel:
         """See `Model.adapted`. Forward hooks add the adapter's part to the outputs of the module's linear maps."""

@@ -48,8 +48,8 @@ def make_engine(device: str, slots: int, form: str) -> Engine:
     return DecodeLoop(LlamaCppDecoder(form, device, min(slots, SLOTS_MAX)), min(slots, SLOTS_MAX))
 
 
-def misfit(config: Mapping[str, Any]) -> str:
-    """Return why these engines can't compute a model with this config.json; empty: they can."""
+def misfit(config: Mapping[str, Any], form: str) -> str:
+    """Return why these engines can't compute a model with this config.json, in any `form`; empty: they can."""
     try:
         _architecture(config)
     except UserError as error:
@@ -95,6 +95,10 @@ class LlamaCppDecoder(TorchDecoder):
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
         """See `Decoder.prefill`. Always raises: a machine that checks holds the weights as published."""
         raise PeerError("snapshot_gone", "the engine llamacpp checks nobody: it holds rounded weights only")
+
+    def sleep(self) -> None:
+        """See `Decoder.sleep`. Always raises: the tensors are llama.cpp's."""
+        raise UserError("The engine llamacpp takes no turns on a GPU (--card): set workers.engine = 'auto'.")
 
 
 def _outline(snapshot: Snapshot, device: torch.device) -> CompactModel:
@@ -198,6 +202,10 @@ class LlamaCppModel:
             return self._weights.adapter(self._adapter_path)
         finally:
             self._adapter_path.unlink(missing_ok=True)
+
+    def fill(self, snapshot: Snapshot) -> None:
+        """See `LlamaCppDecoder._load_beside`."""
+        raise NotImplementedError
 
     def formed(self, form: str) -> LlamaCppModel:
         """See `LlamaCppDecoder.prefill`."""

@@ -54,7 +54,7 @@ def check_layout(snapshot: Snapshot, places: Places) -> None:
         PeerError: a tensor is missing or has no place; its dtype is unknown, its shape is not that of its place, or its
             number of bytes is wrong.
     """
-    for name in _taken(snapshot, places):
+    for name in taken(snapshot, places):
         source, shape = snapshot.tensors[name], tuple(places[name][0].shape)
         if source.dtype not in DTYPES:
             raise PeerError("bad_snapshot", f"{name} has dtype {source.dtype!r}, which no engine reads")
@@ -73,7 +73,7 @@ def check_values(snapshot: Snapshot, places: Places) -> None:
         PeerError: a value is not finite, or the snapshot's bytes can no longer be read.
     """
     buffer = _buffer()
-    for name in _taken(snapshot, places):
+    for name in taken(snapshot, places):
         for _, piece in _pieces(snapshot.tensors[name], buffer):
             _check_finite(name, piece)
 
@@ -85,7 +85,7 @@ def copy_tensors(snapshot: Snapshot, places: Places) -> None:
         PeerError: as `check_values`; some places are filled then, others not.
     """
     buffer = _buffer()
-    for name in _taken(snapshot, places):
+    for name in taken(snapshot, places):
         into = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places[name]]
         for start, piece in _pieces(snapshot.tensors[name], buffer):
             _check_finite(name, piece)
@@ -113,7 +113,7 @@ def _check_finite(name: str, piece: Tensor) -> None:
         raise PeerError("bad_snapshot", f"{name} holds NaN or infinity")
 
 
-def _taken(snapshot: Snapshot, places: Places) -> list[str]:
+def taken(snapshot: Snapshot, places: Places) -> list[str]:
     """Return the names of the tensors to read: of tied names, the first that the snapshot has."""
     tied: dict[int, list[str]] = {}
     for name, place in places.items():

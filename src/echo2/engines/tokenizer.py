@@ -23,6 +23,8 @@ from echo2.core.types import Rollout, Task
 from echo2.engines.model_values import read_context
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
+#: Files that say which text a token stands for.
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 #: Stands for an earlier answer when a chat template is rendered to find the text that follows an answer.
 ANSWER_MARK = "echo2-answer-mark"
@@ -102,6 +104,29 @@ def load_tokenizer(
     if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded
+
+
+def refuse_other_tokenizer(ours: Mapping[str, bytes], theirs: Mapping[str, bytes], teacher: str) -> None:
+    """Refuse a teacher that reads another text in the policy's tokens. It may know more tokens. Both are given by the
+    files of their models; tokenizers are loaded only where these differ.
+
+    Raises:
+        UserError: names a token that differs, or says that one of the tokenizers cannot be read.
+    """
+    if all(ours.get(name) == theirs.get(name) for name in VOCABULARY_FILES):
+        return
+    try:
+        mine, other = (load_tokenizer(files).get_vocab() for files in (ours, theirs))
+    except PeerError as error:
+        raise UserError(f"distill.teacher = {teacher!r}: its tokens can't be compared: {error.detail}.") from error
+    differ = [token for token, number in mine.items() if other.get(token) != number]
+    if differ:
+        token = min(differ, key=mine.__getitem__)
+        raise UserError(
+            f"distill.teacher = {teacher!r} has another tokenizer: of the policy's {len(mine)} tokens {len(differ)} "
+            f"are others there, for example number {mine[token]}, {token!r}. A teacher scores the policy's own tokens: "
+            "take one of the same family."
+        )
 
 
 def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:

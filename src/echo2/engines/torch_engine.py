@@ -44,9 +44,10 @@ from echo2.engines.engine import (
     SampleRequest,
     refuse_request,
 )
+from echo2.engines.parking import Parked
 from echo2.engines.prefill import TILE_ITEMS, batches, measure, sequence_of
 from echo2.engines.rows import KEPT_SHARE, Limits, PrefixCache, RowTable
-from echo2.engines.snapshot_tensors import Places, check_layout, check_values, copy_tensors
+from echo2.engines.snapshot_tensors import Places, check_layout, check_values
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +102,14 @@ class Model(Protocol):
 
     @property
     def places(self) -> Places:
-        """The tensors into which a snapshot's tensors are loaded."""
+        """The tensors into which a snapshot's tensors are loaded, or others of their shapes."""
+
+    def fill(self, snapshot: Snapshot) -> None:
+        """Load all tensors of a snapshot. Call `check_layout` before.
+
+        Raises:
+            PeerError: as `copy_tensors`; some tensors are loaded then, others not.
+        """
 
     @property
     def linears(self) -> Mapping[str, tuple[int, ...]]:
@@ -164,6 +172,7 @@ class TorchDecoder:
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
         self._kept: PrefixCache[Cache] | None = None
+        self._parked: Parked | None = None
         self._keeps_routes = False  # since a request asked for them
         # Rows from this number on were read with the policy of `_read_with` from their first token.
         self._read_with: SnapshotRef | None = None
@@ -234,7 +243,7 @@ class TorchDecoder:
         try:
             model = self._build_model(snapshot, self._device)
             with Beside(self._device).work():  # decoding goes on meanwhile
-                copy_tensors(snapshot, model.places)
+                model.fill(snapshot)
             if num_bytes <= share * free:
                 model.pack()
         except (MemoryError, RuntimeError) as error:
@@ -252,7 +261,7 @@ class TorchDecoder:
             started, (_, model, _) = time.perf_counter(), self._policy()
             model.unpack()
             try:
-                copy_tensors(snapshot, model.places)
+                model.fill(snapshot)
             except BaseException:
                 self._current = self.base_model = None  # the weights are a mixture of two policies
                 raise
@@ -370,6 +379,18 @@ class TorchDecoder:
         """See `Decoder.clear`."""
         self._let_go()
         self._kept = None
+
+    def sleep(self) -> None:
+        """See `Decoder.sleep`. Caches of ended rows are dropped: their next turns are read again."""
+        with self._next, self._using:
+            self._kept = None
+            self._parked = Parked(self._device, self._current, self._before, self._cache)
+
+    def wake_up(self) -> None:
+        """See `Decoder.wake_up`."""
+        if self._parked is not None:
+            self._parked.fetch()
+            self._parked = None
 
     def _let_go(self) -> None:
         self._cache = None

@@ -17,7 +17,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.rundir import check_directory, holds_run, read_json
-from echo2.config.values import LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
+from echo2.config.values import LOG_PACKAGES, SELF, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
 from echo2.core.devices import require_bitsandbytes, this_machine
@@ -30,6 +30,8 @@ from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.planner_options import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
 from echo2.head.serve.results import GROUP_BYTES_MAX
+from echo2.launch.teachers import check_teaching
+from echo2.learner.core.fitting import settle
 from echo2.learner.core.model_size import model_config, model_shape
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
 from echo2.reward.score import Scorer
@@ -66,6 +68,9 @@ def check(config: Config, has_learner: bool = True) -> None:
         UserError: the first mistake found.
     """
     check_model(config.model.path, config.workers.engine, has_learner)
+    for path in config.distill.teachers.values():
+        if has_learner and path != SELF:  # the learner alone holds teachers
+            check_model(path, "", setting="distill.teacher")
     check_lora(config)
     check_engine(config)
     check_machine(config)
@@ -76,14 +81,18 @@ def check(config: Config, has_learner: bool = True) -> None:
         raise UserError(
             "tasks.source is empty: name your tasks (rows.jsonl, reasoning_gym:<name>, file.py:Class, ...)."
         )
-    if not config.reward.functions:
-        raise UserError('reward.functions is empty: name at least one, for example ["exact_match"].')
+    if not config.reward.functions and not config.distill.teachers:
+        raise UserError(
+            'reward.functions is empty: name at least one, for example ["exact_match"], or distill.teacher.'
+        )
     scorer = Scorer(config.reward.functions)
     training_tasks(config.tasks, config.run.seed)
     for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
         for name in names:
             tasks = load_tasks(name, params, config.run.seed)
-            check_tasks(tasks, scorer, name)
+            num_rows = check_tasks(tasks, scorer, name)
+            if params is config.tasks.params:
+                check_teaching(config, tasks, name, num_rows)
             if config.tasks.environment and not is_harness(config.tasks.environment):
                 check_environment(config.tasks.environment, tasks, name)
     is_verifiers = {name.startswith(f"{VERIFIERS}:") for name in (*config.tasks.sources, *config.eval.sets.values())}
@@ -155,9 +164,9 @@ def check_budget(config: Config, offers: Iterable[Offer]) -> None:
         )
 
 
-def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
+def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> int:
     """Find bad rows, and rows without a column that a reward needs. Of rows in a file, `ROWS_CHECKED_MAX` are checked;
-    of generated rows, only the first.
+    of generated rows, only the first. Return how many.
 
     Raises:
         UserError: names the first bad row, or the column that no row has.
@@ -175,6 +184,7 @@ def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> None:
             )
         where = f"{count} of {num_rows} rows of {source}"
         print(f"warning: {where} lack the column {column!r}: their groups will fail in {function}", file=sys.stderr)
+    return num_rows
 
 
 def check_environment(spec: str, tasks: TaskSource, source: str) -> None:
@@ -286,6 +296,12 @@ def check_memory(config: Config, has_learner: bool = True) -> None:
             learner_that_fits(config, shape, hardware)
 
 
+def take_turns(config: Config) -> bool:
+    """Return whether learner and local workers do not fit beside each other on this machine's only GPU."""
+    shape = model_shape(config.model.path)
+    return shape is not None and settle(config, shape, this_machine()).in_turns
+
+
 def check_context(config: Config) -> None:
     """Check that the model's context has room for an answer of `sampling.max_tokens` after the shortest prompt, as far
     as config.json tells. `check_prompts` counts the prompts that leave less.
@@ -335,9 +351,9 @@ def check_port(config: Config) -> None:
             ) from error
 
 
-def check_model(path: str, engine: str, has_learner: bool = True) -> None:
+def check_model(path: str, engine: str, has_learner: bool = True, setting: str = "model.path") -> None:
     """Check that the model can be loaded, as far as possible without torch and without a download. `has_learner`: it is
-    loaded on this machine.
+    loaded on this machine. `setting`: the one that names it.
 
     Raises:
         UserError: no path, no model there, a model that the engine cannot run, no tokenizer, or a hub id that neither
@@ -348,15 +364,14 @@ def check_model(path: str, engine: str, has_learner: bool = True) -> None:
     where = Path(path)
     if where.is_dir():
         if not (where / "config.json").is_file():
-            raise UserError(f"model.path = {path!r}: that directory holds no model (no config.json). Check the path.")
-        check_model_directory(where, engine)
+            raise UserError(f"{setting} = {path!r}: that directory holds no model (no config.json). Check the path.")
+        check_model_directory(where, engine, setting)
     elif path.startswith(("/", ".", "~")) or path.count("/") != 1 or where.parent.is_dir():
         raise UserError(
-            f"model.path = {path!r}: there is no such directory below {Path.cwd()}, and it is not a "
-            "hub id (owner/name)."
+            f"{setting} = {path!r}: there is no such directory below {Path.cwd()}, and it is not a hub id (owner/name)."
         )
     elif reason := _hub_refusal(path, has_learner):
-        raise UserError(f"model.path = {path!r}: there is no such directory, and {reason}")
+        raise UserError(f"{setting} = {path!r}: there is no such directory, and {reason}")
 
 
 def check_engine(config: Config) -> None:
@@ -426,21 +441,21 @@ def check_trained(config: Config) -> None:
             )
 
 
-def check_model_directory(where: Path, engine: str) -> None:
+def check_model_directory(where: Path, engine: str, setting: str = "model.path") -> None:
     """Raises UserError if a model directory lacks a tokenizer or weights, or the engine can't run the model."""
     if not any((where / name).is_file() for name in TOKENIZER_FILES) and not any(where.glob("*.model")):
         raise UserError(
-            f"model.path = {str(where)!r}: that directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            f"{setting} = {str(where)!r}: that directory holds no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
             "Save the model's tokenizer beside it: tokenizer.save_pretrained(DIR)."
         )
     if not any(where.glob("*.safetensors")) and not any(where.glob("*.bin")):
         raise UserError(
-            f"model.path = {str(where)!r}: that directory holds no weights (no *.safetensors). Save the model there: "
+            f"{setting} = {str(where)!r}: that directory holds no weights (no *.safetensors). Save the model there: "
             "model.save_pretrained(DIR)."
         )
     config = read_json(where / "config.json")
     if not isinstance(config, dict):
-        raise UserError(f"model.path = {str(where)!r}: its config.json is not a JSON object.")
+        raise UserError(f"{setting} = {str(where)!r}: its config.json is not a JSON object.")
     if engine == "compact":
         read_architecture(config)
 

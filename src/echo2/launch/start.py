@@ -27,6 +27,7 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json, read_metrics
+from echo2.config.values import SELF
 from echo2.core.addresses import is_loopback
 from echo2.core.child import ChildProcess
 from echo2.core.devices import require_torch
@@ -34,8 +35,19 @@ from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
 from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
-from echo2.launch.preflight import check, check_place, check_port, check_prompts, check_trained, engine_here
+from echo2.head.store.resume import fetch_run
+from echo2.launch.preflight import (
+    check,
+    check_place,
+    check_port,
+    check_prompts,
+    check_trained,
+    engine_here,
+    take_turns,
+)
 from echo2.launch.supervisor import Supervisor
+from echo2.launch.teachers import check_tokenizers
+from echo2.planning.memory_needs import TURNS
 from echo2.planning.past_run import PastRun, read_past_run
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
@@ -48,6 +60,7 @@ FIXED = {
     "lora.targets": "the adapter in the checkpoints is of these layers",
     "lora.path": "the checkpoints go on from it",
     "sampling.group_size": "delivered groups have that many rollouts",
+    "distill.teacher": "scored groups name their teachers",
     "run.seed": "the tasks of issued groups follow from it",
     "tasks.source": "issued groups are of its tasks",
     "tasks.params": "issued groups are of the tasks that follow from it",
@@ -195,13 +208,22 @@ def absolute(config: Config) -> Config:
             return named(source)
         return {k: named(v) for k, v in source.items()} if isinstance(source, dict) else [named(v) for v in source]
 
-    model = Path(config.model.path or "/nowhere")
+    def directory_or_id(path: str) -> str:
+        return str(Path(path).resolve()) if path and Path(path).is_dir() and path != SELF else path
+
+    teacher = config.distill.teacher
     environment = config.tasks.environment
     kind = OWN if environment.startswith(OWN) else ""
     environment = kind + named(environment.removeprefix(kind))
     return replace(
         config,
-        model=replace(config.model, path=str(model.resolve()) if model.is_dir() else config.model.path),
+        model=replace(config.model, path=directory_or_id(config.model.path)),
+        distill=replace(
+            config.distill,
+            teacher=directory_or_id(teacher)
+            if isinstance(teacher, str)
+            else {name: directory_or_id(path) for name, path in teacher.items()},
+        ),
         lora=replace(config.lora, path=str(Path(config.lora.path).resolve()) if config.lora.path else ""),
         tasks=replace(config.tasks, source=named_all(config.tasks.source), environment=environment),
         eval=replace(config.eval, source=named_all(config.eval.source)),
@@ -224,6 +246,19 @@ def open_run(
         if not resume:
             check_port(config)
         return create(where, config, resume)
+
+
+def fetched(url: str, out: Path, overrides: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+    """Fetch the run in a store into a directory. Return its configuration file, and the settings to resume it with.
+
+    Raises:
+        UserError: there is no run in the store, or one in the directory.
+    """
+    keep_private()
+    with claimed(out, "run"):
+        rundir = fetch_run(url, out)
+    is_moved = rundir.read_config().head.store_place[0] != url
+    return rundir.config, {**({"head.store": url} if is_moved else {}), **overrides}
 
 
 def _claimed_to_resume(where: Path, role: str, resume: bool) -> AbstractContextManager[None]:
@@ -253,9 +288,12 @@ def run(
     if dry_run:
         check_place(config, where, resume)
         check_prompts(config)
+        check_tokenizers(config)
         if has_learner:
             check_trained(config)
         print(f"note: {engine_here(config)}", file=sys.stderr)
+        if has_learner and take_turns(config):
+            print(f"note: {TURNS}", file=sys.stderr)
         print(configuration.to_json(config))
         return 0
     with claimed(where, "run"):
@@ -281,9 +319,10 @@ def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool
     arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     if config.tasks.environment:
         arguments += ["--allow-environment", config.tasks.environment]
-    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner)
+    in_turns = has_learner and take_turns(config)
+    supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner, in_turns)
     console = Console(stderr=True)
-    for line in [*joining(rundir, config), escape(str(engine_here(config)))]:
+    for line in [*joining(rundir, config), escape(str(engine_here(config))), *([TURNS] if in_turns else [])]:
         console.print(line, highlight=False, soft_wrap=True)
     page = _page(rundir, console) if has_page else nullcontext()
     with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:

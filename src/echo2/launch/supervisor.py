@@ -63,7 +63,8 @@ class Child:
 
 
 class Supervisor:
-    """Owns the local processes of one run. Without `has_learner`, the learner is started elsewhere."""
+    """Owns the local processes of one run. Without `has_learner`, the learner is started elsewhere. `takes_turns`: its
+    learner and workers share a GPU that does not hold them all."""
 
     def __init__(
         self,
@@ -72,16 +73,18 @@ class Supervisor:
         worker_arguments: list[str],
         num_ranks: int = 1,
         has_learner: bool = True,
+        takes_turns: bool = False,
     ) -> None:
         self.rundir = rundir
         path = str(rundir.path)
         self.head = Child("head", ["head", path])
-        self.learner = Child("learner", ["learner", path]) if has_learner else None
+        card = ["--card", str(rundir.path / "card")] if takes_turns else []
+        self.learner = Child("learner", ["learner", path, *card]) if has_learner else None
         self.others = [self.learner] if self.learner else []
         for number in range(num_workers):
             name, device = f"worker-{number}", f"auto:{number + num_ranks}"  # the learner has the first devices
             places = ["--state", str(self._state(name)), "--device", device]
-            self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *worker_arguments]))
+            self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *card, *worker_arguments]))
         self._signalled: signal.Signals | None = None
         self._num_signals = 0
         self._listed = ""

@@ -19,17 +19,20 @@ from functools import partial
 from pathlib import Path
 
 from echo2.config import Config
-from echo2.config.rundir import RunDir, claimed
+from echo2.config.rundir import RunDir, claimed, newest_checkpoint
 from echo2.core.addresses import is_loopback
 from echo2.core.child import ChildProcess
 from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
+from echo2.core.objects import open_objects
+from echo2.learner.core import stored
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
 from echo2.learner.grpo.loop import GrpoClient, train
 from echo2.learner.grpo.ranks import LeadingClient, follow
+from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.sending import OtherRanks, RankSender
 from echo2.learner.link.session import HeadSession
@@ -79,8 +82,9 @@ def _end_with_rank(rank: int, is_over: threading.Event, status: int) -> None:
         os._exit(status if status in TELLING_STATUSES else 1)
 
 
-def run_learner(rundir: RunDir, ticket: str) -> int:
+def run_learner(rundir: RunDir, ticket: str, card: str = "") -> int:
     """Train until the run is over, or until a signal; then the last completed step is saved. Return the exit status.
+    `card`: directory of the locks of a card that the run's workers use, too.
 
     Raises:
         UserError: the model can't be loaded, the disk is full, or the head refuses this learner.
@@ -92,7 +96,7 @@ def run_learner(rundir: RunDir, ticket: str) -> int:
         return _follow(rundir, here)
     with claimed(rundir.path, "learner"):
         if here is not None or size == 1:
-            return _train(rundir, ticket, here)
+            return _train(rundir, ticket, here, card)
         with started(rundir, size) as here:
             return _train(rundir, ticket, here)
 
@@ -150,11 +154,14 @@ def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
     return None
 
 
-def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
+def _train(rundir: RunDir, ticket: str, here: Place | None, card: str = "") -> int:
     config = rundir.read_config()
     if not ticket and not rundir.learner_ticket.is_file():
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
     device = pick_device("auto")
+    if (turn := CardTurn(Path(card)) if card else None) is not None:
+        log.info("waiting for the card, which the run's workers use, too")
+        turn.take()
     leads = here is not None and here.size > 1
     mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
     policy = _loaded(config, str(device), mesh)
@@ -166,6 +173,9 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
         host = here.first_host if is_loopback(here.first_host) else ""
         others = OtherRanks(min(mesh.size, PUBLISHING_RANKS_MAX) - 1, host)
         mesh.broadcast(others.meeting(here.first_host, ticket))
+    url, _ = config.head.store_place
+    if url and newest_checkpoint(rundir.checkpoints) is None:
+        stored.fetch(open_objects(url), rundir.checkpoints, config.run.max_steps)
     resumed = client.resume(rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 
@@ -180,7 +190,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
-        reason = train(client, session, rundir.checkpoints)
+        reason = train(client, session, rundir.checkpoints, turn)
         log.info("the run is over: %s", reason)
         if isinstance(client, LeadingClient):
             client.end()

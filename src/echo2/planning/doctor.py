@@ -33,7 +33,7 @@ from echo2.core.addresses import is_loopback, split
 from echo2.core.devices import NVIDIA_DRIVER, this_machine
 from echo2.core.disk import FLOOR_BYTES, free_bytes
 from echo2.core.types import Hardware
-from echo2.engines.choice import missing_packages
+from echo2.engines.choice import missing_packages, rounding_engines
 from echo2.learner.decide.memory import FORM_BITS, PROCESS_BYTES, USABLE
 from echo2.transport import certificates, grpc_options
 from echo2.transport.identity import SERVER_NAME
@@ -116,7 +116,10 @@ def _engines(hardware: Hardware) -> Iterator[Finding]:
     for which the worker takes fewer rollouts at once.
     """
     room = USABLE * max(hardware.gpus, default=hardware.memory_bytes) - PROCESS_BYTES
-    for engine, bits in (("compact", PUBLISHED_BITS), *((engine, FORM_BITS[form]) for engine, form in FORMS.items())):
+    for engine, bits in (
+        ("compact", PUBLISHED_BITS),
+        *((engine, FORM_BITS[FORMS[engine]]) for engine in rounding_engines()),
+    ):
         most = max(0.0, room) * 8 / bits / 1e9
         whole = most if engine == "compact" else most / 2  # a form is loaded beside the one before
         said = f"adapters over models of up to {most:.1f} billion weights, whole models of up to {whole:.1f}"

@@ -8,7 +8,7 @@ public measurements of half of their sources, and judged by the other half (`ben
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from echo2.learner.core.fitting import PROMPT_TOKENS
 from echo2.learner.decide.model_shape import ModelShape
@@ -80,6 +80,15 @@ def training_seconds(work: Workload, rollouts: int, gpu: Gpu, count: int) -> flo
     tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
     share = training_share(work.shape.hidden, gpu.tflops, work.is_mixture)
     return tokens * training_flops_per_token(work) / (count * gpu.tflops * 1e12 * share)
+
+
+def teacher_seconds(teacher: ModelShape, work: Workload, rollouts: int, gpu: Gpu, count: int) -> float:
+    """Return the seconds in which a teacher scores the tokens of a step: a forward pass on the same GPUs."""
+    asked = replace(work, shape=teacher)
+    tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
+    flops = training_flops_per_token(replace(asked, lora=False, checkpointing=False)) / 3.0
+    share = training_share(teacher.hidden, gpu.tflops, asked.is_mixture)
+    return tokens * flops / (count * gpu.tflops * 1e12 * share)
 
 
 def touched_weights(shape: ModelShape, rollouts: int) -> float:

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.config.values import SELF
 from echo2.core.errors import UserError
 from echo2.core.printable import duration
 from echo2.learner.core.fitting import learner_need, machine_with
@@ -22,10 +23,12 @@ from echo2.planning.estimates import (
     STEP_SECONDS,
     Workload,
     rollouts_per_second,
+    teacher_seconds,
     training_seconds,
     training_share,
 )
-from echo2.planning.plan import NoPlanError, Plan, PlanInputs, make_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan
+from echo2.planning.plan_inputs import PlanInputs
 
 #: In bfloat16, at rates from 1e-6 to 2e-5, a step's delta is 1 to 1.5 % (docs/log.md); the first steps change more.
 DELTA_SHARE = 0.03
@@ -102,13 +105,18 @@ class FirstPlan:
         need = learner_need(config, self._shape, machine_with(int(card.memory_gb * GB), count))
         work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
         rollouts = config.schedule.groups_per_step * config.sampling.group_size
-        seconds = training_seconds(work, rollouts, card, count)
+        # Each row asks one teacher; which, only rows say, so all count alike.
+        teachers = [self._shape if path == SELF else fetched_shape(path) for path in config.distill.teachers.values()]
+        taught = [teacher_seconds(shape, work, rollouts, card, count) / len(teachers) for shape in teachers]
+        seconds = training_seconds(work, rollouts, card, count) + sum(taught)
         tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
         share = training_share(work.shape.hidden, card.tflops, work.is_mixture)
         why = (
             f"estimated within a factor of {SPREAD:g}: {count} x {name} use {share:.0%} of their arithmetic for "
             f"{tokens:.3g} tokens ({self._told_length()}); five steps of a run measure it"
         )
+        if taught:
+            why += f"; of it {duration(sum(taught))} for the teacher's logprobs"
         if need.microbatch.offloaded or config.learner.quantised != "none":
             why += "; what is offloaded or decoded costs more"
         return seconds, Basis("T_train", duration(seconds), why)
@@ -218,7 +226,7 @@ def open_range(inputs: PlanInputs, plan: Plan, estimated: Estimated) -> Range | 
             )
             changed = shortened(replace(inputs, train_seconds=inputs.train_seconds * slower, offers=offers))
             try:
-                plans.append(make_plan(changed))
+                plans.append(make_plan(changed, SearchLimit(walks=1)))
             except NoPlanError:
                 has_gaps = True
     counts, prices = [sum(one.machines.values()) for one in plans], [one.usd_per_step for one in plans]

@@ -24,7 +24,9 @@ from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
 
 #: Settings that are changed together, at most, to make a run fit.
-CHANGES_MAX = 3
+CHANGES_MAX = 2
+#: Said where learner and workers do not fit beside each other on the only GPU.
+TURNS = "learner and workers take turns on the GPU: a step takes the seconds of both, and those of moving their tensors"
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
 
@@ -109,7 +111,8 @@ def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:
 
 
 def _halves(value: int) -> list[int]:
-    return [value >> power for power in range(1, value.bit_length())]
+    """Half, a quarter, a sixteenth ... of a value: each way to save memory is tried together with others."""
+    return [value >> power for power in (1, 2, 4, 8) if value >> power]
 
 
 def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, Any]:
@@ -123,6 +126,7 @@ def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, A
             "checkpointing": learner.microbatch.checkpointing,
             "offloaded": learner.microbatch.offloaded,
             "host_bytes": learner.host,
+            "in_turns": learner.microbatch.in_turns,
         },
         "worker": {"parts": worker.parts, "bytes": worker.total},
     }
@@ -137,6 +141,8 @@ def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
     table.add_row("", cut)
     if offloaded := learner.microbatch.offloaded:
         table.add_row("", f"{offloaded} in the machine's memory ({size(learner.host)} there): slower, the same result")
+    if learner.microbatch.in_turns:
+        table.add_row("", TURNS)
     table.add_row("worker", f"[bold]{size(worker.total)}[/bold]: {_by_part(worker)}")
     return table
 

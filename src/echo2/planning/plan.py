@@ -11,16 +11,15 @@ cheapest plan wins; among plans of about equal cost, the one with the freshest d
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import activation, formulas
 from echo2.head.fleet.decide.forecast import Prediction, WorkerKind, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
+from echo2.planning.plan_inputs import PlanInputs
 
 #: Costs within this relative difference count as equal; then the plan with fresher data wins.
 SAME_COST = 0.005
@@ -32,7 +31,33 @@ FRUGAL_FACTOR = 0.1
 HARDLY_LESS = 1.1
 #: Forecasts of a run with the same machines, each with its own seed.
 WALKS = 3
+#: Forecasts of a search at most: then the best plan so far is taken.
+FORECASTS_MAX = 16
+#: Rates that are tried for one (S, kappa) lie between the needed one and this power of `RATE_STEP` of it.
 _MAX_TRIES = 50
+#: Staleness bounds and periods are tried one by one up to this, then in steps of a third to a half.
+_ONE_BY_ONE = 8
+
+
+@dataclass(slots=True)
+class SearchLimit:
+    """`forecasts`: how many more may be made, `each` by one search; `walks`: of each plan. A plan that is only shown
+    beside another needs one.
+    """
+
+    forecasts: int = 2 * FORECASTS_MAX
+    walks: int = WALKS
+    each: int = FORECASTS_MAX
+    search: int = 0
+
+    def begin(self) -> None:
+        """Begin a search."""
+        self.search = min(self.forecasts, self.each)
+
+    def spend(self) -> None:
+        """Count a forecast."""
+        self.forecasts -= 1
+        self.search -= 1
 
 
 class NoPlanError(UserError):
@@ -43,101 +68,6 @@ class NoPlanError(UserError):
 
     missing, usd, steps = 0.0, 0.0, 0
     inputs: PlanInputs | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastInputs:
-    """Size and speed of a publication. `seconds`: measured time of transfer and reload, used instead of the formulas;
-    `at_least_seconds`: measured in another run, a lower bound here. `delta_bytes`: size of one step's delta.
-    """
-
-    full_bytes: float = 0.0
-    delta_bytes: float | None = None
-    head_up_bps: float = 1e9
-    reload_seconds: float = 0.0
-    seconds: float | None = None
-    at_least_seconds: float = 0.0
-
-    def num_bytes(self, publish_every: int) -> float:
-        """Return the bytes of a publication: kappa deltas of one step at most, and never more than a full snapshot."""
-        full = self.full_bytes
-        return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
-
-    def seconds_to(self, links: Sequence[formulas.Links], publish_every: int) -> float:
-        """Return T_bcast for workers behind these links."""
-        if self.seconds is not None:
-            return self.seconds
-        travels = formulas.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
-        return max(self.at_least_seconds, travels + self.reload_seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """Inputs of a plan. `publish_every`: None lets the planner choose. `max_idle`: largest share of its time that the
-    learner may wait for workers. `train_seconds`: from step to step; `waits_for_rewards`: share of that time in which
-    the learner waits for reward functions, which more machines do not change.
-    """
-
-    groups_per_step: int
-    group_size: int
-    steps: int
-    max_staleness: int
-    train_seconds: float
-    offers: tuple[Offer, ...]
-    broadcast: BroadcastInputs = field(default_factory=BroadcastInputs)
-    learner_usd_per_hour: float = 0.0
-    groups_per_batch: int = 8
-    publish_every: int | None = None
-    generate_during_broadcast: bool = True
-    gamma: float = formulas.GAMMA
-    max_idle: float = 0.02
-    budget_usd: float | None = None
-    waits_for_rewards: float = 0.0
-
-    def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
-        """Return the learner's demand on the workers with this S, kappa and T_bcast (seconds)."""
-        return Demand(
-            groups_per_step=self.groups_per_step,
-            group_size=self.group_size,
-            publish_every=publish_every,
-            max_staleness=max_staleness,
-            train_seconds=self.train_seconds,
-            broadcast_seconds=broadcast_seconds,
-            generate_during_broadcast=self.generate_during_broadcast,
-            reload_seconds=self.broadcast.reload_seconds,
-        )
-
-    def offer(self, name: str) -> Offer:
-        """Return the offer of that name."""
-        return next(offer for offer in self.offers if offer.name == name)
-
-    def batch(self, offer: Offer) -> int:
-        """Return the number of groups that a machine of this offer samples at once."""
-        return offer.groups_per_batch or self.groups_per_batch
-
-    def broadcast_seconds(self, machines: Mapping[str, int], publish_every: int) -> float:
-        """Return T_bcast for these machines, given as a number by offer."""
-        links = [
-            formulas.Links(self.offer(name).up_mbps * 1e6, self.offer(name).down_mbps * 1e6, count)
-            for name, count in machines.items()
-        ]
-        return self.broadcast.seconds_to(links, publish_every)
-
-    def least_broadcast_seconds(self, publish_every: int) -> float:
-        """Return T_bcast for a single machine, of the offer with the fastest broadcast."""
-        return min(self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers)
-
-    def usd_per_step(self, workers_usd_per_hour: float, step_seconds: float) -> float:
-        """Return the cost of a step: learner and workers."""
-        return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
-
-    def candidates(self) -> list[activation.Candidate]:
-        """Return every machine on offer."""
-        return [
-            activation.Candidate(f"{offer.name}#{number}", offer.effective_rate, offer.effective_usd_per_hour)
-            for offer in self.offers
-            for number in range(offer.count)
-        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,27 +101,28 @@ class Plan:
         return plain
 
 
-def make_plan(inputs: PlanInputs) -> Plan:
-    """Return the cheapest plan that keeps the learner busy.
+def make_plan(inputs: PlanInputs, limit: SearchLimit | None = None) -> Plan:
+    """Return the cheapest plan that keeps the learner busy, of those found before `limit` ended.
 
     Raises:
         NoPlanError: there is none; the message has the missing number.
         UserError: an input is wrong.
     """
     try:
-        return _make_plan(inputs)
+        return _make_plan(inputs, limit or SearchLimit())
     except NoPlanError as error:
         error.inputs = inputs
         raise
 
 
-def _make_plan(inputs: PlanInputs) -> Plan:
+def _make_plan(inputs: PlanInputs, limit: SearchLimit) -> Plan:
     _check(inputs)
-    pool = inputs.candidates()
-    best = _frugal(inputs, pool, None) if inputs.max_staleness == 0 else _search(inputs, pool)
+    limit.begin()
+    best = _frugal(inputs, None, limit) if inputs.max_staleness == 0 else _search(inputs, limit)
     if inputs.budget_usd is None or best.usd <= inputs.budget_usd:
         return best
-    frugal = _frugal(inputs, pool, best)
+    limit.begin()
+    frugal = _frugal(inputs, best, limit)
     if frugal.usd > inputs.budget_usd:
         start_usd = frugal.usd - inputs.steps * frugal.usd_per_step
         error = NoPlanError(
@@ -211,12 +142,11 @@ def _usd(value: float) -> str:
 
 def may_have_plan(inputs: PlanInputs) -> bool:
     """Whether these inputs could have a plan with the whole staleness bound, by the formulas alone."""
-    pool = inputs.candidates()
     for pair in _pairs(inputs):
         if pair[0] != inputs.max_staleness:  # a smaller bound allows no more
             continue
         try:
-            _draft(inputs, *pair, pool, inputs.gamma)
+            _draft(inputs, *pair, inputs.gamma)
         except UserError:
             continue
         if least_idle(inputs, *pair) <= inputs.max_idle:
@@ -229,11 +159,12 @@ def by_staleness(inputs: PlanInputs) -> list[Plan]:
     out, and the search ends when a larger S no longer pays off.
     """
     plans: list[Plan] = []
-    for max_staleness in range(1, inputs.max_staleness + 1):
+    for max_staleness in _grid(inputs.max_staleness):
         if plans and plans[-1].max_staleness < max_staleness - 2:
             break
         try:
-            plan = make_plan(replace(inputs, max_staleness=max_staleness, budget_usd=None))
+            fresher = replace(inputs, max_staleness=max_staleness, budget_usd=None)
+            plan = make_plan(fresher, SearchLimit(walks=1))
         except UserError:
             continue
         if not plans or plan.max_staleness > plans[-1].max_staleness:
@@ -266,24 +197,31 @@ def _check(inputs: PlanInputs) -> None:
 
 def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:
     """Yield the (S, kappa) pairs that may be planned, freshest data first."""
-    for max_staleness in range(min(1, inputs.max_staleness), inputs.max_staleness + 1):
-        for publish_every in range(1, max(1, max_staleness) + 1):
-            if inputs.publish_every in (None, publish_every):
-                yield max_staleness, publish_every
+    for max_staleness in _grid(inputs.max_staleness) or [0]:
+        periods = _grid(max(1, max_staleness)) if inputs.publish_every is None else [inputs.publish_every]
+        yield from ((max_staleness, period) for period in periods if period <= max(1, max_staleness))
 
 
-def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
+def _grid(most: int) -> list[int]:
+    """Return the numbers from 1 to `most` that are tried: each small one, and some of the others."""
+    found = list(range(1, min(_ONE_BY_ONE, most) + 1))
+    while found and found[-1] < most:
+        found.append(min(most, found[-1] + (1 << found[-1].bit_length() - 2)))
+    return found
+
+
+def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
     """Return the cheapest plan. Pairs are forecast in order of their cost by the formulas, until no other pair can be
     cheaper.
     """
     drafts, refusals = [], []
     for pair in _pairs(inputs):
         try:
-            draft = _draft(inputs, *pair, pool, inputs.gamma)
+            draft = _draft(inputs, *pair, inputs.gamma)
         except UserError as error:
             refusals.append(error)
             continue
-        drafts.append((inputs.usd_per_step(draft.selection.usd_per_hour, inputs.train_seconds), pair))
+        drafts.append((inputs.usd_per_step(draft.usd_per_hour, inputs.train_seconds), pair))
     if not drafts:
         raise _nearest(refusals)
     least = min(usd for usd, _ in drafts)
@@ -291,22 +229,15 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
     best: Plan | None = None
     idlest = 0.0
     for usd, pair in drafts:
-        if best is not None and usd >= best.usd_per_step * (1 - SAME_COST):
+        if limit.search <= 0 or (best is not None and usd >= best.usd_per_step * (1 - SAME_COST)):
             break
         if (least := least_idle(inputs, *pair)) > inputs.max_idle:
             idlest = least
             continue
-        tried: list[tuple[float, float]] = []
-        for draft in _ladder(inputs, *pair, pool, inputs.gamma):
-            plan = _walked(inputs, draft, inputs.max_idle)
-            idlest = plan.prediction.steady_idle_ratio
-            if idlest <= inputs.max_idle:
-                if best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST):
-                    best = plan
-                break
-            if any(2 * rate <= plan.rate and idle <= HARDLY_LESS * idlest for rate, idle in tried):
-                break
-            tried.append((plan.rate, idlest))
+        plan = _least_fleet(inputs, *pair, limit)
+        idlest = plan.prediction.steady_idle_ratio
+        if idlest <= inputs.max_idle and (best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST)):
+            best = plan
     if best is None:
         raise NoPlanError(
             f"All the offers together reach the rate, and the learner would still wait {idlest:.1%} of the time, more "
@@ -314,6 +245,35 @@ def _search(inputs: PlanInputs, pool: Sequence[activation.Candidate]) -> Plan:
             f"{inputs.train_seconds:.4g} s of training."
         )
     return best
+
+
+def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, limit: SearchLimit) -> Plan:
+    """Return the plan for the least rate at which the learner is busy, or the last one tried. The rate is raised by
+    ever larger steps; then the last of them is halved.
+    """
+    fails, works, step = -1, _MAX_TRIES, 0
+    found: Plan | None = None
+    tried: dict[tuple[int, ...], Plan] = {}
+    while works - fails > 1:
+        try:
+            draft = _draft(inputs, max_staleness, publish_every, inputs.gamma * RATE_STEP**step)
+        except UserError:
+            works = step
+        else:
+            machines = tuple(draft.machines.values())
+            plan = tried[machines] = tried.get(machines) or _walked(inputs, draft, limit, inputs.max_idle)
+            idle = plan.prediction.steady_idle_ratio
+            if idle <= inputs.max_idle:
+                works, found = step, plan
+            else:
+                fails = step
+                known = ((one.rate, one.prediction.steady_idle_ratio) for one in tried.values())
+                if any(2 * rate <= plan.rate and other <= HARDLY_LESS * idle for rate, other in known):
+                    break
+        if limit.search <= 0:
+            break
+        step = min(2 * fails + 1, works - 1) if works == _MAX_TRIES and fails >= 0 else (fails + works) // 2
+    return found or list(tried.values())[-1]
 
 
 def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> float:
@@ -330,67 +290,61 @@ def least_idle(inputs: PlanInputs, max_staleness: int, publish_every: int) -> fl
 
 @dataclass(frozen=True, slots=True)
 class _Draft:
-    """Machines for one (S, kappa), before the forecast."""
+    """Machines for one (S, kappa), before the forecast. `rate`: of all, in rollouts per second."""
 
-    selection: activation.Selection
     machines: dict[str, int]
+    rate: float
+    usd_per_hour: float
     demand: Demand
     needed_rate: float
 
 
-def _draft(
-    inputs: PlanInputs, max_staleness: int, publish_every: int, pool: Sequence[activation.Candidate], factor: float
-) -> _Draft:
+def _draft(inputs: PlanInputs, max_staleness: int, publish_every: int, factor: float) -> _Draft:
     """Return the cheapest machines for `factor` times the needed rate. More machines may need a longer broadcast, and
     a longer broadcast a larger rate, so this iterates until T_bcast is stable.
 
     Raises:
         UserError: the pair is impossible, or the pool is too slow.
     """
+    pool = inputs.pool(max_staleness)
+    kinds = [kind for _, kind in pool]
     seconds = inputs.least_broadcast_seconds(publish_every)
     while True:
         demand = inputs.demand(max_staleness, publish_every, seconds)
         needed = formulas.mu_needed(demand) if max_staleness else demand.rollouts_per_step / demand.train_seconds
-        selection = activation.choose(pool, factor * needed)
-        machines = Counter(worker_id.rpartition("#")[0] for worker_id in selection.worker_ids)
-        if selection.missing_rate:
-            raise _too_slow(pool, factor * needed, max_staleness, publish_every)
+        counts = activation.choose_counts(kinds, factor * needed)
+        rate = math.fsum(count * kind.rate for kind, count in zip(kinds, counts, strict=True))
+        if not activation.reaches(rate, factor * needed):
+            raise _too_slow(inputs, rate, sum(counts), factor * needed, (max_staleness, publish_every))
+        chosen = [(offer, kind, count) for (offer, kind), count in zip(pool, counts, strict=True) if count]
+        machines = {offer.name: count for offer, _, count in chosen}
         longer = inputs.broadcast_seconds(machines, publish_every)
         if longer <= seconds * (1 + 1e-6):
-            return _Draft(selection, dict(machines), demand, needed)
+            usd = math.fsum(count * kind.price_usd_per_hour for _, kind, count in chosen)
+            return _Draft(machines, rate, usd, demand, needed)
         seconds = longer
 
 
-def _ladder(
-    inputs: PlanInputs, max_staleness: int, publish_every: int, pool: Sequence[activation.Candidate], factor: float
-) -> Iterator[_Draft]:
-    """Yield ever larger sets of machines for one (S, kappa), from `factor` times the needed rate upwards."""
-    seen: dict[str, int] = {}
-    for _ in range(_MAX_TRIES):
-        try:
-            draft = _draft(inputs, max_staleness, publish_every, pool, factor)
-        except UserError:
-            return
-        factor *= RATE_STEP
-        if draft.machines != seen:
-            seen = draft.machines
-            yield draft
-
-
-def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan | None) -> Plan:
+def _frugal(inputs: PlanInputs, best: Plan | None, limit: SearchLimit) -> Plan:
     """Return the plan with the least cost per step, however long the learner waits. The formulas give a lower bound on
     the cost; drafts whose bound is too high are not forecast.
     """
-    drafts = [draft for pair in _pairs(inputs) for draft in _ladder(inputs, *pair, pool, FRUGAL_FACTOR)]
+    drafts = dict[tuple[int, int, tuple[tuple[str, int], ...]], _Draft]()
+    for pair in _pairs(inputs):
+        for step in range(_MAX_TRIES):
+            try:
+                draft = _draft(inputs, *pair, FRUGAL_FACTOR * RATE_STEP**step)
+            except UserError:
+                break
+            drafts.setdefault((*pair, tuple(draft.machines.items())), draft)
 
     def least_usd(draft: _Draft) -> float:
-        pace = formulas.step_seconds(draft.demand, draft.selection.rate)
-        return inputs.usd_per_step(draft.selection.usd_per_hour, pace)
+        return inputs.usd_per_step(draft.usd_per_hour, formulas.step_seconds(draft.demand, draft.rate))
 
-    for draft in sorted(drafts, key=least_usd):
-        if best is not None and least_usd(draft) >= best.usd_per_step:
+    for draft in sorted(drafts.values(), key=least_usd):
+        if best is not None and (limit.search <= 0 or least_usd(draft) >= best.usd_per_step):
             break
-        plan = _walked(inputs, draft)
+        plan = _walked(inputs, draft, limit)
         if best is None or plan.usd_per_step < best.usd_per_step:
             best = plan
     if best is None:
@@ -400,17 +354,19 @@ def _frugal(inputs: PlanInputs, pool: Sequence[activation.Candidate], best: Plan
     return best
 
 
-def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
+def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: float = 1.0) -> Plan:
     """Return the draft as a plan. No more seeds are forecast once the idle ratio exceeds `most_idle`."""
     demand, machines = draft.demand, [(inputs.offer(name), count) for name, count in sorted(draft.machines.items())]
     kinds = [WorkerKind(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
     # Which worker gets the last batch of a step is chance: the worst of a few forecasts counts.
     prediction = forecast(demand, kinds, inputs.steps)
-    for seed in range(1, WALKS):
+    limit.spend()
+    for seed in range(1, limit.walks):
         if prediction.steady_idle_ratio <= most_idle:
+            limit.spend()
             walk = forecast(demand, kinds, inputs.steps, seed=seed)
             prediction = max(prediction, walk, key=lambda one: one.steady_idle_ratio)
-    hourly = inputs.learner_usd_per_hour + draft.selection.usd_per_hour
+    hourly = inputs.learner_usd_per_hour + draft.usd_per_hour
     return Plan(
         machines=dict(sorted(draft.machines.items())),
         max_staleness=demand.max_staleness,
@@ -419,13 +375,13 @@ def _walked(inputs: PlanInputs, draft: _Draft, most_idle: float = 1.0) -> Plan:
         broadcast_seconds=demand.broadcast_seconds,
         broadcast_bytes=inputs.broadcast.num_bytes(demand.publish_every),
         needed_rate=draft.needed_rate,
-        rate=draft.selection.rate,
+        rate=draft.rate,
         prediction=prediction,
         usd_per_hour=hourly,
         usd_per_step=hourly * prediction.step_seconds / 3600,
         usd=hourly * prediction.run_seconds / 3600,
         floor_usd_per_step=inputs.learner_usd_per_hour * inputs.train_seconds / 3600,
-        binds=_binds(demand, draft.selection.rate, prediction, inputs.max_idle),
+        binds=_binds(demand, draft.rate, prediction, inputs.max_idle),
         fleet_set_by=_fleet_set_by(demand),
     )
 
@@ -459,14 +415,13 @@ def _fleet_set_by(demand: Demand) -> str:
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
-def _too_slow(
-    pool: Sequence[activation.Candidate], target: float, max_staleness: int, publish_every: int
-) -> NoPlanError:
-    have = math.fsum(one.rate for one in pool)
-    all_of = f"all {len(pool)} machines together make" if len(pool) > 1 else "the one machine makes"
+def _too_slow(inputs: PlanInputs, have: float, count: int, target: float, pair: tuple[int, int]) -> NoPlanError:
+    all_of = f"all {count} machines together make" if count > 1 else "the one machine makes"
+    if count < sum(one.count for one in inputs.offers):
+        all_of = f"{count} machines, as many as {pair[0] + 1} steps have groups, make"
     error = NoPlanError(
         f"The offers cannot carry the rate: {all_of} {have:.4g} rollouts/s, "
-        f"{target:.4g} are needed (max_staleness = {max_staleness}, publish_every = {publish_every}, safety factor "
+        f"{target:.4g} are needed (max_staleness = {pair[0]}, publish_every = {pair[1]}, safety factor "
         f"included); {target - have:.4g} are missing."
     )
     error.missing = target - have

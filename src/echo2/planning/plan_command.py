@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
 import shlex
+import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,12 +22,13 @@ from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
 from echo2.engines.choice import chosen
-from echo2.head.fleet.machines import offers_for
+from echo2.head.fleet.machines import scaled_offers
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, machine_with, worker_need
 from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
 from echo2.learner.decide.memory import GB
+from echo2.planning.data_sheet import GPUS, several
 from echo2.planning.first_plan import (
     Basis,
     Estimated,
@@ -36,6 +39,7 @@ from echo2.planning.first_plan import (
     told_range,
     usual_delta_share,
 )
+from echo2.planning.market import Wanted, known_prices, market_offers, refresh, rent_commands
 from echo2.planning.memory_needs import (
     learner_that_fits,
     needs_as_dict,
@@ -44,7 +48,8 @@ from echo2.planning.memory_needs import (
     settings_that_save_memory,
 )
 from echo2.planning.past_run import PastRun, read_past_run
-from echo2.planning.plan import BroadcastInputs, NoPlanError, Plan, PlanInputs, by_staleness, make_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, by_staleness, make_plan
+from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
 from echo2.reward.process import groups_at_once
@@ -52,6 +57,10 @@ from echo2.reward.score import Scorer
 
 DEFAULT_UPLINK_MBPS = 1000.0
 AT_ONCE = "sampling.groups_per_batch"
+#: Forecasts for a way out of a refusal, or a cheaper setting, and ways to save memory that are planned, and looked at.
+WAYS_OUT, FITTING_MAX, READY_MAX = 16, 2, 64
+#: `--offers` for the prices of today; without it, those that are here.
+MARKET = Path("market")
 #: A setting is proposed if a step costs at most this share with it.
 WORTH_SAYING = 0.9
 #: Flags that take a number: those in seconds may be 0, the others must be positive.
@@ -79,12 +88,19 @@ def run(options: argparse.Namespace) -> int:
         UserError: no plan exists, and the message has the nearest that does; or an input is missing.
     """
     config = configuration.load(options.config, options.overrides)
+    if options.offers is None and Path("offers.toml").is_file():
+        options.offers = Path("offers.toml")
+    if options.offers == MARKET and (reason := refresh()):
+        print(reason, file=sys.stderr)
     past = read_past_run(options.source) if options.source is not None else None
     try:
         found = _decide(config, options, past)
     except (NoPlanError, DoesNotFitError) as error:
         raise UserError(f"{error} {_way_out(options, past, error)}".strip()) from error
     plan, inputs = found.plan, found.inputs
+    if options.rent:
+        print(rent_commands(inputs.offers, plan.machines))
+        return 0
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
         rests = {one.name: [one.value, one.origin] for one in found.sources}
@@ -111,30 +127,46 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _decide(
-    config: configuration.Config, options: argparse.Namespace, past: PastRun | None, is_beside: bool = False
+    config: configuration.Config,
+    options: argparse.Namespace,
+    past: PastRun | None,
+    beside: SearchLimit | None = None,
 ) -> _Decided:
-    """Return the plan; with `is_beside`, one of few steps and without its range.
+    """Return the plan; with `beside`, one of few steps and without its range, if it is found with so much limit.
 
     Raises:
     NoPlanError: no plan exists.
     DoesNotFitError: the learner does not fit, or a worker fits no offer.
     UserError: an input is missing.
     """
-    first = FirstPlan(config, options.learner, options.answer_tokens)
-    inputs, sources, estimated = gather(config, options, past, first)
-    shape, needs = model_shape(config.model.path), None
-    given = options.learner_memory_gb or first.learner_memory_gb
-    if shape is not None:
-        share = None if given is None else int(given * GB)
-        hardware = this_machine() if share is None else machine_with(share, config.learner.ranks)
-        offers, left_out = offers_that_fit(config, shape, inputs.offers)
-        inputs = replace(inputs, offers=offers)
-        sources += [Basis(f"without {name!r}", "a worker does not fit", told) for name, told in left_out.items()]
-        needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
-    if is_beside:
-        return _Decided(make_plan(shortened(inputs)), inputs, sources, needs, None)
+    inputs, sources, estimated, needs = _ready(config, options, past)
+    if beside is not None:
+        short = shortened(inputs) if beside.walks == 1 else inputs
+        return _Decided(make_plan(short, beside), inputs, sources, needs, None)
     plan = make_plan(inputs)
     return _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
+
+
+def _ready(
+    config: configuration.Config, options: argparse.Namespace, past: PastRun | None
+) -> tuple[PlanInputs, list[Basis], Estimated, tuple[LearnerMemoryNeed, MemoryNeed] | None]:
+    """Return the inputs of the plan, with those offers that hold a worker, and the needs of memory.
+
+    Raises: as `_decide`.
+    """
+    first = FirstPlan(config, options.learner, options.answer_tokens)
+    inputs, sources, estimated = gather(config, options, past, first)
+    shape = model_shape(config.model.path)
+    if shape is None:
+        return inputs, sources, estimated, None
+    given = options.learner_memory_gb or first.learner_memory_gb
+    share = None if given is None else int(given * GB)
+    hardware = this_machine() if share is None else machine_with(share, config.learner.ranks)
+    offers, left_out = offers_that_fit(config, shape, inputs.offers)
+    if left_out:
+        sources.append(Basis("without", ", ".join(left_out), next(iter(left_out.values()))))
+    needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
+    return replace(inputs, offers=offers), sources, estimated, needs
 
 
 def gather(
@@ -181,8 +213,9 @@ def gather(
 
 def _offers(config: configuration.Config, options: argparse.Namespace, sources: list[Basis]) -> tuple[Offer, ...]:
     """Return the offers with rates for this run's model, as far as they are known."""
-    written, offers = load_offers(options.offers), tuple(offers_for(config, options.offers))
-    sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", str(options.offers)))
+    written, origin = _offered(options)
+    offers = tuple(scaled_offers(config, written))
+    sources.append(Basis("machines", f"{sum(offer.count for offer in offers)} on offer", origin))
     scaled = [
         one for one, as_is in zip(offers, written, strict=True) if one.rollouts_per_second != as_is.rollouts_per_second
     ]
@@ -193,6 +226,20 @@ def _offers(config: configuration.Config, options: argparse.Namespace, sources: 
         why = f"the size of {config.model.path!r} is not known here"
         sources.append(Basis("rates", f"those of {', '.join(others)} are for another model", why))
     return offers
+
+
+def _offered(options: argparse.Namespace) -> tuple[list[Offer], str]:
+    """Return the machines on offer, and where they are from: a file, or the market where there is none."""
+    path = options.offers
+    if path is not None and path != MARKET:
+        return load_offers(path), str(path)
+    prices, origin = known_prices()
+    gpus = tuple(filter(None, (options.gpus or "").split(",")))
+    return market_offers(prices, Wanted(options.region or "", options.spot, gpus, options.each)), origin
+
+
+def _are_estimated(options: argparse.Namespace) -> bool:
+    return any(one.rollouts_per_second is None for one in _offered(options)[0])
 
 
 def _train_seconds(options: argparse.Namespace, past: PastRun | None, first: FirstPlan, sources: list[Basis]) -> float:
@@ -277,50 +324,72 @@ def _snapshot_size(config: configuration.Config, options: argparse.Namespace, fi
 
 def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanError | DoesNotFitError) -> str:
     """Return the nearest plans that exist, the first as the command that prints it; "" if none was found."""
+    limit = SearchLimit(WAYS_OUT)
     if isinstance(error, NoPlanError):
-        more = next(((value, plan) for value, plan in _more_at_once(options, past)), None)
+        more = next(_more_at_once(options, past, limit), None)
         if more is not None:
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
-        return _told(options, {}, remedies(error))
-    config = configuration.load(options.config, options.overrides)
-    memory = options.learner_memory_gb or max(1, round(this_machine().memory_bytes / GB))
-    larger = ({"--learner-memory-gb": f"{memory * 2**power:g}"} for power in range(1, 7))
-    saving = ({f"--{name}": value for name, value in one.items()} for one in settings_that_save_memory(config))
-    for changes in itertools.chain(saving, larger):
-        settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
-        given = float(changes["--learner-memory-gb"]) if not settings else options.learner_memory_gb
-        asked = argparse.Namespace(**{**vars(options), "learner_memory_gb": given})
+        return _told(options, {}, remedies(error, _are_estimated(options)))
+    for changes in itertools.islice(_fitting(options, past), FITTING_MAX):
         try:
-            changed = configuration.load(options.config, {**options.overrides, **settings})
-            plan = _decide(changed, asked, past).plan
+            plan = _decide(*_with(options, changes), past, limit).plan
         except NoPlanError as refusal:
-            if found := remedies(refusal):
+            if found := remedies(refusal, _are_estimated(options)):
                 return _told(options, changes, found)
-        except UserError:
-            continue
         else:
             return f"A plan that works: `{_command(options, changes)}` ({_in_short(plan)})."
     return ""
 
 
-def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[str, Plan]]:
+def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[dict[str, str]]:
+    """Yield flags with which learner and workers fit into memory: larger machines for the learner, or settings."""
+    count, name, card = several(options.learner, "--learner") if options.learner else (1, "", None)
+    memory = options.learner_memory_gb or max(1, round(this_machine().memory_bytes / GB))
+    larger = [{"--learner-memory-gb": f"{memory * 2**power:g}"} for power in range(1, 7)]
+    if card is not None:
+        names = [other for other, one in GPUS.items() if one.memory_gb > card.memory_gb]
+        larger = [{"--learner": f"{count}x{other}"} for other in reversed(names)]
+    saving = settings_that_save_memory(configuration.load(options.config, options.overrides))
+    market = [{"--offers": str(MARKET)}] if options.offers not in (None, MARKET) else []
+    for settings in itertools.chain(market, itertools.islice(saving, READY_MAX), larger):
+        changes = {flag if flag.startswith("--") else f"--{flag}": value for flag, value in settings.items()}
+        if name and "learner.ranks" in settings:
+            changes["--learner"] = f"{settings['learner.ranks']}x{name}"
+        with contextlib.suppress(UserError):
+            _ready(*_with(options, changes), past)
+            yield changes
+
+
+def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configuration.Config, argparse.Namespace]:
+    """Return configuration and flags with these changes, as the command line would give them."""
+    settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
+    asked = argparse.Namespace(**{**vars(options), "overrides": {**options.overrides, **settings}})
+    if "--offers" in changes:
+        asked.offers = Path(changes["--offers"])
+    if "--learner" in changes:
+        asked.learner = changes["--learner"]
+    if "--learner-memory-gb" in changes:
+        asked.learner_memory_gb = float(changes["--learner-memory-gb"])
+    return configuration.load(asked.config, asked.overrides), asked
+
+
+def _more_at_once(options: argparse.Namespace, past: PastRun | None, limit: SearchLimit) -> Iterator[tuple[str, Plan]]:
     """Yield plans in which workers of estimated rates sample more groups at once, with that setting's value."""
-    if all(one.rollouts_per_second is not None for one in load_offers(options.offers)):
+    if not _are_estimated(options):
         return
     now = configuration.load(options.config, options.overrides).sampling.groups_per_batch
     for power in range(1, 7):
         value = str(now << power)
         try:
-            config = configuration.load(options.config, {**options.overrides, AT_ONCE: value})
-            yield value, _decide(config, options, past, is_beside=True).plan
+            yield value, _decide(*_with(options, {f"--{AT_ONCE}": value}), past, limit).plan
         except UserError:
             continue
 
 
 def _cheaper(options: argparse.Namespace, past: PastRun | None, plan: Plan) -> str:
     """Return the number of groups at once with which a step costs clearly less, as a command; "" if there is none."""
-    plans = list(_more_at_once(options, past))
+    plans = list(_more_at_once(options, past, SearchLimit(WAYS_OUT, walks=1)))
     value, best = min(plans, key=lambda one: one[1].usd_per_step, default=("", plan))
     if best.usd_per_step > WORTH_SAYING * plan.usd_per_step:
         return ""
@@ -332,15 +401,22 @@ def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Reme
         return ""
     edits, others = _edits(found[0], options.offers), []
     for one in found[1:]:
-        flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in one.flags.items()]
+        flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
         others.append(" and ".join([*flags, *_edits(one, options.offers)]))
-    first = f"`{_command(options, {**changes, **found[0].flags})}` ({_in_short(found[0].plan)})"
+    first = f"`{_command(options, {**changes, **_flags(found[0], options)})}` ({_in_short(found[0].plan)})"
     before = f"with {' and '.join(edits)}: " if edits else ""
     return f"A plan that works: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
 
 
-def _edits(remedy: Remedy, offers: Path) -> list[str]:
-    return [f"count = {count} for {name!r} in {offers}" for name, count in remedy.counts.items()]
+def _flags(remedy: Remedy, options: argparse.Namespace) -> dict[str, str]:
+    """Machines of the market are counted by a flag, and those of a file there."""
+    more = {"--each": str(max(remedy.counts.values()))} if remedy.counts and options.offers in (None, MARKET) else {}
+    return {**remedy.flags, **more}
+
+
+def _edits(remedy: Remedy, offers: Path | None) -> list[str]:
+    counts = {} if offers in (None, MARKET) else remedy.counts
+    return [f"count = {count} for {name!r} in {offers}" for name, count in counts.items()]
 
 
 def _in_short(plan: Plan) -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from echo2.config.offers import COUNT_MAX
 from echo2.core.errors import UserError
-from echo2.planning.plan import NoPlanError, Plan, PlanInputs, make_plan, may_have_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan, may_have_plan
+from echo2.planning.plan_inputs import PlanInputs
 
 #: The largest staleness bound that is tried; data older than that are of little use.
 STALENESS_MAX = 64
@@ -15,12 +18,10 @@ STALENESS_MAX = 64
 STALER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 #: Steps are made up to 2 to this power times as large.
 DOUBLINGS_MAX = 10
-#: Inputs of a kind whose run is forecast, which takes seconds with many machines.
-TRIES_MAX = 4
-#: Machines of one offer that are tried at most. Thousands take long to forecast, and nobody rents them for a start.
-MACHINES_MAX = 512
+#: Forecasts for remedies of one kind, and for one of them. Inputs that have no plan by the formulas are not forecast.
+FORECASTS_MAX, FORECASTS_EACH = 15, 6
 #: Idle ratios that are tried, where no fleet keeps to the one that was asked for.
-IDLE_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5)
+IDLE_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +36,19 @@ class Remedy:
     plan: Plan
 
 
-def remedies(refusal: NoPlanError) -> list[Remedy]:
-    """Return at most one remedy of each kind for the inputs that have no plan, those that only need flags first."""
+def remedies(refusal: NoPlanError, rates_are_estimated: bool = False) -> list[Remedy]:
+    """Return at most one remedy of each kind for the inputs that have no plan, those that only need flags first.
+    Smaller batches leave measured rates as they are, but not estimated ones.
+    """
     inputs = refusal.inputs
     assert inputs is not None  # `make_plan` raised it
-    others = [_period, _staler, _larger_steps, _smaller_batches, _idler, _more_machines]
-    kinds = [_fewer_steps, _dearer] if refusal.usd else others
+    batches: list[_Kind] = [] if rates_are_estimated else [_smaller_batches]
+    kinds = [_period, _staler, _larger_steps, *batches, _idler, _more_machines]
+    kinds = [_fewer_steps, _dearer] if refusal.usd else kinds
     found = [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]
-    if not found and (both := _first(inputs, _more_of_both(inputs, refusal))) is not None:
-        return [both]
+    if not found:
+        both = (one for tries in _more_of_both(inputs, refusal, batches) if (one := _first(inputs, tries)) is not None)
+        found = list(itertools.islice(both, 1))
     return found
 
 
@@ -53,37 +58,37 @@ class _Try:
     flags: dict[str, str]
 
 
+_Kind = Callable[[PlanInputs, NoPlanError], Iterator[_Try]]
+
+
 def _first(inputs: PlanInputs, tries: Iterable[_Try]) -> Remedy | None:
     """Return the first of these inputs that have a plan."""
-    forecast = 0
+    limit = SearchLimit(FORECASTS_MAX, each=FORECASTS_EACH)
     for one in tries:
-        if not may_have_plan(one.inputs):
-            continue
-        forecast += 1
-        if (plan := _plan(one.inputs)) is not None:
-            return _trimmed(inputs, one, plan)
-        if forecast == TRIES_MAX:
+        if limit.forecasts <= 0:
             break
+        try:
+            if may_have_plan(one.inputs):
+                return _trimmed(inputs, one, make_plan(one.inputs, limit), limit)
+        except UserError:  # no plan, or a change led out of bounds
+            continue
     return None
 
 
-def _plan(inputs: PlanInputs) -> Plan | None:
-    try:
-        return make_plan(inputs)
-    except NoPlanError:
-        return None
-    except UserError:  # a change led out of bounds
-        return None
+def _trimmed(inputs: PlanInputs, one: _Try, plan: Plan, limit: SearchLimit) -> Remedy:
+    """Offers that were made larger are cut to what the plan uses, and that is planned.
 
-
-def _trimmed(inputs: PlanInputs, one: _Try, plan: Plan) -> Remedy:
-    """Offers that were made larger are cut to what the plan uses."""
+    Raises:
+        UserError: it has no plan.
+    """
     counts = {
-        offer.name: plan.machines[offer.name]
-        for before, offer in zip(inputs.offers, one.inputs.offers, strict=True)
-        if offer.count > before.count and offer.name in plan.machines
+        before.name: count for before in inputs.offers if (count := plan.machines.get(before.name, 0)) > before.count
     }
-    return Remedy(one.flags, counts, one.inputs, plan)
+    offers = tuple(replace(before, count=counts.get(before.name, before.count)) for before in inputs.offers)
+    if offers == one.inputs.offers:
+        return Remedy(one.flags, {}, one.inputs, plan)
+    trimmed = replace(one.inputs, offers=offers)
+    return Remedy(one.flags, counts, trimmed, make_plan(trimmed, limit))
 
 
 def _fewer_steps(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
@@ -130,17 +135,14 @@ def _idler(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
 
 
 def _more_machines(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
-    """More of one offer, the cheapest for a rollout first."""
-    for offer in sorted(inputs.offers, key=lambda one: one.effective_usd_per_hour / one.effective_rate):
-        count = offer.count
-        while count < MACHINES_MAX:
-            count = min(MACHINES_MAX, 2 * count)
-            others = (replace(one, count=count) if one is offer else one for one in inputs.offers)
-            yield _Try(replace(inputs, offers=tuple(others)), {})
+    """As many of each offer as the plan may want."""
+    yield _Try(replace(inputs, offers=tuple(replace(one, count=COUNT_MAX) for one in inputs.offers)), {})
 
 
-def _more_of_both(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
-    """More machines, and staler data or larger steps."""
-    for change in (*_staler(inputs, refusal), *_larger_steps(inputs, refusal)):
-        for more in _more_machines(change.inputs, refusal):
-            yield _Try(more.inputs, change.flags)
+def _more_of_both(inputs: PlanInputs, refusal: NoPlanError, batches: list[_Kind]) -> Iterator[list[_Try]]:
+    """More machines, with each or all of: smaller batches, staler data, larger steps, more waiting."""
+    (one,) = _more_machines(inputs, refusal)
+    for kind in (*batches, _staler, _larger_steps, _idler):
+        if tries := [_Try(more.inputs, {**one.flags, **more.flags}) for more in kind(one.inputs, refusal)]:
+            yield [tries[len(tries) // 2], tries[-1]]
+            one = tries[-1]

@@ -13,7 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress, TaskID
 
-from echo2.planning.plan import Plan, PlanInputs
+from echo2.planning.plan import Plan
+from echo2.planning.plan_inputs import PlanInputs
 from echo2.planning.sim.report import Report
 from echo2.planning.sim.run import run_scenario
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec

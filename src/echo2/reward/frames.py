@@ -5,7 +5,7 @@
     answer     {"groups": [...], "seconds": {function: seconds}}; of functions that are not asynchronous the first
                groups only, where these took `REQUEST_SECONDS`
                for each group {"scores": [[reward, parts], ...]} or {"failed": message, "traceback",
-               "may_pass"}; and the "seconds" that it took
+               "may_pass"}, which also stands for the score of a single rollout; and the "seconds" that it took
 
 JSON keeps scores exactly: Python writes floats with all their digits.
 """
@@ -84,7 +84,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     def score_one(group: dict[str, Any]) -> dict[str, Any]:
         began = time.perf_counter()
         try:
-            found = _scores(scorer.score(*group_of(group)))
+            found = _scores(scorer.score_each(*group_of(group)))
         except UserError as error:
             found = _failed(error)
         return found | {"seconds": time.perf_counter() - began}
@@ -98,10 +98,10 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         began = time.perf_counter()
         try:
             async with asyncio.timeout(seconds):
-                found = _scores(await scorer.score_async(task, rollouts))
+                found = _scores(await scorer.score_each_async(task, rollouts))
         except TimeoutError:
             problem = f"The reward functions took longer than {seconds:g} s for task {task.cursor}"
-            found = failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
+            found = _failed(RewardFailure(f"{problem}. Make them faster, or raise reward.timeout_seconds."))
         except UserError as error:
             found = _failed(error)
         return found | {"seconds": time.perf_counter() - began}
@@ -110,8 +110,12 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
     return (score_together if scorer.is_async else score), said
 
 
-def _scores(scored: Sequence[Rollout]) -> dict[str, Any]:
-    return {"scores": [[rollout.reward, dict(rollout.reward_parts)] for rollout in scored]}
+def _scores(scored: Sequence[Rollout | RewardFailure]) -> dict[str, Any]:
+    return {
+        "scores": [
+            _failed(one) if isinstance(one, RewardFailure) else [one.reward, dict(one.reward_parts)] for one in scored
+        ]
+    }
 
 
 def _failed(error: UserError) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 * TRL's, one call a group: `reward(completions, prompts, completion_ids, <columns>, **others) -> list[float | None]`
 * verl's, one a rollout: `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": ...}`
+
+An exception that a call in verl's style raises, or that a list holds in the place of a score, concerns one rollout.
 """
 
 from __future__ import annotations
@@ -137,11 +139,17 @@ def _verl_style(
     """One call a rollout; asynchronous calls are awaited together."""
 
     def call(task: Task, rollouts: Sequence[Rollout]) -> Any:
-        return [function(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
+        return [tried(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
+
+    def tried(**arguments: Any) -> Any:
+        try:
+            return function(**arguments)
+        except Exception as error:
+            return error
 
     async def call_async(task: Task, rollouts: Sequence[Rollout]) -> Any:
         calls = [function(**_verl_arguments(signature, task, rollout)) for rollout in rollouts]
-        return list(await asyncio.gather(*calls))
+        return await asyncio.gather(*calls, return_exceptions=True)
 
     return call_async if is_async else call
 

@@ -124,37 +124,48 @@ class RewardProcesses:
         """Return the rollouts with `reward_parts` and `reward` filled in, and the seconds that they took.
 
         Raises:
-            RewardFailure, UserError: as `scores`.
+            RewardFailure: also of a single rollout. UserError: as `scores`.
         """
-        scores, seconds = await self.scores(task, rollouts, [rollout.text for rollout in rollouts])
-        pairs = zip(rollouts, scores, strict=True)
-        return tuple(replace(one, reward=reward, reward_parts=parts) for one, (reward, parts) in pairs), seconds
+        results, seconds = await self.scores(task, rollouts, [rollout.text for rollout in rollouts])
+        scored = []
+        for rollout, result in zip(rollouts, results, strict=True):
+            if isinstance(result, RewardFailure):
+                raise result
+            scored.append(replace(rollout, reward=result[0], reward_parts=result[1]))
+        return tuple(scored), seconds
 
     async def scores(
         self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]
-    ) -> tuple[Sequence[Score], float]:
-        """Return the scores of rollouts with these texts, and the seconds that all tries took, without the pauses.
+    ) -> tuple[list[Score | RewardFailure], float]:
+        """Return the scores of rollouts with these texts, or why a rollout has none after all tries, and the seconds
+        that the tries took, without the pauses. Of several scores of a rollout the first stands.
 
         Raises:
             RewardFailure: a function raised at every try, returned no score, took over `timeout_seconds` or ended the
-                process.
+                process; or no rollout has a score.
             UserError: the functions cannot be loaded.
         """
         if self._is_async is None:
             await self.start()
-        seconds, num_tries = 0.0, 0
+        seconds, num_tries, scores = 0.0, 0, dict[int, Score]()
         while True:
-            found, took = await self._try(task, rollouts, texts)
+            answer, took = await self._try(task, rollouts, texts)
             seconds, num_tries = seconds + took, num_tries + 1
-            if "failed" not in found:
-                scores: Sequence[Score] = found["scores"]
-                return scores, seconds
-            message, traceback = found["failed"], found["traceback"]
-            if not found.get("may_pass") or num_tries > len(self._pauses):
-                tried = f" It was tried {num_tries} times." if num_tries > 1 else ""
-                raise RewardFailure(message + tried, seconds, traceback)
-            self._on_retry(message, traceback)
+            results = answer.get("scores") or [answer] * len(rollouts)
+            scores |= {
+                at: (one[0], one[1]) for at, one in enumerate(results) if at not in scores and not isinstance(one, dict)
+            }
+            failures = {at: one for at, one in enumerate(results) if at not in scores}
+            last = next(iter(failures.values()), None)
+            if last is None or num_tries > len(self._pauses) or not any(one["may_pass"] for one in failures.values()):
+                break
+            self._on_retry(last["failed"], last["traceback"])
             await asyncio.sleep(self._pauses[num_tries - 1])
+        tried = f" It was tried {num_tries} times." if num_tries > 1 else ""
+        found = {at: RewardFailure(one["failed"] + tried, seconds, one["traceback"]) for at, one in failures.items()}
+        if found and not scores:
+            raise next(iter(found.values()))
+        return [found[at] if at in found else scores[at] for at in range(len(rollouts))], seconds
 
     async def _try(self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> tuple[dict[str, Any], float]:
         """Score the rollouts once; return the answer for their group, and the seconds that it took."""
@@ -235,7 +246,12 @@ class RewardProcesses:
                 for group in groups:
                     group.lost_seconds += took
                 return groups
-            broken = {"failed": str(failure), "traceback": failure.traceback, "seconds": groups[0].lost_seconds + took}
+            broken = {
+                "failed": str(failure),
+                "traceback": failure.traceback,
+                "may_pass": False,
+                "seconds": groups[0].lost_seconds + took,
+            }
             found = [(groups[0], broken)]
         except Exception as error:
             for group in groups:

@@ -4,8 +4,8 @@
 
 as in TRL's GRPOTrainer. A score is anything that `float` reads as one number, text aside: also NumPy's and torch's
 scalars. If a function returns {"score": ..., more} for a rollout, as verl's may, its other numeric fields are kept
-beside the parts as `function.field` and do not count. An error of a function is a `RewardFailure`: its group is not
-trained on, and nothing else is lost.
+beside the parts as `function.field` and do not count. An error of a function is a `RewardFailure` of the group. A
+function that is called once a rollout, or returns an exception in the place of a score, fails for that rollout only.
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ FINAL = (
 )
 
 
-#: One function's result for one rollout: the score (None: not applicable), and its other numeric fields.
-_Score = tuple[float | None, dict[str, float]]
-
-
 class RewardFailure(UserError):
     """A reward function raised, hung, died or returned an invalid score. The message is for its author. `seconds`:
     duration of the scoring; `traceback`: the function's, if it raised; `may_pass`: another try may succeed."""
@@ -51,16 +47,19 @@ class RewardFailure(UserError):
         self.seconds, self.traceback, self.may_pass = seconds, traceback, may_pass
 
 
+#: One function's result for one rollout: the score (None: not applicable), and its other numeric fields.
+_Score = tuple[float | None, dict[str, float]]
+_Result = _Score | RewardFailure
+
+
 class Scorer:
     """The run's reward functions, loaded, each with its weight: `entries` are those of `reward.functions`.
 
     Raises:
-        UserError: no functions, a function that cannot be loaded, two with one name, or a weight that is not a number.
+        UserError: a function that cannot be loaded, two with one name, or a weight that is not a number.
     """
 
     def __init__(self, entries: Sequence[str]) -> None:
-        if not entries:
-            raise UserError("reward.functions is empty: name at least one, e.g. exact_match.")
         found = [weighted(entry) for entry in entries]
         self._weights = [weight for weight, _ in found]
         self._functions = [load_reward(name) for _, name in found]
@@ -73,7 +72,7 @@ class Scorer:
 
     @property
     def is_async(self) -> bool:
-        """Whether any function is a coroutine function; if so, call `score_async`."""
+        """Whether any function is a coroutine function; if so, call `score_each_async`."""
         return any(function.is_async for function in self._functions)
 
     @property
@@ -92,18 +91,27 @@ class Scorer:
         return [(name, column) for name, column in found if column]
 
     def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """Return the rollouts with `reward_parts` and `reward` filled in.
+        """As `score_each`; raises the failure of a single rollout, too."""
+        scored = list[Rollout]()
+        for one in self.score_each(task, rollouts):
+            if isinstance(one, RewardFailure):
+                raise one
+            scored.append(one)
+        return tuple(scored)
+
+    def score_each(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout | RewardFailure, ...]:
+        """Return the rollouts with `reward_parts` and `reward` filled in, or the failure of a rollout's reward.
 
         Raises:
-            RewardFailure: see there.
+            RewardFailure: a function failed for the whole group.
         """
         return self._added(task, rollouts, [self._call(function, task, rollouts) for function in self._functions])
 
-    async def score_async(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """As `score`; asynchronous functions are awaited together.
+    async def score_each_async(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout | RewardFailure, ...]:
+        """As `score_each`; asynchronous functions are awaited together.
 
         Raises:
-            RewardFailure: see there.
+            RewardFailure: as `score_each`.
         """
         calls = [self._call_async(function, task, rollouts) for function in self._functions]
         try:
@@ -118,32 +126,34 @@ class Scorer:
         return self._added(task, rollouts, values)
 
     def _added(
-        self, task: Task, rollouts: Sequence[Rollout], values: Sequence[Sequence[_Score]]
-    ) -> tuple[Rollout, ...]:
+        self, task: Task, rollouts: Sequence[Rollout], values: Sequence[Sequence[_Result]]
+    ) -> tuple[Rollout | RewardFailure, ...]:
         parts: list[dict[str, float]] = [{} for _ in rollouts]
-        totals = [0.0] * len(rollouts)
+        totals, failures = [0.0] * len(rollouts), dict[int, RewardFailure]()
         for function, weight, column in zip(self._functions, self._weights, values, strict=True):
-            for i, (value, fields) in enumerate(column):
-                if value is not None:
-                    parts[i] |= {function.name: value, **fields}
-                    totals[i] += weight * value
+            for i, result in enumerate(column):
+                if isinstance(result, RewardFailure):
+                    failures[i] = result
+                elif result[0] is not None:
+                    parts[i] |= {function.name: result[0], **result[1]}
+                    totals[i] += weight * result[0]
         names = ", ".join(function.name for function in self._functions)
         for i, found in enumerate(parts):
-            if not found:
+            if self._functions and not found and i not in failures:
                 raise _failure(names, f"returned None for rollout {i}: no function scores this task", task)
             if not abs(totals[i]) <= REWARD_MAX:  # also refuses NaN
                 raise _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
         return tuple(
-            replace(rollout, reward=total, reward_parts=found)
-            for rollout, total, found in zip(rollouts, totals, parts, strict=True)
+            failures.get(i) or replace(rollout, reward=totals[i], reward_parts=parts[i])
+            for i, rollout in enumerate(rollouts)
         )
 
-    def _call(self, function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
+    def _call(self, function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[_Result]:
         with self._timed(function), _blamed(function, task):
             returned = function.call(task, rollouts)
         return _checked(function, returned, task, rollouts)
 
-    async def _call_async(self, function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
+    async def _call_async(self, function: RewardFunction, task: Task, rollouts: Sequence[Rollout]) -> list[_Result]:
         with self._timed(function), _blamed(function, task):
             returned = function.call(task, rollouts)
             if inspect.isawaitable(returned):
@@ -174,13 +184,22 @@ def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFai
     return _failure(function.name, problem, task, not isinstance(error, FINAL))
 
 
-def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Score]:
+def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Result]:
     values = _plain(returned)
     if not isinstance(values, list | tuple):
         raise _failure(function.name, f"returned {_named(returned)}, not a list of floats", task)
     if len(values) != len(rollouts):
         raise _failure(function.name, f"returned {len(values)} scores for {len(rollouts)} completions", task)
-    return [_score(function.name, value, task) for value in values]
+    return [_result(function, value, task) for value in values]
+
+
+def _result(function: RewardFunction, value: Any, task: Task) -> _Result:
+    """Return what the function says of one rollout: an exception in the place of a score is the failure of this one."""
+    if not isinstance(value, Exception):
+        return _score(function.name, value, task)
+    failure = _raised(function, value, task)
+    failure.__cause__ = value
+    return failure
 
 
 def _score(name: str, value: Any, task: Task) -> _Score:

@@ -15,7 +15,16 @@ from types import MappingProxyType
 from typing import Any
 
 from echo2.core.background import awaited
-from echo2.core.types import LOGGED_ROLLOUTS, Assignment, Lease, Rollout, RolloutGroup, SamplingParams, Task
+from echo2.core.types import (
+    LOGGED_ROLLOUTS,
+    Assignment,
+    Lease,
+    LostRollout,
+    Rollout,
+    RolloutGroup,
+    SamplingParams,
+    Task,
+)
 from echo2.engines.engine import Completion, Engine, RequestFailure, SampleRequest
 from echo2.engines.tokenizer import Tokenizer, stop_rule
 from echo2.rollouts.harness import HarnessEnvironment, as_group
@@ -64,12 +73,13 @@ async def sample_group(
     """
     lease, before = assignment.lease, engine.installed
     is_logged = not is_sampled(assignment)
+    lost: list[LostRollout] = []
     outcome: tuple[array[int], list[Rollout]] | RequestFailure
     if is_logged:
         logged = await asyncio.to_thread(read_log, engine, tokenizer, assignment)
         outcome = logged if isinstance(logged, RequestFailure) else (assignment.prompt_tokens, logged)
     else:
-        outcome = await _rollouts(engine, tokenizer, assignment, environments, on_rollout)
+        outcome = await _rollouts(engine, tokenizer, assignment, environments, on_rollout, lost)
     if isinstance(outcome, RequestFailure):
         return outcome
     prompt, rollouts = outcome
@@ -87,6 +97,7 @@ async def sample_group(
         worker_id=worker_id,
         logged=is_logged,
         by_harness=isinstance(environments.get(assignment.environment), HarnessEnvironment),
+        lost=tuple(sorted(lost, key=lambda one: one.sample)),
     )
     return await asyncio.to_thread(packed, group) if assignment.params.routes else group
 
@@ -97,8 +108,11 @@ async def _rollouts(
     assignment: Assignment,
     environments: Environments,
     on_rollout: Callable[[], None],
+    lost: list[LostRollout],
 ) -> tuple[array[int], list[Rollout]] | RequestFailure:
-    """Return the prompt and all rollouts of a group, or the first failure, which aborts the other rollouts."""
+    """Return the prompt and the rollouts of a group, or the first failure, which aborts the other rollouts. A rollout
+    whose environment fails is added to `lost`, and the others go on: unless it is the last one, or of an evaluation.
+    """
     strings = assignment.params.stop
     stop = await asyncio.to_thread(stop_rule, tokenizer, strings) if strings else None
 
@@ -113,14 +127,25 @@ async def _rollouts(
         outcome = await engine.submit(SampleRequest(assignment.prompt_tokens, seed, sample, params, stop=stop))
         return outcome if isinstance(outcome, RequestFailure) else _rollout(outcome)
 
-    tasks = [awaited(one(sample)) for sample in range(assignment.lease.num_samples)]
+    lease = assignment.lease
+    spares = lease.num_samples - 1 if lease.group.kind == "train" else 0
+
+    async def numbered(sample: int) -> tuple[int, Rollout | Played | RequestFailure]:
+        return sample, await one(sample)
+
+    numbers = range(lease.first_sample, lease.first_sample + lease.num_samples)
+    tasks = [awaited(numbered(sample)) for sample in numbers]
     for task in tasks:
         task.add_done_callback(lambda _: on_rollout())
     try:
         for ended in asyncio.as_completed(tasks):
-            if isinstance(failure := await ended, RequestFailure):
+            sample, failure = await ended
+            if not isinstance(failure, RequestFailure):
+                continue
+            if failure.reason != "environment_failed" or len(lost) == spares:
                 return failure
-        results = [task.result() for task in tasks]
+            lost.append(LostRollout(sample, failure.reason, f"{failure.detail}\n{failure.traceback}".rstrip()))
+        results = [task.result()[1] for task in tasks]
         if played := [result for result in results if isinstance(result, Played)]:
             return as_group(played)  # a harness makes the prompt of each rollout
         return assignment.prompt_tokens, [result for result in results if isinstance(result, Rollout)]

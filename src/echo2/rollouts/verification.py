@@ -132,7 +132,7 @@ async def check_group(
     requests = [replace(one.request, form=form) for of_rollout in readings for one in of_rollout]
     prefills = iter(await engine.prefill(ref, requests))
     compared, regrets, bits = list[Comparison](), list[Floats](), 32
-    for sample, (rollout, of_rollout) in enumerate(zip(group.rollouts, readings, strict=True)):
+    for sample, rollout, of_rollout in zip(group.sample_numbers, group.rollouts, readings, strict=True):
         numbers_T, parts, of_routes = numbers_of(assignment, sample, rollout), list[Comparison](), list[Floats]()
         for reading, found in zip(of_rollout, prefills, strict=False):
             parts.append(compare(rollout, found, numbers_T, reading))

@@ -17,6 +17,7 @@ from echo2.tasks.base import TaskSource, digest_of, row_name
 from echo2.tasks.digit_sorting import DigitSorting
 from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.sources import HfRows, JsonlRows, ParquetRows, ReasoningGymRows
+from echo2.tasks.teaching import TEACHER_PROMPT
 from echo2.tasks.verifiers_rows import VerifiersRows
 
 BUILT_IN = {"digit_sorting": DigitSorting}
@@ -28,30 +29,35 @@ KINDS = (
 
 class TemplateRows:
     """`rows` with a column `prompt`: the template with {column} filled in; `{{` and `}}` are braces. All columns stay.
+    In the same way `teacher_prompt`, for a teacher.
 
-    With `chat`, the prompt is a single user message, for the model's chat template.
+    With `chat`, these are single user messages, for the model's chat template.
 
     Raises:
         UserError: the template has fields that are not plain names, or `params` has other parameters.
     """
 
     def __init__(self, rows: TaskSource, params: Mapping[str, Any]) -> None:
-        unknown = sorted(set(params) - {"prompt", "chat"})
-        template, self._chat = params.get("prompt"), params.get("chat", False)
-        if unknown or not isinstance(template, str) or not isinstance(self._chat, bool):
+        templates = {name: params[name] for name in ("prompt", TEACHER_PROMPT) if name in params}
+        unknown, self._chat = sorted({*params} - {*templates, "chat"}), params.get("chat", False)
+        are_texts = "prompt" in params and all(isinstance(template, str) for template in templates.values())
+        if unknown or not are_texts or not isinstance(self._chat, bool):
             raise UserError(
-                'Rows that are read take the params {prompt = "text with {column}", chat = true or false} and no '
-                f"others; got {dict(params)}."
+                'Rows that are read take the params {prompt = "text with {column}", chat = true or false}, '
+                f"teacher_prompt like prompt, and no others; got {dict(params)}."
             )
-        self._rows, self._parts = rows, _parse(template)
+        self._rows, self._parts = rows, {name: _parse(template) for name, template in templates.items()}
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         row = self._rows[index]
-        text = "".join(literal + self._column(row, name, index) for literal, name in self._parts)
-        return {**row, "prompt": [{"role": "user", "content": text}] if self._chat else text}
+        made = dict[str, Any]()
+        for column, parts in self._parts.items():
+            text = "".join(literal + self._column(row, name, index) for literal, name in parts)
+            made[column] = [{"role": "user", "content": text}] if self._chat else text
+        return {**row, **made}
 
     def digest(self) -> str:
         """That of the underlying rows."""

@@ -17,6 +17,7 @@ import json
 import os
 import secrets
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -212,6 +213,11 @@ class RunIdentity:
         except OSError as error:
             del self._members[peer_id]
             raise PeerError("busy", f"the head can't write down who joins: {error.strerror}") from error
+
+    @property
+    def members(self) -> Mapping[str, dict[str, Any]]:
+        """Who has joined, by peer id, in the order of joining."""
+        return self._members
 
     def member(self, peer_id: str) -> Enrolment:
         """Return the ticket of an enrolled peer, and whether the machine is the owner's.

@@ -28,10 +28,12 @@ from echo2.core.types import (
     SamplingParams,
     Score,
     SnapshotRef,
+    Teaching,
     is_policy_id,
 )
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.regroup import lost_of
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
@@ -74,15 +76,21 @@ def encode_group(group: RolloutGroup, rollouts: Sequence[wire.Rollout] = ()) -> 
         generate_seconds=group.generate_seconds,
         logged=group.logged,
         routes=group.routes,
+        **_encode_teaching(group.teaching),
+        samples=group.samples,
         scores=_encode_scores([(one.reward or 0.0, one.reward_parts) for one in group.rollouts])
         if group.is_scored
         else (),
     )
 
 
-def encode_scores(scores: Sequence[Score]) -> bytes:
-    """The scores alone. Appended to the bytes of an unscored group, they give the bytes of the scored group."""
-    return wire.RolloutGroup(scores=_encode_scores(scores)).SerializeToString()
+def encode_scores(scores: Sequence[Score], teaching: Teaching) -> bytes:
+    """What is known with the scores. Appended to the bytes of an unscored group, it gives those of the scored group."""
+    return wire.RolloutGroup(scores=_encode_scores(scores), **_encode_teaching(teaching)).SerializeToString()
+
+
+def _encode_teaching(teaching: Teaching) -> dict[str, Any]:
+    return {"teacher": teaching.teacher, "teacher_prompt": teaching.prompt_tokens.tobytes()}
 
 
 def _encode_scores(scores: Sequence[Score]) -> list[wire.Score]:
@@ -130,6 +138,8 @@ def parse_group(data: bytes) -> RolloutGroup:
         generate_seconds=message.generate_seconds,
         logged=message.logged,
         routes=message.routes,
+        teaching=Teaching(message.teacher, array("i", message.teacher_prompt)),
+        samples=tuple(message.samples),
     )
 
 
@@ -144,6 +154,7 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
         rollouts=map(_encode_rollout, group.rollouts),
         generate_seconds=group.generate_seconds,
         routes=group.routes,
+        lost=[wire.Lost(sample=one.sample, detail=one.detail) for one in group.lost],
     )
     for rollout in message.rollouts:
         rollout.ClearField("reward_parts")
@@ -156,8 +167,8 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
 def decode_delivery(
     message: wire.Delivery, lease: Lease, prompt_tokens: array[int], worker_id: str, seconds_max: float = math.inf
 ) -> RolloutGroup:
-    """Decode a group from a worker: its rollouts come from the worker, as many as leased, all else from the head. It
-    has no texts and rewards. `generate_seconds` as reported by the worker is capped at `seconds_max`.
+    """Decode a group from a worker: its rollouts come from the worker, without those that it lost, all else from the
+    head. It has no texts and rewards. `generate_seconds` as reported by the worker is capped at `seconds_max`.
 
     Each byte of a rollout is checked here, once: `message.rollouts` may be stored and fed unchanged.
 
@@ -165,8 +176,9 @@ def decode_delivery(
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
     message.DiscardUnknownFields()
-    num_rollouts = len(message.rollouts)
-    _require(num_rollouts == lease.num_samples, f"leased {lease.num_samples} rollouts, got {num_rollouts}")
+    lost, samples = lost_of(message, lease)
+    told = f"{len(message.rollouts)} and {len(lost)} lost"
+    _require(len(message.rollouts) == len(samples), f"leased {lease.num_samples} rollouts, got {told}")
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     check_rollouts(message.rollouts)
     return RolloutGroup(
@@ -179,6 +191,8 @@ def decode_delivery(
         worker_id=worker_id,
         generate_seconds=min(message.generate_seconds, seconds_max),
         routes=message.routes,
+        samples=samples if lost or lease.first_sample else (),
+        lost=lost,
     )
 
 
@@ -358,6 +372,7 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         deadline=lease.deadline,
         seconds=lease.seconds,
         seed=lease.seed,
+        first_sample=lease.first_sample,
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=params.top_k,
@@ -400,6 +415,7 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         deadline=message.deadline,
         seconds=message.seconds,
         seed=message.seed,
+        first_sample=message.first_sample,
     )
     _require(message.top_logprobs <= limits.TOP_WIDTH_MAX, f"{message.top_logprobs} top logprobs asked for")
     are_bounded = len(message.stop) <= STOP_STRINGS_MAX and all(0 < len(one) <= STOP_CHARS_MAX for one in message.stop)

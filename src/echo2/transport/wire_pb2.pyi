@@ -77,7 +77,7 @@ class Score(_message.Message):
     def __init__(self, reward: _Optional[float] = ..., reward_parts: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class RolloutGroup(_message.Message):
-    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores", "routes")
+    __slots__ = ("kind", "number", "step", "lineage", "cursor", "prompt_tokens", "rollouts", "worker_id", "generate_seconds", "logged", "policy", "scores", "routes", "teacher", "teacher_prompt", "samples")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
@@ -91,6 +91,9 @@ class RolloutGroup(_message.Message):
     POLICY_FIELD_NUMBER: _ClassVar[int]
     SCORES_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_FIELD_NUMBER: _ClassVar[int]
+    TEACHER_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     number: int
     step: int
@@ -104,7 +107,10 @@ class RolloutGroup(_message.Message):
     policy: str
     scores: _containers.RepeatedCompositeFieldContainer[Score]
     routes: bytes
-    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., routes: _Optional[bytes] = ...) -> None: ...
+    teacher: str
+    teacher_prompt: bytes
+    samples: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., lineage: _Optional[int] = ..., cursor: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., worker_id: _Optional[str] = ..., generate_seconds: _Optional[float] = ..., logged: _Optional[bool] = ..., policy: _Optional[str] = ..., scores: _Optional[_Iterable[_Union[Score, _Mapping]]] = ..., routes: _Optional[bytes] = ..., teacher: _Optional[str] = ..., teacher_prompt: _Optional[bytes] = ..., samples: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RouteShape(_message.Message):
     __slots__ = ("layers", "chosen", "experts")
@@ -117,7 +123,7 @@ class RouteShape(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., chosen: _Optional[int] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs", "min_p", "stop", "routes")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs", "min_p", "stop", "routes", "first_sample")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +149,7 @@ class Lease(_message.Message):
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -168,7 +175,8 @@ class Lease(_message.Message):
     min_p: float
     stop: _containers.RepeatedScalarFieldContainer[str]
     routes: bool
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., routes: _Optional[bool] = ...) -> None: ...
+    first_sample: int
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., routes: _Optional[bool] = ..., first_sample: _Optional[int] = ...) -> None: ...
 
 class RunFacts(_message.Message):
     __slots__ = ("engine", "forms", "model_config", "slots", "max_tokens", "value_bytes", "has_adapter")
@@ -425,7 +433,7 @@ class SampleAnswers(_message.Message):
     def __init__(self, answers: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Delivery(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "lineage", "generate_seconds", "policy", "prompt_tokens", "rewards", "rollouts", "routes")
+    __slots__ = ("lease_id", "kind", "number", "lineage", "generate_seconds", "policy", "prompt_tokens", "rewards", "rollouts", "routes", "lost")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -436,6 +444,7 @@ class Delivery(_message.Message):
     REWARDS_FIELD_NUMBER: _ClassVar[int]
     ROLLOUTS_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     lease_id: int
     kind: str
     number: int
@@ -446,7 +455,16 @@ class Delivery(_message.Message):
     rewards: _containers.RepeatedScalarFieldContainer[float]
     rollouts: _containers.RepeatedCompositeFieldContainer[Rollout]
     routes: bytes
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., routes: _Optional[bytes] = ...) -> None: ...
+    lost: _containers.RepeatedCompositeFieldContainer[Lost]
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., lineage: _Optional[int] = ..., generate_seconds: _Optional[float] = ..., policy: _Optional[str] = ..., prompt_tokens: _Optional[bytes] = ..., rewards: _Optional[_Iterable[float]] = ..., rollouts: _Optional[_Iterable[_Union[Rollout, _Mapping]]] = ..., routes: _Optional[bytes] = ..., lost: _Optional[_Iterable[_Union[Lost, _Mapping]]] = ...) -> None: ...
+
+class Lost(_message.Message):
+    __slots__ = ("sample", "detail")
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    sample: int
+    detail: str
+    def __init__(self, sample: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class DeliveryReply(_message.Message):
     __slots__ = ("accepted", "reason")

@@ -99,6 +99,8 @@ COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "learner/idle_predicted": _mean,
     "time/step": _mean,
     "time/wait_for_batch": _mean,
+    "time/teacher": _mean,
+    "distill/reverse_kl/mean": _mean,
     **{f"wait/{cause}": _mean for cause in CAUSES},
     "fleet/rate": _mean,
     "fleet/needed_rate": _mean,

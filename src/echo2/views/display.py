@@ -31,9 +31,9 @@ PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: 
 REASON_CHARS = 1000
 #: By kind of failure: its description, and the log that lists every failure.
 FAILURE_WORDS = {
-    "reward_failed": ("groups were lost to your reward function", "reward.log"),
+    "reward_failed": ("rollouts or groups were lost to your reward function", "reward.log"),
     "reward_retried": ("calls of your reward function raised and were made again", "reward.log"),
-    "environment_failed": ("groups were lost to your environment", "head.log"),
+    "environment_failed": ("rollouts or groups were lost to your environment", "head.log"),
     "bad_task": ("groups were lost to rows that are not valid tasks", "head.log"),
     "prompt_too_long": ("groups have prompts that are too long for the model", "head.log"),
     "log_unfit": ("groups have logged rollouts that the model cannot read", "head.log"),

@@ -113,6 +113,8 @@ def _chosen(options: WorkerOptions, facts: wire.RunFacts, named: str) -> WorkerC
     main, gpu = given_bytes(options)
     candidates = [EngineCandidate(AUTO, "", gpu or main)]
     for engine, form in FORMS.items():
+        if engine not in (*engines.rounding_engines(), named):
+            continue
         obstacle = engines.obstacle(engine, config)
         if form not in facts.forms:
             obstacle = f"the run does not let this machine round to {form} (workers.forms)"

@@ -42,6 +42,7 @@ from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 from echo2.worker.decide.scheduler import WorkerScheduler
 from echo2.worker.sampling import LeaseSampler, check
+from echo2.worker.turns import WorkerTurns
 from echo2.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class WorkerOptions:
     number of rollouts decoded at once (0: as the run asks). `base`: directory or hub id of the base model of the run's
     adapters (empty: it is fetched from the run). `at_home`: it samples only while the machine's owner needs it little
     (`decide/presence.py`), on half its cores and in half its memory; `max_memory_gb`, `max_cores`: other limits (0:
-    none).
+    none). `card`: directory of the locks of a GPU that the run's learner uses, too.
     """
 
     engine: str = AUTO
@@ -84,6 +85,7 @@ class WorkerOptions:
     at_home: bool = False
     max_memory_gb: float = 0.0
     max_cores: int = 0
+    card: str = ""
 
 
 class WorkerProcess:
@@ -115,6 +117,7 @@ class WorkerProcess:
         self._delivering = self._leaving = False
         self._pause_seconds = 0.0
         self._delivered = Delivered(options.price_usd_per_hour)
+        self._turns = WorkerTurns(options.card, lambda: self._engine)
         self._loop = asyncio.get_running_loop()
         self._background = Background(self._give_up)
         self._stopped: asyncio.Future[str] = self._loop.create_future()
@@ -135,6 +138,7 @@ class WorkerProcess:
             else self._keep_attending()
         )
         stopped: asyncio.Future[Any] = self._stopped
+        self._background.spawn(self._turns.keep())
         try:
             await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done() and not self._stopped.done():
@@ -291,7 +295,12 @@ class WorkerProcess:
             raise UserError(f"--engine-python, --engine-url and --engine-args do not apply to the engine {engine!r}.")
         python = options.engine_python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
         return ServerPlace(
-            python, options.engine_url, tuple(shlex.split(options.engine_args)), self._directory / "engine", routes
+            python,
+            options.engine_url,
+            tuple(shlex.split(options.engine_args)),
+            self._directory / "engine",
+            routes,
+            bool(options.card),
         )
 
     def _obey(self, order: wire.Order) -> None:
@@ -319,7 +328,7 @@ class WorkerProcess:
     async def _report(self) -> None:
         report = wire.WorkerReport(doing="joining", pause_seconds=self._pause_seconds)
         if self._sampler is not None and self._scheduler is not None:
-            report.doing, report.refused = self._sampler.doing, self._scheduler.refused
+            report.doing, report.refused = self._turns.doing or self._sampler.doing, self._scheduler.refused
             report.tokens_generated, report.busy_seconds = self._sampler.num_tokens, self._sampler.busy_seconds
         node = self._weights.node
         report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
@@ -358,7 +367,8 @@ class WorkerProcess:
 
     async def _check(self, asked: wire.Check) -> None:
         """Check a stranger's group, and report the verdict to the head."""
-        report = await check(self._engine, asked)
+        async with self._turns.staying():
+            report = await check(self._engine, asked)
         try:
             await self._link.call("ReportCheck", report, CALL_SECONDS)
         except (LinkError, PeerError) as error:
@@ -393,7 +403,8 @@ class WorkerProcess:
         base = None
         if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
             base = await self._weights.base(snapshot.base_model)
-        pause = await self._update(snapshot, base)
+        async with self._turns.staying():
+            pause = await self._update(snapshot, base)
         self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
         return pause
 

@@ -72,6 +72,12 @@ class TokenServer(Protocol):
             PeerError: the server refused, or its answer is not valid.
         """
 
+    async def sleep(self) -> None:
+        """Take all tensors off the GPU; requests in the server wait. Raises LinkError or PeerError: it did not."""
+
+    async def wake_up(self) -> None:
+        """Put the tensors back, and go on with the requests. Raises LinkError or PeerError: it did not."""
+
     async def stop(self) -> None:
         """End the process, if the worker started it, and close connections."""
 
@@ -88,7 +94,7 @@ class ServerEngine:
         self._versions: dict[str, int] = {}
         self._open: set[Future[Any]] = set()
         self._reason = ""  # why the server is being restarted
-        self._is_closed = False
+        self._is_closed = self._is_asleep = False
         self._looking: Future[Any] | None = None
         self._up, self._doubted, self._changing = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         self._thread = LoopThread("token server")
@@ -140,6 +146,14 @@ class ServerEngine:
             if task is not None and task.cancelling():
                 raise
             raise UserError(CLOSED) from error
+
+    async def sleep(self) -> None:
+        """See `Engine.sleep`. A server that cannot is ended, and the requests in it fail."""
+        await asyncio.wrap_future(self._thread.start(self._sleep()))
+
+    async def wake_up(self) -> None:
+        """See `Engine.wake_up`. A server that cannot is started again."""
+        await asyncio.wrap_future(self._thread.start(self._wake_up()))
 
     async def close(self) -> None:
         """See `Engine.close`. Ends the server too, if the worker started it."""
@@ -238,6 +252,29 @@ class ServerEngine:
             self._looking = self._thread.start(self._look_after())
         return time.perf_counter() - started
 
+    async def _sleep(self) -> None:
+        async with self._changing:
+            if self._model is None or self._is_asleep:
+                return
+            self._is_asleep = True
+            self._up.clear()
+            try:
+                await self._server.sleep()
+            except (LinkError, PeerError) as error:
+                log.error("the token server does not leave its GPU, and is ended: %s", error)
+                await self._server.stop()
+
+    async def _wake_up(self) -> None:
+        async with self._changing:
+            if not self._is_asleep:
+                return
+            try:
+                await self._server.wake_up()
+            except (LinkError, PeerError) as error:
+                await self._start_again(_words(error))
+            self._is_asleep = False
+            self._up.set()
+
     async def _look_after(self) -> None:
         """Check the server every `CHECK_EVERY_SECONDS`, or at once when a request failed (`_doubted`). Restart it if
         the check fails, for whatever reason: all requests would wait for ever without this task."""
@@ -247,6 +284,8 @@ class ServerEngine:
                     await self._doubted.wait()
             async with self._changing:
                 self._doubted.clear()
+                if self._is_asleep:
+                    continue
                 try:
                     await self._server.check(self._installed())
                 except Exception as error:

@@ -4,7 +4,7 @@ A server started by the worker listens on a socket that only its user can reach:
 an API key, but leaves the routes that load weights and call methods open to every client that can connect.
 
 Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out` (requests and answers), `entrypoints/rl/online` and
-`entrypoints/serve/dev` (pause, resume, versions, `collective_rpc`), `entrypoints/serve/lora`.
+`entrypoints/serve/dev` (pause, resume, sleep, versions, `collective_rpc`), `entrypoints/serve/lora`.
 """
 
 from __future__ import annotations
@@ -199,6 +199,14 @@ class VllmServer:
             raise PeerError("bad_answer", "not as many logprobs as tokens")
         return completion_of(_drawn(choice, request, num_candidates), request, served)
 
+    async def sleep(self) -> None:
+        """See `TokenServer.sleep`. Weights go to the machine's memory; keys and values are read again afterwards."""
+        await self._call("/sleep?level=1&mode=keep", None, LOAD_SECONDS)
+
+    async def wake_up(self) -> None:
+        """See `TokenServer.wake_up`."""
+        await self._call("/wake_up", None, LOAD_SECONDS)
+
     async def stop(self) -> None:
         """See `TokenServer.stop`."""
         if self._process is not None:
@@ -253,6 +261,7 @@ class VllmServer:
             *(("--enable-return-routed-experts",) if self._place.routes and model.routes is not None else ()),
             *(("--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)) if model.adapter else ()),
             *(("--enable-mixed-moe-lora-format",) if model.adapts_experts else ()),
+            *(("--enable-sleep-mode",) if self._place.takes_turns else ()),
             *self._place.arguments,
         ]
 

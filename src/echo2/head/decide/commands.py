@@ -11,7 +11,7 @@ from dataclasses import field
 
 from echo2.core.decide.machine import Command as Command
 from echo2.core.decide.machine import WakeAt as WakeAt
-from echo2.core.types import Attachment, GroupRef, Lease, SnapshotRef
+from echo2.core.types import Attachment, GroupRef, Lease, LostRollout, SnapshotRef
 from echo2.head.strangers.decide.trust import DrawnCheck, TicketRest, Trust
 
 
@@ -63,6 +63,7 @@ class AcceptDelivery(PolicyCommand):
     num_tokens: int
     seconds: float
     rollouts: Attachment | None = field(compare=False)
+    lost: tuple[LostRollout, ...] = ()
 
 
 class RefuseDelivery(PolicyCommand):
@@ -86,11 +87,27 @@ class ScoreGroup(PolicyCommand):
 
 
 class KeepScores(PolicyCommand):
-    """Durable: the rewards of this delivered group, which makes it ready for the learner."""
+    """Durable: the rewards of this delivered group, which makes it ready for the learner. `rollouts`: what is left of
+    it, if some were `lost`.
+    """
 
     group: GroupRef
     is_flat: bool
     scores: Attachment | None = field(compare=False)
+    lost: tuple[LostRollout, ...] = ()
+    rollouts: Attachment | None = field(default=None, compare=False)
+
+
+class TopUpGroup(PolicyCommand):
+    """Durable: this delivered group has too few rollouts. It keeps `num_kept`, and is leased again for the others, for
+    the `num_top_ups`-th time. `rollouts`: those kept, if some were `lost` since the delivery.
+    """
+
+    number: int
+    num_kept: int
+    num_top_ups: int
+    lost: tuple[LostRollout, ...] = ()
+    rollouts: Attachment | None = field(default=None, compare=False)
 
 
 class RetireGroup(PolicyCommand):

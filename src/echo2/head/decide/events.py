@@ -6,14 +6,15 @@ from dataclasses import dataclass, field
 
 from echo2.core.decide.machine import Event as _Event
 from echo2.core.decide.machine import Tick as Tick  # part of this module's vocabulary, too
-from echo2.core.types import Attachment, GroupRef, SnapshotRef
+from echo2.core.types import Attachment, GroupRef, LostRollout, SnapshotRef
 from echo2.head.strangers.decide.trust import DrawnCheck, TicketRest, Trust
 
 
 @dataclass(frozen=True, slots=True)
 class RecoveredGroup:
     """A group as recorded in the ledger. `state`: open, delivered (not yet scored), ready, trained or retired; `why`:
-    the reason for retiring it. `is_flat`: its rewards are all equal, if that was checked.
+    the reason for retiring it. `is_flat`: its rewards are all equal, if that was checked. `num_kept`, `num_top_ups`: as
+    in `groups.PlannedGroup`.
     """
 
     number: int
@@ -23,6 +24,8 @@ class RecoveredGroup:
     worker_id: str = ""
     why: str = ""
     is_flat: bool = False
+    num_kept: int = 0
+    num_top_ups: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,7 @@ class RecoveredLease:
     worker_id: str
     granted_at: float
     deadline: float
+    num_samples: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +196,8 @@ class GroupDelivered(PlannerEvent):
     `ScoreGroup`. `lineage`: of the weights, as the worker claims; `versions_between`: versions of tokens between the
     oldest and the newest. `logged`: the head read the rollouts from a log, so there is nothing to check.
     `replay_seconds`: that the head's environment took to replay the rollouts, here and below. `is_own`: the worker is a
-    machine of the owner, also if it has not come back yet to a head that was restarted.
+    machine of the owner, also if it has not come back yet to a head that was restarted. `num_rollouts`: of the group,
+    with those that it had before (None: as many as leased); `lost`: those of the lease that failed.
     """
 
     worker_id: str
@@ -209,6 +214,8 @@ class GroupDelivered(PlannerEvent):
     logged: bool = False
     replay_seconds: float = 0.0
     is_own: bool = False
+    num_rollouts: int | None = None
+    lost: tuple[LostRollout, ...] = ()
 
 
 class DeliveryMalformed(PlannerEvent):
@@ -236,13 +243,17 @@ class LeaseFailed(PlannerEvent):
 
 class GroupScored(PlannerEvent):
     """A reward process scored a delivered group. `is_flat`: its rewards are all equal. `seconds`: scoring time.
-    `scores` are passed on with `KeepScores`.
+    `scores` are passed on with `KeepScores`. `lost`: the rollouts whose rewards failed, if any did; then `rollouts` has
+    the `num_rollouts` others, to which the scores belong.
     """
 
     group: GroupRef
     is_flat: bool = False
     seconds: float = 0.0
     scores: Attachment | None = field(default=None, compare=False)
+    lost: tuple[LostRollout, ...] = ()
+    num_rollouts: int = 0
+    rollouts: Attachment | None = field(default=None, compare=False)
 
 
 class GroupUnfit(PlannerEvent):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Container, Iterator
+from dataclasses import replace
 
 from echo2.core.decide.seeds import group_seed
 from echo2.core.types import GroupRef, Lease, SnapshotRef
@@ -112,7 +113,7 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     leases: list[Lease] = []
     seconds = lease_times.granted_seconds(state, worker)
     for record in next_unit(state, worker):
-        lease = lease_of(state, record, now, seconds)
+        lease = lease_of(state, record, now, seconds, num_samples_for(state, record, worker))
         state.open_lease(worker.worker_id, lease)
         state.groups.lease(record, now)
         leases.append(lease)
@@ -123,11 +124,19 @@ def train_leases(state: PlannerState, worker: Worker, now: float) -> list[Lease]
     return leases
 
 
-def lease_of(state: PlannerState, record: PlannedGroup, granted_at: float, seconds: float) -> Lease:
-    """Return a lease on this train group, not yet in the table."""
+def num_samples_for(state: PlannerState, record: PlannedGroup, worker: Worker) -> int:
+    """Return how many samples this worker is to draw for a group: those that it lacks. A stranger draws all of them, so
+    that its group is checked and trained on as a whole.
+    """
+    return state.options.group_size - (record.num_kept if worker.is_own else 0)
+
+
+def lease_of(state: PlannerState, record: PlannedGroup, granted_at: float, seconds: float, num_samples: int) -> Lease:
+    """Return a lease on this train group, not yet in the table. Samples in place of others have other numbers."""
     number = record.number
+    lease = new_lease(state, state.train_group(number), record.step, number, num_samples, granted_at, seconds)
     size = state.options.group_size
-    return new_lease(state, state.train_group(number), record.step, number, size, granted_at, seconds)
+    return lease if num_samples == size else replace(lease, first_sample=size * record.num_top_ups)
 
 
 def new_lease(
@@ -235,7 +244,8 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
         record = state.groups.get(late.group.number)
         if worker is None or record is None:
             return
-        lease = lease_of(state, record, now, lease_times.granted_seconds(state, worker))
+        size = num_samples_for(state, record, worker)
+        lease = lease_of(state, record, now, lease_times.granted_seconds(state, worker), size)
         state.open_lease(worker.worker_id, lease)
         reason = f"group {late.group.number} is late at {holder}: the first result counts"
         state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))

@@ -2,10 +2,11 @@
 worker holds which group until when.
 
     pending --lease--> leased --result--> delivered --score--> ready --feed--> fed --step--> trained
-       ^------expiry------'                                      ^------------- fall-back -----'
-    any of the first four --> retired (with a reason)
+       ^------expiry------'          |                           ^------------- fall-back -----'
+       ^------ top-up ---------------'          any of the first four --> retired (with a reason)
 
-A `delivered` group waits for a reward process beside the head. A group stays bound to the step it was issued for
+A `delivered` group waits for a reward process beside the head. If too many of its rollouts failed, the others are kept
+and the group is leased again for those that it lacks. A group stays bound to the step it was issued for
 through every transition. Trained groups are kept until a checkpoint covers their step, because a learner that falls
 back trains the same groups at the same step again. A lease is closed exactly once, with an outcome.
 """
@@ -26,7 +27,7 @@ from echo2.core.types import GroupRef, Lease, SnapshotRef
 MOVES: dict[str, frozenset[str]] = {
     "pending": frozenset({"leased", "delivered", "retired"}),
     "leased": frozenset({"pending", "delivered", "retired"}),
-    "delivered": frozenset({"ready", "retired"}),
+    "delivered": frozenset({"pending", "ready", "retired"}),
     "ready": frozenset({"fed", "retired"}),
     "fed": frozenset({"trained", "ready"}),
     "trained": frozenset({"ready"}),
@@ -48,6 +49,8 @@ FAILURES: dict[str, bool] = {
     "revoked": True,
     "busy": True,
 }
+#: Times that a group with too few rollouts gets more. Where nine in ten rollouts fail, the task should be mended.
+TOP_UPS_MAX = 2
 #: Tries (expired, lost or failed leases) after which a group is given up: perhaps the group itself kills its workers.
 MAX_ATTEMPTS = 5
 
@@ -57,7 +60,8 @@ class PlannedGroup:
     """What the planner knows about one group. `why`: reason for retiring it; `is_flat`: its rewards are all equal.
     `tried_by`: owners whose leases on it gave no result, `OWN` or a stranger's ticket; `failed_by`: machines and
     tickets that reported it can't be produced. `supplied_by`: samples that strangers hold or have delivered, by ticket.
-    `is_held`: it is not fed for now. `..._at`: when it last reached that state; -inf if that was under an earlier head.
+    `is_held`: it is not fed for now. `num_kept`: rollouts that it has while it is leased for the others, for the
+    `num_top_ups`-th time. `..._at`: when it last reached that state; -inf if that was under an earlier head.
     """
 
     number: int
@@ -71,6 +75,8 @@ class PlannedGroup:
     worker_id: str = ""
     is_flat: bool = False
     is_held: bool = False
+    num_kept: int = 0
+    num_top_ups: int = 0
     why: str = ""
     issued_at: float = -math.inf
     leased_at: float = -math.inf
@@ -250,6 +256,11 @@ class GroupBook:
         """Record that a group has its result."""
         record.oldest_version, record.worker_id, record.delivered_at = oldest_version, worker_id, now
         self.move(record, "delivered")
+
+    def top_up(self, record: PlannedGroup, num_kept: int) -> None:
+        """Queue a delivered group again, for the rollouts that it lacks beside those that it keeps."""
+        record.num_kept, record.num_top_ups = num_kept, record.num_top_ups + 1
+        self.move(record, "pending")
 
     def score(self, record: PlannedGroup, is_flat: bool, now: float) -> None:
         """Record that the rewards of a group are known."""

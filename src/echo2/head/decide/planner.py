@@ -156,6 +156,8 @@ class Planner(PlannerState):
                 worker_id=old.worker_id,
                 is_flat=old.is_flat,
                 why=old.why,
+                num_kept=old.num_kept,
+                num_top_ups=old.num_top_ups,
             )
             self.groups.restore(record)
             if record.state == "delivered":
@@ -179,7 +181,7 @@ class Planner(PlannerState):
         record = self.groups.get(old.number)
         if record is None:
             raise InvariantError(f"lease {old.lease_id} is of group {old.number}, which the ledger does not hold open")
-        lease = granting.lease_of(self, record, old.granted_at, old.deadline - old.granted_at)
+        lease = granting.lease_of(self, record, old.granted_at, old.deadline - old.granted_at, old.num_samples)
         self.open_lease(old.worker_id, replace(lease, lease_id=old.lease_id))
         if record.state == "pending":
             self.groups.move(record, "leased")

@@ -5,13 +5,13 @@ counted, and a readable reason.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
-from echo2.core.types import GroupRef, Lease
+from echo2.core.types import GroupRef, Lease, LostRollout
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import pacing, waste
-from echo2.head.decide.groups import FAILURES, MAX_ATTEMPTS, OWN, UNINFORMATIVE, PlannedGroup
+from echo2.head.decide.groups import FAILURES, MAX_ATTEMPTS, OWN, TOP_UPS_MAX, UNINFORMATIVE, PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.strangers.decide import checks, strangers
@@ -148,7 +148,8 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     if worker is not None and worker.ticket == UNKNOWN and event.is_own:
         state.fleet.recognise(worker)
     is_usual = worker is None or worker.is_own or not strangers.own_can_work(state)
-    if is_usual and event.group.kind == "train":  # held-out tasks usually have fewer samples
+    is_whole = event.group.kind == "train" and lease.num_samples == state.options.group_size
+    if is_usual and is_whole:  # held-out tasks and top-ups usually have fewer samples
         state.measurements.lease_done(strangers.held_seconds(state, lease))
     state.penalties.succeed(event.worker_id, state.newest_had(event.worker_id, event.newest_version))
     if worker is not None:
@@ -168,6 +169,10 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         strangers.earn(state, worker.ticket)
     if is_retired:
         return
+    num_rollouts = event.num_samples if event.num_rollouts is None else event.num_rollouts
+    if record is not None and num_rollouts < state.options.min_group and (event.lost or lease.first_sample):
+        _top_up(state, record, num_rollouts, event.lost)
+        return
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
 
 
@@ -185,6 +190,7 @@ def _accept(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> None
         num_tokens=event.num_tokens,
         seconds=event.seconds,
         rollouts=event.rollouts,
+        lost=event.lost,
     )
     _emit_closed(state, event.worker_id, lease, "accepted", reason)
 
@@ -285,17 +291,57 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
     """
     group = event.group
     waste.scored(state, event)
-    state.health.succeed()
     record = state.groups.get(group.number) if group.kind == "train" else None
     if group.kind == "eval":
         if not state.evaluation.finish(group):
             return
     elif record is None or record.state != "delivered":
         return
-    state.emit(do.KeepScores, "its rewards are known", group=group, is_flat=event.is_flat, scores=event.scores)
+    if record is not None and event.lost and event.num_rollouts < state.options.min_group:
+        _top_up(state, record, event.num_rollouts, event.lost, event)
+        return
+    state.health.succeed()
+    state.emit(
+        do.KeepScores,
+        "its rewards are known",
+        group=group,
+        is_flat=event.is_flat,
+        scores=event.scores,
+        lost=event.lost,
+        rollouts=event.rollouts,
+    )
     if record is not None:
         state.groups.score(record, event.is_flat, state.now)
         replace_flat(state, record)
+
+
+def _top_up(
+    state: PlannerState,
+    record: PlannedGroup,
+    num_left: int,
+    lost: Sequence[LostRollout],
+    scored: ev.GroupScored | None = None,
+) -> None:
+    """Lease a delivered group again for the rollouts that it lacks, or give it up after `TOP_UPS_MAX` times: with what
+    is left, its rollouts could not be compared. A stranger's group is never mixed with other workers' rollouts, and a
+    batch of fixed shape does not change. `scored`: its rewards failed, and `lost` is not recorded yet.
+    """
+    cause, last = (lost[-1].cause, lost[-1].detail) if lost else ("environment_failed", "before")
+    detail = f"{num_left} rollouts are left, {state.options.min_group} are needed. The last lost: {last}"
+    is_fixed = state.options.deterministic or record.supplied_by or record.is_held
+    if is_fixed or not num_left or record.num_top_ups >= TOP_UPS_MAX:
+        give_up(state, state.train_group(record.number), cause, detail, scored.seconds if scored else 0.0)
+        return
+    state.groups.top_up(record, num_left)
+    state.emit(
+        do.TopUpGroup,
+        detail,
+        number=record.number,
+        num_kept=num_left,
+        num_top_ups=record.num_top_ups,
+        lost=scored.lost if scored else (),
+        rollouts=scored.rollouts if scored else None,
+    )
 
 
 def replace_flat(state: PlannerState, record: PlannedGroup) -> None:

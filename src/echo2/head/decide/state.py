@@ -45,6 +45,7 @@ class PlannerOptions:
     groups_per_step: int
     group_size: int
     max_steps: int
+    min_group: int = 2
     max_staleness: int = 1
     publish_every: int = 1
     dynamic_sampling: bool = False

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import shlex
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,18 @@ LAST_TRIES = 3
 
 
 def offers_for(config: Config, path: Path) -> list[Offer]:
-    """Return the offers of a file, their rates scaled to the run's model and answers. An offer whose rate is for a
-    model of other `parameters` keeps it, and says so, if the size of the run's model is unknown.
+    """Return the offers of a file, as `scaled_offers`.
 
     Raises:
         UserError: as `load_offers`.
     """
-    offers = load_offers(path)
+    return scaled_offers(config, load_offers(path))
+
+
+def scaled_offers(config: Config, offers: Sequence[Offer]) -> list[Offer]:
+    """Return the offers, their rates scaled to the run's model and answers. An offer whose rate is for a model of other
+    `parameters` keeps it, and says so, if the size of the run's model is unknown.
+    """
     count = num_parameters(config.model.path) if any(offer.parameters for offer in offers) else None
     return [offer.scaled_to(count, config.sampling.max_tokens) for offer in offers]
 

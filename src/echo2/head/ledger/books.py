@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -122,10 +122,14 @@ class Failures:
         self._by_kind = {entry["kind"]: Failure(**entry) for entry in plain or []}
         self._refusals: dict[str, int] = {}
 
-    def see(self, event: ev.Event, commands: Iterable[do.Command]) -> None:
+    def see(self, event: ev.Event, commands: Sequence[do.Command]) -> None:
         """Count the failure that an event reports, if any. `commands`: the planner's answer. A worker's report on a
         lease that it does not hold closes no lease, and is not counted.
         """
+        for command in commands:
+            if isinstance(command, do.AcceptDelivery | do.KeepScores | do.TopUpGroup):
+                for lost in command.lost:
+                    self.add(lost.cause, lost.detail)
         if isinstance(event, ev.GroupUnfit):
             self.add(event.reason, event.detail, event.traceback)
         elif isinstance(event, ev.LeaseFailed) and event.reason not in HARMLESS and _has_closed(event, commands):

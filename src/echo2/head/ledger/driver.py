@@ -19,7 +19,7 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions
-from echo2.head.ledger.ledger import Ledger
+from echo2.head.ledger.ledger import Ledger, Left
 from echo2.head.strangers.decide.trust import DrawnCheck, TicketRest, Trust
 
 #: Commands that the ledger records.
@@ -31,6 +31,7 @@ _RECORDED = frozenset(
         do.AcceptDelivery,
         do.RefuseDelivery,
         do.KeepScores,
+        do.TopUpGroup,
         do.RetireGroup,
         do.RecordStep,
         do.RecordLearner,
@@ -131,13 +132,17 @@ class Driver:
                     num_tokens=command.num_tokens,
                     seconds=command.seconds,
                     now=now,
+                    lost=command.lost,
                 )
             case do.RefuseDelivery() if command.group is None or command.group.kind == "train":
                 number = command.group.number if command.group is not None else 0
                 cost = (command.num_tokens, command.seconds)
                 ledger.refuse(command.lease_id, number, command.worker_id, command.refusal, *cost, now)
             case do.KeepScores() if command.group.kind == "train":
-                ledger.score(command.group.number, _data(command.group, command.scores), command.is_flat, now)
+                scores = _data(command.group, command.scores)
+                ledger.score(command.group.number, scores, command.is_flat, now, _left(command))
+            case do.TopUpGroup():
+                ledger.top_up(command.number, command.num_kept, command.num_top_ups, _left(command))
             case do.RetireGroup():
                 ledger.retire(command.number, command.why, now)
             case do.RecordStep():
@@ -169,6 +174,12 @@ def _data(group: GroupRef, attachment: Attachment | None) -> bytes:
     if attachment is None:
         raise InvariantError(f"{group} came without what is to be stored of it")
     return attachment.data
+
+
+def _left(command: do.KeepScores | do.TopUpGroup) -> Left | None:
+    if (left := command.rollouts) is None:
+        return None
+    return Left(left.data, 0 if left.group is None else left.group.num_tokens, command.lost)
 
 
 def _check_options(version: int, sizes: Mapping[int, int], options: PlannerOptions) -> None:

@@ -3,6 +3,7 @@
 Each method is one atomic transaction. The life of a group is the table `schema.TRANSITIONS`:
 
     issue -> open -> (deliver) delivered -> (score) ready -> (train) trained
+                 |\\                  \\__ top_up -> open, keeping some rollouts
                  \\_______________ retire, with a reason ________/        \\__ fall_back -> ready, for the same step
 
 The ledger records and decides nothing: the planner decides which worker gets a lease, which groups are stale and which
@@ -18,11 +19,12 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from echo2.core.errors import InvariantError, UserError
-from echo2.core.types import RUN_POLICY
-from echo2.head.decide.events import HeadStarted, RecoveredGroup, RecoveredLease
+from echo2.core.types import RUN_POLICY, LostRollout
+from echo2.head.decide.events import HeadStarted
+from echo2.head.ledger import recovery
 from echo2.head.ledger.schema import (
     TRANSITIONS,
     open_for_writing,
@@ -33,8 +35,6 @@ from echo2.head.ledger.schema import (
 #: Bytes of delivered groups that are kept in memory until they are trained on; the oldest go first.
 RECENT_BYTES_MAX = 32 << 20
 
-#: The columns of a `RecoveredGroup`, in order.
-_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, '') AS why, is_flat"
 #: event -> (first part, last part) of the SQL statement that makes this transition of `TRANSITIONS`.
 _ARROWS = {
     event: (
@@ -46,6 +46,14 @@ _ARROWS = {
     for arrows in TRANSITIONS.values()
     for event in arrows
 }
+
+
+class Left(NamedTuple):
+    """What is left of a delivered group whose rewards failed for some rollouts, which are `lost`."""
+
+    rollouts: bytes
+    num_tokens: int
+    lost: Sequence[LostRollout]
 
 
 class Ledger:
@@ -159,8 +167,9 @@ class Ledger:
         num_tokens: int,
         seconds: float,
         now: float,
+        lost: Sequence[LostRollout] = (),
     ) -> None:
-        """Record a valid result for an open group. `seconds`: time spent generating it.
+        """Record a valid result for an open group. `seconds`: time spent generating it; `lost`: rollouts that it lacks.
 
         Raises:
             InvariantError: the group is not open.
@@ -172,11 +181,34 @@ class Ledger:
                 "worker_id = ?, oldest_version = ?, newest_version = ?, num_tokens = ?, seconds = ?, delivered_at = ?",
                 (worker_id, oldest_version, newest_version, num_tokens, seconds, now),
             )
-            what = (self.policy, number, rollouts)
-            self._execute("INSERT INTO rollouts (policy, number, data) VALUES (?, ?, ?)", what)
-            self._remember(number, rollouts)
+            self._put_rollouts(number, rollouts, lost)
 
-    def score(self, number: int, scores: bytes, is_flat: bool, now: float) -> None:
+    def _put_rollouts(self, number: int, rollouts: bytes, lost: Sequence[LostRollout]) -> None:
+        what = (self.policy, number, rollouts)
+        self._execute("INSERT OR REPLACE INTO rollouts (policy, number, data) VALUES (?, ?, ?)", what)
+        self._forget(number)
+        self._remember(number, rollouts)
+        for one in lost:
+            self._count("lost", one.cause)
+
+    def _trim(self, number: int, left: Left | None) -> None:
+        if left is not None:
+            self._put_rollouts(number, left.rollouts, left.lost)
+            mine = (left.num_tokens, self.policy, number)
+            self._execute("UPDATE groups SET num_tokens = ? WHERE policy = ? AND number = ?", mine)
+
+    def top_up(self, number: int, num_kept: int, num_top_ups: int, left: Left | None = None) -> None:
+        """Record that a delivered group has too few rollouts and is open again, for the `num_top_ups`-th time.
+
+        Raises:
+            InvariantError: the group is not delivered.
+        """
+        with self._transaction():
+            self._move(number, "top_up")
+            self._trim(number, left)
+            self._put_meta(f"{self.policy}.top_up.{number}", (num_kept, num_top_ups))
+
+    def score(self, number: int, scores: bytes, is_flat: bool, now: float, left: Left | None = None) -> None:
         """Record the rewards of a delivered group. `is_flat`: the rewards are all equal.
 
         Raises:
@@ -184,6 +216,7 @@ class Ledger:
         """
         with self._transaction():
             self._move(number, "score", "scored_at = ?, is_flat = ?", (now, is_flat))
+            self._trim(number, left)
             what = (self.policy, number, scores)
             self._execute("INSERT INTO scores (policy, number, data) VALUES (?, ?, ?)", what)
             if (delivered := self._forget(number)) is not None:
@@ -199,6 +232,7 @@ class Ledger:
             self._move(number, "retire", "retired_at = ?, reason = ?", (now, reason))
             self._count("retired", reason)
             self._forget(number)
+            self.forget("top_up", number)
 
     def train(self, step: int, lineage: int, numbers: Sequence[int], now: float) -> None:
         """Record that `step` of `lineage` was trained on exactly these groups. Idempotent.
@@ -208,7 +242,7 @@ class Ledger:
                 learner of this lineage is the newest to have joined.
         """
         with self._transaction():
-            current = self._lineage()
+            current = recovery.lineage(self._execute, self.policy)
             recorded = self._execute(
                 "SELECT number FROM trainings WHERE policy = ? AND lineage = ? AND step = ? ORDER BY number",
                 (self.policy, lineage, step),
@@ -238,6 +272,8 @@ class Ledger:
             tokens = f"SELECT sum(num_tokens) FROM groups WHERE policy = ? AND number IN {these}"
             for number in numbers:
                 self._forget(number)
+            top_ups = "SELECT ? || value FROM json_each(?)"
+            self._execute(f"DELETE FROM meta WHERE key IN ({top_ups})", (f"{self.policy}.top_up.", mine[1]))
             self._count("trained", by=len(numbers))
             self._count("trained_tokens", by=int(self._execute(tokens, mine).fetchone()[0]))
 
@@ -250,7 +286,7 @@ class Ledger:
             UserError: the learner fell back behind the recorded checkpoints: the rollouts of the groups are gone.
         """
         with self._transaction():
-            current = self._lineage()
+            current = recovery.lineage(self._execute, self.policy)
             undone = self._execute(
                 "SELECT groups.number, step, data IS NULL AS is_gone "
                 "FROM groups LEFT JOIN rollouts USING (policy, number) "
@@ -290,7 +326,7 @@ class Ledger:
                     (self.policy, self.policy, oldest_kept),
                 )
 
-    def keep(self, kind: str, name: str | int, value: Mapping[str, Any]) -> None:
+    def keep(self, kind: str, name: str | int, value: Mapping[str, Any] | str) -> None:
         """Store a record about a stranger, in place of an earlier one, by kind and name: "trust" and "rest" by ticket,
         "check" by group, "expulsion" by worker.
         """
@@ -341,10 +377,9 @@ class Ledger:
         return self._meta(f"caller.{key}", default)
 
     def counts(self) -> dict[str, Any]:
-        """Return counts: groups issued, trained and retired (by reason), deliveries refused (by reason), and tokens
-        trained on."""
-        retired, refused = dict(self._counts["retired"]), dict(self._counts["refused"])
-        return {**self._counts, "retired": retired, "refused": refused}
+        """Return counts: groups issued, trained and retired (by reason), rollouts lost (by cause), deliveries refused
+        (by reason), and tokens trained on."""
+        return {name: dict(count) if isinstance(count, dict) else count for name, count in self._counts.items()}
 
     def recover(self) -> HeadStarted:
         """Return what the ledger knows of the run, from disk alone: the groups that a learner may need, or need again
@@ -352,42 +387,24 @@ class Ledger:
         trained), and the leases that are still held. Lineage 0: there was no learner yet.
         """
         with self._transaction():
-            lineage = self._lineage()
-            version = self._version(lineage)
-            # Trained groups whose rollouts are kept: a learner may still fall back to before them.
-            mine = "rollouts CROSS JOIN groups USING (policy, number) WHERE policy = ? AND state = 'trained'"
-            uncovered = f"SELECT {{}} FROM {mine}"
-            oldest = self._execute(uncovered.format("min(step)"), (self.policy,)).fetchone()[0]
-            groups = self._execute(
-                f"SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state IN ('open', 'delivered', 'ready') "
-                f"UNION ALL {uncovered.format(_COLUMNS)} "
-                f"UNION ALL SELECT {_COLUMNS} FROM groups WHERE policy = ? AND state = 'retired' AND step >= ? "
-                "ORDER BY number",
-                (self.policy, self.policy, self.policy, version if oldest is None else min(version, oldest)),
-            ).fetchall()
-            leases = self._execute(
-                "SELECT lease_id, number, worker_id, granted_at, deadline FROM leases "
-                "WHERE policy = ? AND outcome IS NULL ORDER BY lease_id",
-                (self.policy,),
-            ).fetchall()
-            granted = int(self._execute("SELECT coalesce(max(lease_id), 0) FROM leases").fetchone()[0])
-            checkpoint_version, oldest_kept = self._meta(f"{self.policy}.checkpoint", (-1, 0))
+            lineage = recovery.lineage(self._execute, self.policy)
             return HeadStarted(
-                version=version,
+                version=(version := recovery.version(self._execute, self.policy, lineage)),
                 lineage=lineage,
                 next_number=self._counts["issued"],
-                next_lease_id=1 + max(granted, int(self._meta("last_lease_id", 0))),
-                groups=tuple(RecoveredGroup(**{**dict(row), "is_flat": bool(row["is_flat"])}) for row in groups),
-                leases=tuple(RecoveredLease(*row) for row in leases),
-                checkpoint_version=checkpoint_version,
-                oldest_kept=oldest_kept,
+                next_lease_id=recovery.next_lease_id(self._execute, int(self._meta("last_lease_id", 0))),
+                groups=recovery.groups(self._execute, self.policy, version, self.kept("top_up")),
+                leases=recovery.leases(self._execute, self.policy),
+                checkpoint_version=(checkpoint := self._meta(f"{self.policy}.checkpoint", (-1, 0)))[0],
+                oldest_kept=checkpoint[1],
             )
 
     def sizes(self) -> dict[int, int]:
-        """Return the number of rollouts of each group that is leased."""
+        """Return the number of rollouts of each group that is leased as a whole."""
         held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
         with self._transaction():
-            return {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
+            found = {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
+        return {number: size for number, size in found.items() if str(number) not in self.kept("top_up")}
 
     def kept(self, kind: str) -> dict[str, Any]:
         """Return the records of one kind by name, see `keep`."""
@@ -422,28 +439,13 @@ class Ledger:
     def _counts(self) -> dict[str, Any]:
         """The counts in memory, including those of the open transaction."""
         if self._known_counts is None:
-            nothing: dict[str, Any] = {"issued": 0, "trained": 0, "retired": {}, "refused": {}, "trained_tokens": 0}
-            self._known_counts = self._meta(f"{self.policy}.counts", nothing)
+            nothing: dict[str, Any] = {"issued": 0, "trained": 0, "trained_tokens": 0}
+            nothing |= {"retired": {}, "refused": {}, "lost": {}}  # also in ledgers that did not count them
+            self._known_counts = nothing | self._meta(f"{self.policy}.counts", {})
         return self._known_counts
 
     def _story(self, number: int) -> str:
-        lines = [f"Story of group {number} of {self.policy}:"]
-        for table in ("groups", "leases", "refusals", "trainings"):
-            mine = f"SELECT * FROM {table} WHERE policy = ? AND number = ?"
-            rows = self._execute(mine, (self.policy, number)).fetchall()
-            lines += [f"  {table}: {dict(zip(row.keys(), row, strict=True))}" for row in rows]
-        return "\n".join(lines)
-
-    def _lineage(self) -> int:
-        return int(
-            self._execute("SELECT coalesce(max(lineage), 0) FROM joins WHERE policy = ?", (self.policy,)).fetchone()[0]
-        )
-
-    def _version(self, lineage: int) -> int:
-        mine = (self.policy, lineage)
-        joined = self._execute("SELECT max(version) FROM joins WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
-        step = self._execute("SELECT max(step) FROM trainings WHERE policy = ? AND lineage = ?", mine).fetchone()[0]
-        return max(joined or 0, 0 if step is None else step + 1)
+        return recovery.story(self._execute, self.policy, number)
 
     def _meta(self, key: str, default: Any) -> Any:
         with self._mapped_errors():

@@ -16,7 +16,7 @@ import logging
 import queue
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from itertools import islice
 from pathlib import Path
@@ -209,6 +209,7 @@ class Metrics:
     def __init__(self, path: Path, sinks: Sequence[Sink] = ()) -> None:
         self._path, self._copies = path, [Copy(sink) for sink in sinks]
         self.recent: list[Row] = []
+        self._on_row: Callable[[Row], None] = lambda row: None
         self._older_bytes = 0  # of the file, before the rows in memory
         self._read()
         self.accuracies = accuracies(self.recent)  # by version
@@ -221,6 +222,10 @@ class Metrics:
         """The step of the newest row; -1 if there is none."""
         step: int = self.recent[-1]["step"] if self.recent else -1
         return step
+
+    def follow(self, on_row: Callable[[Row], None]) -> None:
+        """Call `on_row` with each row that is written or amended from now on."""
+        self._on_row = on_row
 
     def write(self, row: Row) -> None:
         """Add a step's row. Delete rows of the same and later steps: a fall-back trains these steps again."""
@@ -238,6 +243,7 @@ class Metrics:
                 message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
                 raise write_failed(error, message) from error
         self._keep_recent()
+        self._on_row(row)
         for copy in self._copies:
             copy.write(row["step"], row)
 
@@ -250,6 +256,7 @@ class Metrics:
         self.recent = [rows[key] for key in sorted(rows)]
         self._rewrite()
         self._keep_recent()
+        self._on_row(rows[step])
         for copy in self._copies:
             copy.write(step, values)
 

@@ -49,6 +49,7 @@ async def _batch(head: Head, leases: Sequence[Lease]) -> list[wire.Lease]:
 async def _assignment(head: Head, lease: Lease) -> wire.Lease:
     config, kind = head.config, lease.group.kind
     task = await head.tasks.task(lease.group, lease.cursor)
+    head.scoring.teaching(kind, task)  # what cannot be taught is not sampled
     params = config.sampling_params if kind == "train" else config.eval_params
     turns = (config.tasks.environment, config.sampling.max_turns)
     return messages.encode_assignment(assignment_of(lease, task, head.reader.prompt(kind, task), params, *turns))
@@ -100,7 +101,7 @@ class HeadEffects:
         """Carry out one command. Raises InvariantError for an unknown one."""
         head = self._head
         match command:
-            case do.IssueGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
+            case do.IssueGroup() | do.TopUpGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
                 pass  # recorded by the ledger, or read by the handler that dispatched the event
             case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
                 pass  # recorded by the ledger

@@ -32,6 +32,8 @@ from echo2.head.serve.planner_options import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer, TaskReader
 from echo2.head.serve.results import Deliveries, Scoring
 from echo2.head.serve.shutdown import RunEnd
+from echo2.head.store.contents import Kept
+from echo2.head.store.mirror import Mirror
 from echo2.reward.process import RewardProcesses
 from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.transport import wire_pb2 as wire
@@ -49,12 +51,18 @@ class Head:
     """
 
     def __init__(
-        self, rundir: RunDir, config: Config, identity: RunIdentity, effects: Callable[[Head], Effects]
+        self,
+        rundir: RunDir,
+        config: Config,
+        identity: RunIdentity,
+        effects: Callable[[Head], Effects],
+        mirror: Mirror | None = None,
     ) -> None:
         self.rundir, self.config, self.identity, self.clock = rundir, config, identity, Clock()
         self.train_tasks = training_tasks(config.tasks, config.run.seed)
         held_out = held_out_tasks(config.eval, config.run.seed)
-        self.ledger = Ledger(rundir.ledger)
+        self.mirror = mirror
+        self.ledger = Ledger(rundir.ledger) if mirror is None else mirror.open_ledger()
         self._refuse_changed_rows(held_out)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
         offers = read_offers(config)
@@ -70,6 +78,10 @@ class Head:
         log = EventLog(rundir.events, self.options)
         self.events = EventQueue(self._driver, log, self.books.failures, self.ending, self.clock)
         self.distribution = self._distribution()
+        self.kept: Kept | None = None
+        if mirror is not None:
+            self.kept = Kept(rundir, identity, self.ledger, self.distribution.archive.store, mirror)
+            self.books.metrics.follow(self.kept.keep_row)
         self.tasks = TaskReader(self.train_tasks, held_out)
         self.reader = RunTokenizer(config.model.chat_template_args)
         self.deliveries = Deliveries(config, self.planner, self.ledger, identity, self.clock, self.tasks, self.reader)
@@ -79,12 +91,18 @@ class Head:
             rundir.logs / "reward.log",
             on_retry=partial(self.books.failures.add, "reward_retried"),
         )
-        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks)
+        teachers = config.distill.teachers
+        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks, teachers)
         self.machines = self._machines(offers)
 
     @classmethod
     async def open(
-        cls, rundir: RunDir, config: Config, identity: RunIdentity, effects: Callable[[Head], Effects]
+        cls,
+        rundir: RunDir,
+        config: Config,
+        identity: RunIdentity,
+        effects: Callable[[Head], Effects],
+        mirror: Mirror | None = None,
     ) -> Head:
         """Return a head whose planner knows what the ledger and the snapshot store hold, and whose rewards are loaded.
 
@@ -92,7 +110,7 @@ class Head:
             UserError: a reward file does not load; the run has trained more steps than `max_steps`; or groups of
                 another size are under way.
         """
-        head = cls(rundir, config, identity, effects)
+        head = cls(rundir, config, identity, effects, mirror)
         try:
             await head.reward.start()
             published = [ref for ref in head.distribution.archive.retained if not ref.is_base_model]

@@ -11,12 +11,14 @@ from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS, be
 from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import PeerError
 from echo2.core.printable import printable
+from echo2.core.types import SEVERAL
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.serve.connections import LearnerConnection
 from echo2.head.serve.head import Head
 from echo2.head.serve.report import check_budget, step_row
 from echo2.head.serve.results import FEED_BYTES
+from echo2.head.store.contents import UPLOAD_SECONDS
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -145,12 +147,14 @@ class LearnerCalls:
             raise PeerError("malformed", f"encode_seconds is {request.encode_seconds}")
         if manifest.ref.is_base_model:
             await head.distribution.archive.take(manifest)
+            await _keep_snapshots(head)
             return wire.Empty()
         if manifest.ref.policy != head.options.policy:
             raise PeerError("malformed", f"a snapshot of {manifest.ref.policy}; this run's is {head.options.policy}")
         is_known = head.planner.snapshots.published.get(manifest.ref.version) == manifest.ref
         await head.distribution.archive.take(manifest)
         await head.read_files(manifest.ref)
+        await _keep_snapshots(head)
         if is_known:  # an anchor, after its delta
             return wire.Empty()
         active = [worker.worker_id for worker in head.planner.fleet.active()]
@@ -205,11 +209,21 @@ def _busy_seconds(metrics: dict[str, Any]) -> float:
 def _mismatches(metrics: dict[str, Any]) -> Iterator[ev.WorkerMismatch]:
     """Yield the mismatch of each worker named in the learner's metrics. The learner's numbers are trusted."""
     for key, mean in metrics.items():
-        if key.startswith(FRESH_MISMATCH):
+        if key.startswith(FRESH_MISMATCH) and key != FRESH_MISMATCH + SEVERAL:
             worker_id = key.removeprefix(FRESH_MISMATCH)
             num, surprise = (metrics.get(name + worker_id, 0.0) for name in (FRESH_TOKENS, FRESH_SURPRISE))
             if all(map(is_number, (mean, num, surprise))):
                 yield ev.WorkerMismatch(worker_id, num, mean * num, surprise * num)
+
+
+async def _keep_snapshots(head: Head) -> None:
+    """Have the snapshots that there are kept in the run's store, if it has one. Publishing waits for a while: without
+    the snapshot, a head that takes over could not have its groups sampled again as they were."""
+    if head.kept is None or head.mirror is None:
+        return
+    keeping = head.spawn(head.kept.keep_snapshots())
+    if head.mirror.is_synchronous:
+        await asyncio.wait({keeping}, timeout=UPLOAD_SECONDS)
 
 
 def _raise_over(head: Head) -> None:

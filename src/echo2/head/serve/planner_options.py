@@ -32,6 +32,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         groups_per_step=schedule.groups_per_step,
         group_size=sampling.group_size,
         max_steps=config.run.max_steps,
+        min_group=sampling.min_group or max(2, -(-sampling.group_size // 2)),
         max_staleness=schedule.max_staleness,
         publish_every=schedule.kappa,
         dynamic_sampling=schedule.dynamic_sampling,

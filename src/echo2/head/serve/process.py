@@ -10,6 +10,7 @@ import logging
 from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.core import logs
 from echo2.core.addresses import join
+from echo2.core.background import spawn
 from echo2.core.disk import DiskWatch, checkpoint_bytes
 from echo2.core.errors import InvariantError, NoRoomError, UserError
 from echo2.head.decide import events as ev
@@ -17,6 +18,8 @@ from echo2.head.serve import report as head_report
 from echo2.head.serve.effects import HeadEffects
 from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
+from echo2.head.store.mirror import Mirror
+from echo2.head.store.resume import restore
 from echo2.head.strangers.tickets import OwnTickets, own_files
 from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer
@@ -45,8 +48,13 @@ async def run_head(rundir: RunDir) -> None:
 async def _serve(rundir: RunDir) -> None:
     config = rundir.read_config()
     rundir.outcome.unlink(missing_ok=True)  # the outcome of an earlier head
+    mirror = None
+    if config.head.store:
+        mirror = await asyncio.to_thread(Mirror.open, rundir, *config.head.store_place)
+        if mirror.has_caught_up:
+            await asyncio.to_thread(restore, rundir, mirror.objects)
     identity = RunIdentity.create_or_load(rundir.identity)
-    head = await Head.open(rundir, config, identity, HeadEffects)  # fails before any sampling if it can't go on
+    head = await Head.open(rundir, config, identity, HeadEffects, mirror)  # fails before any sampling if it can't go on
     host, port = config.head.address
     port = port or head.ledger.get_meta("port", 0)
     service = Service(head)
@@ -58,6 +66,9 @@ async def _serve(rundir: RunDir) -> None:
     address = join(config.head.advertise or host, bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
+    if head.kept is not None:
+        head.kept.keep_files()
+    sending = spawn(mirror.run(head.ending.fail), head.ending.fail) if mirror is not None else None
     loop = asyncio.get_running_loop()
     for number, words in STOP_WORDS.items():
         loop.add_signal_handler(number, head.ending.request_stop, words)
@@ -71,6 +82,9 @@ async def _serve(rundir: RunDir) -> None:
         await head.machines.close()
         _write_end(head, head.ending.outcome)
     await head.close()
+    if mirror is not None and sending is not None:
+        await mirror.close()
+        sending.cancel()
     await asyncio.sleep(CLOSING_SECONDS)
     await server.stop()
     await head.distribution.close()
@@ -86,9 +100,14 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     """Consumes: the planner's tables; the revocations of `echo2 revoke`. Produces: status.json; expulsions;
     replacements of the owner's tickets that no longer admit a machine. Waits for: the clock.
     """
-    disk = DiskWatch(head.rundir.path)
+    disk, trouble = DiskWatch(head.rundir.path), ""
     while True:
         try:
+            if head.kept is not None and head.mirror is not None:
+                head.kept.keep_files()
+                before, trouble = trouble, head.mirror.trouble
+                if bool(before) != bool(trouble) and not disk.reason:
+                    head.events.dispatch(ev.DiskFull(trouble) if trouble else ev.DiskFreed())
             if disk.look(head.books.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
                 log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
                 head.events.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())

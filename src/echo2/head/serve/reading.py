@@ -34,6 +34,7 @@ from echo2.engines.tokenizer import (
 from echo2.head.strangers.replay import TurnRules
 from echo2.rollouts.logged import logged_rollouts
 from echo2.tasks.streams import Tasks
+from echo2.tasks.teaching import task_for_teacher
 from echo2.transport.messages import check_lengths
 from echo2.weights.format.snapshot_files import end_tokens
 
@@ -45,6 +46,8 @@ KEPT = 4096
 #: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
 #: second lease need the prompt of a lease again. A short prompt takes ten times the bytes of its tokens.
 KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
+#: Maximum number of tokens of a teacher's prompt: half of what a message has room for beside a group.
+TEACHER_TOKENS_MAX = 1 << 17
 
 
 @dataclass(slots=True)
@@ -199,6 +202,20 @@ class RunTokenizer:
                     f"Task {task.cursor}: its prompt has no tokens. Give it text, or the model a start token."
                 )
             self._keep((kind, task.cursor), found)
+        return found
+
+    def teacher_prompt(self, task: Task) -> array[int]:
+        """Return the token ids of the prompt that a teacher reads in place of the task's; none if it is the same.
+
+        Raises:
+            UserError: as `prompt`, or it has more than `TEACHER_TOKENS_MAX`.
+        """
+        shown = task_for_teacher(task)
+        found = array("i") if shown is None else encode_prompt(shown, self.tokenizer)
+        if (shown is not None and not found) or len(found) > TEACHER_TOKENS_MAX:
+            raise UserError(
+                f"Task {task.cursor}: its teacher_prompt has {len(found)} tokens, not 1 to {TEACHER_TOKENS_MAX}."
+            )
         return found
 
     def _keep(self, key: tuple[GroupKind, int], prompt: array[int]) -> None:

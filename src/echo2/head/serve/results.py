@@ -8,13 +8,13 @@ processes compute the rewards.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, replace
 
 from echo2.config import Config
 from echo2.core.clock import Clock
 from echo2.core.errors import PeerError, UserError
-from echo2.core.types import LOGGED_ROLLOUTS, Attachment, Lease, RolloutGroup, Task
+from echo2.core.types import LOGGED_ROLLOUTS, Attachment, GroupKind, Lease, LostRollout, RolloutGroup, Task, Teaching
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import lease_times
@@ -27,12 +27,14 @@ from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.tasks.harness_process import is_harness
 from echo2.tasks.streams import Tasks
+from echo2.tasks.teaching import teacher_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.codecs import check_top
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
 from echo2.transport.messages import encode_scores, parse_group, with_scores
+from echo2.transport.regroup import joined, without
 from echo2.transport.routes import RouteShape, check_routes
 
 #: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
@@ -45,10 +47,16 @@ class Scoring:
     """Computes the rewards of delivered groups."""
 
     def __init__(
-        self, reward: RewardProcesses, ledger: Ledger, tasks: TaskReader, reader: RunTokenizer, train_tasks: Tasks
+        self,
+        reward: RewardProcesses,
+        ledger: Ledger,
+        tasks: TaskReader,
+        reader: RunTokenizer,
+        train_tasks: Tasks,
+        teachers: Mapping[str, str],
     ) -> None:
         self._reward, self._ledger, self._tasks, self._reader = reward, ledger, tasks, reader
-        self._train_tasks = train_tasks
+        self._train_tasks, self._teachers = train_tasks, teachers
 
     async def score(self, command: do.ScoreGroup) -> ev.GroupScored | ev.GroupUnfit:
         """Return the event with the rewards of a delivered group. A failure ends the group, not the run."""
@@ -64,18 +72,38 @@ class Scoring:
         except PeerError as error:  # a text is too long for a reward function
             return ev.GroupUnfit(ref, error.reason, error.detail)
 
+    def teaching(self, kind: GroupKind, task: Task) -> Teaching:
+        """Return what the learner is told of the teacher of a task.
+
+        Raises:
+            UserError: the row names no teacher, or nothing that a teacher can read.
+        """
+        if not self._teachers or kind == "eval":
+            return Teaching()
+        return Teaching(teacher_of(task, self._teachers), self._reader.teacher_prompt(task))
+
     async def _scored(self, group: RolloutGroup) -> ev.GroupScored:
         """Return the event with the rewards of a group, and the seconds that they took."""
         task = await self._tasks.task(group.group, group.cursor)
         texts = self._reader.texts(group, task)
         if (longest := max(map(len, texts))) > TEXT_CHARS_MAX:
             raise PeerError("oversized", f"a rollout's text has {longest} characters; the limit is {TEXT_CHARS_MAX}")
-        scores, seconds = await self._reward.scores(task, group.rollouts, texts)
+        results, seconds = await self._reward.scores(task, group.rollouts, texts)
+        failures = {at: one for at, one in enumerate(results) if isinstance(one, RewardFailure)}
+        if failures and group.group.kind == "eval":
+            raise next(iter(failures.values()))
+        scores = [one for one in results if not isinstance(one, RewardFailure)]
+        numbers, left = group.sample_numbers, None
+        lost = tuple(LostRollout(numbers[at], "reward_failed", str(one)) for at, one in failures.items())
+        if lost:
+            group, texts = without(group, lost), [text for at, text in enumerate(texts) if at not in failures]
+            left = Attachment(messages.encode_group(group).SerializeToString(), group)
         is_flat = len({reward for reward, _ in scores}) == 1
         # The scored group is attached only if `HeadEffects` uses it; the ledger stores just the scores.
         is_read = group.group.kind == "eval" or self._train_tasks.source_of(group.cursor)
         whole = with_scores(group, texts, scores) if is_read else None
-        return ev.GroupScored(group.group, is_flat, seconds, Attachment(encode_scores(scores), whole))
+        scored = Attachment(encode_scores(scores, self.teaching(group.group.kind, task)), whole)
+        return ev.GroupScored(group.group, is_flat, seconds, scored, lost, len(scores), left)
 
 
 class Deliveries:
@@ -140,7 +168,9 @@ class Deliveries:
                 ended before the environment had replayed the result.
             UserError: the environment fails.
         """
+        kept = parse_group(self._ledger.rollouts(lease.group.number)) if lease.first_sample else None
         task, config = await self._tasks.task(lease.group, lease.cursor), self._config
+        member = self._identity.member(worker_id)
         params = config.sampling_params if lease.group.kind == "train" else config.eval_params
         seconds = max(0.0, self._clock.now() - lease.granted_at)
         if by_harness := is_harness(config.tasks.environment):
@@ -150,6 +180,8 @@ class Deliveries:
             prompt = self._reader.prompt(lease.group.kind, task)
             group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
         told = group.rollouts
+        if group.lost and not member.is_own:  # it could choose what is trained on
+            raise UserError(f"{len(group.lost)} rollouts failed, it says. The first: {group.lost[0].detail}")
         if not 0 < group.lineage <= (newest := self._planner.training.lineage):
             raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {newest}")
         # A harness's rollout may begin with a prompt of its own, which max_tokens does not bound.
@@ -170,13 +202,25 @@ class Deliveries:
             # What a worker may hold can shrink; the deadline of an open lease stays.
             longest = lease.deadline if worker is None else lease_times.ends_at(self._planner, worker, lease)
             seconds = max(lease.deadline, longest) - self._clock.now()
-            group = await self._replay.replay(rules, lease, task, group, seconds)
+            group = await self._replay.replay(rules, lease, task, group, seconds, member.is_own)
         elif not by_harness:
             self._reader.check_ends(group, params.max_tokens)
-        member = self._identity.member(worker_id)
         if not (group.logged or member.is_own):
             self._copied.check(group, member.ticket_id)
-        as_told = delivery.rollouts if group.rollouts is told and not by_harness else ()
+        as_told = delivery.rollouts if group.rollouts is told and not (by_harness or kept) else ()
+        return self._delivered(worker_id, lease, group, kept, as_told)
+
+    def _delivered(
+        self,
+        worker_id: str,
+        lease: Lease,
+        group: RolloutGroup,
+        kept: RolloutGroup | None,
+        as_told: Sequence[wire.Rollout],
+    ) -> ev.GroupDelivered:
+        """Return the event of a checked result, with the rollouts that its group kept of earlier ones."""
+        lost, sampled_seconds = group.lost, group.generate_seconds
+        group = group if kept is None else joined(kept, group)
         message = messages.encode_group(group, as_told)
         if group.logged:  # these rollouts come from the user's log and were not checked when decoded
             messages.check_rollouts(message.rollouts)
@@ -184,20 +228,23 @@ class Deliveries:
         if len(stored) > GROUP_BYTES_MAX:
             raise PeerError("oversized", f"a group of {len(stored)} bytes; the limit is {GROUP_BYTES_MAX}")
         versions = sorted({version for rollout in group.rollouts for _, version in rollout.version_spans})
+        few = versions[1:-1][: self._config.schedule.max_staleness]  # with more of them, one is stale
         return ev.GroupDelivered(
             worker_id=worker_id,
             lease_id=lease.lease_id,
             group=group.group,
-            num_samples=len(group.rollouts),
+            num_samples=lease.num_samples,
             oldest_version=group.oldest_version,
             newest_version=group.newest_version,
             num_tokens=group.num_tokens,
-            seconds=group.generate_seconds,
+            seconds=sampled_seconds,
             rollouts=Attachment(stored, group),
             lineage=group.lineage,
-            versions_between=tuple(versions[1:-1][: config.schedule.max_staleness]),  # with more of them, one is stale
+            versions_between=tuple(few),
             logged=group.logged,
-            is_own=member.is_own,
+            is_own=self._identity.member(worker_id).is_own,
+            num_rollouts=len(group.rollouts),
+            lost=lost,
         )
 
     async def _with_routes(self, group: RolloutGroup, are_asked: bool) -> RolloutGroup:

@@ -9,10 +9,12 @@ events), and reads the answer from the returned commands. The planner makes all 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from echo2.config.sections import SamplingConfig
 from echo2.core.errors import PeerError, UserError
@@ -46,6 +48,10 @@ DETAIL_CHARS_MAX = 500
 #: Maximum characters of a verdict, which the ticket's history stores.
 FAULT_CHARS_MAX = 300
 
+#: Of the learner's calls, those whose answers follow from the ledger. They wait for the store whatever its lag, so that
+#: a learner is never ahead of the head that takes over.
+_LEARNERS = frozenset({"LearnerHello", "TakeGroups", "ReportStep", "Publish", "ReportCheckpoint"})
+
 _Result = ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed
 Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
 
@@ -61,6 +67,17 @@ class Service:
         self._read_slots = asyncio.Semaphore(READ_SLOTS)
 
     def handlers(self) -> dict[str, Handler]:
+        """Handlers by method. With a store, what follows from the ledger leaves once the store has it."""
+        made = self._handlers()
+        if self._head.mirror is not None:
+            for waits, names in (
+                (self._head.mirror.covered, ("Attend", "Leave", "FailLease", "Deliver", "ReportCheck")),
+                (self._head.mirror.stored, tuple(name for name in made if name in _LEARNERS)),
+            ):
+                made |= {name: _waiting(made[name], self._head.mirror.check, waits) for name in names}
+        return made
+
+    def _handlers(self) -> dict[str, Handler]:
         return {
             "Describe": self.describe,
             "Attend": self.attend,
@@ -304,6 +321,25 @@ class Service:
         for worker in list(self._head.planner.fleet):
             if worker.worker_id in revoked:
                 self._head.events.dispatch(ev.WorkerLeft(worker.worker_id, "it was revoked"))
+
+
+def _waiting(handler: Handler, check: Callable[[], None], waits: Callable[[], Awaitable[None]]) -> Handler:
+    """Return the handler of which each message waits before it leaves. `check` refuses calls that would wait long."""
+
+    async def call(peer: Peer, request: Any) -> Any:
+        check()
+        answer = await handler(peer, request)  # type: ignore[misc]
+        await waits()
+        return answer
+
+    async def stream(peer: Peer, request: Any) -> AsyncIterator[Any]:
+        check()
+        async with aclosing(cast(AsyncGenerator[Any], handler(peer, request))) as messages:
+            async for message in messages:
+                await waits()
+                yield message
+
+    return stream if inspect.isasyncgenfunction(handler) else call
 
 
 def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig) -> ev.WorkerJoined:

@@ -5,8 +5,8 @@ The policy's turns are cut from the rollout's tokens by the rules of `rollouts/t
 honestly is not checked here. Imports without torch.
 
 The environment runs in a separate process, as at a worker. Rollouts are replayed concurrently; if the environment hangs
-on one (30 s a call), the result of the worker that delivered it fails. A replay ends with the first rollout that fails,
-and with its lease. Its seconds are kept for the planner, whatever its end.
+on one (30 s a call), that rollout fails. A replay ends with a rollout that differs, and with its lease. Its seconds
+are kept for the planner, whatever its end.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from echo2.core.errors import PeerError
-from echo2.core.types import Lease, Reply, Rollout, RolloutGroup, Task
+from echo2.core.errors import PeerError, UserError
+from echo2.core.types import Lease, LostRollout, Reply, Rollout, RolloutGroup, Task
 from echo2.engines.random_streams import derived_seed
 from echo2.engines.tokenizer import Tokenizer, decoded, reply_tokens
 from echo2.head.decide import events as ev
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, check_sum
 from echo2.tasks.environments import EnvironmentProcess, RolloutHandle
+from echo2.transport.regroup import without
 
 Result = ev.GroupDelivered | ev.LeaseFailed | ev.DeliveryMalformed
 #: Maximum number of concurrent rollouts in the environment's process.
@@ -124,23 +125,24 @@ class EnvironmentReplay:
         return replace(event, replay_seconds=self._seconds.pop(event.lease_id, 0.0))
 
     async def replay(
-        self, rules: TurnRules, lease: Lease, task: Task, group: RolloutGroup, seconds: float
+        self, rules: TurnRules, lease: Lease, task: Task, group: RolloutGroup, seconds: float, is_own: bool
     ) -> RolloutGroup:
-        """Return the group, each rollout with the environment's reward. `seconds`: until the lease ends.
+        """Return the group, each rollout with the environment's reward. `seconds`: until the lease ends. A rollout of
+        a machine of the owner (`is_own`) on which the environment fails is lost, and the others stay.
 
         Raises:
             PeerError: "malformed": a rollout differs from the environment's replay of its turns; "late": the lease has
                 ended.
-            UserError: the environment fails.
+            UserError: the environment fails: on a stranger's rollout, or on all.
         """
         begun = [
             self._environment.begin(task.columns, derived_seed(lease.seed, sample, ENVIRONMENT_SAMPLE))
-            for sample in range(len(group.rollouts))
+            for sample in group.sample_numbers
         ]
         try:
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
                 judging = [
-                    tasks.create_task(self._replayed(rules, group, rollout, one))
+                    tasks.create_task(self._replayed(rules, group, rollout, one, is_own))
                     for rollout, one in zip(group.rollouts, begun, strict=True)
                 ]
         except ExceptionGroup as failed:
@@ -149,14 +151,28 @@ class EnvironmentReplay:
             raise PeerError("late", "its lease ended before the environment had replayed it") from error
         finally:
             self._seconds[lease.lease_id] = sum(one.spent_seconds() for one in begun)
-        return replace(group, rollouts=tuple(one.result() for one in judging))
+        found = [one.result() for one in judging]
+        errors = {
+            sample: one for sample, one in zip(group.sample_numbers, found, strict=True) if isinstance(one, UserError)
+        }
+        if len(errors) == len(found):
+            raise next(iter(errors.values()))
+        lost = [LostRollout(sample, "environment_failed", str(error)) for sample, error in errors.items()]
+        left = tuple(one for one in found if isinstance(one, Rollout))
+        return replace(without(group, lost), rollouts=left)
 
-    async def _replayed(self, rules: TurnRules, group: RolloutGroup, rollout: Rollout, begun: RolloutHandle) -> Rollout:
+    async def _replayed(
+        self, rules: TurnRules, group: RolloutGroup, rollout: Rollout, begun: RolloutHandle, is_own: bool
+    ) -> Rollout | UserError:
         environment = self._environment
         async with self._room:
             try:
                 turn_tokens, step = await environment.turn_tokens(begun), partial(environment.step, begun)
                 reward = await replay_rollout(rules, turn_tokens, len(group.prompt_tokens), rollout, step)
+            except UserError as error:
+                if is_own and group.group.kind == "train":
+                    return error
+                raise
             finally:
                 environment.end(begun)
         return replace(rollout, reward_parts={"environment": reward})

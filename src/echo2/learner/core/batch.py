@@ -24,6 +24,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
@@ -169,6 +170,24 @@ def collate(data: Sequence[Datum], layout: Layout, pair_cost: float, tokens_max:
             return _tensors(rows, masked=True)
     # Causal kernels skip half of the pairs (hence pair_cost / 2 above); with a custom mask they don't.
     return _tensors([[_prefix_tree([item])] for family in families for item in family], masked=False)
+
+
+def by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[array[float]]:
+    """Return the logprobs by datum, in the data's order, each at its token's index."""
+    found = [array("d", bytes(8 * len(datum.tokens))) for datum in part]
+    values = iter(logp_n.double().tolist())
+    for place in batch.data_S:
+        for at, counts in enumerate(part[place].loss_mask):
+            if counts:
+                found[place][at] = next(values)
+    return found
+
+
+def rows_by_datum(table_nk: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[bytes]:
+    """Return the bytes of the table's rows by datum, in the data's order."""
+    counts = [part[place].loss_mask.count(1) for place in batch.data_S]
+    found = dict(zip(batch.data_S, table_nk.cpu().split(counts), strict=True))
+    return [found[place].numpy().tobytes() for place in range(len(part))]
 
 
 def _int_array(tokens: Sequence[int]) -> Ints:
@@ -334,6 +353,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         sources=sources,
         weight_n=column("weights", np.float64, default=1.0),
         reference_n=column("reference_logprobs", np.float64),
+        teacher_n=column("teacher_logprobs", np.float64),
         top_tokens_nk=top_tokens_nk,
         top_behaviour_nk=top_behaviour_nk,
         top_policy_nk=top_behaviour_nk,
@@ -356,7 +376,7 @@ def _lags(datum: Datum, at: Ints) -> Ints:
 
 
 def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]:
-    """Return the sampler's most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
+    """Return the most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
     widths = [len(datum.top_tokens) // len(at) for datum, at in zip(data, losses, strict=True)]
     shape = sum(map(len, losses)), max(widths)
     tokens_nk, logprobs_nk = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
@@ -364,7 +384,10 @@ def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]
     for datum, at, width in zip(data, losses, widths, strict=True):
         rows = slice(start, start + len(at))
         tokens_nk[rows, :width] = np.frombuffer(datum.top_tokens, np.int32).reshape(len(at), width)
-        logprobs_nk[rows, :width] = np.frombuffer(datum.top_logprobs, "<f2").reshape(len(at), width)
+        is_whole = len(datum.top_logprobs) == 4 * len(datum.top_tokens)
+        logprobs_nk[rows, :width] = np.frombuffer(datum.top_logprobs, "<f4" if is_whole else "<f2").reshape(
+            len(at), width
+        )
         start += len(at)
     return torch.from_numpy(tokens_nk), torch.from_numpy(logprobs_nk)
 

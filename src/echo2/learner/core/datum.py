@@ -19,11 +19,13 @@ class Datum:
     advantages          'd' [T], for policy gradients; None: 0
     behaviour_logprobs  'f' [T], of the sampler, at the temperature and the supports it drew from; None: 0
     reference_logprobs  'd' [T], of a reference policy, for losses with a penalty towards one; None: 0
+    teacher_logprobs    'd' [T], of a teacher, at the temperature and the supports of the sampler; None: 0
     version_spans       (first token, policy version that sampled from there on), ascending; empty: not sampled by one
     version             the policy version that is trained; lags count from it
     source              the worker that sampled the sequence, for statistics
     support_*           as in `types.Rollout`: the tokens that each was drawn from, where sampling was narrowed
-    top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs; empty: not known
+    top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs, or (float32) those
+                        of a teacher; empty: not known
     targets             'i' [T], the token to predict in place of each token; None: the token itself
     routes              [P + T - 1, layers, chosen], the experts that the sampler's mixture chose; None: not known
     clip_low, clip_high 'd' [T], bounds of each token's ratio in a client's loss; None: the loss's bounds
@@ -36,6 +38,7 @@ class Datum:
     advantages: array[float] | None = None
     behaviour_logprobs: array[float] | None = None
     reference_logprobs: array[float] | None = None
+    teacher_logprobs: array[float] | None = None
     version_spans: tuple[tuple[int, int], ...] = ()
     version: int = 0
     source: str = ""

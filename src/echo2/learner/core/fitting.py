@@ -11,13 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from echo2.config import Config
-from echo2.config.values import AUTO
+from echo2.config.values import AUTO, FORMS, SELF
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
+from echo2.learner.core.model_size import model_shape
 from echo2.learner.decide.memory import (
     BYTES_PER_VALUE,
     GB,
     OFFLOADS,
+    PROCESS_BYTES,
     USABLE,
     LearnerSetup,
     Microbatch,
@@ -57,7 +59,7 @@ class MemoryNeed:
 @dataclass(frozen=True, slots=True)
 class LearnerMemoryNeed(MemoryNeed):
     """The learner's memory need with its micro-batch. `host`: bytes of the machine's memory, where moments are there in
-    place of the GPU's."""
+    place of the GPU's, or all that it has while a worker has the GPU."""
 
     microbatch: Microbatch
     host: int = 0
@@ -81,6 +83,12 @@ def frozen_bytes(config: Config, shape: ModelShape) -> int:
     return min(shape.stored_bytes, BYTES_PER_VALUE[config.model.snapshot_dtype])
 
 
+def teacher_parameters(config: Config) -> int:
+    """Return the parameters of all teachers whose sizes are known."""
+    shapes = [model_shape(path) for path in config.distill.teachers.values() if path != SELF]
+    return sum(shape.parameters for shape in shapes if shape is not None)
+
+
 def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSetup:
     """Return the settings that determine the learner's memory."""
     return LearnerSetup(
@@ -92,30 +100,42 @@ def learner_setup(config: Config, shape: ModelShape, on_gpu: bool) -> LearnerSet
         adapts_experts=EXPERTS in config.lora.targets,
         base_bytes=frozen_bytes(config, shape) if on_gpu else 4,
         keeps_reference=config.learner.reference_kl > 0.0,
+        teachers=teacher_parameters(config),
         quantised=config.learner.quantised,
     )
 
 
 def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
     """Return the learner's micro-batch on this machine. Where a GPU has no room for all, moments, and next gradients,
-    are in the machine's memory if that has."""
+    are in the machine's memory if that has. Where the only GPU has none beside the workers, they take turns on it."""
     given, longest = config.learner.tokens_per_microbatch, row_tokens(config, shape)
-    setup = learner_setup(config, shape, bool(machine.gpus))
-    room, host_room = USABLE * learner_bytes(config, shape, machine), USABLE * machine.memory_bytes - HEAD_BYTES
+    setup, count = learner_setup(config, shape, bool(machine.gpus)), config.workers.count
     can_offload = machine.gpus and setup.ranks == 1 and not setup.lora_rank and setup.quantised == "none"
+    can_share = len(machine.gpus) == 1 and setup.ranks == 1 and count > 0 and config.workers.engine not in FORMS
     tried = list[Microbatch]()
-    for offloaded in OFFLOADS if can_offload else OFFLOADS[:1]:
-        one = replace(setup, offloaded=offloaded)
-        tried.append(settle_microbatch(one, room, longest, None if given == "auto" else given))
-        is_there = one.needed(max(longest, tried[-1].tokens), tried[-1].checkpointing) <= room
-        if is_there and (not offloaded or one.host_bytes <= host_room):
-            return tried[-1]
+    for in_turns in (False, True) if can_share else (False,):
+        room = USABLE * learner_bytes(config, shape, machine, in_turns)
+        for offloaded in OFFLOADS if can_offload else OFFLOADS[:1]:
+            one = replace(setup, offloaded=offloaded)
+            found = settle_microbatch(one, room, longest, None if given == "auto" else given)
+            tried.append(replace(found, in_turns=in_turns))
+            is_there = one.needed(max(longest, found.tokens), found.checkpointing) <= room
+            host = one.host_bytes if offloaded or in_turns else 0
+            if in_turns:
+                workers = count * worker_need(config, shape, machine).total
+                is_there = is_there and workers <= machine.gpus[0] - PROCESS_BYTES
+                host += max(one.parked_bytes, workers) + count * PROCESS_BYTES
+            if is_there and host <= USABLE * machine.memory_bytes - HEAD_BYTES:
+                return tried[-1]
     return tried[0]
 
 
-def learner_bytes(config: Config, shape: ModelShape, machine: Hardware) -> int:
-    """Return the bytes of the machine that head and local workers leave to one learner process."""
+def learner_bytes(config: Config, shape: ModelShape, machine: Hardware, in_turns: bool = False) -> int:
+    """Return the bytes of the machine that head and local workers leave to one learner process. `in_turns`: workers
+    leave the GPU to it, but for what a process has there without tensors."""
     ranks, count = config.learner.ranks, config.workers.count
+    if in_turns:
+        return machine.gpus[0] - count * PROCESS_BYTES
     local = worker_need(config, shape, machine).total
     if not machine.gpus:
         return (machine.memory_bytes - HEAD_BYTES - count * local) // ranks
@@ -147,8 +167,9 @@ def learner_need(config: Config, shape: ModelShape, machine: Hardware) -> Learne
     setup = replace(learner_setup(config, shape, bool(machine.gpus)), offloaded=microbatch.offloaded)
     tokens = max(microbatch.tokens, row_tokens(config, shape))
     parts = setup.parts(tokens, microbatch.checkpointing)
-    available = learner_bytes(config, shape, machine)
-    host = setup.host_bytes if microbatch.offloaded else 0
+    available = learner_bytes(config, shape, machine, microbatch.in_turns)
+    host = setup.host_bytes if microbatch.offloaded or microbatch.in_turns else 0
+    host += setup.parked_bytes if microbatch.in_turns else 0
     return LearnerMemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine", microbatch, host)
 
 

@@ -57,8 +57,9 @@ class LossTokens:
     source_S     index in `sources` of the sequence's source
     weight_n     factor of the token's loss in the sum (the loss itself may ignore it)
     reference_n  a reference policy's logprobs
-    top_tokens_nk     the sampler's k most likely tokens at each drawn token; k may be 0
-    top_behaviour_nk  the sampler's logprobs of these tokens, -inf where there are fewer
+    teacher_n    a teacher's logprobs
+    top_tokens_nk     the sampler's (or a teacher's) k most likely tokens at each drawn token; k may be 0
+    top_behaviour_nk  the sampler's (or teacher's) logprobs of these tokens, -inf where there are fewer
     top_policy_nk     the policy's logprobs of these tokens, with gradient; set by the trainer after the forward pass
     entropy_n    entropy of the policy's distribution at the token; also set by the trainer
     clip_low_n, clip_high_n  bounds of the token's ratio that its datum names; NaN: it names none
@@ -72,6 +73,7 @@ class LossTokens:
     sources: tuple[str, ...]
     weight_n: Tensor
     reference_n: Tensor
+    teacher_n: Tensor
     top_tokens_nk: Tensor
     top_behaviour_nk: Tensor
     top_policy_nk: Tensor

@@ -40,7 +40,15 @@ from echo2.learner.core.batch import PackedBatch
 from echo2.learner.core.experts import follow_autocast
 from echo2.learner.core.loading import SAFETENSORS_NAMES, load_module, outline_module
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.output_layer import Choice, OutputLayer, Scores, plain_scores, tiled_scores
+from echo2.learner.core.output_layer import (
+    Choice,
+    OutputLayer,
+    Scores,
+    plain_likely,
+    plain_scores,
+    tiled_likely,
+    tiled_scores,
+)
 from echo2.learner.core.quantised import num_weights
 from echo2.weights.format.model_files import find_model, model_files, stored_weights
 from echo2.weights.format.segments import passing_bytes
@@ -49,6 +57,8 @@ log = logging.getLogger(__name__)
 
 #: (choices, whether the normaliser over the vocabulary is wanted) -> the policy's scores at the batch's positions.
 Scorer = Callable[[Sequence[Choice], bool], Scores]
+#: (number of tokens, size of the vocabulary that is looked at) -> the most likely tokens, and their logprobs.
+LikelyTokens = Callable[[int, int], tuple[Tensor, Tensor]]
 # Decoders known to honour a custom mask and position ids. Others run in the plain layout.
 MASKED_DECODERS = frozenset(
     {"arcee", "ernie4_5", "gemma", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense", "llama", "mistral"}
@@ -180,11 +190,26 @@ class Policy:
         token, and the log-probabilities [n, k] of the sampler's most likely tokens (see `token_logprobs`).
         `batch` is on this device; logits are divided by `temperature`.
         """
-        # Weights are cast on use, once a pass. Autocast's cache of all cast weights would be a copy of the model.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.computes_in_bfloat16, cache_enabled=False):
-            return self._logprobs(batch, temperature)
+        with self._computing():
+            return token_logprobs(self._scorers(batch, temperature)[0], batch)
 
-    def _logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    def likely(self, batch: PackedBatch, temperature: float, top_k: int, num_tokens: int) -> tuple[Tensor, ...]:
+        """Return the log-probability [n] of each loss token, and at each the most likely of the first `num_tokens`
+        tokens of the vocabulary and their log-probabilities, [n, k]. For a `top_k` of 0 these have no columns."""
+        with self._computing():
+            scorer, likely = self._scorers(batch, temperature)
+            logp_n, *_ = token_logprobs(scorer, batch)
+            tokens_uk, logp_uk = likely(top_k, num_tokens)
+            return logp_n, tokens_uk.int()[batch.position_n], logp_uk.float()[batch.position_n]
+
+    def _computing(self) -> AbstractContextManager[Any]:
+        """Return the context of a pass. Weights are cast on use, once a pass: autocast's cache of all cast weights
+        would be a copy of the model."""
+        enabled = self.computes_in_bfloat16
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled, cache_enabled=False)
+
+    def _scorers(self, batch: PackedBatch, temperature: float) -> tuple[Scorer, LikelyTokens]:
+        """Run the decoder. Return what computes scores from its last hidden states."""
         inputs: dict[str, Any] = {"input_ids": batch.tokens_BT, "use_cache": False}
         if batch.positions_BT is not None and batch.ends_BT is not None:
             inputs["attention_mask"] = _tree_mask(batch.ends_BT, _compute_dtype(self.dtype, self.device))
@@ -195,11 +220,15 @@ class Policy:
             layer = self.output_layer().with_late_gradients()
             hidden_BTD: Tensor = self.module.base_model(**inputs).last_hidden_state
             hidden_uD = hidden_BTD.flatten(0, 1)[batch.predict_u]
-            return token_logprobs(
-                lambda choices, wants_total: tiled_scores(hidden_uD, layer, choices, temperature, wants_total), batch
+            return (
+                lambda choices, wants_total: tiled_scores(hidden_uD, layer, choices, temperature, wants_total),
+                lambda top_k, num_tokens: tiled_likely(hidden_uD, layer, top_k, num_tokens, temperature),
             )
         logits_uV: Tensor = self.module(**inputs).logits.flatten(0, 1)[batch.predict_u]
-        return token_logprobs(lambda choices, wants_total: plain_scores(logits_uV, choices, temperature), batch)
+        return (
+            lambda choices, wants_total: plain_scores(logits_uV, choices, temperature),
+            lambda top_k, num_tokens: plain_likely(logits_uV, top_k, num_tokens, temperature),
+        )
 
     def output_layer(self) -> OutputLayer:
         """Return the layer after the last hidden states, for a model that `ends_with_output_layer`. Its weight is the

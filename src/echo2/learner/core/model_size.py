@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,13 @@ def model_config(path: str) -> dict[str, Any] | None:
 def model_shape(path: str) -> ModelShape | None:
     """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
     config = model_config(path)
-    return None if config is None else read_shape(all_values(config))
+    return None if config is None else _shape_of(json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _shape_of(config_json: str) -> ModelShape | None:
+    """A plan and its neighbours ask for the same one many times, and transformers takes long to answer."""
+    return read_shape(all_values(json.loads(config_json)))
 
 
 @dataclass(frozen=True, slots=True)

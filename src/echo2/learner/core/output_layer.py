@@ -103,6 +103,32 @@ def tiled_scores(
     return Scores(log_total_u, entropy_u, tuple(chosen))
 
 
+@torch.no_grad()
+def tiled_likely(
+    hidden_uD: Tensor,
+    layer: OutputLayer,
+    top_k: int,
+    num_tokens: int,
+    temperature: float = 1.0,
+    tile: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the most likely of the first `num_tokens` tokens at each position and their log-probabilities, [u, k]."""
+    device = hidden_uD.device.type
+    if torch.is_autocast_enabled(device):
+        hidden_uD = hidden_uD.to(torch.get_autocast_dtype(device))
+    curve = _Curve(layer.scale / temperature, None if layer.softcap is None else layer.softcap / temperature)
+    cut = _Cut((), top_k > 0, *(tile or (GPU_TILE if hidden_uD.is_cuda else TILE)))
+    with torch.autocast(device, enabled=False):
+        return _Logits(hidden_uD, layer.weight_VD, layer.bias_V, curve, cut).likely(top_k, num_tokens)
+
+
+def plain_likely(logits_uV: Tensor, top_k: int, num_tokens: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the same from all logits."""
+    logp_uV = (logits_uV.float() if logits_uV.dtype.itemsize < 4 else logits_uV).div(temperature).log_softmax(-1)
+    logp_uk, tokens_uk = logp_uV[:, :num_tokens].topk(min(top_k, num_tokens))
+    return tokens_uk, logp_uk
+
+
 def plain_scores(logits_uV: Tensor, choices: Sequence[Choice], temperature: float = 1.0) -> Scores:
     """Compute the same scores from all logits, for models that give nothing else."""
     if logits_uV.dtype in (torch.bfloat16, torch.float16):
@@ -265,6 +291,20 @@ class _Logits:
                 factor_RC = self._factor(share_RC, scale_R, logits_RC, weight_CD.dtype)
                 _add_product(mean_row_uD[at].mul_(kept_R[:, None]), factor_RC, weight_CD)
         return total_u, total_u - mean_u, mean_row_uD
+
+    def likely(self, top_k: int, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the most likely of the first `num_tokens` tokens and their log-probabilities, [u, k]."""
+        top_k, num_positions = min(top_k, num_tokens), len(self.hidden_uD)
+        total_u = self.hidden_uD.new_full((num_positions,), float("-inf"), dtype=self.sums)
+        logits_uk = total_u[:, None].repeat(1, top_k)
+        tokens_uk = torch.zeros_like(logits_uk, dtype=torch.long)
+        for at, ids, _, logits_RC in self._tiles():
+            total_u[at] = torch.logaddexp(total_u[at], logits_RC.logsumexp(1))
+            kept_RC = logits_RC[:, : max(0, num_tokens - ids.start)]
+            ids_RC = torch.arange(ids.start, ids.start + kept_RC.shape[1], device=kept_RC.device).expand_as(kept_RC)
+            logits_uk[at], best_Rk = torch.cat([logits_uk[at], kept_RC], 1).topk(top_k)
+            tokens_uk[at] = torch.cat([tokens_uk[at], ids_RC], 1).gather(1, best_Rk)
+        return tokens_uk, logits_uk - total_u[:, None]
 
     def add_total_gradients(self, into: _Gradients, total_u: Tensor, grad_u: Tensor) -> None:
         """Add the gradients of weight and bias that pass through log sum exp."""

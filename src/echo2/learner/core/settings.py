@@ -58,7 +58,9 @@ def fitted(policy: Policy, config: Config, mesh: Mesh) -> Microbatch:
     log.info("micro-batches of %d tokens at most; %s", tokens, how)
     if settled.offloaded:
         log.info("%s are in the machine's memory, and pass through the GPU in each step", settled.offloaded)
-    return Microbatch(tokens, checkpointing, settled.offloaded)
+    if settled.in_turns:
+        log.info("the GPU has no room for local workers beside this learner: they take turns (--card)")
+    return Microbatch(tokens, checkpointing, settled.offloaded, settled.in_turns)
 
 
 def _settled(policy: Policy, config: Config) -> Microbatch:

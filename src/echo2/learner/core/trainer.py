@@ -1,6 +1,6 @@
 """The trainer: verbs on a policy over data. All training code is a client of these verbs.
 
-    forward(policy, data)                   logprobs of the data, no gradients
+    forward(policy, data)                   logprobs of the data, no gradients; `likely`: and of the likeliest tokens
     forward_backward(policy, data, loss)    add the data's gradients; any number of times, any split
     optim_step(policy, adam, divisor)       one AdamW step on the added gradients
     save_weights_for_sampler(policy)        weights and files of a snapshot, read in the background
@@ -35,17 +35,25 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from echo2.core.devices import is_out_of_memory, map_large_blocks
-from echo2.core.errors import InvariantError, NoRoomError, PeerError, UserError
+from echo2.core.errors import InvariantError, NoRoomError, UserError
 from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import TensorPart, whole_place
 from echo2.learner.core import checkpoint
-from echo2.learner.core.batch import Layout, PackedBatch, collate, microbatches, num_tokens_run
+from echo2.learner.core.batch import (
+    Layout,
+    PackedBatch,
+    by_datum,
+    collate,
+    microbatches,
+    num_tokens_run,
+    rows_by_datum,
+)
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh, ModuleRun, shares
@@ -56,11 +64,13 @@ from echo2.learner.core.quantised import num_weights
 from echo2.learner.core.shard_files import ShardedTensors, open_tensors
 from echo2.learner.core.state import OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
 from echo2.weights.format.segments import cut_stream, pieces, tensor_index
-from echo2.weights.format.snapshot_files import read_config
+from echo2.weights.format.snapshot_files import model_type
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+#: Logprobs of a datum, the most likely tokens at its loss tokens (int32), and their logprobs (float32).
+Likely: TypeAlias = "tuple[array[float], bytes, bytes]"
 
 #: (logp [n] with gradient, data of the n tokens) -> (losses [n] with gradient, the client's output). Called once per
 #: micro-batch. The losses must not depend on how the data is cut: see `learner/core/losses.py`.
@@ -160,6 +170,13 @@ class Trainer:
         self.finish_reading(name)
         del self._policies[name]
 
+    def tensors(self) -> list[Any]:
+        """Return what refers to the policies' tensors: weights, gradients, moments. No background reader uses them."""
+        for name in self._policies:
+            self.finish_reading(name)
+        found = self._policies.values()
+        return [(one.policy.module, one.optimizer and one.optimizer.state) for one in found]
+
     def num_tokens_run(self, name: str, data: Sequence[Datum]) -> int:
         """Return the number of tokens in forward passes over the data; it limits micro-batches."""
         return num_tokens_run(data, self._policy(name).layout != "plain")
@@ -167,21 +184,35 @@ class Trainer:
     def forward(self, name: str, data: Sequence[Datum], temperature: float = 1.0) -> list[array[float]]:
         """Return the logprobs 'd' [T] of each datum, 0 where none is predicted; logits are divided by `temperature`.
 
-        Raises:
-            UserError: there is no such policy.
-            InvariantError: a datum has an empty prompt.
+        Raises: as `likely`.
+        """
+        return [logprobs for logprobs, _, _ in self.likely(name, data, temperature)]
+
+    def likely(
+        self, name: str, data: Sequence[Datum], temperature: float = 1.0, top_k: int = 0, num_tokens: int = 0
+    ) -> list[Likely]:
+        """Return for each datum the logprobs 'd' [T], 0 where none is predicted, and for its loss tokens the `top_k`
+        most likely of the first `num_tokens` tokens of the vocabulary and their logprobs.
+
+        Raises: as `forward_backward`.
         """
         trained = self._policy(name)
 
-        def run(part: Sequence[Datum]) -> list[array[float]]:
+        def run(part: Sequence[Datum]) -> list[Likely]:
             batch = self._packed(trained, part)
             with trained.policy.replaying(batch):
-                logp_n, *_ = trained.run(partial(trained.policy.logprobs, batch, temperature))
-            return _by_datum(logp_n, batch, part)
+                logp_n, *tops = trained.run(partial(trained.policy.likely, batch, temperature, top_k, num_tokens))
+            ids, logps = (rows_by_datum(top_nk, batch, part) for top_nk in tops)
+            return list(zip(by_datum(logp_n, batch, part), ids, logps, strict=True))
 
         with torch.no_grad():
-            found = [logprobs for part in self._passes(trained, data, run) for logprobs in part]
-        return self._of_all_ranks(found, data)
+            own = [each for part in self._passes(trained, data, run) for each in part]
+        if self._mesh.size == 1:
+            return own
+        tops = [4 * min(top_k, num_tokens) * datum.loss_mask.count(1) for datum in data]
+        sizes = [8 * len(datum.tokens) for datum in data], tops, tops
+        columns = (self._joined([bytes(each[at]) for each in own], size) for at, size in enumerate(sizes))
+        return [(array("d", logprobs), *top) for logprobs, *top in zip(*columns, strict=True)]
 
     def forward_backward(
         self, name: str, data: Sequence[Datum], loss: Loss[T], temperature: float = 1.0, adds_gradients: bool = True
@@ -204,7 +235,7 @@ class Trainer:
                 loss_n, output = loss(logp_n, tokens)
                 if adds_gradients:
                     (loss_n * batch.loss_tokens.weight_n).sum().backward()
-            return _by_datum(logp_n.detach(), batch, part), output
+            return by_datum(logp_n.detach(), batch, part), output
 
         with torch.set_grad_enabled(adds_gradients):
             done = self._passes(trained, data, run)
@@ -352,10 +383,10 @@ class Trainer:
         places = trained.policy.places()
         missing = {*places, *trained.policy.others} ^ set(tensors.shapes)
         if missing:
-            theirs = _model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
+            theirs = model_type({path.name: path.read_bytes() for path in directory.glob("config.json")})
             raise UserError(
                 f"{directory} is a checkpoint of another model: its model_type is {theirs}, that of model.path is "
-                f"{_model_type(trained.policy.files)}, and {len(missing)} tensors are in one of them only, for example "
+                f"{model_type(trained.policy.files)}, and {len(missing)} tensors are in one of them only, for example "
                 f"{sorted(missing)[0]}. Set model.path back, or start another --out."
             )
         load_weights(self._mesh, directory, trained.policy.held(), places, tensors)
@@ -416,9 +447,14 @@ class Trainer:
         """Gather the logprobs of all data from the ranks."""
         if self._mesh.size == 1:
             return logprobs
-        joined = memoryview(b"".join(self._mesh.gather(b"".join(map(bytes, logprobs)))))
-        ends = list(itertools.accumulate((8 * len(datum.tokens) for datum in data), initial=0))
-        return [array("d", joined[start:end].tobytes()) for start, end in itertools.pairwise(ends)]
+        found = self._joined([bytes(each) for each in logprobs], [8 * len(datum.tokens) for datum in data])
+        return [array("d", each) for each in found]
+
+    def _joined(self, parts: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
+        """Gather the bytes of all data, of these sizes, from the ranks."""
+        joined = memoryview(b"".join(self._mesh.gather(b"".join(parts))))
+        ends = itertools.accumulate(sizes, initial=0)
+        return [joined[start:end].tobytes() for start, end in itertools.pairwise(ends)]
 
     def _packed(self, trained: _Trained, part: Sequence[Datum]) -> PackedBatch:
         policy = trained.policy
@@ -459,22 +495,3 @@ def _too_large(datum: Datum, policy: Policy) -> UserError:
         f"{policy.device} has no memory for one rollout of {tokens} tokens: a micro-batch cannot be smaller. Lower "
         "sampling.max_tokens, or take a larger machine; `echo2 plan` says what is needed."
     )
-
-
-def _by_datum(logp_n: Tensor, batch: PackedBatch, part: Sequence[Datum]) -> list[array[float]]:
-    """Return the logprobs by datum, in the data's order, each at its token's index."""
-    found = [array("d", bytes(8 * len(datum.tokens))) for datum in part]
-    values = iter(logp_n.double().tolist())
-    for place in batch.data_S:
-        for at, counts in enumerate(part[place].loss_mask):
-            if counts:
-                found[place][at] = next(values)
-    return found
-
-
-def _model_type(files: Mapping[str, bytes]) -> str:
-    """Return the `model_type` in a model's config.json: llama, gpt_neox, ..."""
-    try:
-        return str(read_config(files).get("model_type", "not given"))
-    except PeerError:
-        return "not given"

@@ -46,8 +46,8 @@ CHECKPOINT_BELOW_TOKENS = 2048
 COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
 #: Bytes of a weight in 4 bits, and of two moments of 8 bits, with the factors of their blocks (`learner/core/`).
 NF4_BYTES, MOMENTS_8_BIT_BYTES = 0.5 + 4 / 64, 2 + 8 / 256
-#: Bits of a matrix's weight in a form (`engines/forms.py`), with the step of its block.
-FORM_BITS: Mapping[str, float] = {"q8_0": 8.5, "q4_0": 4.5}
+#: Bits of a matrix's weight in a form (`engines/forms.py`), with the numbers of its block.
+FORM_BITS: Mapping[str, float] = {"q8_0": 8.5, "q4_0": 4.5, "mlx-q8": 9.0, "mlx-q4": 5.0}
 #: llama.cpp computes logits of so many tokens at a time, in float32. Its keys and values have 16 bits; their cells
 #: double, and both sets are there while they move.
 LLAMACPP_TOKENS, LLAMACPP_VALUE_BYTES, LLAMACPP_CELLS = 512, 2, 3
@@ -66,6 +66,7 @@ class LearnerSetup:
                      each rank has whole
     base_bytes       bytes per frozen parameter
     keeps_reference  a second copy of the weights, for `learner.reference_kl`
+    teachers         parameters of teachers, which are held in the precision of products
     adapts_experts   whether the experts of a mixture have adapters, too
     quantised        `learner.quantised`: the frozen linear layers, or the moments
     offloaded        what is in the machine's memory (`OFFLOADS`)
@@ -77,6 +78,7 @@ class LearnerSetup:
     lora_rank: int = 0
     base_bytes: int = 2
     keeps_reference: bool = False
+    teachers: int = 0
     on_gpu: bool = False
     adapts_experts: bool = False
     quantised: str = "none"
@@ -97,6 +99,7 @@ class LearnerSetup:
             "process": PROCESS_BYTES,
             "weights": 4 * trained // sharing + held // ranks,
             "reference": reference // ranks,
+            "teachers": (2 if self.is_bfloat16 else 4) * self.teachers // ranks,
             "gradients": 0 if self.offloaded == GRADIENTS else 4 * trained // sharing,
             "moments": OFFLOADED_BYTES if self.offloaded else self._moments // sharing,
             "gathered and cast weights": self._copies(checkpointing),
@@ -118,6 +121,14 @@ class LearnerSetup:
         """Bytes that a learner on a GPU has in the machine's memory."""
         offloaded = {"": 0, MOMENTS: self._moments, GRADIENTS: self._moments + 4 * self.trained}
         return PROCESS_BYTES + PUBLISHING_BYTES + offloaded[self.offloaded]
+
+    @property
+    def parked_bytes(self) -> int:
+        """Bytes that a learner on a GPU puts into the machine's memory while a worker has the GPU: what it keeps from
+        one step to the next."""
+        parts = self.parts(0, checkpointing=True)
+        kept = ("weights", "reference", "teachers", *(() if self.offloaded else ("moments",)))
+        return sum(parts[part] for part in kept)
 
     @property
     def _moments(self) -> int:
@@ -159,11 +170,12 @@ class LearnerSetup:
 @dataclass(frozen=True, slots=True)
 class Microbatch:
     """`tokens`: of one forward and backward pass; `checkpointing`: whether activations are recomputed. `offloaded`:
-    what is in the machine's memory meanwhile (`OFFLOADS`)."""
+    what is in the machine's memory meanwhile (`OFFLOADS`); `in_turns`: whether workers leave the GPU meanwhile."""
 
     tokens: int
     checkpointing: bool
     offloaded: str = ""
+    in_turns: bool = False
 
 
 def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, given: int | None = None) -> Microbatch:
@@ -210,11 +222,11 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
 
 
 def rounded_parts(shape: ModelShape, form: str, has_adapter: bool, rollouts: int, length: int) -> dict[str, int]:
-    """Bytes by part of a worker that decodes with weights in a form, by llama.cpp. Without an adapter each version
-    brings all weights, and is loaded beside the one before.
+    """Bytes by part of a worker that decodes with weights in a form, by llama.cpp; MLX takes less. Without an adapter
+    each version brings all weights, and is loaded beside the one before.
     """
     outer = shape.vocabulary * (1 if shape.tied else 2)
-    bits = FORM_BITS[form] * (shape.parameters - outer) + FORM_BITS["q8_0"] * outer
+    bits = FORM_BITS[form] * (shape.parameters - outer) + FORM_BITS[form.replace("q4", "q8")] * outer
     parts = worker_parts(shape, LLAMACPP_VALUE_BYTES, rollouts, length)
     return {
         "process": parts["process"],

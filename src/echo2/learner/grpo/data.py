@@ -6,6 +6,7 @@ K rollouts of one group:
     grpo     (R_i - mean) / (std + 1e-6)      std is the sample standard deviation (K - 1), as in TRL and verl
     dr_grpo  R_i - mean
     rloo     R_i - mean of the other K - 1  =  K / (K - 1) * (R_i - mean)
+    none     0: a teacher's part alone is trained on (`distillation.py`), which is added in the pass over the tokens
 
 Plain float64 arithmetic with `math.fsum`, so that the result does not depend on the order of the rollouts.
 
@@ -30,7 +31,7 @@ from echo2.core.types import RolloutGroup
 from echo2.learner.core.datum import Datum
 from echo2.transport.routes import RouteShape, unpacked
 
-Advantage = Literal["grpo", "dr_grpo", "rloo"]
+Advantage = Literal["grpo", "dr_grpo", "rloo", "none"]
 STD_EPSILON = 1e-6
 Normalisation = Literal["token", "sequence", "constant"]
 
@@ -48,7 +49,7 @@ def group_advantages(rewards: Sequence[float | None], kind: Advantage) -> tuple[
         raise InvariantError(
             f"a group reached the learner with the rewards {list(rewards)}; all must be finite numbers"
         )
-    if max(scores) == min(scores):
+    if kind == "none" or max(scores) == min(scores):
         return (0.0,) * len(scores)
     count = len(scores)
     mean = math.fsum(scores) / count

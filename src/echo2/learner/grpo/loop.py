@@ -21,28 +21,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from echo2.config.sections import DistillConfig
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.losses import LossTokens, PolicyLoss, log_ratio
 from echo2.learner.core.settings import learning_rate
 from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.data import divisor_of
+from echo2.learner.grpo.distillation import joined_kl, towards_teacher
 from echo2.learner.grpo.feed import Feed
 from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure
 from echo2.learner.grpo.reference import token_kl
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
+from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.session import HeadSession
 
 
-def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
+def train(client: GrpoClient, head: HeadSession, checkpoints: Path, turn: CardTurn | None = None) -> str:
     """Train from the current state of `client` and `head` to the last step, or until the head says stop. Return why
-    training ended. `checkpoints` is the directory of the step_N directories.
+    training ended. `checkpoints` is the directory of the step_N directories; `turn`: on a card that the learner shares.
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
@@ -50,7 +53,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
             a full disk the learner waits for space).
         InvariantError: the head fed a group that must not be trained on.
     """
-    feed, saves = Feed(client, head, checkpoints), Checkpoints(checkpoints, client, head)
+    feed, saves = Feed(client, head, checkpoints, turn), Checkpoints(checkpoints, client, head)
     with saves.leaving():
         saves.report_again()
         feed.begin_step()
@@ -65,7 +68,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path) -> str:
                     head.finish_publishing(but=client.version)
                 saves.begin()
         if not head.stop_reason:
-            saves.finish()
+            saves.finish(is_last=True)
             head.doing = "sending the last snapshot"
             head.finish_publishing()
     return head.stop_reason or "all steps are trained"
@@ -128,12 +131,16 @@ class GrpoClient(TrainedPolicy):
         # Advantages: each rollout's reward against its group's (`data.py`). Tokens of environments are masked.
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
+        if self.teachers is not None:  # each token's part of the advantage, or of the loss (`distillation.py`)
+            data = self.teachers.taught(groups, parts)
         if learner.reference_kl > 0.0:
             own_routes = [replace(datum, routes=None) for datum in data]  # the reference is a policy of its own
             reference = self.trainer.forward(REFERENCE, own_routes, temperature)
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
-        loss = GrpoLoss(self.loss, learner.reference_kl)
+        loss = GrpoLoss(self.loss, learner.reference_kl, self.config.distill)
         done = self.trainer.forward_backward(POLICY, data, loss, temperature)
+        if self.teachers is not None:
+            self.sums.add_taught(self.teachers.measure(groups, parts, data, done.logprobs))
         return self.add_to_step(groups, parts, done)
 
     def optim_step(self, ends_step: bool = True) -> StepStats:
@@ -161,7 +168,8 @@ class GrpoClient(TrainedPolicy):
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
     """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
-    plus beta = `reference_kl` times KL(pi || pi_ref) (`reference.py`). Its output for each micro-batch: statistics, and
+    plus beta = `reference_kl` times KL(pi || pi_ref) (`reference.py`), and what a teacher adds (`distillation.py`).
+    Its output for each micro-batch: statistics, and
     log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
 
     Shape suffixes: n = loss tokens, S = sequences.
@@ -169,10 +177,16 @@ class GrpoLoss:
 
     policy_loss: PolicyLoss
     reference_kl: float
+    distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, Output]:
+        is_taught = bool(self.distill.teachers)
+        if is_taught and not self.distill.loss_top_k:
+            tokens = towards_teacher(logp_n, tokens, self.distill.weight)
         found = self.policy_loss(logp_n, tokens)
         loss_n, reference_kl = found.loss_n, None
+        if is_taught and self.distill.loss_top_k:
+            loss_n = loss_n + self.distill.weight * joined_kl(tokens, found.vetoed_S)
         if self.reference_kl > 0.0:
             kl_n = token_kl(logp_n, tokens, found.vetoed_S)
             loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()

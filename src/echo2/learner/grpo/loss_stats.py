@@ -9,7 +9,7 @@ Shape suffixes: n = loss tokens, S = sequences, q = quantities of `Mismatch`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Self
 
@@ -86,11 +86,29 @@ class LossStats(Mismatch):
 
 
 @dataclass(frozen=True, slots=True)
+class Taught:
+    """What a teacher said of some tokens: how many, the sum of log pi - log rho, and the seconds that it took."""
+
+    tokens: int = 0
+    log_ratio: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Taught) -> Taught:
+        return Taught(self.tokens + other.tokens, self.log_ratio + other.log_ratio, self.seconds + other.seconds)
+
+
+def added(some: Mapping[str, Taught], more: Mapping[str, Taught]) -> dict[str, Taught]:
+    """Return both by teacher, added up."""
+    return {name: some.get(name, Taught()) + more.get(name, Taught()) for name in {**some, **more}}
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
     clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
 
     `logprobs`: of the first groups of the step, under the policy as it was trained; 0 where a token is not trained on.
+    `taught`: by teacher.
 
     `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest, no `logprobs`.
     """
@@ -103,6 +121,7 @@ class StepStats:
     divisor: float = 1.0
     num_updates: int = 1
     logprobs: LearnerLogprobs = field(default_factory=dict)
+    taught: Mapping[str, Taught] = field(default_factory=dict)
 
     def __add__(self, other: StepStats) -> StepStats:
         return StepStats(
@@ -113,6 +132,7 @@ class StepStats:
             losses=self.losses + other.losses,
             divisor=self.divisor + other.divisor,
             num_updates=self.num_updates + other.num_updates,
+            taught=added(self.taught, other.taught),
         )
 
 
@@ -195,6 +215,16 @@ def breakdown(stats: LossStats) -> dict[str, float]:
         row[FRESH_TOKENS + name] = stats.fresh[name].tokens
         row[FRESH_SURPRISE + name] = stats.fresh[name].surprise / stats.fresh[name].tokens
     return row
+
+
+def teacher_metrics(told: Mapping[str, Taught]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of a step: the mean of log pi - log rho over tokens that pi sampled, an estimate of
+    KL(pi || rho), of all teachers and of each; and the seconds."""
+    total = sum(told.values(), Taught())
+    yield "time/teacher", total.seconds
+    for name, one in (("mean", total), *(sorted(told.items()) if len(told) > 1 else ())):
+        if one.tokens:
+            yield f"distill/reverse_kl/{name}", one.log_ratio / one.tokens
 
 
 def _merged(left: Mapping[str, Mismatch], right: Mapping[str, Mismatch]) -> dict[str, Mismatch]:

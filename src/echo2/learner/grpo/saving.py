@@ -16,6 +16,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,8 +25,9 @@ import msgspec
 
 from echo2.config.rundir import write_atomically
 from echo2.core.errors import LinkError, NoRoomError, PeerError, UserError
+from echo2.core.objects import open_objects
 from echo2.core.types import RolloutGroup
-from echo2.learner.core import checkpoint
+from echo2.learner.core import checkpoint, stored
 from echo2.learner.core.publication import NO_ROOM_SECONDS
 from echo2.learner.core.state import Saving
 from echo2.learner.grpo.trained_policy import TrainedPolicy
@@ -145,6 +147,10 @@ class Checkpoints:
         self._recorded, self._cursor = client.version, 0
         self._writing: Saving | None = None
         self._give_up_at: float | None = None
+        url, _ = client.config.head.store_place
+        self._store = open_objects(url) if url else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-upload")
+        self._uploading: Future[str] | None = None
 
     def recorded(self, cursor: int) -> None:
         """The head has recorded the step that made the current version. `cursor`: the task stream's position after it.
@@ -152,11 +158,13 @@ class Checkpoints:
         self._recorded, self._cursor = self._client.version, cursor
 
     def begin(self) -> None:
-        """Begin to write the checkpoint of the current version, which is recorded."""
+        """Begin to write the checkpoint of the current version, which is recorded, once the one before is in the run's
+        store, if it has one."""
+        self._end_upload(waits=True)
         directory = checkpoint.step_directory(self._root, self._client.version)
         self._writing = self._client.save_state(directory, self._head.lineage, self._cursor)
 
-    def finish(self, tells_head: bool = True) -> None:
+    def finish(self, tells_head: bool = True, is_last: bool = False) -> None:
         """Wait until the checkpoint under way is durable, if there is one. On a full disk, wait for space: without the
         checkpoint, all steps since the previous one would be trained again. A stopping learner gives the checkpoint up
         after `LAST_ROOM_SECONDS`.
@@ -180,9 +188,31 @@ class Checkpoints:
                 log.warning("waiting for room: %s", error)
                 time.sleep(NO_ROOM_SECONDS)
                 self.begin()
-            else:
-                if tells_head:
-                    self._report()
+                continue
+            if self._store is not None:
+                self._upload()
+            elif tells_head:
+                self._report()
+        self._end_upload(waits=is_last or not tells_head, tells_head=tells_head)
+
+    def _upload(self) -> None:
+        if self._store is not None:
+            directory = checkpoint.step_directory(self._root, checkpoint.versions(self._root)[0])
+            self._uploading = self._thread.submit(stored.upload, self._store, directory)
+
+    def _end_upload(self, waits: bool, tells_head: bool = True) -> None:
+        """Report a checkpoint that has arrived in the store: before, the head must keep what an earlier one needs. If
+        the store cannot be reached, a later checkpoint takes its place."""
+        if self._store is None or self._uploading is None or not (waits or self._uploading.done()):
+            return
+        uploading, self._uploading = self._uploading, None
+        try:
+            folder = uploading.result()
+            if tells_head:
+                self._report()
+                stored.keep_only(self._store, folder)
+        except (LinkError, OSError) as error:
+            log.warning("a checkpoint is not in the store: %s", error)
 
     @contextmanager
     def leaving(self) -> Iterator[None]:
@@ -228,12 +258,15 @@ class Checkpoints:
     def report_again(self) -> None:
         """Tell the head which checkpoints exist: the last report may have been lost."""
         if self._client.version in checkpoint.versions(self._root):
-            self._report()
+            if self._store is None:
+                self._report()
+            else:
+                self._upload()
 
     def _report(self) -> None:
         """Report the checkpoints, then prune them. Only the head knows the best one, so nothing is deleted before it
         answers.
         """
         whole, every = checkpoint.versions(self._root), self._keep_every
-        best = self._head.report_checkpoint(self._client.version, whole[: self._keep][-1], whole)
+        best = self._head.report_checkpoint(whole[0], whole[: self._keep][-1], whole)
         checkpoint.prune(self._root, self._keep, [v for v in whole if v in best or (every and v % every == 0)])

@@ -2,7 +2,8 @@
 
 A step's window runs from the report of the previous step to its own report, so the parts add up: `time/step` =
 `time/wait_for_batch` + `time/train` + `time/publish_wait` (the wait, before the update, until the snapshot is encoded,
-which itself waits for the previous publication) + `time/checkpoint` + a little rest.
+which itself waits for the previous publication) + `time/checkpoint` + a little rest. A learner that shares its card
+with workers also has `time/card_wait` and `time/card_move`.
 
 A mean over nothing is absent: 0 would be a measurement. Where all groups are flat, no token is in the loss.
 """
@@ -17,7 +18,7 @@ from contextlib import contextmanager
 from echo2.config import Config
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
-from echo2.learner.grpo.loss_stats import StepStats, breakdown
+from echo2.learner.grpo.loss_stats import StepStats, breakdown, teacher_metrics
 from echo2.transport.routes import num_routed
 
 #: Maximum number of reward functions with a column of their own.
@@ -45,6 +46,11 @@ class StepMeter:
         self._num_unfit = 0
         self._num_replayed = self._num_routed = self._route_bytes = 0
         self.numbers: list[int] = []
+
+    def took_turn(self, wait_seconds: float, move_seconds: float) -> None:
+        """Add the time for which the learner waited for a card that it shares, and moved its tensors."""
+        for part, seconds in (("card_wait", wait_seconds), ("card_move", move_seconds)):
+            self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def waited(self, seconds: float) -> None:
         """Set how long the trainer waited for groups, by its own clock."""
@@ -101,6 +107,7 @@ class StepMeter:
             **(self._token_means(stats) if stats.losses.tokens else {}),
             "loss/vetoed_sequences": stats.losses.vetoed_sequences,
             **breakdown(stats.losses),
+            **dict(teacher_metrics(stats.taught) if stats.taught else ()),
             "optim/lr": stats.lr,
             "optim/grad_norm": stats.grad_norm,
             "optim/skipped": float(stats.skipped),

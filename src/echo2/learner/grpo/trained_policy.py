@@ -7,7 +7,7 @@ the run stands.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -30,7 +30,8 @@ from echo2.learner.core.settings import computes_in_bfloat16, fitted, refuse_van
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
-from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats
+from echo2.learner.grpo.distillation import Teachers
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, Taught, added
 from echo2.learner.grpo.reference import reference_of
 from echo2.transport.codecs import logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
@@ -52,17 +53,24 @@ class RunPosition:
 
 @dataclass(slots=True)
 class StepSums:
-    """What the groups since the last update add up to. `remembered`: log ratios, advantages for the loss's memory."""
+    """What the groups since the last update add up to. `remembered`: log ratios, advantages for the loss's memory;
+    `taught`: by teacher.
+    """
 
     num_tokens: int = 0
     num_rollouts: int = 0
     stats: LossStats = field(default_factory=LossStats)
     remembered: list[Tensor] = field(default_factory=list)
+    taught: Mapping[str, Taught] = field(default_factory=dict)
+
+    def add_taught(self, more: Mapping[str, Taught]) -> None:
+        """Add what teachers said."""
+        self.taught = added(self.taught, more)
 
 
 class TrainedPolicy:
-    """A policy, its reference and its optimizer. `trainer` computes on all ranks of `mesh`, under the names POLICY and
-    REFERENCE; `loss`: with its memory; `sums`: of the groups since the last update.
+    """A policy, its reference and teachers, and its optimizer. `trainer` computes on all ranks of `mesh`, under the
+    names POLICY and REFERENCE; `loss`: with its memory; `sums`: of the groups since the last update.
     """
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
@@ -88,6 +96,7 @@ class TrainedPolicy:
         if reference is not None:
             reference.computes_in_bfloat16 = policy.computes_in_bfloat16
             self.trainer.add(REFERENCE, reference, is_trained=False)
+        self.teachers = Teachers(policy, POLICY, config, self.trainer, self.mesh) if config.distill.teachers else None
         self._logprobs: dict[int, list[array[float]]] = {}
         self._before: StepStats | None = None  # statistics of this step's updates so far
         self._forget_sums()
@@ -104,9 +113,9 @@ class TrainedPolicy:
         """
         prompt, longest = len(group.prompt_tokens), max(len(rollout.tokens) for rollout in group.rollouts)
         most = self.policy.max_positions
-        if most is None or prompt + longest <= most:
-            return ""
-        return f"{prompt} + {longest} tokens, where the model has {most} positions"
+        if most is not None and prompt + longest > most:
+            return f"{prompt} + {longest} tokens, where the model has {most} positions"
+        return "" if self.teachers is None else self.teachers.why_unfit(group)
 
     def num_tokens_run(self, group: RolloutGroup) -> int:
         """Return the number of tokens, including prompts, that training on the group runs; 0 if it teaches nothing.
@@ -168,8 +177,16 @@ class TrainedPolicy:
 
     def add_update(self, lr: float, divisor: float, step: OptimStep) -> None:
         """Add an update to the statistics of the step, and begin new sums."""
+        sums = self.sums
         done = StepStats(
-            lr, step.grad_norm, self.sums.num_tokens, not step.updated, self.sums.stats, divisor, int(step.updated)
+            lr,
+            step.grad_norm,
+            sums.num_tokens,
+            not step.updated,
+            sums.stats,
+            divisor,
+            int(step.updated),
+            taught=sums.taught,
         )
         if self.sums.remembered:
             self.loss = replace(self.loss, memory=self.loss.remember(*torch.cat(self.sums.remembered, dim=1)))
@@ -263,6 +280,6 @@ class TrainedPolicy:
 
     def _data_of(self, group: RolloutGroup) -> GroupData:
         learner = self.config.learner
-        keeps_flat = learner.reference_kl > 0.0
+        keeps_flat = learner.reference_kl > 0.0 or self.teachers is not None
         routes = None if self.policy.routing is None else self.policy.routing.shape
         return group_data(group, self.version, learner.advantage, learner.normalisation, keeps_flat, routes)

@@ -111,6 +111,11 @@ class HeadSession:
             if isinstance(item, wire.StepDone):
                 return
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `groups` has an item without waiting."""
+        return not self._feed.empty()
+
     def report_step(
         self, step: int, numbers: Sequence[int], metrics: Mapping[str, Any], logprobs: LearnerLogprobs
     ) -> None:

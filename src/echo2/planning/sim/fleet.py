@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 
 from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
-from echo2.core.types import Lease, PayloadId, SnapshotRef
+from echo2.core.types import Lease, LostRollout, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do_head
 from echo2.head.decide import events as ev
-from echo2.planning.sim.head import Arriving, Check, Hello, Refused, SampledBatch
+from echo2.planning.sim.head import Arriving, Check, Hello, Refused, SampledBatch, of_samples
 from echo2.planning.sim.network import (
     SMALL_BYTES,
     Answered,
@@ -385,9 +385,15 @@ class SimWorker(Actor):
             self.tell(wev.LeaseAbandoned(event.lease_id, "environment_failed", "the environment raised"))
             return
         lease, started, numbers = sampling.lease, sampling.started, list(sampling.numbers)
+        is_train = lease.group.kind == "train"
         data = hashlib.sha256(self.history.digests[started] + f"{lease.seed} {numbers}".encode()).digest()
         if sampling.newest.history != started.history:  # as `rollouts.generate`
             self.tell(wev.LeaseAbandoned(event.lease_id, "snapshot_gone", "a snapshot of another lineage came"))
+            return
+        samples = range(lease.first_sample, lease.first_sample + lease.num_samples)
+        lost = [one for one in samples if is_train and self.world.chance(self.spec.rollout_failures)]
+        if lost and (self.spec.ticket or len(lost) == len(samples)):  # as `rollouts.generate`, and `serve.results`
+            self.tell(wev.LeaseAbandoned(event.lease_id, "environment_failed", "the environment raised"))
             return
         result = ev.GroupDelivered(
             worker_id=self.name,
@@ -397,9 +403,11 @@ class SimWorker(Actor):
             oldest_version=started.version,
             newest_version=sampling.newest.version,
             num_tokens=self.scenario.tokens_per_group,
-            rollouts=SampledBatch(data, len(numbers)),
+            rollouts=SampledBatch(of_samples(data, [one for one in samples if one not in lost]), len(numbers)),
             lineage=started.lineage,
             is_own=not self.spec.ticket,
+            num_rollouts=lease.num_samples - len(lost),
+            lost=tuple(LostRollout(one, "environment_failed") for one in lost),
         )
         self.tell(wev.GroupProduced(event.lease_id, result))
 

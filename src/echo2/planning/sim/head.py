@@ -7,11 +7,12 @@ The ledger, the published snapshots, and the evaluations that metrics.jsonl woul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
-from echo2.core.types import Attachment, GroupRef, PayloadId, SnapshotRef
+from echo2.core.types import Attachment, GroupRef, LostRollout, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.ledger.driver import Driver, Stored
@@ -48,6 +49,20 @@ class SampledBatch(Attachment):
     def __init__(self, data: bytes, num_groups: int) -> None:
         super().__init__(data)
         self.num_groups = num_groups
+
+
+#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
+_ROLLOUT_BYTES = 8
+
+
+def of_samples(digest: bytes, samples: Iterable[int]) -> bytes:
+    """The bytes of these rollouts of a lease, whose tokens the digest stands for."""
+    return b"".join(digest[:4] + sample.to_bytes(4, "big") for sample in samples)
+
+
+def rollouts_in(data: bytes) -> list[bytes]:
+    """The rollouts of a group."""
+    return [data[at : at + _ROLLOUT_BYTES] for at in range(0, len(data), _ROLLOUT_BYTES)]
 
 
 class Publish(Event):
@@ -247,8 +262,29 @@ class SimHead(Actor):
         record = self.planner.groups.get(group.number) if group.kind == "train" else None
         if record is not None and record.state == "retired":
             return  # a check retired the group while it waited for its rewards
-        is_flat = group.kind == "train" and self.scenario.is_flat(self.ledger.rollouts(group.number))
-        self.tell_soon(ev.GroupScored(group, is_flat, scores=Attachment(b"")))
+        if group.kind == "eval":
+            self.tell_soon(ev.GroupScored(group, scores=Attachment(b"")))
+            return
+        rollouts = rollouts_in(self.ledger.rollouts(group.number))
+        lost = [one for one in rollouts if self.world.chance(self.scenario.head.reward_failures)]
+        if len(lost) == len(rollouts):
+            self.tell_soon(ev.GroupUnfit(group, "reward_failed", "the judge is down"))
+            return
+        left = Attachment(b"".join(one for one in rollouts if one not in lost))
+        failed = tuple(LostRollout(int.from_bytes(one[4:], "big"), "reward_failed") for one in lost)
+        scored = ev.GroupScored(group, self.scenario.is_flat(left.data), scores=Attachment(b""), lost=failed)
+        self.tell_soon(replace(scored, num_rollouts=len(rollouts) - len(lost), rollouts=left if lost else None))
+
+    def _joined(self, body: ev.GroupDelivered) -> ev.GroupDelivered:
+        """Return a result with the rollouts that its group has already, as `serve.results` does."""
+        held, sent = self.planner.leases.get(body.lease_id), body.rollouts
+        if held is None or not held[1].first_sample or not isinstance(sent, SampledBatch):
+            return body
+        record = self.planner.groups.get(body.group.number)
+        oldest = body.oldest_version if record is None else min(body.oldest_version, record.oldest_version or 0)
+        whole = SampledBatch(self.ledger.rollouts(body.group.number) + sent.data, sent.num_groups)
+        count = len(rollouts_in(whole.data))
+        return replace(body, oldest_version=oldest, rollouts=whole, num_rollouts=count)
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -285,7 +321,9 @@ class SimHead(Actor):
                 return None
             case ev.GroupDelivered(is_own=False) if sender not in self.attending:
                 return Refused("unknown_worker")
-            case ev.GroupDelivered() | ev.LeaseFailed() | ev.DeliveryMalformed():
+            case ev.GroupDelivered():
+                return _verdict(self.tell(self._joined(body)))
+            case ev.LeaseFailed() | ev.DeliveryMalformed():
                 return _verdict(self.tell(body))
             case ManifestAsked():
                 return self.origin.asked(sender, body) or Refused("unknown_snapshot")
@@ -335,6 +373,8 @@ class SimHead(Actor):
                     self.history.closed[command.outcome] += 1
                 case do.AcceptDelivery() if command.group.kind == "train":
                     self._note_delivery(command)
+                case do.KeepScores() if command.is_flat:
+                    self.history.flat.add(command.group.number)
                 case do.RefuseDelivery():
                     self.history.refused[command.refusal] += 1
                 case do.RetireGroup():
@@ -351,8 +391,6 @@ class SimHead(Actor):
         history = self.history
         history.shapes.setdefault(number, set()).add(rollouts.num_groups)
         history.sampled.setdefault(number, set()).update((command.oldest_version, command.newest_version))
-        if self.scenario.is_flat(rollouts.data):
-            history.flat.add(number)
 
     def _note_step(self, command: do.RecordStep) -> None:
         versions = []
@@ -391,7 +429,7 @@ class SimHead(Actor):
                 if record is not None:
                     self._order(command.worker_id, Check(command, record.worker_id))
             case do.FeedGroup():
-                self._to_learner(Fed(command.number, self.ledger.rollouts(command.number)))
+                self._feed(command.number)
             case do.EndStep():
                 self._to_learner(StepDone(command.step, command.num_groups))
                 self.learner_epoch = None
@@ -415,6 +453,13 @@ class SimHead(Actor):
                     self.provider.take_back(command.worker_id)
             case do.StopRun() | do.FinishRun():
                 self.history.ended = command.reason
+
+    def _feed(self, number: int) -> None:
+        data, scenario = self.ledger.rollouts(number), self.scenario
+        rollouts = rollouts_in(data)
+        if len(set(rollouts)) != len(rollouts) or len(rollouts) < min(scenario.min_group, scenario.group_size):
+            raise InvariantError(f"group {number} is fed with {len(rollouts)} rollouts, {len(set(rollouts))} different")
+        self._to_learner(Fed(number, data))
 
     def _announce(self, ref: SnapshotRef, worker_ids: tuple[str, ...]) -> None:
         spec = self.scenario.broadcast

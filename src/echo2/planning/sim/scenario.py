@@ -35,9 +35,9 @@ class WorkersSpec:
     """`count` workers of one kind. Failure rates are probabilities: per message, group, batch or snapshot.
 
     `lies`: share of wrong chunks among those given to other workers; `mute`: the worker takes their requests and never
-    answers. `draws`: its engine draws from the head's random numbers, and can check other workers; `forges`: none of
-    its groups were drawn from these numbers. `rollouts_per_second`: of one worker, batches back to back; it replaces
-    `rollout_seconds` if it is not 0. `ticket`: the ticket with which strangers joined; empty for machines of the run's
+    answers. `rollout_failures`: of single rollouts, whose environment raises. `draws`: its engine draws from the head's
+    random numbers, and can check other workers; `forges`: none of its groups were drawn from these numbers.
+    `rollouts_per_second`: of one worker, batches back to back; it replaces `rollout_seconds` if it is not 0. `ticket`: the ticket with which strangers joined; empty for machines of the run's
     owner. `zone`: workers that `[[outages]]` strike together. `offer`: these workers exist only when the planner rents
     them, one `restart_seconds` after each request; the planner is told their `Scenario.worker_rate`.
     """
@@ -62,6 +62,7 @@ class WorkersSpec:
     corrupt_snapshots: Share = 0.0
     malformed_results: Share = 0.0
     task_failures: Share = 0.0
+    rollout_failures: Share = 0.0
     is_dialable: bool = True
     lies: Share = 0.0
     mute: bool = False
@@ -89,9 +90,12 @@ class LearnerSpec:
 
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
-    """The head. `pass_seconds`: how long reports and scores wait, to share a transaction with later ones."""
+    """The head. `pass_seconds`: how long reports and scores wait, to share a transaction with later ones.
+    `reward_failures`: share of the rollouts whose rewards fail.
+    """
 
     score_seconds: Seconds = 0.002
+    reward_failures: Share = 0.0
     pass_seconds: Seconds = 0.0
     life_seconds: Seconds = 0.0
     restart_seconds: Seconds = 3.0
@@ -153,6 +157,7 @@ class Scenario:
     max_steps: Positive = 20
     groups_per_step: Positive = 16
     group_size: Positive = 8
+    min_group: Positive = 2
     max_staleness: Count = 1
     publish_every: Positive = 1
     dynamic_sampling: bool = False

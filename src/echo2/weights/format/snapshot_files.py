@@ -65,3 +65,11 @@ def end_tokens(files: Mapping[str, bytes]) -> tuple[int, ...]:
                 raise PeerError("bad_snapshot", f"eos_token_id in {name} is {ids!r}, not token ids")
             return tuple(listed)
     return ()
+
+
+def model_type(files: Mapping[str, bytes]) -> str:
+    """Return the `model_type` in a model's config.json: llama, gpt_neox, ..."""
+    try:
+        return str(read_config(files).get("model_type", "not given"))
+    except PeerError:
+        return "not given"

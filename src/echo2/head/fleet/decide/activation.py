@@ -50,6 +50,15 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
+class Kind:
+    """`count` equal machines."""
+
+    rate: float
+    price_usd_per_hour: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class Selection:
     """Chosen machines, in order of activation. `missing_rate` > 0: even the whole pool is too slow."""
 
@@ -77,9 +86,20 @@ def choose(pool: Sequence[Candidate], target_rate: float, max_nodes: int = MAX_N
         if one.price_usd_per_hour < 0 or not math.isfinite(one.price_usd_per_hour):
             raise UserError(f"{one.worker_id}: price_usd_per_hour = {one.price_usd_per_hour} must not be negative.")
     items = by_unit_cost(pool)
-    if not reaches(sum(one.rate for one in items), target_rate):
-        return _selection(items, target_rate)
-    return _search(items, _trim(_close_gap(items, target_rate), target_rate), target_rate, max_nodes)
+    groups = [list(group) for _, group in itertools.groupby(items, key=lambda one: (one.rate, one.price_usd_per_hour))]
+    kinds = [Kind(group[0].rate, group[0].price_usd_per_hour, len(group)) for group in groups]
+    counts = choose_counts(kinds, target_rate, max_nodes)
+    chosen = [one for group, count in zip(groups, counts, strict=True) for one in group[:count]]
+    return _selection(chosen, target_rate)
+
+
+def choose_counts(kinds: Sequence[Kind], target_rate: float, max_nodes: int = MAX_NODES) -> list[int]:
+    """Return how many of each kind make the cheapest set found that reaches the target; all, if these are too slow.
+    `kinds`: cheapest per rollout first.
+    """
+    if not reaches(sum(one.count * one.rate for one in kinds), target_rate):
+        return [one.count for one in kinds]
+    return _search(kinds, _trim(kinds, _close_gap(kinds, target_rate), target_rate), target_rate, max_nodes)
 
 
 def reaches(rate: float, target_rate: float) -> bool:
@@ -98,61 +118,61 @@ def _usd(chosen: Sequence[Candidate]) -> float:
     return math.fsum(one.price_usd_per_hour for one in chosen)
 
 
-def _close_gap(items: Sequence[Candidate], target_rate: float) -> list[Candidate]:
+def _close_gap(kinds: Sequence[Kind], target_rate: float) -> list[int]:
     """Add machines, cheapest per rollout first. A machine that would reach the target is not added, only noted as one
     possible last machine; the cheapest such ending wins. Costs at most twice the optimum (Gens and Levner 1979); greedy
     alone can cost any multiple of it.
     """
-    begun: list[Candidate] = []
-    rate, usd, best_usd, best = 0.0, 0.0, math.inf, (0, -1)
-    for at, one in enumerate(items):
-        if not reaches(rate + one.rate, target_rate):
-            begun.append(one)
-            rate += one.rate
-            usd += one.price_usd_per_hour
-        elif usd + one.price_usd_per_hour < best_usd:
-            best_usd, best = usd + one.price_usd_per_hour, (len(begun), at)
-    return [*begun[: best[0]], items[best[1]]] if items else []
+    begun, best = list[int](), [one.count for one in kinds]
+    gap, usd, best_usd = target_rate * (1 - _SLACK), 0.0, math.inf
+    for one in kinds:
+        fitting = min(one.count, max(0, math.ceil(gap / one.rate) - 1))
+        gap -= fitting * one.rate
+        usd += fitting * one.price_usd_per_hour
+        if fitting < one.count and usd + one.price_usd_per_hour < best_usd:
+            best_usd, best = usd + one.price_usd_per_hour, [*begun, fitting + 1]
+        begun.append(fitting)
+    return best + [0] * (len(kinds) - len(best))
 
 
-def _trim(chosen: Sequence[Candidate], target_rate: float) -> list[Candidate]:
+def _trim(kinds: Sequence[Kind], counts: list[int], target_rate: float) -> list[int]:
     """Drop machines that the target does not need, most expensive first."""
-    rate, dropped = sum(one.rate for one in chosen), set()
-    for one in sorted(chosen, key=lambda one: (-one.price_usd_per_hour, one.rate, one.worker_id)):
-        if reaches(rate - one.rate, target_rate):
-            rate -= one.rate
-            dropped.add(one.worker_id)
-    return [one for one in chosen if one.worker_id not in dropped]
+    left = list(counts)
+    spare = sum(count * one.rate for one, count in zip(kinds, left, strict=True)) - target_rate * (1 - _SLACK)
+    for at in sorted(range(len(kinds)), key=lambda at: (-kinds[at].price_usd_per_hour, kinds[at].rate)):
+        dropped = min(left[at], max(0, math.floor(spare / kinds[at].rate)))
+        left[at] -= dropped
+        spare -= dropped * kinds[at].rate
+    return left
 
 
-def _search(items: list[Candidate], found: list[Candidate], target_rate: float, max_nodes: int) -> Selection:
+def _search(kinds: Sequence[Kind], found: list[int], target_rate: float, max_nodes: int) -> list[int]:
     """Branch and bound, depth first. Each level decides how many of a kind of equal machines to take, the most of the
     cheapest kind first. A branch ends where its bound, with divisible machines, is no cheaper than the best set found.
     For real offers that is a handful of nodes.
     """
-    kinds = [list(group) for _, group in itertools.groupby(items, key=lambda one: (one.rate, one.price_usd_per_hour))]
     sums = _Sums(kinds)
-    best_usd, best, nodes = _usd(found), None, 0
+    best_usd = sum(count * one.price_usd_per_hour for one, count in zip(kinds, found, strict=True))
+    best, nodes = found, 0
     stack: list[tuple[int, float, float, _Counts]] = [(0, target_rate, 0.0, None)]
     while stack and nodes < max_nodes:
         at, gap, usd, counts = stack.pop()
         nodes += 1
         if gap <= target_rate * _SLACK:
             if usd < best_usd - _SLACK:
-                best_usd, best = usd, counts
+                best_usd, best = usd, _listed(counts)
             continue
         if at == len(kinds) or usd + sums.least_usd(at, gap) >= best_usd - _SLACK:
             continue
-        one = kinds[at][0]
-        most = min(len(kinds[at]), math.ceil(gap / one.rate - _SLACK))
-        stack.extend(
-            (at + 1, gap - count * one.rate, usd + count * one.price_usd_per_hour, (counts, count))
-            for count in range(most + 1)
-        )
-    chosen = found
-    if best is not None:
-        chosen = [one for group, count in zip(kinds, _listed(best), strict=False) for one in group[:count]]
-    return _selection(chosen, target_rate)
+        one, children = kinds[at], list[tuple[int, float, float, _Counts]]()
+        most = min(one.count, math.ceil(gap / one.rate - _SLACK))
+        for count in range(most, -1, -1):
+            left, spent = gap - count * one.rate, usd + count * one.price_usd_per_hour
+            if count < most and spent + sums.least_usd(at + 1, left) >= best_usd - _SLACK:
+                break  # with still fewer of the cheapest kind, the rest costs no less
+            children.append((at + 1, left, spent, (counts, count)))
+        stack.extend(reversed(children))
+    return best + [0] * (len(kinds) - len(best))
 
 
 def _listed(counts: _Counts) -> list[int]:
@@ -166,11 +186,11 @@ def _listed(counts: _Counts) -> list[int]:
 class _Sums:
     """Prefix sums of rates and prices over the kinds, cheapest per rollout first."""
 
-    def __init__(self, kinds: list[list[Candidate]]) -> None:
+    def __init__(self, kinds: Sequence[Kind]) -> None:
         self.rates, self.prices = [0.0], [0.0]
-        for group in kinds:
-            self.rates.append(self.rates[-1] + len(group) * group[0].rate)
-            self.prices.append(self.prices[-1] + len(group) * group[0].price_usd_per_hour)
+        for one in kinds:
+            self.rates.append(self.rates[-1] + one.count * one.rate)
+            self.prices.append(self.prices[-1] + one.count * one.price_usd_per_hour)
 
     def least_usd(self, at: int, gap: float) -> float:
         """Lower bound of the cost of closing the gap with kinds from `at` on, as if machines were divisible; infinite

@@ -11,7 +11,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from statistics import NormalDist
 
@@ -19,8 +19,11 @@ from echo2.core.decide.seeds import mix
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.formulas import Demand
 
-#: Steps that are simulated at most; all later steps are assumed to take as long as the second half of these.
-MAX_STEPS = 120
+#: Steps that are simulated at most, and at least; all later steps are assumed to take as long as their second half.
+MAX_STEPS, LEAST_STEPS = 120, 24
+#: Groups and twice the machines, times steps, above which fewer steps are simulated. Above twice as many, run and fleet
+#: are scaled down together: with so many of both, chance averages out.
+WORK = 4096
 #: Standard deviation of the logarithm of the time to load a snapshot.
 RELOAD_SPREAD = 0.3
 _FACTOR_DRAWS = 2000
@@ -70,7 +73,10 @@ def forecast(demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int 
     """
     if not kinds or any(kind.rate <= 0 or kind.count < 1 or kind.groups_per_batch < 1 for kind in kinds):
         raise UserError("A forecast needs workers, each with a positive rate.")
-    num_walked = min(steps, max(MAX_STEPS, 6 * demand.publish_every))
+    size = demand.groups_per_step + 2 * sum(kind.count for kind in kinds)
+    least = max(LEAST_STEPS, 6 * demand.publish_every)
+    num_walked = min(steps, max(least, min(MAX_STEPS, WORK // size)))
+    demand, kinds = _scaled(demand, kinds, num_walked * size / (2 * WORK))
     walk = _Walk(demand, kinds, steps, seed)
     for step in range(num_walked):
         walk.step(step)
@@ -85,6 +91,18 @@ def forecast(demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int 
         step_seconds=steady_seconds,
         staleness={age: walk.ages[age] / total for age in sorted(walk.ages)},
     )
+
+
+def _scaled(demand: Demand, kinds: Sequence[WorkerKind], factor: float) -> tuple[Demand, Sequence[WorkerKind]]:
+    """Return a run with as many times fewer groups and machines, and the same rate for a group."""
+    if factor <= 1:
+        return demand, kinds
+    groups = max(1, round(demand.groups_per_step / factor))
+    rate = sum(kind.count * kind.rate for kind in kinds) * groups / demand.groups_per_step
+    fewer = [replace(kind, count=count) for kind in kinds if (count := round(kind.count / factor))]
+    fewer = fewer or [replace(max(kinds, key=lambda kind: kind.count * kind.rate), count=1)]
+    rest = rate / sum(kind.count * kind.rate for kind in fewer)
+    return replace(demand, groups_per_step=groups), [replace(kind, rate=kind.rate * rest) for kind in fewer]
 
 
 @dataclass(slots=True)

@@ -1,0 +1,164 @@
+"""What of a run directory goes into its ledger when there is a store, so that it is kept in the same order: who has
+joined, keys and tickets, the configuration, the rows of metrics; and the snapshots, as objects that the ledger names.
+
+An object is uploaded before the ledger names it, and deleted when it is sure that no ledger names it any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from echo2.config.rundir import RunDir, write_atomically
+from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.objects import Objects
+from echo2.head.ledger.ledger import Ledger
+from echo2.head.store.mirror import Mirror
+from echo2.transport.certificates import write_private
+from echo2.transport.identity import RunIdentity
+from echo2.weights.format.manifest import Manifest
+from echo2.weights.store.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+#: Files that are kept as text. Members are kept one by one: their file grows with the fleet.
+_FILES = ("config.json", "ticket", "identity/*.key", "identity/*.pem", "identity/learner-ticket")
+_FOLDERS = ("identity/tickets/*", "identity/revoked/*")
+#: Publishing waits so long for a snapshot's upload. Then it goes on, and the learner would send the snapshot again.
+UPLOAD_SECONDS = 30.0
+
+
+class Kept:
+    """What of a run is kept in its ledger, and beside it in the store of `mirror`."""
+
+    def __init__(
+        self, rundir: RunDir, identity: RunIdentity, ledger: Ledger, chunks: ChunkStore, mirror: Mirror
+    ) -> None:
+        self._rundir, self._identity, self._ledger = rundir, identity, ledger
+        self._chunks, self._mirror = chunks, mirror
+        self._files: dict[str, str] = ledger.kept("file")
+        self._seen: dict[str, tuple[int, int]] = {}
+        self._members: dict[str, Any] = ledger.kept("member")
+        self._num_members = 0
+        self._one_by_one = asyncio.Lock()
+        mirror.record_first(self.keep_members)
+
+    def keep_row(self, row: dict[str, Any]) -> None:
+        """Record a row of metrics, in place of an earlier one of its step."""
+        self._ledger.keep("row", row["step"], row)
+
+    def keep_files(self) -> None:
+        """Record which files have changed since the last call, and who has joined."""
+        root, here = self._rundir.path, set[str]()
+        with self._ledger.together():
+            for path in (path for pattern in (*_FILES, *_FOLDERS) for path in root.glob(pattern)):
+                name, told = path.relative_to(root).as_posix(), path.stat()
+                here.add(name)
+                if self._seen.get(name) == (told.st_mtime_ns, told.st_size):
+                    continue
+                self._seen[name] = (told.st_mtime_ns, told.st_size)
+                text = path.read_text(encoding="utf-8")
+                if self._files.get(name) != text:
+                    self._ledger.keep("file", name, text)
+                    self._files[name] = text
+            for name in [name for name in self._files if name not in here]:
+                self._ledger.forget("file", name)
+                del self._files[name]
+            self.keep_members()
+
+    def keep_members(self) -> None:
+        """Record who has joined since the last call."""
+        members = self._identity.members
+        if len(members) != self._num_members:
+            with self._ledger.together():
+                for peer_id, entry in islice(members.items(), self._num_members, None):
+                    if self._members.get(peer_id) != entry:
+                        self._ledger.keep("member", peer_id, entry)
+            self._num_members = len(members)
+
+    async def keep_snapshots(self) -> None:
+        """Keep the payloads that the store of chunks lists now, and no others: each as one object, of its manifest and
+        its chunks in the manifest's order."""
+        async with self._one_by_one:
+            objects = self._mirror.objects
+            kept: dict[str, str] = self._ledger.kept("snapshot")
+            listed = {blake3(one.text).hexdigest()[:32]: one for one in self._chunks.manifests()}
+            try:
+                for name, manifest in listed.items():
+                    if name not in kept:
+                        key = f"snapshots/{name}-{self._mirror.epoch}"
+                        await asyncio.to_thread(objects.upload, key, self._pieces(manifest))
+                        self._ledger.keep("snapshot", name, key)
+                gone = {name: key for name, key in kept.items() if name not in listed}
+                for name in gone:
+                    self._ledger.forget("snapshot", name)
+                if gone:
+                    await self._mirror.stored()
+                    await asyncio.to_thread(objects.delete, list(gone.values()))
+            except (
+                LinkError,
+                PeerError,
+            ) as error:  # dropped meanwhile, or no store: the next call tries again
+                log.warning("not all snapshots are in the store: %s", error)
+
+    def _pieces(self, manifest: Manifest) -> Iterator[bytes]:
+        yield len(manifest.text).to_bytes(8, "big")
+        yield manifest.text
+        yield from (self._chunks.get(hash_) for hash_ in manifest.chunk_bytes)
+
+
+def restore_files(rundir: RunDir, ledger: Ledger) -> None:
+    """Write the files that `KeptFiles` and the metrics have put into a ledger; the configuration last.
+
+    Raises:
+        UserError: the ledger names a file outside the directory, or the disk is full.
+    """
+    files: dict[str, str] = ledger.kept("file")
+    for folder in ("tickets", "revoked"):
+        (rundir.identity / folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_private(rundir.identity / "members.json", json.dumps({"members": ledger.kept("member")}).encode())
+    rows = sorted(ledger.kept("row").values(), key=lambda row: row["step"])
+    write_atomically(rundir.metrics, "".join(json.dumps(row) + "\n" for row in rows))
+    for name in sorted(files, key=lambda name: name == "config.json"):
+        if name == "config.json" and rundir.config.exists():
+            continue  # settings may be given when a run is resumed
+        if not any(Path(name).match(pattern) for pattern in (*_FILES, *_FOLDERS)) or ".." in name or name[0] == "/":
+            raise UserError(f"The store names a file that no run has: {name!r}.")
+        write_private(rundir.path / name, files[name].encode())
+
+
+def restore_snapshots(objects: Objects, ledger: Ledger, store: ChunkStore) -> None:
+    """Fetch the payloads that a ledger names. One that is missing or damaged is left out; the learner publishes again.
+
+    Raises:
+        LinkError: the store cannot be reached.
+        UserError: the disk is full.
+    """
+    for key in ledger.kept("snapshot").values():
+        try:
+            _restore(objects.download(key), store)
+        except (FileNotFoundError, PeerError) as error:
+            log.warning("the snapshot %s is left out: %s", key, error)
+
+
+def _restore(pieces: Iterator[bytes], store: ChunkStore) -> None:
+    held = bytearray()
+
+    def take(num_bytes: int) -> bytes:
+        while len(held) < num_bytes and (piece := next(pieces, b"")):
+            held.extend(piece)
+        data = bytes(held[:num_bytes])
+        del held[:num_bytes]
+        return data
+
+    manifest = Manifest.from_bytes(take(int.from_bytes(take(8), "big")))
+    for hash_, num_bytes in manifest.chunk_bytes.items():
+        store.put(hash_, take(num_bytes))
+    store.put_manifest(manifest)

@@ -1,0 +1,160 @@
+"""The log of a run's ledger in a store: what a head sends, what may leave the head meanwhile, and who may write.
+
+The log is a sequence of entries at positions 1, 2, 3 ...; an entry has the records of some transactions, in order. Only
+who creates the object of a position writes there, and a head goes on at the next position only. A head begins with an
+entry without records. So a head that another has followed cannot write any more, however late it wakes up: it finds
+that entry where its own should be. Therefore these entries stay when the log is shortened. An object that the store has
+torn is nobody's; the same position is then tried under another name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+#: Bytes of records in one entry, if it has several.
+ENTRY_BYTES = 4 << 20
+#: The ledger is copied when the log since the last copy has grown to its size, and to so many bytes.
+COPY_BYTES_MIN = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One object of the log: records `first`, `first + 1` ... of the ledger. `head`: the directory of the head that
+    wrote it; `epoch`: its turn. `copy`: a copy of the ledger before these records, which is not in earlier entries;
+    empty: it follows from these."""
+
+    head: str
+    epoch: int
+    first: int
+    records: tuple[bytes, ...] = ()
+    copy: str = ""
+
+    @property
+    def last(self) -> int:
+        """Number of the ledger's last record after this entry."""
+        return self.first + len(self.records) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A position of the log. `attempt`: how many objects there are torn."""
+
+    position: int = 1
+    attempt: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"log/{self.position:012}" + (f".{self.attempt}" if self.attempt else "")
+
+    def torn(self) -> Slot:
+        """Where to look if the object here is torn."""
+        return Slot(self.position, self.attempt + 1)
+
+    def next(self) -> Slot:
+        """Where the log goes on after an entry here."""
+        return Slot(self.position + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Who a head's directory is (`own`), and whose entry was the last when its ledger was fetched from the store."""
+
+    own: str
+    after: tuple[str, int] | None = None
+
+    def refuses(self, last: Entry | None) -> str:
+        """Why this directory may not take the log over, whose last entry is `last`; empty: it may."""
+        if last is None or last.head == self.own or (last.head, last.epoch) == self.after:
+            return ""
+        return f"another head has it: its directory is {last.head}, this is its turn {last.epoch}"
+
+
+class LogWriter:
+    """A head's end of the log. `slot`: where it writes next; `first`: its next record; `beginnings`: see `Mark`.
+
+    `lag_seconds`: acknowledgements may be so far ahead of the store; 0: they wait for it. `stored`: the last record
+    that is surely in the store. `fenced`: another head's entry, after which this one writes nothing.
+    """
+
+    def __init__(
+        self, head: str, epoch: int, slot: Slot, first: int, beginnings: tuple[int, ...], lag_seconds: float = 0.0
+    ) -> None:
+        self.head, self.epoch, self.slot, self.lag_seconds = head, epoch, slot, lag_seconds
+        self.beginnings = beginnings
+        self.added = self.stored = first - 1
+        self.fenced: Entry | None = None
+        self.bytes_since_copy = 0
+        self._waiting: deque[tuple[float, bytes]] = deque()
+        self._sent: Entry | None = None
+
+    def add(self, number: int, record: bytes, now: float) -> None:
+        """Take the record of a transaction that the ledger has committed."""
+        assert number == self.added + 1
+        self.added = number
+        self._waiting.append((now, record))
+
+    def to_send(self) -> tuple[Slot, Entry] | None:
+        """Return what to create next; the same again until `answered` says that it is there. None: nothing."""
+        if self.fenced is not None or not self._waiting:
+            return None
+        if self._sent is None:
+            records: list[bytes] = []
+            size = 0
+            for _, record in self._waiting:
+                size += len(record)
+                if records and size > ENTRY_BYTES:
+                    break
+                records.append(record)
+            self._sent = Entry(self.head, self.epoch, self.stored + 1, tuple(records))
+        return self.slot, self._sent
+
+    def answered(self, found: Entry | Literal["torn"]) -> None:
+        """Take what is at `slot` now: the entry sent, whoever created it first; or another one; or a torn object."""
+        if found == "torn":
+            self.slot = self.slot.torn()
+        elif found != self._sent:
+            self.fenced = found
+        else:
+            for record in found.records:
+                self._waiting.popleft()
+                self.bytes_since_copy += len(record)
+            self.stored, self._sent, self.slot = found.last, None, self.slot.next()
+
+    def may_leave(self, number: int, now: float) -> bool:
+        """Whether a message may leave the head that follows from the ledger up to record `number`."""
+        if self.fenced is not None:
+            return False
+        return self.stored >= number or self.behind_seconds(now) < self.lag_seconds
+
+    def behind_seconds(self, now: float) -> float:
+        """Age of the oldest record that is not in the store."""
+        return now - self._waiting[0][0] if self._waiting else 0.0
+
+    @property
+    def may_leave_until(self) -> float:
+        """Until when messages may leave, if the store takes nothing from now on."""
+        return self._waiting[0][0] + self.lag_seconds if self._waiting else math.inf
+
+    def is_copy_due(self, copy_bytes: int) -> bool:
+        """Whether to copy the ledger, so that a reader need not begin before. `copy_bytes`: size of the last copy."""
+        return self.bytes_since_copy >= max(COPY_BYTES_MIN, copy_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Where a reader may begin: with a copy that has records up to `number`, all of them in the log, and the entries
+    from `position` on, which exists. Marks are numbered and never replaced, and a later one never lies before an
+    earlier one, so that entries before the newest mark can be deleted, but for those at `beginnings`: with these a head
+    began."""
+
+    copy: str
+    number: int
+    position: int
+    beginnings: tuple[int, ...]
+
+    def is_after(self, other: Mark | None) -> bool:
+        """Whether this mark may follow the other."""
+        return other is None or (self.position, self.number) > (other.position, other.number)

@@ -1,0 +1,212 @@
+"""Reads and writes the log of a ledger in a store (`decide/log.py`):
+
+    log/<position>     entries, created once        marks/<number>    where a reader may begin, created once and kept
+    copies/<name>      copies of the ledger
+
+Lists of a store may be old. So the newest mark is found by asking for the number behind the newest one listed, until
+there is none, and the end of the log likewise.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+from blake3 import blake3
+
+from echo2.core.errors import InvariantError, LinkError, UserError
+from echo2.core.objects import PIECE_BYTES, Objects
+from echo2.head.ledger.schema import MAX_INTEGER
+from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, Slot
+
+_DIGEST_BYTES = 32
+
+
+class Replica(Protocol):
+    """What the log is about. `number`: its last record; 0: none."""
+
+    @property
+    def number(self) -> int: ...
+
+    def apply(self, number: int, record: bytes) -> None:
+        """Make the change that is record `number`, the next one."""
+
+    def load(self, pieces: Iterator[bytes]) -> None:
+        """Become the copy in these pieces."""
+
+
+class _Nothing:
+    """Knows everything already: who reads the log for it wants to know its end."""
+
+    number = MAX_INTEGER
+
+    def apply(self, number: int, record: bytes) -> None:
+        raise InvariantError(f"record {number}")
+
+    def load(self, pieces: Iterator[bytes]) -> None:
+        raise InvariantError("a copy is not wanted")
+
+
+def encode(value: Entry | Mark) -> bytes:
+    """Return an object of the store, of which a torn one can be told."""
+    data = msgspec.msgpack.encode(value)
+    return blake3(data).digest() + data
+
+
+def decode(data: bytes) -> Entry | Literal["torn"]:
+    """Return the entry in an object."""
+    if blake3(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
+        return "torn"
+    return msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=Entry)
+
+
+class LogReader:
+    """Brings a replica up to date with the log. After `catch_up`: `slot`, behind the last entry; `last`, that entry;
+    `stored`, the number of its last record; `beginnings`, see `Mark`."""
+
+    def __init__(self, objects: Objects, replica: Replica) -> None:
+        self._objects, self._replica = objects, replica
+        self.slot, self.stored = Slot(), 0
+        self.beginnings: tuple[int, ...] = ()
+        self.last: Entry | None = None
+
+    def catch_up(self) -> None:
+        """Read on to the log's end.
+
+        Raises:
+            LinkError: the store cannot be reached.
+            UserError: something of the log is missing.
+        """
+        mark, number = newest_mark(self._objects)
+        while True:
+            if mark is not None and mark.position > self.slot.position:
+                self.slot, self.beginnings = Slot(mark.position), mark.beginnings
+            is_there = mark is None or self._replica.number >= mark.number or self._load(mark.copy)
+            while is_there and (entry := self._find()) is not None:
+                self._take(entry)
+            # While this was read, the head that still writes may have deleted what lies behind a new mark.
+            before, (mark, number) = number, newest_mark(self._objects, number)
+            if number == before:
+                if not is_there:
+                    raise UserError(f"The store has lost its copy of the ledger, {mark and mark.copy}.")
+                return
+
+    def _find(self) -> Entry | None:
+        """Return the entry at `slot`; None: the log ends there."""
+        while (data := self._objects.get(self.slot.key)) is not None:
+            if (entry := decode(data)) != "torn":
+                return entry
+            self.slot = self.slot.torn()
+        return None
+
+    def _take(self, entry: Entry) -> None:
+        if entry.copy and self._replica.number < entry.first - 1 and not self._load(entry.copy):
+            raise UserError(f"The store has lost {entry.copy}, which its log needs at {self.slot.key}.")
+        for number, record in enumerate(entry.records, entry.first):
+            if number > self._replica.number:
+                if number != self._replica.number + 1:
+                    raise UserError(
+                        f"The store has lost records {self._replica.number + 1} to {number - 1} of its log."
+                    )
+                self._replica.apply(number, record)
+        if not entry.records and self.slot.position not in self.beginnings:
+            self.beginnings += (self.slot.position,)
+        self.last, self.stored, self.slot = entry, entry.last, self.slot.next()
+
+    def _load(self, copy: str) -> bool:
+        try:
+            self._replica.load(self._objects.download(f"copies/{copy}"))
+        except FileNotFoundError:
+            return False
+        return True
+
+
+def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:
+    """Return the newest mark and its number; number 0: there is none. `number`: of one that is known."""
+    listed = objects.keys("marks")
+    number = max(number, int(Path(listed[-1]).name) if listed else 0)
+    while (found := objects.get(_mark_key(number + 1))) is not None:
+        number += 1
+    found = objects.get(_mark_key(number))
+    return (msgspec.msgpack.decode(found[_DIGEST_BYTES:], type=Mark) if found is not None else None), number
+
+
+def _mark_key(number: int) -> str:
+    return f"marks/{number:012}"
+
+
+def take_log(
+    objects: Objects, replica: Replica, claim: Claim, copy: Callable[[], Iterator[bytes]], lag_seconds: float = 0.0
+) -> LogWriter:
+    """Bring the replica up to date and become the one head that writes. `copy` gives the replica, which is uploaded if
+    it has more than the log, as after a kill between the commit and the store.
+
+    Raises:
+        UserError: another head has taken the run over.
+        LinkError: the store cannot be reached.
+    """
+    mine: Entry | None = None
+    while True:
+        end = LogReader(objects, _Nothing())
+        end.catch_up()
+        if mine is not None and end.last == mine:
+            break
+        if refusal := claim.refuses(end.last):
+            raise UserError(
+                f"head.store: {refusal}. If that one is gone for good, start in an empty directory with --resume-from "
+                "URL --out DIR; else leave this one. For another run, choose another URL."
+            )
+        reader = LogReader(objects, replica)
+        reader.catch_up()
+        epoch, name = 1 + (reader.last.epoch if reader.last else 0), ""
+        if reader.last is None or reader.stored < replica.number:
+            name = f"{replica.number:012}-{claim.own}-{epoch}"
+            objects.upload(f"copies/{name}", copy())
+        mine = Entry(claim.own, epoch, replica.number + 1, copy=name)
+        objects.create(reader.slot.key, encode(mine))
+    if mine.copy:
+        add_mark(objects, Mark(mine.copy, mine.first - 1, end.slot.position - 1, end.beginnings))
+    return LogWriter(claim.own, mine.epoch, end.slot, mine.first, end.beginnings, lag_seconds)
+
+
+def send(objects: Objects, slot: Slot, entry: Entry) -> Entry | Literal["torn"]:
+    """Create an entry. Return what is there afterwards: this one, whoever created it first, or a torn object.
+
+    Raises:
+        LinkError: the store cannot be reached; the entry may be there or not.
+    """
+    if objects.create(slot.key, encode(entry)):
+        return entry
+    found = objects.get(slot.key)
+    if found is None:
+        raise LinkError(f"{slot.key} exists and cannot be read")
+    return decode(found)
+
+
+def add_mark(objects: Objects, mark: Mark) -> bool:
+    """Add a mark, and delete what nobody reads any more. Return False if a later one is there."""
+    number = 0
+    while True:
+        newest, number = newest_mark(objects, number)
+        if not mark.is_after(newest):
+            return False
+        if objects.create(_mark_key(number + 1), encode(mark)):
+            break
+    listed = [(key, int(Path(key).stem)) for key in objects.keys("log")]
+    old = [key for key, position in listed if position < mark.position and position not in mark.beginnings]
+    copies = [key for key in objects.keys("copies") if _number_of(key) < mark.number]
+    objects.delete([*old, *copies])
+    return True
+
+
+def _number_of(copy: str) -> int:
+    return int(Path(copy).name.partition("-")[0])
+
+
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """Yield a file in pieces."""
+    with path.open("rb") as file:
+        yield from itertools.takewhile(bool, iter(lambda: file.read(PIECE_BYTES), b""))

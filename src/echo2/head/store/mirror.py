@@ -1,0 +1,256 @@
+"""Keeps a run's ledger in a store while it is written, and lets a message leave the head once the store has what it
+follows from. (The place's own state: `log.py`; the rules: `decide/log.py`.)
+
+The head goes on deciding while records are on their way. Only its messages wait, so that a slow store costs latency and
+no throughput: what was recorded meanwhile goes with the next entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from echo2.config.rundir import RunDir, read_json, write_atomically
+from echo2.core.background import spawn
+from echo2.core.clock import Clock
+from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.objects import Objects, open_objects
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff
+from echo2.head.ledger.logged import LedgerFile, LoggedLedger, copy_ledger
+from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
+from echo2.head.store.log import add_mark, decode, pieces_of, send, take_log
+
+log = logging.getLogger(__name__)
+
+#: While nothing is recorded, the head asks so often whether another one has taken the run over.
+PROBE_SECONDS = 5.0
+#: Messages that wait look so often whether there is trouble.
+LOOK_SECONDS = 1.0
+#: A store that takes nothing for so long is told; if messages wait for it, the head accepts no results meanwhile.
+TROUBLE_SECONDS = 5.0
+#: Time for the last records of a run that ends.
+CLOSING_SECONDS = 30.0
+#: More leases than a head grants within any lag.
+LEASES_AHEAD = 1 << 20
+RETRY_SECONDS = Backoff(0.1, 5.0)
+
+T = TypeVar("T")
+
+
+class Mirror:
+    """The store of one head, which has taken its log. `objects`: the place. `has_caught_up`: the ledger was behind the
+    store, after a power failure or because another head went on while its run was fetched."""
+
+    def __init__(
+        self, objects: Objects, url: str, writer: LogWriter, ledger: Path, has_caught_up: bool = False
+    ) -> None:
+        self.has_caught_up = has_caught_up
+        self.objects, self.epoch, self.is_synchronous = objects, writer.epoch, not writer.lag_seconds
+        self._url, self._writer, self._ledger = url, writer, ledger
+        self._clock = Clock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self._changed = asyncio.Event()  # replaced at each change
+        self._error = ""
+        self._copying: asyncio.Task[None] | None = None
+        self._copy_bytes = 0
+        self._num_waits, self._waited_seconds = 0, 0.0
+        self._record: Callable[[], None] = lambda: None
+
+    @staticmethod
+    def open(rundir: RunDir, url: str, lag_seconds: float) -> Mirror:
+        """Take the log of the run in this directory.
+
+        Raises:
+            UserError: another head has the run, or the store is of no known kind.
+            LinkError: the store cannot be reached.
+        """
+        objects, ledger = open_objects(url), LedgerFile(rundir.ledger)
+        try:
+            number, copy = ledger.number, partial(_copied, rundir.ledger)
+            writer = take_log(objects, ledger, read_claim(rundir), copy, lag_seconds)
+            has_caught_up = ledger.number > number
+        finally:
+            ledger.close()
+        log.info("this is head %d of the run in %s", writer.epoch, url)
+        return Mirror(objects, url, writer, rundir.ledger, has_caught_up)
+
+    def open_ledger(self) -> LoggedLedger:
+        """Open the ledger that is kept in the store."""
+        ledger = LoggedLedger(self._ledger, self._add)
+        if not self.is_synchronous:  # the store may not know of the last leases, and no id is used twice
+            ledger.use_lease_ids(ledger.recover().next_lease_id + LEASES_AHEAD)
+        return ledger
+
+    def record_first(self, record: Callable[[], None]) -> None:
+        """Call `record` before a message leaves: it records what is not in the ledger yet."""
+        self._record = record
+
+    def _add(self, number: int, record: bytes) -> None:
+        self._writer.add(number, record, self._clock.now())
+        self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def covered(self) -> None:
+        """Wait until a message that follows from the ledger's state may leave the head.
+
+        Raises:
+            PeerError: another head has taken the run over, and this one has nothing to say any more.
+        """
+        self._record()
+        number, started = self._writer.added, self._clock.now()
+        while not self._writer.may_leave(number, self._clock.now()):
+            self.check()
+            await self._change()
+        self._num_waits += 1
+        self._waited_seconds += self._clock.now() - started
+
+    async def stored(self) -> None:
+        """Wait until the store has the ledger's state, whatever the lag. Raises as `covered`."""
+        self._record()
+        number = self._writer.added
+        while self._writer.stored < number or self._writer.fenced is not None:
+            self.check()
+            await self._change()
+
+    async def _change(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LOOK_SECONDS):
+                await self._changed.wait()
+
+    def check(self) -> None:
+        """Raises PeerError if this head may not answer now: the store takes nothing, or another head has the run."""
+        if self._writer.fenced is not None:
+            raise PeerError("busy", "this head's run was taken over by another one")
+        if self.trouble:
+            raise PeerError("busy", self.trouble)
+
+    @property
+    def trouble(self) -> str:
+        """Why messages wait, if they have waited for long; else empty."""
+        now = self._clock.now()
+        if now < self._writer.may_leave_until + TROUBLE_SECONDS:
+            return ""
+        told = f"{self._writer.behind_seconds(now):.0f} s behind, and nothing is acknowledged"
+        return f"the store {self._url} is {told}: {self._error or 'it is slow'}"
+
+    def metrics(self) -> dict[str, float]:
+        """Return how far the store is behind, and the mean wait of a message since the last call."""
+        num, seconds = self._num_waits, self._waited_seconds
+        self._num_waits, self._waited_seconds = 0, 0.0
+        behind = self._writer.behind_seconds(self._clock.now())
+        return {"store/behind_seconds": behind, "store/wait_seconds": seconds / num if num else 0.0}
+
+    def status(self) -> dict[str, Any]:
+        """What `echo2 status` shows."""
+        return {
+            "url": self._url,
+            "head": self._writer.epoch,
+            "lag_seconds": self._writer.lag_seconds,
+            "behind_seconds": self._writer.behind_seconds(self._clock.now()),
+            "behind_records": self._writer.added - self._writer.stored,
+            "error": self._error,
+        }
+
+    async def run(self, fail: Callable[[Exception], object]) -> None:
+        """Send what is recorded, until another head takes the run over, of which `fail` is told."""
+        retries = Retries(RETRY_SECONDS)
+        while self._writer.fenced is None:
+            try:
+                await self._step(fail)
+            except LinkError as error:
+                if not self._error:
+                    log.warning("%s", error)
+                self._error = str(error)
+                await retries.pause()
+                continue
+            if self._error:
+                log.info("the store can be used again")
+            self._error = ""
+            retries.succeeded()
+        self._notify()
+        by = self._writer.fenced
+        fail(
+            UserError(
+                f"Another head has taken this run over (head {by.epoch}, of directory {by.head}), and this one stops. "
+                f"What it has acknowledged is in {self._url}. Do not start it again."
+            )
+        )
+
+    async def _step(self, fail: Callable[[Exception], object]) -> None:
+        sending, slot = self._writer.to_send(), self._writer.slot
+        if sending is None:
+            changed = self._changed
+            try:
+                async with asyncio.timeout(PROBE_SECONDS):
+                    await changed.wait()
+            except TimeoutError:
+                there = await self._beside(self.objects.get, slot.key)
+                if there is not None:
+                    self._writer.answered(decode(there))
+            return
+        self._writer.answered(await self._beside(send, self.objects, *sending))
+        self._notify()
+        if self._writer.is_copy_due(self._copy_bytes) and (self._copying is None or self._copying.done()):
+            self._writer.bytes_since_copy = 0
+            self._copying = spawn(self._copy(), fail)
+
+    async def _copy(self) -> None:
+        """Copy the ledger, and delete the log before it. A failure is repeated when the next copy is due."""
+        position, aside = self._writer.slot.position - 1, self._ledger.with_name("ledger.copy")
+        try:
+            number = await asyncio.to_thread(copy_ledger, self._ledger, aside)
+            name = f"{number:012}-{self._writer.head}-{self._writer.epoch}"
+            await asyncio.to_thread(self.objects.upload, f"copies/{name}", pieces_of(aside))
+            self._copy_bytes = aside.stat().st_size
+            while self._writer.stored < number and self._writer.fenced is None:
+                await self._change()
+            if self._writer.fenced is None:
+                await asyncio.to_thread(add_mark, self.objects, Mark(name, number, position, self._writer.beginnings))
+        except (LinkError, UserError, OSError) as error:
+            log.warning("the log in the store is not shortened now: %s", error)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    async def close(self) -> None:
+        """Wait until the last records are stored."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(CLOSING_SECONDS):
+                while self._writer.to_send() is not None:
+                    await self._changed.wait()
+
+    async def _beside(self, work: Callable[..., T], *arguments: object) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
+
+
+def _copied(ledger: Path) -> Iterator[bytes]:
+    aside = ledger.with_name("ledger.copy")
+    copy_ledger(ledger, aside)
+    yield from pieces_of(aside)
+    aside.unlink()
+
+
+def read_claim(rundir: RunDir) -> Claim:
+    """Return the claim of a run directory to its log; a new directory gets a name of its own."""
+    plain = read_json(rundir.claim)
+    if plain is None:
+        plain = write_claim(rundir, None)
+    return Claim(plain["own"], tuple(plain["after"]) if plain["after"] else None)
+
+
+def write_claim(rundir: RunDir, last: Entry | None) -> dict[str, Any]:
+    """Give the directory a name, to take over the log whose last entry is `last`."""
+    plain = {"own": secrets.token_hex(6), "after": [last.head, last.epoch] if last is not None else None}
+    write_atomically(rundir.claim, json.dumps(plain), 0o600)
+    return plain

@@ -1,0 +1,175 @@
+"""On-policy distillation: teachers score the tokens that the policy sampled, and pull it towards what they would say.
+
+With rho the teacher, pi the policy and x = log rho - log pi of a sampled token, at most 20 either way, the advantage of
+the token grows by
+
+    weight * sg(x)
+
+whose expected gradient, with the loss's weights pi / mu, is that of -weight * KL(pi || rho) at the token. It is taken
+from pi as it is now, and not from the sampler's mu: at lag 0 both are the same number, and from a stale mu the policy
+would be pushed on after it has become the teacher; mu is also a worker's unverified claim.
+
+With `distill.loss_top_k` = k > 0 the loss of each token grows instead by weight times the divergence itself, over the k
+tokens that the teacher finds most likely and the rest as one:
+
+    sum_i pi_i log(pi_i / rho_i) + (1 - sum_i pi_i) log((1 - sum_i pi_i) / (1 - sum_i rho_i))
+
+This is KL(pi || rho) of the two distributions with the rest joined: at most the whole divergence, and 0 only where the
+k tokens agree. It does not depend on the token that was sampled, so it has less noise.
+
+A teacher sits beside the policy at the learner, as the reference does: one more forward pass without gradient.
+
+Shape suffixes: n = loss tokens, S = sequences, k = the teacher's most likely tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from echo2.config import Config
+from echo2.config.values import SELF
+from echo2.core.errors import InvariantError, UserError
+from echo2.core.types import RolloutGroup
+from echo2.engines.tokenizer import refuse_other_tokenizer
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.losses import LOG_RATIO_LIMIT, TAIL_LEAST, LossTokens
+from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.model import Policy, load_policy
+from echo2.learner.core.trainer import Trainer
+from echo2.learner.grpo.data import GroupData
+from echo2.learner.grpo.loss_stats import Taught
+
+
+class Teachers:
+    """The teachers of a run, frozen, in the trainer beside the policy that is called `policy_name` there.
+
+    Raises:
+        UserError: a teacher can't be loaded, has no room, or has another vocabulary.
+    """
+
+    def __init__(self, policy: Policy, policy_name: str, config: Config, trainer: Trainer, mesh: Mesh) -> None:
+        self._trainer, self._top_k, self._temperature = trainer, config.distill.loss_top_k, config.sampling.temperature
+        self._num_tokens = policy.vocab_size
+        self._names: dict[str, str] = {}
+        self._seconds = dict.fromkeys(config.distill.teachers, 0.0)
+        self._contexts: dict[str, int | None] = {}
+        for name, path in config.distill.teachers.items():
+            teacher = policy if path == SELF else _loaded(path, policy, mesh)
+            self._names[name] = policy_name if path == SELF else f"the teacher {name or path}"
+            self._contexts[name] = teacher.max_positions
+            if path != SELF:
+                trainer.add(self._names[name], teacher, is_trained=False)
+
+    def why_unfit(self, group: RolloutGroup) -> str:
+        """Return why the group's teacher cannot process it; empty if it can."""
+        name, most = group.teaching.teacher, self._contexts.get(group.teaching.teacher)
+        prompt = len(group.teaching.prompt_tokens or group.prompt_tokens)
+        longest = max(len(rollout.tokens) for rollout in group.rollouts)
+        if name not in self._names:
+            return f"its teacher {name!r} is none of {', '.join(self._names)}"
+        if most is None or prompt + longest <= most:
+            return ""
+        return f"{prompt} + {longest} tokens, where {self._names[name]} has {most} positions"
+
+    def taught(self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData]) -> list[Datum]:
+        """Return the data of the groups with what their teachers say of each token."""
+        data = [datum for part in parts for datum in part.data]
+        for name, places in _by_teacher(groups, parts).items():
+            started = time.perf_counter()
+            # A teacher is a policy of its own: it reads its own prompt, and chooses its own experts.
+            asked = [
+                replace(data[place], prompt_tokens=prompt or data[place].prompt_tokens, routes=None)
+                for place, prompt in places
+            ]
+            found = self._trainer.likely(self._names[name], asked, self._temperature, self._top_k, self._num_tokens)
+            for (place, _), (logprobs, tokens, tops) in zip(places, found, strict=True):
+                top_tokens = array("i", tokens)
+                data[place] = replace(data[place], teacher_logprobs=logprobs, top_tokens=top_tokens, top_logprobs=tops)
+            self._seconds[name] += time.perf_counter() - started
+        return data
+
+    def measure(
+        self,
+        groups: Sequence[RolloutGroup],
+        parts: Sequence[GroupData],
+        data: Sequence[Datum],
+        logprobs: Sequence[array[float]],
+    ) -> dict[str, Taught]:
+        """Return what the teachers said of the data, of which the policy has these logprobs. The seconds are those
+        since the last call."""
+        told = dict[str, Taught]()
+        for name, places in _by_teacher(groups, parts).items():
+            found = [_log_ratios(data[place], logprobs[place]) for place, _ in places]
+            told[name] = Taught(sum(map(len, found)), math.fsum(map(math.fsum, found)), self._seconds[name])
+            self._seconds[name] = 0.0
+        return told
+
+
+def _by_teacher(
+    groups: Sequence[RolloutGroup], parts: Sequence[GroupData]
+) -> Mapping[str, list[tuple[int, array[int]]]]:
+    """Return the places of the data by teacher, each with the prompt that it is shown (empty: the same)."""
+    found: dict[str, list[tuple[int, array[int]]]] = {}
+    place = 0
+    for group, part in zip(groups, parts, strict=True):
+        for _ in part.data:
+            found.setdefault(group.teaching.teacher, []).append((place, group.teaching.prompt_tokens))
+            place += 1
+    return found
+
+
+def _log_ratios(datum: Datum, logprobs: array[float]) -> list[float]:
+    if datum.teacher_logprobs is None:
+        raise InvariantError("a datum was trained on without its teacher's word")
+    both = zip(logprobs, datum.teacher_logprobs, datum.loss_mask, strict=True)
+    return [own - theirs for own, theirs, counts in both if counts]
+
+
+def _loaded(path: str, policy: Policy, mesh: Mesh) -> Policy:
+    """Load a teacher, in the precision of the policy's products."""
+    try:
+        teacher = load_policy(path, "bfloat16" if policy.computes_in_bfloat16 else "float32", str(policy.device), mesh)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"distill.teacher = {path!r}: {policy.device} has no room for it beside the policy. Take a smaller "
+            "teacher, learner.ranks, or a larger device."
+        ) from error
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", "distill.teacher", 1)) from error
+    refuse_other_tokenizer(policy.files, teacher.files, path)
+    refuse_vocabulary(path, teacher.vocab_size, policy.vocab_size)
+    teacher.module.requires_grad_(False)
+    teacher.computes_in_bfloat16 = policy.computes_in_bfloat16
+    return teacher
+
+
+def refuse_vocabulary(path: str, teacher: int, policy: int) -> None:
+    """Raise UserError if a teacher has scores for fewer tokens than the policy may sample."""
+    if teacher < policy:
+        raise UserError(
+            f"distill.teacher = {path!r} has a vocabulary of {teacher} tokens, and the policy's has {policy}: it "
+            "cannot say how likely the others are. Take a teacher of the same family."
+        )
+
+
+def towards_teacher(logp_n: Tensor, tokens: LossTokens, weight: float) -> LossTokens:
+    """Return the tokens with the teacher's part of their advantages."""
+    x_n = (tokens.teacher_n - logp_n.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return replace(tokens, advantage_n=tokens.advantage_n + weight * x_n)
+
+
+def joined_kl(tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
+    """Return the divergence at each token, with the rest of the vocabulary joined; 0 in sequences that are vetoed."""
+    log_rho_nk, log_pi_nk = tokens.top_behaviour_nk, tokens.top_policy_nk
+    is_there_nk = log_rho_nk.isfinite()
+    pi_nk, rho_nk = log_pi_nk.exp() * is_there_nk, log_rho_nk.exp()
+    kl_nk = pi_nk * (log_pi_nk - log_rho_nk.masked_fill(~is_there_nk, 0.0))
+    pi_n, rho_n = ((1.0 - part_nk.sum(-1)).clamp(min=TAIL_LEAST) for part_nk in (pi_nk, rho_nk))
+    return ~vetoed_S[tokens.sequence_n] * (kl_nk.sum(-1) + pi_n * (pi_n / rho_n).log())

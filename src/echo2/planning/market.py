@@ -1,0 +1,214 @@
+"""Prices of the market: the newest that gpuhunt (dstack's catalogue) gave, else those that come with echo2.
+
+Both are files of the same columns, with a date in each row. What a price list does not say is taken for the same
+everywhere: how many machines there are, how fast their links are, and how long a spot machine lives.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any
+
+from echo2.config.offers import COUNT_MAX, Offer
+from echo2.core.errors import UserError
+from echo2.planning.data_sheet import GPUS, gpu
+
+#: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
+SHIPPED = Path(__file__).with_name("market.csv")
+COLUMNS = ("date", "provider", "region", "gpu", "usd_per_hour", "spot")
+#: Machines of each kind, where nothing else is said.
+COUNT = 64
+#: A spot machine is lost about as often, in hours, and replaced after so many seconds (examples/offers.toml).
+SPOT_LIFE_HOURS, SPOT_REPLACE_SECONDS, SPOT_RELIABILITY = 4.0, 600.0, 0.98
+#: Mbit/s of machines with GPUs for games, which stand anywhere, and of others.
+HOME_MBPS, CENTRE_MBPS = 100.0, 1000.0
+#: SkyPilot's names of providers that gpuhunt calls otherwise.
+_SKYPILOT = {"vastai": "vast", "lambdalabs": "lambda"}
+#: A GPU is the one of that name if its memory is, by this share.
+_SAME_MEMORY = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """A price, in dollars an hour for a machine with one GPU of the data sheet. `seen`: the day, as 2026-11-20."""
+
+    seen: str
+    provider: str
+    region: str
+    gpu: str
+    usd_per_hour: float
+    spot: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus`: by
+    name; none: all. `count`: how many of each kind there are taken to be.
+    """
+
+    region: str = ""
+    spot: str = "any"
+    gpus: tuple[str, ...] = ()
+    count: int = COUNT
+
+
+def cache_path() -> Path:
+    """Where the newest prices are kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "echo2" / "market.csv"
+
+
+def known_prices() -> tuple[list[Price], str]:
+    """Return the prices that are here, and where they are from.
+
+    Raises:
+        UserError: the file is not a price list.
+    """
+    path = cache_path()
+    if not path.is_file():
+        path = SHIPPED
+    found = _read(path)
+    days = sorted({one.seen for one in found})
+    seen = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    told = "with echo2; --offers market asks for today's" if path == SHIPPED else str(path)
+    return found, f"prices of {seen}, {told}"
+
+
+def refresh() -> str:
+    """Ask gpuhunt for today's prices and keep them; return why that was not possible, or ""."""
+    try:
+        from gpuhunt import default_catalog
+    except ImportError:
+        return "no new prices: pip install 'echo2[market]'"
+    try:
+        items = default_catalog().query(min_gpu_count=1, max_gpu_count=1)
+    except Exception as error:  # of many providers, each fails in its own way
+        return f"no new prices: {error}"
+    prices = from_catalogue(items, datetime.now(UTC).date())
+    if not prices:
+        return "no new prices: the catalogue has no GPU that is known here"
+    _write(cache_path(), prices)
+    return ""
+
+
+def from_catalogue(items: Iterable[Any], today: date) -> list[Price]:
+    """Return the prices of gpuhunt's items that have one GPU with a known data sheet."""
+    found = []
+    for item in items:
+        name = _known_name(str(item.gpu_name or ""), float(item.gpu_memory or 0))
+        if name and item.gpu_count == 1 and item.price > 0:
+            price = Price(today.isoformat(), item.provider, item.location or "any", name, item.price, bool(item.spot))
+            found.append(price)
+    return found
+
+
+def _known_name(name: str, memory_gb: float) -> str:
+    """The catalogue writes names without hyphens or RTX, and the size of the memory apart."""
+    plain = {known.replace("-", "").lower(): known for known in GPUS}
+    for candidate in (f"{name}{memory_gb:g}GB", name, f"RTX{name}"):
+        known = plain.get(candidate.replace("-", "").lower(), "")
+        if known and abs(GPUS[known].memory_gb - memory_gb) <= _SAME_MEMORY * memory_gb:
+            return known
+    return ""
+
+
+def market_offers(prices: Sequence[Price], wanted: Wanted) -> list[Offer]:
+    """Return the cheapest machine of each provider, GPU, and spot or not, as an offer that SkyPilot can rent.
+
+    Raises:
+        UserError: nothing is left.
+    """
+    if not 1 <= wanted.count <= COUNT_MAX:
+        raise UserError(f"--each {wanted.count} must be between 1 and {COUNT_MAX}.")
+    names = {gpu(name, "--gpus") for name in wanted.gpus}
+    cheapest = dict[tuple[str, str, bool], Price]()
+    for one in sorted(prices, key=lambda one: one.usd_per_hour):
+        if wanted.region and one.region != "any" and wanted.region.lower() not in one.region.lower():
+            continue
+        if (names and GPUS[one.gpu] not in names) or wanted.spot not in ("any", "yes" if one.spot else "no"):
+            continue
+        cheapest.setdefault((one.provider, one.gpu, one.spot), one)
+    if not cheapest:
+        raise UserError(
+            f"No machine of the market is left: --region {wanted.region or 'any'}, --spot {wanted.spot}, --gpus "
+            f"{','.join(wanted.gpus) or 'all'}. It has {', '.join(sorted({one.gpu for one in prices}))}."
+        )
+    return [_offer(one, wanted.count) for one in cheapest.values()]
+
+
+def _offer(one: Price, count: int) -> Offer:
+    kind = one.gpu.replace("RTX-", "RTX")
+    where = _SKYPILOT.get(one.provider, one.provider) + ("" if one.region == "any" else f"/{one.region}")
+    spot = "--use-spot" if one.spot else "--no-use-spot"
+    mbps = HOME_MBPS if one.gpu.startswith("RTX") else CENTRE_MBPS
+    name = f"{one.gpu.lower().replace('-', '')}-{one.provider}" + ("-spot" if one.spot else "")
+    return Offer(
+        name=name,
+        price_usd_per_hour=one.usd_per_hour,
+        gpu=one.gpu,
+        count=count,
+        up_mbps=mbps,
+        down_mbps=mbps,
+        reliability=SPOT_RELIABILITY if one.spot else 1.0,
+        mean_life_hours=SPOT_LIFE_HOURS if one.spot else 0.0,
+        replace_seconds=SPOT_REPLACE_SECONDS,
+        rent=f"sky launch -d -y -c {{name}} --infra {where} --gpus {kind}:1 {spot} --env "
+        f"ECHO2_MACHINE={{name}} --env ECHO2_PRICE_USD_PER_HOUR={one.usd_per_hour:g} --secret ECHO2_TICKET "
+        "launch/skypilot.yaml",
+        release="sky down -y {name}",
+    )
+
+
+def _read(path: Path) -> list[Price]:
+    try:
+        with path.open(encoding="utf-8", newline="") as file:
+            rows = list(csv.DictReader(file))
+        found = [_price(row) for row in rows]
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{path} is no list of prices ({error}): delete it.") from error
+    if not found:
+        raise UserError(f"{path} has no prices: delete it.")
+    return found
+
+
+def _price(row: dict[str, str]) -> Price:
+    date.fromisoformat(row["date"])
+    if row["gpu"] not in GPUS or not 0 < (usd := float(row["usd_per_hour"])) < 1e6:
+        raise ValueError(f"{row['gpu']} at {row['usd_per_hour']}")
+    return Price(row["date"], row["provider"], row["region"], row["gpu"], usd, row["spot"] == "yes")
+
+
+def _write(path: Path, prices: Sequence[Price]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for one in prices:
+            spot = "yes" if one.spot else "no"
+            writer.writerow((one.seen, one.provider, one.region, one.gpu, one.usd_per_hour, spot))
+    partial.replace(path)
+
+
+def rent_commands(offers: Sequence[Offer], machines: dict[str, int]) -> str:
+    """Return the commands that rent exactly these machines, and those that give them back."""
+    lines, back = ['export ECHO2_TICKET="$(cat outputs/RUN/ticket)"'], []
+    for offer in offers:
+        if not (count := machines.get(offer.name, 0)):
+            continue
+        loop = f"for n in $(seq {count}); do"
+        name = f"{offer.name}-$n"
+        if offer.rent:
+            filled = {"{name}": name, "{offer}": offer.name, "{ticket}": '"$ECHO2_TICKET"'}
+            rent, release = offer.rent, offer.release
+            for word, value in filled.items():
+                rent, release = rent.replace(word, value), release.replace(word, value)
+            lines.append(f"{loop} {rent}; done")
+            back.append(f"{loop} {release}; done")
+        else:
+            lines.append(f"# {count} x {offer.name}: on each of them, `bash launch/worker.sh` (docs/launch.md)")
+    return "\n".join([*lines, *(["# and back:", *back] if back else [])])

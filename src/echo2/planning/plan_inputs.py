@@ -1,0 +1,106 @@
+"""What a plan is made from: the run, its learner, the weights that travel, and the machines on offer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from echo2.config.offers import Offer
+from echo2.head.fleet.decide import activation, formulas
+from echo2.head.fleet.decide.formulas import Demand
+
+
+@dataclass(frozen=True, slots=True)
+class BroadcastInputs:
+    """Size and speed of a publication. `seconds`: measured time of transfer and reload, used instead of the formulas;
+    `at_least_seconds`: measured in another run, a lower bound here. `delta_bytes`: size of one step's delta.
+    """
+
+    full_bytes: float = 0.0
+    delta_bytes: float | None = None
+    head_up_bps: float = 1e9
+    reload_seconds: float = 0.0
+    seconds: float | None = None
+    at_least_seconds: float = 0.0
+
+    def num_bytes(self, publish_every: int) -> float:
+        """Return the bytes of a publication: kappa deltas of one step at most, and never more than a full snapshot."""
+        full = self.full_bytes
+        return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
+
+    def seconds_to(self, links: Sequence[formulas.Links], publish_every: int) -> float:
+        """Return T_bcast for workers behind these links."""
+        if self.seconds is not None:
+            return self.seconds
+        travels = formulas.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
+        return max(self.at_least_seconds, travels + self.reload_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Inputs of a plan. `publish_every`: None lets the planner choose. `max_idle`: largest share of its time that the
+    learner may wait for workers. `train_seconds`: from step to step; `waits_for_rewards`: share of that time in which
+    the learner waits for reward functions, which more machines do not change.
+    """
+
+    groups_per_step: int
+    group_size: int
+    steps: int
+    max_staleness: int
+    train_seconds: float
+    offers: tuple[Offer, ...]
+    broadcast: BroadcastInputs = field(default_factory=BroadcastInputs)
+    learner_usd_per_hour: float = 0.0
+    groups_per_batch: int = 8
+    publish_every: int | None = None
+    generate_during_broadcast: bool = True
+    gamma: float = formulas.GAMMA
+    max_idle: float = 0.02
+    budget_usd: float | None = None
+    waits_for_rewards: float = 0.0
+
+    def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
+        """Return the learner's demand on the workers with this S, kappa and T_bcast (seconds)."""
+        return Demand(
+            groups_per_step=self.groups_per_step,
+            group_size=self.group_size,
+            publish_every=publish_every,
+            max_staleness=max_staleness,
+            train_seconds=self.train_seconds,
+            broadcast_seconds=broadcast_seconds,
+            generate_during_broadcast=self.generate_during_broadcast,
+            reload_seconds=self.broadcast.reload_seconds,
+        )
+
+    def offer(self, name: str) -> Offer:
+        """Return the offer of that name."""
+        return next(offer for offer in self.offers if offer.name == name)
+
+    def batch(self, offer: Offer) -> int:
+        """Return the number of groups that a machine of this offer samples at once."""
+        return offer.groups_per_batch or self.groups_per_batch
+
+    def broadcast_seconds(self, machines: Mapping[str, int], publish_every: int) -> float:
+        """Return T_bcast for these machines, given as a number by offer."""
+        links = [
+            formulas.Links(self.offer(name).up_mbps * 1e6, self.offer(name).down_mbps * 1e6, count)
+            for name, count in machines.items()
+        ]
+        return self.broadcast.seconds_to(links, publish_every)
+
+    def least_broadcast_seconds(self, publish_every: int) -> float:
+        """Return T_bcast for a single machine, of the offer with the fastest broadcast."""
+        return min(self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers)
+
+    def usd_per_step(self, workers_usd_per_hour: float, step_seconds: float) -> float:
+        """Return the cost of a step: learner and workers."""
+        return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
+
+    def pool(self, max_staleness: int) -> list[tuple[Offer, activation.Kind]]:
+        """Return the offers, cheapest for a rollout first. Of one offer no more machines count than there are groups
+        that may be sampled at a time: those of max_staleness + 1 steps.
+        """
+        most = (max_staleness + 1) * self.groups_per_step
+        rates = [(one, one.effective_rate, one.effective_usd_per_hour) for one in self.offers]
+        rates.sort(key=lambda one: (one[2] / one[1], -one[1], one[0].name))
+        return [(one, activation.Kind(rate, usd, min(one.count, most))) for one, rate, usd in rates]

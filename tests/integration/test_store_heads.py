@@ -1,0 +1,87 @@
+"""Two heads of one run: the one that took it over goes on, the other one ends and stays refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from real_runs import pause, read
+
+pytestmark = pytest.mark.timeout(300)
+CONFIG = """
+[model]
+path = "{model}"
+[tasks]
+source = "digit_sorting"
+[reward]
+functions = ["exact_match"]
+[head]
+store = "{store}"
+"""
+
+
+@contextmanager
+def head(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        listen = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [sys.executable, "-m", "echo2", "head", *arguments, "--head.listen", listen]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        yield process
+    finally:
+        process.send_signal(signal.SIGCONT)
+        process.kill()
+        process.communicate()
+
+
+def until_up(process: subprocess.Popen[str], out: Path) -> int:
+    """Wait until a head serves. Return the number of its turn."""
+    while (told := read(out / "status.json")) is None or told["head"]["pid"] != process.pid:
+        assert process.poll() is None, process.communicate()[1]
+        pause()
+    turn: int = told["store"]["head"]
+    return turn
+
+
+def test_a_head_that_another_has_followed_ends(tmp_path: Path, sort_model: Path) -> None:
+    config, store = tmp_path / "run.toml", tmp_path / "store"
+    config.write_text(CONFIG.format(model=sort_model, store=store))
+    a, b = tmp_path / "a", tmp_path / "b"
+    with head(str(config), "--out", str(a)) as first:
+        assert until_up(first, a) == 1
+        ticket = (a / "identity" / "ca.pem").read_text()
+        first.send_signal(signal.SIGSTOP)
+        with head("--resume-from", str(store), "--out", str(b)) as second:
+            assert until_up(second, b) == 2
+            first.send_signal(signal.SIGCONT)  # it wakes up, and knows nothing
+            _, errors = first.communicate()
+            assert first.returncode == 2
+            assert "Another head has taken this run over (head 2" in errors.splitlines()[-1]
+            assert second.poll() is None
+        assert (b / "identity" / "ca.pem").read_text() == ticket
+        assert json.loads((b / "identity" / "members.json").read_text()) == {"members": {}}
+    with head(str(config), "--out", str(a), "--resume") as again:
+        _, errors = again.communicate()
+        assert again.returncode == 2
+        assert "another head has it" in errors.splitlines()[-1]
+
+
+def test_a_store_that_holds_another_run_is_refused(tmp_path: Path, sort_model: Path) -> None:
+    config, store = tmp_path / "run.toml", tmp_path / "store"
+    config.write_text(CONFIG.format(model=sort_model, store=store))
+    with head(str(config), "--out", str(tmp_path / "a")) as first:
+        until_up(first, tmp_path / "a")
+    with head(str(config), "--out", str(tmp_path / "b")) as other:
+        _, errors = other.communicate()
+        assert other.returncode == 2
+        assert "For another run, choose another URL" in errors.splitlines()[-1]

@@ -1,0 +1,83 @@
+"""Places for objects: a key is created once, objects are whole, and an absent place is an unreachable one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from echo2.core.errors import LinkError, UserError
+from echo2.core.objects import Objects, open_objects
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of moto's server, where it is installed."""
+    pytest.importorskip("s3fs")
+    server = pytest.importorskip("moto.server").ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+            patch.setenv(name, "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("bucket")
+        yield "s3://bucket/run"
+    server.stop()
+
+
+@pytest.fixture(params=["directory", "memory", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        found: str = request.getfixturevalue("bucket")
+        return found
+    if request.param == "memory":
+        pytest.importorskip("fsspec")
+        return f"memory://{tmp_path.name}"
+    return str(tmp_path / "store")
+
+
+def test_a_key_is_created_once(url: str) -> None:
+    first, second = open_objects(url), open_objects(url)
+    assert first.get("log/1") is None
+    assert first.keys("log") == []
+    assert first.create("log/1", b"first")
+    assert not second.create("log/1", b"second")
+    assert second.get("log/1") == b"first"
+    assert second.keys("log") == ["log/1"]
+
+
+def test_large_objects_come_in_pieces(url: str) -> None:
+    objects: Objects = open_objects(url)
+    pieces = [bytes([number]) * (3 << 20) for number in range(4)]
+    objects.upload("copies/a", iter(pieces))
+    assert b"".join(objects.download("copies/a")) == b"".join(pieces)
+    with pytest.raises(FileNotFoundError):
+        list(objects.download("copies/b"))
+    objects.delete(["copies/a", "copies/b"])
+    assert objects.keys("copies") == []
+
+
+def test_a_place_that_cannot_be_used_is_away(tmp_path: Path) -> None:
+    objects = open_objects((tmp_path / "store").as_uri())
+    (tmp_path / "store" / "log").write_text("no folder")
+    with pytest.raises(LinkError, match="cannot be used"):
+        objects.create("log/1", b"")
+    with pytest.raises(LinkError, match="cannot be used"):
+        objects.get("log/1")
+
+
+def test_an_unknown_kind_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match=r"head\.store = 'nowhere://x' cannot be used"):
+        open_objects("nowhere://x")
+
+
+def test_files_are_private(tmp_path: Path) -> None:
+    """A store holds the keys of its run."""
+    open_objects(str(tmp_path / "store")).create("log/1", b"key")
+    assert (tmp_path / "store" / "log" / "1").stat().st_mode & 0o077 == 0
+    assert (tmp_path / "store").stat().st_mode & 0o077 == 0

@@ -1,0 +1,144 @@
+"""A real head with a store: what it acknowledges is in the store, what waits says why, and nothing leaves a head that
+another one has followed."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from echo2.config.rundir import RunDir
+from echo2.core.errors import PeerError, UserError
+from echo2.head.ledger.ledger import Ledger
+from echo2.head.store import mirror as mirror_module
+from echo2.head.store.mirror import Mirror
+from echo2.head.store.resume import fetch_run
+from head_cases import OpenHead, delivery, rows, sample, settings, until
+from seeds import seeds
+
+
+def run_with(tmp_path: Path, store: str) -> OpenHead:
+    raw = settings(
+        rows(tmp_path / "rows.jsonl", *map(str, range(64))),
+        head={"store": store},
+        schedule={"groups_per_step": 32, "max_staleness": 1},
+        sampling={"group_size": 2, "groups_per_batch": 4},
+    )
+    return OpenHead(tmp_path, raw)
+
+
+def delivered(out: Path) -> set[int]:
+    with closing(Ledger(RunDir(out).ledger)) as ledger:
+        return {group.number for group in ledger.recover().groups if group.state in ("delivered", "ready", "trained")}
+
+
+@pytest.mark.parametrize("seed", seeds(1, 10))
+def test_acknowledged_results_outlive_the_disk(tmp_path: Path, seed: int) -> None:
+    """The store as it is at random instants has all results that were acknowledged before."""
+    chance, store = random.Random(seed), tmp_path / "store"
+    seen: list[tuple[Path, set[int]]] = []
+
+    async def live() -> None:
+        acknowledged: set[int] = set()
+        async with run_with(tmp_path, str(store)) as opened, opened.attending() as leases:
+            deliver = opened.service.handlers()["Deliver"]
+
+            async def one(number: int) -> None:
+                await until(lambda: len(leases) > number)
+                lease = leases[number]
+                replies = await deliver(opened.peer("w-1"), _deliveries(lease))
+                assert [reply.accepted for reply in replies.items] == [True]
+                acknowledged.add(lease.number)
+
+            for number in range(24):
+                await one(number)
+                if chance.random() < 0.4:
+                    seen.append((tmp_path / f"store{number}", set(acknowledged)))
+                    shutil.copytree(store, seen[-1][0])
+
+    asyncio.run(live())
+    assert seen
+    for place, acknowledged in seen:
+        out = place.with_name(f"{place.name}-run")
+        fetch_run(str(place), out)
+        assert acknowledged <= delivered(out)
+
+
+def _deliveries(lease: object) -> object:
+    from echo2.transport import wire_pb2 as wire
+
+    return wire.Deliveries(items=[delivery(lease, [sample([3, 4, 1])] * 2)])  # type: ignore[arg-type]
+
+
+def test_a_followed_head_says_nothing_more(tmp_path: Path) -> None:
+    """Whether it had something on its way to the store or not."""
+
+    async def live() -> None:
+        async with run_with(tmp_path, str(tmp_path / "store")) as opened, opened.attending() as leases:
+            await until(lambda: leases)
+            rundir = fetch_run(str(tmp_path / "store"), tmp_path / "other")
+            await asyncio.to_thread(Mirror.open, rundir, str(tmp_path / "store"), 0.0)
+            deliver = opened.service.handlers()["Deliver"]
+            with pytest.raises(PeerError, match="taken over"):
+                await deliver(opened.peer("w-1"), _deliveries(leases[0]))
+            kind, reason = opened.head.ending.outcome or ("", "")
+            assert kind == "user_error"
+            assert "Another head has taken this run over (head 2" in reason
+
+    asyncio.run(live())
+
+
+def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.1)
+    store = tmp_path / "store"
+
+    async def live() -> None:
+        async with run_with(tmp_path, str(store)) as opened, opened.attending() as leases:
+            await until(lambda: leases)
+            deliver, mirror = opened.service.handlers()["Deliver"], opened.head.mirror
+            assert mirror is not None
+            (store / "log").rename(store / "away")
+            (store / "log").write_text("no folder")
+            with pytest.raises(PeerError, match=r"nothing is acknowledged: the store .* cannot be used"):
+                await deliver(opened.peer("w-1"), _deliveries(leases[0]))
+            assert mirror.status()["behind_records"] > 0
+            (store / "log").unlink()
+            (store / "away").rename(store / "log")
+            await until(lambda: mirror.status()["behind_records"] == 0)
+            assert not mirror.trouble
+
+    asyncio.run(live())
+
+
+def test_behind_the_store_the_ledger_and_files_catch_up(tmp_path: Path) -> None:
+    """After a power failure the local ledger may have lost its end."""
+
+    async def live(number: int) -> None:
+        async with run_with(tmp_path, str(tmp_path / "store")) as opened:
+            assert opened.head.mirror is not None
+            opened.head.ledger.set_meta("number", number)
+            await opened.head.mirror.stored()
+
+    asyncio.run(live(1))
+    ledger = RunDir(tmp_path / "run").ledger
+    shutil.copy(ledger, tmp_path / "before")
+    asyncio.run(live(2))
+    shutil.copy(tmp_path / "before", ledger)
+    mirror = Mirror.open(RunDir(tmp_path / "run"), str(tmp_path / "store"), 0.0)
+    assert mirror.has_caught_up
+    with closing(Ledger(ledger)) as found:
+        assert found.get_meta("number") == 2
+
+
+def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="There is no run in"):
+        fetch_run(str(tmp_path / "store"), tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=r"holds a run\. Choose another --out"):
+        fetch_run(str(tmp_path / "store"), tmp_path / "out")

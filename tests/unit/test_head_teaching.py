@@ -1,0 +1,220 @@
+"""What the head tells the learner of a group's teacher, which the row names: at a real head, and before a start."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.config import Config, build
+from echo2.core.errors import UserError
+from echo2.core.types import Task
+from echo2.head.serve import reading
+from echo2.launch.preflight import check
+from echo2.launch.start import absolute, changes
+from echo2.launch.teachers import check_tokenizers
+from echo2.tasks.load import load_tasks
+from echo2.tasks.teaching import task_for_teacher
+from head_cases import OpenHead, delivery, sample, settings, until
+from model_cases import model_directory
+from rollout_cases import END
+
+RIGHT, WRONG = [5, 7, END], [7, 5, END]  # 35, 53
+TEACHERS = {"sorts": "models/sorts", "own": "self"}
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(scenario, 60.0))
+
+
+def rows(path: Path, *columns: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps({"prompt": "53=", **more}) + "\n" for more in columns))
+    return str(path)
+
+
+def head_of(path: Path, *columns: dict[str, Any], teacher: Any = TEACHERS, **more: Any) -> OpenHead:
+    raw = settings(rows(path / "rows.jsonl", *columns), **more)
+    return OpenHead(path, raw | {"distill": {"teacher": teacher}, "reward": {"functions": []}})
+
+
+async def fed_by(head: OpenHead) -> Any:
+    async with head.attending() as leases:
+        await until(lambda: leases)
+        said = [sample(RIGHT), sample(WRONG), sample(RIGHT), sample(WRONG[:2], finish="length")]
+        assert (await head.deliver(delivery(leases[0], said)))[0][0]
+        await until(lambda: head.fed)
+        return head.fed[0]
+
+
+def test_a_group_without_a_reward_names_its_teacher_and_what_that_reads(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with head_of(tmp_path, {"teacher": "own", "teacher_prompt": "35 of 53="}) as head:
+            group = await fed_by(head)
+            wanted = head.head.reader.tokenizer.encode("35 of 53=", add_special_tokens=True)
+            assert group.teaching.teacher == "own"
+            assert group.teaching.prompt_tokens.tolist() == wanted
+            assert group.prompt_tokens.tolist() == [7, 5, 28]
+            assert [one.reward for one in group.rollouts] == [0.0] * 4
+            assert head.head.ledger.rollouts(group.group.number)  # as it is fed again after a restart
+
+    run(scenario())
+
+
+def test_a_single_teacher_has_no_name_and_reads_the_same_prompt(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with head_of(tmp_path, {"teacher": "a column of another meaning"}, teacher="models/sorts") as head:
+            group = await fed_by(head)
+            assert (group.teaching.teacher, len(group.teaching.prompt_tokens)) == ("", 0)
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"teacher": "adds"}, "its column 'teacher' is 'adds', and distill.teacher names sorts, own"),
+        ({}, "its column 'teacher' is None"),
+        ({"teacher": "own"}, "the row has no column 'teacher_prompt'"),
+        ({"teacher": "sorts", "teacher_prompt": ""}, "'prompt' is empty"),
+        ({"teacher": "sorts", "teacher_prompt": 5}, "'prompt' must be text or a list of chat messages"),
+    ],
+)
+def test_a_row_that_can_not_be_taught_costs_its_group_and_is_named_before_the_start(
+    tmp_path: Path, columns: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def scenario() -> None:
+        async with head_of(tmp_path, columns, {"teacher": "sorts"}) as head, head.attending():
+            failures = head.head.books.failures
+            await until(lambda: failures.count("bad_task"))
+            assert words in failures.to_plain()[0]["message"]
+
+    run(scenario())
+    raw = whole(tmp_path) | {"reward": {}, "distill": {"teacher": {"sorts": str(tmp_path / "model"), "own": "self"}}}
+    check(build(raw | {"tasks": {"source": rows(tmp_path / "some.jsonl", columns, {"teacher": "sorts"})}}, "my.toml"))
+    assert "1 of 2 rows" in (told := capsys.readouterr().err)
+    assert words in told
+    with pytest.raises(UserError, match="So it is with all rows of") as caught:
+        check(build(raw | {"tasks": {"source": rows(tmp_path / "all.jsonl", columns)}}, "my.toml"))
+    assert words in str(caught.value)
+
+
+def test_a_teachers_prompt_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "TEACHER_TOKENS_MAX", 3)
+
+    async def scenario() -> None:
+        async with head_of(tmp_path, {"teacher": "sorts"}) as head:
+            with pytest.raises(UserError, match="teacher_prompt has 4 tokens, not 1 to 3"):
+                head.head.reader.teacher_prompt(Task(0, "53=", {"teacher_prompt": "534="}))
+
+    run(scenario())
+
+
+def test_a_template_makes_the_teachers_prompt_too(tmp_path: Path) -> None:
+    source = rows(tmp_path / "rows.jsonl", {"question": "5 + 3", "answer": "8"})
+    params = {"prompt": "{question} is", "teacher_prompt": "{question} is {answer}. Again:", "chat": True}
+    row = load_tasks(source, params, 0)[0]
+    assert row["teacher_prompt"] == [{"role": "user", "content": "5 + 3 is 8. Again:"}]
+    shown = task_for_teacher(Task(0, "?", {"teacher_prompt": row["teacher_prompt"]}))
+    assert shown is not None
+    assert shown.prompt[0].content == "5 + 3 is 8. Again:"  # type: ignore[union-attr]
+
+
+# ---- before a start --------------------------------------------------------------------------------------------------
+
+
+def whole(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run that could start."""
+    model = tmp_path / "model"
+    return {
+        "model": {"path": str(model if model.exists() else model_directory(model))},
+        "tasks": {"source": rows(tmp_path / "train.jsonl", {"answer": "35"})},
+        "reward": {"functions": ["exact_match"]},
+        "sampling": {"max_tokens": 8},
+    }
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"learner": {"advantage": "none"}}, "leaves nothing to learn"),
+        (
+            {"distill": {"teacher": "self"}, "learner": {"loss_params": {"score_centering": 8.0}}},
+            "a teacher gives each its own",
+        ),
+        ({"distill": {"teacher": "self", "loss_top_k": 8}, "sampling": {"top_p": 0.9}}, "over the whole vocabulary"),
+        (
+            {"distill": {"teacher": "self"}, "reward": {}, "schedule": {"dynamic_sampling": True}},
+            "rewards are not trained on",
+        ),
+        (
+            {"distill": {"teacher": "self"}, "reward": {}, "eval": {"source": "digit_sorting"}},
+            "what an answer is worth",
+        ),
+        ({"distill": {"teacher": "self", "weight": 0.0}}, "distill.weight = 0.0"),
+        ({"distill": {"teacher": "self", "loss_top_k": 1025}}, "distill.loss_top_k = 1025"),
+        ({"distill": {"teacher": "TMP/nowhere"}}, "distill.teacher = 'TMP/nowhere': there is no such directory"),
+        ({"distill": {"teacher": "TMP"}}, "distill.teacher = 'TMP': that directory holds no model"),
+        ({"distill": {"teacher": "self"}}, "the row has no column 'teacher_prompt'"),
+        (
+            {"distill": {"teacher": "self"}, "tasks": {"source": "TMP/train.jsonl", "environment": "harness:h.py:Own"}},
+            "a harness makes the prompts itself",
+        ),
+    ],
+)
+def test_a_mistake_is_named(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
+    raw = whole(tmp_path)
+    with pytest.raises(UserError) as caught:
+        check(build(raw | json.loads(json.dumps(sections).replace("TMP", str(tmp_path))), "my.toml"))
+    assert words.replace("TMP", str(tmp_path)) in str(caught.value)
+
+
+def test_a_teacher_alone_is_a_run_and_a_missing_one_is_the_learners_machine_matter(tmp_path: Path) -> None:
+    raw = whole(tmp_path) | {"reward": {}}
+    check(build(raw | {"distill": {"teacher": str(tmp_path / "model")}}, "my.toml"))
+    check(build(raw | {"distill": {"teacher": "/on/the/learners/machine"}}, "my.toml"), has_learner=False)
+
+
+def with_tokenizer(where: Path, model: Path, *tokens: str) -> Path:
+    from tokenizers import Tokenizer, models
+
+    shutil.copytree(model, where)
+    core = Tokenizer(models.WordLevel({token: at for at, token in enumerate(tokens)}, unk_token=tokens[0]))
+    (where / "tokenizer.json").write_text(core.to_str())
+    (where / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return where
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_and_one_with_more_tokens_is_not(tmp_path: Path) -> None:
+    model = model_directory(tmp_path / "plain")
+    policy = with_tokenizer(tmp_path / "policy", model, "a", "b", "c")
+
+    def config(teacher: Path) -> Config:
+        return build({"model": {"path": str(policy)}, "distill": {"teacher": str(teacher)}}, "my.toml")
+
+    check_tokenizers(config(policy))
+    check_tokenizers(config(with_tokenizer(tmp_path / "more", model, "a", "b", "c", "d")))
+    with pytest.raises(UserError, match=r"of the policy's 3 tokens 2 are others there, for example number 1, 'b'"):
+        check_tokenizers(config(with_tokenizer(tmp_path / "other", model, "a", "c", "b")))
+    (broken := with_tokenizer(tmp_path / "broken", model, "a", "b", "c")).joinpath("tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="can't be compared"):
+        check_tokenizers(config(broken))
+
+
+def test_paths_become_absolute_and_a_resumed_run_keeps_its_teachers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "big").mkdir()
+    (tmp_path / "self").mkdir()
+    several = {"one": "big", "two": "owner/name", "own": "self"}
+    made = absolute(build({"distill": {"teacher": several}}, "my.toml"))
+    assert made.distill.teachers == {"one": str(tmp_path / "big"), "two": "owner/name", "own": "self"}
+    single = absolute(build({"distill": {"teacher": "./big"}}, "my.toml"))
+    assert single.distill.teachers == {"": str(tmp_path / "big")}
+    with pytest.raises(UserError, match="scored groups name their teachers"):
+        changes(single, made)

@@ -1,0 +1,118 @@
+"""`echo2 plan` for configurations at random: it ends soon, in a plan or in a refusal whose remedy plans."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from echo2.cli import main
+from echo2.head.fleet.decide import forecast
+from echo2.planning.data_sheet import GPUS
+from first_plans import MIXTURE, QWEN3_8B, write
+
+#: Times that a forecast asked a simulated machine for its next batch: what the time of a plan goes by.
+EVENTS_MAX = 300_000
+
+
+@dataclass
+class Work:
+    """What a plan has cost so far."""
+
+    events: int = 0
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> Work:
+    counted, free = Work(), forecast._Walk._free
+
+    def counting(walk: forecast._Walk, *rest: object) -> None:
+        counted.events += 1
+        free(walk, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(forecast._Walk, "_free", counting)
+    return counted
+
+
+def drawn(seed: int, folder: Path) -> list[str]:
+    """The words of a plan: sizes, GPUs, lengths and offers at random."""
+    draw = random.Random(seed)
+    heads = draw.choice((4, 16, 32))
+    values = {
+        **draw.choice((QWEN3_8B, MIXTURE)),
+        "hidden_size": heads * draw.choice((64, 128)),
+        "num_attention_heads": heads,
+        "num_key_value_heads": draw.choice((1, 4)),
+        "num_hidden_layers": draw.choice((2, 30, 60)),
+        "intermediate_size": draw.choice((512, 20_000)),
+        "max_position_embeddings": draw.choice((2048, 131_072)),
+    }
+    ranks = draw.choice((1, 2, 4, 8))
+    settings = (
+        f"[run]\nmax_steps = {draw.choice((1, 8, 300, 2000))}\n[sampling]\ngroup_size = {draw.choice((2, 8, 16))}\n"
+        f"groups_per_batch = {draw.choice((1, 8))}\nmax_tokens = {draw.choice((16, 1024, 8000, 32000))}\n"
+        f"[schedule]\ngroups_per_step = {draw.choice((1, 8, 128, 512))}\nmax_staleness = {draw.choice((0, 1, 3, 8))}\n"
+        f"[learner]\nranks = {ranks}\nprice_usd_per_hour = {draw.choice((0.0, 9.0))}\n"
+        f"[lora]\nrank = {draw.choice((0, 16))}\n[workers]\ncount = 0\n"
+    )
+    offers = "".join(
+        f'[[offers]]\nname = "card{number}"\nprice_usd_per_hour = {draw.choice((0.0, 0.3, 1.1, 4.0))}\n'
+        f'down_mbps = {draw.choice((100, 2000))}\ngpu = "{draw.choice(sorted(GPUS))}"\n'
+        f"count = {draw.choice((1, 2, 32, 500, 10_000))}\n"
+        for number in range(draw.choice((1, 2, 5)))
+    )
+    words = [*write(folder, values, settings, offers), "--learner", f"{ranks}x{draw.choice(sorted(GPUS))}"]
+    words += ["--budget", str(draw.choice((1, 50, 1000)))] if draw.random() < 0.3 else []
+    return words + (["--json"] if draw.random() < 0.7 else [])
+
+
+def remedy(told: str, offers: Path) -> list[str]:
+    """The words of the command that a refusal names; the counts that it names are put into the offers file."""
+    found = re.search(r"A plan that works.*?`(echo2 [^`]*)`", told)
+    assert found is not None, told
+    text = offers.read_text()
+    for count, name in re.findall(r"count = (\d+) for '(\w+)'", told[: found.end()]):
+        text = re.sub(rf'(name = "{name}"[^[]*count = )\d+', rf"\g<1>{count}", text)
+    offers.write_text(text)
+    return [*shlex.split(found.group(1))[1:], "--json"]
+
+
+def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+    """Plan each; return how many have a plan, a remedy that plans, and neither."""
+    ends = {"plan": 0, "remedy": 0, "neither": 0}
+    for seed in seeds:
+        words, work.events = drawn(seed, folder / str(seed)), 0
+        status, told = main(words), capsys.readouterr().err
+        assert work.events <= EVENTS_MAX, seed
+        assert status in (0, 2), (seed, told)
+        if status == 0:
+            ends["plan"] += 1
+        elif "A plan that works" in told:
+            ends["remedy"] += 1
+            again = remedy(json.loads(told)["error"] if "--json" in words else told, folder / str(seed) / "offers.toml")
+            assert main(again) == 0, (seed, told, capsys.readouterr().err)
+            capsys.readouterr()
+        else:
+            ends["neither"] += 1
+            assert re.search(r"does? not fit|needs .* GB|larger machine", told), (seed, told)
+    return ends
+
+
+def test_any_configuration_ends_in_a_plan_or_in_a_refusal_whose_remedy_plans(
+    tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = check(range(5), tmp_path, work, capsys)
+    assert ends["plan"]
+    assert ends["remedy"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_thousand_configurations(tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> None:
+    ends = check(range(1000, 2000), tmp_path, work, capsys)
+    assert ends["neither"] < 200, ends

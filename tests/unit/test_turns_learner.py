@@ -1,0 +1,83 @@
+"""A learner that takes turns on its card, against a scripted head that feeds a step once the learner has left it: the
+same weights, a checkpoint when it is stopped or loses the head while its tensors are away, and the time it took."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.core.errors import LinkError
+from echo2.core.turns import CARD, FileLock
+from echo2.learner.core import checkpoint
+from echo2.learner.grpo.loop import GrpoClient
+from echo2.learner.grpo.turns import CardTurn
+from learner_cases import tiny_policy
+from test_learner_loop import OPTIONS, ScriptedHead, run, undisturbed, weights
+
+__all__ = ["undisturbed"]
+
+
+class WaitingHead(ScriptedHead):
+    """A head whose groups are sampled on the learner's card."""
+
+    def __init__(self, turn: CardTurn, **options: Any) -> None:
+        super().__init__(**options)
+        self.turn = turn
+
+    async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
+        while method != "LearnerHello" and self.turn.has_card:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        async for item in super().stream(method, request):
+            yield item
+
+
+@pytest.mark.parametrize("staleness", [0, 3])
+def test_it_trains_the_same_weights_and_says_what_it_waited(
+    tmp_path: Path, undisturbed: dict[str, bytes], staleness: int
+) -> None:
+    turn, trainer = CardTurn(tmp_path / "card"), GrpoClient(tiny_policy(), OPTIONS)
+    head, beside = WaitingHead(turn), FileLock(tmp_path / "card" / CARD)
+    turn.take()
+    assert not beside.take(shared=True)
+    options = {"checkpoint_every": 2, "max_staleness": staleness, "turn": turn}
+    assert run(head, trainer, tmp_path, **options) == "all steps are trained"
+    assert weights(trainer) == undisturbed
+    assert sorted(head.published) == [0, 1, 2, 3, 4, 5]
+    for row in head.metrics.values():
+        assert row["time/card_move"] > 0.0
+        parts = ("wait_for_batch", "train", "publish_wait", "checkpoint", "card_wait", "card_move")
+        assert sum(row[f"time/{part}"] for part in parts) <= row["time/step"]
+    assert turn.has_card
+    beside.close()
+
+
+def test_a_stop_while_its_tensors_are_away_leaves_a_checkpoint(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+    turn, trainer = CardTurn(tmp_path / "card"), GrpoClient(tiny_policy(), OPTIONS)
+    head = WaitingHead(turn)
+    head.stop_at = 3
+    turn.take()
+    assert run(head, trainer, tmp_path, checkpoint_every=5, max_staleness=0, turn=turn) == "stopped by hand"
+    assert checkpoint.versions(tmp_path) == [3]
+    head.stop_at = None
+    again = GrpoClient(tiny_policy(1), OPTIONS)
+    assert run(head, again, tmp_path, max_staleness=0, turn=turn) == "all steps are trained"
+    assert weights(again) == undisturbed
+
+
+def test_a_head_that_is_lost_while_its_tensors_are_away_costs_nothing(tmp_path: Path) -> None:
+    def fault(head: ScriptedHead, moment: str, count: int) -> None:
+        if head.version == 2 and moment == "before:FedGroups":
+            head.is_gone = True  # type: ignore[attr-defined]
+        if getattr(head, "is_gone", False):
+            raise LinkError("gone")
+
+    turn, trainer = CardTurn(tmp_path / "card"), GrpoClient(tiny_policy(), OPTIONS)
+    turn.take()
+    head = WaitingHead(turn, fault=fault)
+    with pytest.raises(LinkError):
+        run(head, trainer, tmp_path, checkpoint_every=5, max_staleness=0, turn=turn, patience_seconds=0.2)
+    assert checkpoint.versions(tmp_path) == [2]
