@@ -53,9 +53,8 @@ def add_planning(add: Add) -> None:
     parser = add("probe", text, module_command("echo2.planning.probe"), takes_settings=True, has_json=True)
     what = "configuration file, or a model directory"
     parser.add_argument("target", type=Path, metavar="CONFIG|MODEL_DIR", help=what)
-    parser.add_argument(
-        "--engine", default="", choices=ENGINES, metavar="NAME", help="engine to measure (default: the run's)"
-    )
+    what = f"engine to measure: {', '.join(ENGINES)} (default: the run's)"
+    parser.add_argument("--engine", default="", choices=ENGINES, metavar="NAME", help=what)
     parser.add_argument("--seconds", type=float, default=30.0, help="how long to sample (default: 30)")
     parser.add_argument("--name", default="this-machine", help="name of the entry (default: this-machine)")
     parser.add_argument("--price-usd-per-hour", type=float, default=0.0, metavar="USD", help="its price (default: 0)")
