@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
@@ -63,7 +64,7 @@ def give_cores(at_home: bool, max_cores: int) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # see docs/operations.md
         return
     os.environ["OMP_NUM_THREADS"] = str(min(given, cores))
-    if hasattr(os, "sched_setaffinity"):
+    if sys.platform == "linux":
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-given:])
 
 
