@@ -41,6 +41,7 @@ def lying_scenario(seed: int) -> Scenario:
     return replace(
         scenario,
         max_failures=3,
+        head=calm(scenario).head,
         max_steps=scenario.max_steps + rng.choice([0, 20]),
         deterministic=False,
         swap=rng.choice(["between", "during"]),

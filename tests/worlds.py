@@ -131,6 +131,7 @@ def hostile_scenario(seed: int) -> Scenario:
     return replace(
         scenario,
         max_failures=3,
+        head=calm(scenario).head,
         workers=(*kinds, *honest, *strangers),
         time_limit_seconds=scenario.faults_until_seconds + 5 * CALM_SECONDS,
     )
@@ -212,6 +213,7 @@ def forging_scenario(seed: int) -> Scenario:
     return replace(
         scenario,
         max_failures=3,
+        head=calm(scenario).head,
         deterministic=False,
         check_seed=seed,
         workers=(*own, *honest, *forgers, misnames),
