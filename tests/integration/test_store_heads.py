@@ -39,12 +39,12 @@ def head(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         listen = f"127.0.0.1:{free.getsockname()[1]}"
     command = [sys.executable, "-m", "echo2", "head", *arguments, "--head.listen", listen]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGCONT)
-        process.kill()
-        process.wait()
+    with process:  # closes its pipe
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
 
 
 def until_up(process: subprocess.Popen[str], out: Path) -> int:
