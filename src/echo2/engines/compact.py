@@ -30,8 +30,8 @@ from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.rows import Limits
-from echo2.engines.snapshot_tensors import computing_dtype, copy_tensors
-from echo2.engines.torch_engine import Cache, TorchDecoder
+from echo2.engines.snapshot_tensors import computing_dtype
+from echo2.engines.torch_engine import Cache, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 QKV, GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
@@ -67,8 +67,8 @@ class Layer:
     down_adapter: LowRank | RowAdapters | None = None
 
 
-class CompactModel:
-    """One policy. Implements `torch_engine.Model`."""
+class CompactModel(Model):
+    """One policy."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device, end: tuple[int, ...]) -> None:
         self._arch = arch
@@ -83,14 +83,10 @@ class CompactModel:
         self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
         self.dtype = self._embed_VD.dtype
-        self.architecture = (arch, self.dtype)
+        self.architecture: tuple[Architecture, torch.dtype] = (arch, self.dtype)
         shapes = arch.tensor_shapes().items()
         self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if name.endswith("_proj.weight")}
         self._forms: dict[str, CompactModel] = {}  # of these weights; shared by all models over them
-
-    def fill(self, snapshot: Snapshot) -> None:
-        """See `Model.fill`."""
-        copy_tensors(snapshot, self.places)
 
     def adapted(self, adapter: Adapter) -> CompactModel:
         """See `Model.adapted`."""
