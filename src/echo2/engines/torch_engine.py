@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -86,7 +86,7 @@ class Cache(Protocol):
         be used afterwards."""
 
 
-class Model(Protocol):
+class Model(ABC):
     """One policy on a device.
 
     limits        sizes of the vocabulary and the context, and the end tokens
@@ -125,9 +125,11 @@ class Model(Protocol):
     def pack(self) -> None:
         """Make a copy of the weights that is faster to compute with, if there is one. Called when all weights are
         loaded, if memory allows."""
+        return
 
     def unpack(self) -> None:
         """Drop that copy, and rounded ones, before the weights change."""
+        return
 
     @abstractmethod
     def prefill(
