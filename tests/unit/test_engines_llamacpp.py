@@ -157,9 +157,11 @@ def test_a_model_that_llama_cpp_has_no_place_for_is_refused(family: str, changes
 
 def test_an_engine_with_rounded_weights_checks_nobody() -> None:
     engine: Any = DecodeLoop(LlamaCppDecoder("q8_0", "cpu"))
-    load(engine, snapshot := snapshot_of(tiny_module("qwen3", **FITS)))
-    with pytest.raises(PeerError, match="holds rounded weights only"):
-        asyncio.run(engine.prefill(snapshot.ref, []))
+    load(engine, snapshot_of(tiny_module("qwen3", **FITS)))
+    asked = requests(0)
+    for form, said in (("", "checks nobody: it holds rounded weights"), ("q8_0", "does not round weights")):
+        with pytest.raises(PeerError, match=said):
+            distance(engine, asked, run(engine, asked), form)
 
 
 def test_weights_that_are_not_finite_are_refused_and_the_old_ones_stay() -> None:

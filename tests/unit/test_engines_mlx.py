@@ -224,8 +224,8 @@ def test_who_has_rounded_weights_checks_nobody_and_who_has_others_rounds_none() 
     load(engine, snapshot)
     asked, group = group_of(engine)
     for form, read_as, said in (
-        ("mlx-q8", "", "holds weights of the form mlx-q8"),
-        ("", "mlx-q8", "rounds no weights"),
+        ("mlx-q8", "", "checks nobody: it holds rounded weights"),
+        ("", "mlx-q8", "does not round weights to the form mlx-q8"),
     ):
         by: Any = DecodeLoop(decoder_of(form))
         load(by, snapshot)

@@ -16,6 +16,7 @@ import math
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +31,14 @@ from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.rows import Limits
-from echo2.engines.snapshot_tensors import computing_dtype, copy_tensors
-from echo2.engines.torch_engine import Cache, TorchDecoder
+from echo2.engines.snapshot_tensors import computing_dtype
+from echo2.engines.torch_engine import Cache, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 QKV, GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")
 OUT, DOWN = "self_attn.o_proj", "mlp.down_proj"
+FUSED = QKV, (OUT,), GATE_UP, (DOWN,)
+"""Linear maps of a layer that are computed as one, in the order of `LayerAdapters`."""
 PREFILL_TOKENS = 1 << 15
 """Prompt tokens prefilled at once (at least one prompt); bounds the memory of long prompts."""
 PIECE_TOKENS = 1 << 8
@@ -49,10 +52,21 @@ def make_engine(device: str, slots: int) -> Engine:
     return DecodeLoop(TorchDecoder(build_compact, device), slots)
 
 
+class LayerAdapters(NamedTuple):
+    """Adapters of the linear maps of one layer, fused as these are."""
+
+    qkv: LowRank | RowAdapters | None = None
+    out: LowRank | RowAdapters | None = None
+    gate_up: LowRank | RowAdapters | None = None
+    down: LowRank | RowAdapters | None = None
+
+
+NO_ADAPTERS = LayerAdapters()
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer. `qk_norm_HE`: the norm of queries and keys, one row per head. Adapters of fused linear maps
-    are fused too."""
+    """Weights of one layer. `qk_norm_HE`: the norm of queries and keys, one row per head."""
 
     attention_norm_D: Tensor
     qkv: Linear
@@ -61,14 +75,11 @@ class Layer:
     ffn_norm_D: Tensor
     gate_up: Linear
     down: Linear
-    qkv_adapter: LowRank | RowAdapters | None = None
-    out_adapter: LowRank | RowAdapters | None = None
-    gate_up_adapter: LowRank | RowAdapters | None = None
-    down_adapter: LowRank | RowAdapters | None = None
+    adapters: LayerAdapters = NO_ADAPTERS
 
 
-class CompactModel:
-    """One policy. Implements `torch_engine.Model`."""
+class CompactModel(Model):
+    """One policy."""
 
     def __init__(self, arch: Architecture, dtype: torch.dtype, device: torch.device, end: tuple[int, ...]) -> None:
         self._arch = arch
@@ -83,32 +94,24 @@ class CompactModel:
         self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
         self.dtype = self._embed_VD.dtype
-        self.architecture = (arch, self.dtype)
+        self.architecture: tuple[Architecture, torch.dtype] = (arch, self.dtype)
         shapes = arch.tensor_shapes().items()
         self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if name.endswith("_proj.weight")}
         self._forms: dict[str, CompactModel] = {}  # of these weights; shared by all models over them
 
-    def fill(self, snapshot: Snapshot) -> None:
-        """See `Model.fill`."""
-        copy_tensors(snapshot, self.places)
-
     def adapted(self, adapter: Adapter) -> CompactModel:
         """See `Model.adapted`."""
-        model = copy.copy(self)
 
         def fused(prefix: str, *names: str) -> LowRank | None:
             return join([(adapter.get(prefix + name), self.linears[prefix + name][0]) for name in names])
 
-        model._layers = [
-            replace(
-                layer,
-                qkv_adapter=fused(f"model.layers.{at}.", *QKV),
-                out_adapter=fused(f"model.layers.{at}.", OUT),
-                gate_up_adapter=fused(f"model.layers.{at}.", *GATE_UP),
-                down_adapter=fused(f"model.layers.{at}.", DOWN),
-            )
-            for at, layer in enumerate(self._layers)
-        ]
+        prefixes = [f"model.layers.{at}." for at in range(len(self._layers))]
+        return self._with([LayerAdapters(*(fused(prefix, *names) for names in FUSED)) for prefix in prefixes])
+
+    def _with(self, adapters: Sequence[LayerAdapters]) -> CompactModel:
+        """Return a model that shares these weights and has these adapters, one for each layer."""
+        model = copy.copy(self)
+        model._layers = [replace(layer, adapters=own) for layer, own in zip(self._layers, adapters, strict=True)]
         return model
 
     def formed(self, form: str) -> CompactModel:
@@ -122,39 +125,18 @@ class CompactModel:
                 for source, into in zip(self.places[name], whole.places[name], strict=True):
                     into.copy_(forms.rounded(source, kind) if kind else source)
             self._forms[form] = whole
-        model = copy.copy(self._forms[form])
-        model._layers = [
-            replace(
-                layer,
-                qkv_adapter=own.qkv_adapter,
-                out_adapter=own.out_adapter,
-                gate_up_adapter=own.gate_up_adapter,
-                down_adapter=own.down_adapter,
-            )
-            for layer, own in zip(model._layers, self._layers, strict=True)
-        ]
-        return model
+        return self._forms[form]._with([layer.adapters for layer in self._layers])
 
     def mixed(self, policies: Sequence[tuple[CompactModel, Tensor]]) -> CompactModel:
         """Return a model for a batch in which each of these policies, all over the same weights, has its own rows."""
-        model = copy.copy(self)
 
-        def of_rows(at: int, name: str) -> RowAdapters | None:
-            parts = [(rows, getattr(policy._layers[at], name)) for policy, rows in policies]
-            there = tuple((rows, low) for rows, low in parts if low is not None)
+        def of_rows(at: int, place: int) -> RowAdapters | None:
+            parts = [(rows, policy._layers[at].adapters[place]) for policy, rows in policies]
+            there = tuple((rows, low) for rows, low in parts if isinstance(low, LowRank))
             return RowAdapters(there) if there else None
 
-        model._layers = [
-            replace(
-                layer,
-                qkv_adapter=of_rows(at, "qkv_adapter"),
-                out_adapter=of_rows(at, "out_adapter"),
-                gate_up_adapter=of_rows(at, "gate_up_adapter"),
-                down_adapter=of_rows(at, "down_adapter"),
-            )
-            for at, layer in enumerate(self._layers)
-        ]
-        return model
+        places = range(len(FUSED))
+        return self._with([LayerAdapters(*(of_rows(at, one) for one in places)) for at in range(len(self._layers))])
 
     def pack(self) -> None:
         """See `Model.pack`."""
@@ -286,7 +268,7 @@ class CompactModel:
         rows, columns, _ = x_BTD.shape
         heads, kv_heads, head_dim, eps = arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.rms_eps
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(x_BTD, layer.attention_norm_D, eps), layer.qkv_adapter)
+            qkv = layer.qkv(rms_norm(x_BTD, layer.attention_norm_D, eps), layer.adapters.qkv)
             qkv_BTHE = qkv.view(rows, columns, heads + 2 * kv_heads, head_dim)
             qk_BTHE, v_BTKE = qkv_BTHE.split((heads + kv_heads, kv_heads), dim=2)
             if layer.qk_norm_HE is not None:
@@ -294,10 +276,10 @@ class CompactModel:
             qk_BTHE = rotate(qk_BTHE, *cos_sin)
             q_BTHE, k_BTKE = qk_BTHE.split((heads, kv_heads), dim=2)
             attended = attend(index, q_BTHE, k_BTKE, v_BTKE).reshape(rows, columns, heads * head_dim)
-            x_BTD = x_BTD + layer.out(attended, layer.out_adapter)
-            gate_up_BTF = layer.gate_up(rms_norm(x_BTD, layer.ffn_norm_D, eps), layer.gate_up_adapter)
+            x_BTD = x_BTD + layer.out(attended, layer.adapters.out)
+            gate_up_BTF = layer.gate_up(rms_norm(x_BTD, layer.ffn_norm_D, eps), layer.adapters.gate_up)
             gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
-            x_BTD = x_BTD + layer.down(functional.silu(gate_BTF) * up_BTF, layer.down_adapter)
+            x_BTD = x_BTD + layer.down(functional.silu(gate_BTF) * up_BTF, layer.adapters.down)
         return x_BTD
 
     def _logits(self, hidden_BD: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, te
 from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.routing import LIVE, Recorded, routing_of
 from echo2.engines.rows import Limits
-from echo2.engines.snapshot_tensors import computing_dtype, copy_tensors
-from echo2.engines.torch_engine import Cache, TorchDecoder
+from echo2.engines.snapshot_tensors import computing_dtype
+from echo2.engines.torch_engine import Cache, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 NO_POSITION_LIMIT = 1 << 20
@@ -127,8 +127,8 @@ def _side_by_side(own: Tensor, rows: Tensor, other: Tensor, other_rows: Tensor, 
     return out
 
 
-class HfModel:
-    """One policy. Implements `torch_engine.Model`."""
+class HfModel(Model):
+    """One policy."""
 
     def __init__(self, module: Any, end: tuple[int, ...], layout: HubLayout) -> None:
         self._module = module
@@ -160,10 +160,6 @@ class HfModel:
         self._is_recurrent = module._is_stateful and not self._takes_positions  # like Mamba: a step takes no mask
         self._routing = routing_of(module)
 
-    def fill(self, snapshot: Snapshot) -> None:
-        """See `Model.fill`."""
-        copy_tensors(snapshot, self.places)
-
     def adapted(self, adapter: Adapter) -> HfModel:
         """See `Model.adapted`. Forward hooks add the adapter's part to the outputs of the module's linear maps."""
         model = copy.copy(self)
@@ -179,16 +175,6 @@ class HfModel:
 
     def _of_experts(self, first: str, last: str) -> tuple[LowRank | None, LowRank | None]:
         return self._applied.get(first), self._applied.get(last)
-
-    def formed(self, form: str) -> HfModel:
-        """See `Model.formed`. Always raises: forms name the matrices of `compact`'s models."""
-        raise PeerError("unknown_form", f"the engine transformers does not round weights to the form {form}")
-
-    def pack(self) -> None:
-        """See `Model.pack`. Does nothing: transformers' modules compute with the weights as they are."""
-
-    def unpack(self) -> None:
-        """See `Model.unpack`."""
 
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
@@ -206,11 +192,6 @@ class HfModel:
             cache.chosen = Recorded(self._routing.shape, cache.mask_BT).nothing(len(prompts), 0)
         self._forward(cache, tokens_RT.to(self._device))
         return cache
-
-    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """See `Model.logits`. Reads one sequence at a time."""
-        for sequence, first in zip(sequences, firsts, strict=True):
-            yield from self.extend(None, sequence[:-1], first, most)[1]
 
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None

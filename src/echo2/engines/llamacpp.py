@@ -20,23 +20,23 @@ import shutil
 import tempfile
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import UserError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.adapter import Adapter
 from echo2.engines.architecture import Architecture, UnsupportedError, read_architecture
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
-from echo2.engines.engine import Engine, Prefill, PrefillRequest, RouteCheck
+from echo2.engines.engine import Engine
 from echo2.engines.gguf_file import check_fits, write_adapter, write_model
 from echo2.engines.llamacpp_sequences import AdapterWeights, Sequences, Weights, library
-from echo2.engines.torch_engine import META, Cache, TorchDecoder
+from echo2.engines.torch_engine import META, Cache, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
 #: Rows of one engine: llama.cpp has at most 256 sequences. Rows, those that join them, and kept turns need one each.
@@ -91,10 +91,6 @@ class LlamaCppDecoder(TorchDecoder):
         whole = LlamaCppModel(outline, config["model_type"], weights, self._sequences, path.with_name("adapter.gguf"))
         self._current = (ref, whole.adapted(adapter), outline.limits)
         return True
-
-    def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """See `Decoder.prefill`. Always raises: a machine that checks holds the weights as published."""
-        raise PeerError("snapshot_gone", "the engine llamacpp checks nobody: it holds rounded weights only")
 
     def sleep(self) -> None:
         """See `Decoder.sleep`. Always raises: the tensors are llama.cpp's."""
@@ -176,8 +172,8 @@ def _there(sequence: int | None) -> int:
     return sequence
 
 
-class LlamaCppModel:
-    """One policy in a form. Implements `torch_engine.Model`, but for reading what others drew."""
+class LlamaCppModel(Model):
+    """One policy in a form."""
 
     def __init__(
         self, outline: CompactModel, model_type: str, weights: Weights, sequences: Sequences, adapter_path: Path
@@ -203,20 +199,6 @@ class LlamaCppModel:
         finally:
             self._adapter_path.unlink(missing_ok=True)
 
-    def fill(self, snapshot: Snapshot) -> None:
-        """See `LlamaCppDecoder._load_beside`."""
-        raise NotImplementedError
-
-    def formed(self, form: str) -> LlamaCppModel:
-        """See `LlamaCppDecoder.prefill`."""
-        raise NotImplementedError
-
-    def pack(self) -> None:
-        """See `Model.pack`. Does nothing: llama.cpp packs what it loads."""
-
-    def unpack(self) -> None:
-        """See `Model.unpack`."""
-
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
     ) -> LlamaCppCache:
@@ -237,13 +219,3 @@ class LlamaCppModel:
         assert isinstance(cache, LlamaCppCache)
         self._sequences.use(self._weights, self._adapter)
         return self._sequences.step(cache.rows, tokens_B.tolist())
-
-    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """See `LlamaCppDecoder.prefill`."""
-        raise NotImplementedError
-
-    def extend(
-        self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
-    ) -> tuple[Cache, Iterator[Tensor]]:
-        """See `LlamaCppDecoder.prefill`."""
-        raise NotImplementedError

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import UserError
 from echo2.core.types import Snapshot
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, LowRank
@@ -124,8 +124,8 @@ def _unfit(trait: str) -> UserError:
     )
 
 
-class MlxModel:
-    """One policy. Implements `torch_engine.Model`."""
+class MlxModel(Model):
+    """One policy."""
 
     def __init__(self, outline: CompactModel, model_type: str, form: str) -> None:
         from echo2.engines.mlx_net import Net
@@ -148,16 +148,6 @@ class MlxModel:
         model = copy.copy(self)
         model._adapter = dict(adapter)
         return model
-
-    def formed(self, form: str) -> MlxModel:
-        """See `Model.formed`."""
-        raise PeerError("unknown_form", f"the engine mlx rounds no weights for a check to the form {form}")
-
-    def pack(self) -> None:
-        """See `Model.pack`. Does nothing."""
-
-    def unpack(self) -> None:
-        """See `Model.unpack`."""
 
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
@@ -182,21 +172,12 @@ class MlxModel:
         self._net.use(self._adapter)
         return self._net.logits(self._net.read(tokens_B[:, None], cache)[:, 0])
 
-    def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """See `Model.logits`."""
-        for sequence, first in zip(sequences, firsts, strict=True):
-            yield from self.extend(None, sequence[:-1], first, most)[1]
-
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
     ) -> tuple[Cache, Iterator[Tensor]]:
-        """See `Model.extend`.
-
-        Raises:
-            PeerError: "snapshot_gone", the weights are rounded: who checks holds them as they were published.
-        """
+        """See `Model.extend`."""
         if self._form:
-            raise PeerError("snapshot_gone", f"this engine checks nobody: it holds weights of the form {self._form}")
+            return super().extend(cache, tokens, first, most)
         from echo2.engines.mlx_net import MlxCache
 
         found = MlxCache.of([None], self._net.num_layers) if cache is None else cache

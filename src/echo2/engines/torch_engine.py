@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -47,7 +48,7 @@ from echo2.engines.engine import (
 from echo2.engines.parking import Parked
 from echo2.engines.prefill import TILE_ITEMS, batches, measure, sequence_of
 from echo2.engines.rows import KEPT_SHARE, Limits, PrefixCache, RowTable
-from echo2.engines.snapshot_tensors import Places, check_layout, check_values
+from echo2.engines.snapshot_tensors import Places, check_layout, check_values, copy_tensors
 
 log = logging.getLogger(__name__)
 
@@ -85,24 +86,21 @@ class Cache(Protocol):
         be used afterwards."""
 
 
-class Model(Protocol):
-    """One policy on a device."""
+class Model(ABC):
+    """One policy on a device.
 
-    @property
-    def limits(self) -> Limits:
-        """Sizes of the vocabulary and the context, and the end tokens."""
+    limits        sizes of the vocabulary and the context, and the end tokens
+    architecture  equal for models that can continue from each other's cache
+    dtype         of the computation
+    places        the tensors into which a snapshot's tensors are loaded, or others of their shapes
+    linears       what may have an adapter, by module: see `read_adapter`
+    """
 
-    @property
-    def architecture(self) -> Hashable:
-        """Equal for models that can continue from each other's cache."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the computation."""
-
-    @property
-    def places(self) -> Places:
-        """The tensors into which a snapshot's tensors are loaded, or others of their shapes."""
+    limits: Limits
+    architecture: Hashable
+    dtype: torch.dtype
+    places: Places
+    linears: Mapping[str, tuple[int, ...]]
 
     def fill(self, snapshot: Snapshot) -> None:
         """Load all tensors of a snapshot. Call `check_layout` before.
@@ -110,11 +108,9 @@ class Model(Protocol):
         Raises:
             PeerError: as `copy_tensors`; some tensors are loaded then, others not.
         """
+        copy_tensors(snapshot, self.places)
 
-    @property
-    def linears(self) -> Mapping[str, tuple[int, ...]]:
-        """What may have an adapter, by module: see `read_adapter`."""
-
+    @abstractmethod
     def adapted(self, adapter: Adapter) -> Model:
         """Return a model that shares these weights and has this adapter over them, in place of any other."""
 
@@ -124,26 +120,33 @@ class Model(Protocol):
         Raises:
             PeerError: "unknown_form", this engine has none.
         """
+        raise PeerError("unknown_form", f"this engine does not round weights to the form {form}; compact does")
 
     def pack(self) -> None:
-        """Make a copy of the weights that is faster to compute with. Called when all weights are loaded, if memory
-        allows."""
+        """Make a copy of the weights that is faster to compute with, if there is one. Called when all weights are
+        loaded, if memory allows."""
+        return
 
     def unpack(self) -> None:
         """Drop that copy, and rounded ones, before the weights change."""
+        return
 
+    @abstractmethod
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
     ) -> Cache:
         """Read R sequences of tokens, any of which may be empty. `known`: for each sequence the cache of its first
         tokens, which are not read again, or None. `keeps_routes`: the cache records the experts of a mixture."""
 
+    @abstractmethod
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
         """Read one more token per row into the cache (in place). Returns the logits [B, V] (float32) of the next."""
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
         """Read whole sequences, and yield logits (float32) sequence by sequence, in tiles of at most `most` tokens. A
         sequence gives the logits behind each of its tokens from place `first` on, except behind the last."""
+        for sequence, first in zip(sequences, firsts, strict=True):
+            yield from self.extend(None, sequence[:-1], first, most)[1]
 
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
@@ -151,7 +154,12 @@ class Model(Protocol):
         """Read more tokens of one sequence into its cache (None: it has read none). Returns the cache, complete once
         the logits are taken, and the logits (float32) behind each of these tokens from place `first` on, in tiles of at
         most `most` tokens. The cache may have been read by other models of this architecture. `routes`: of the whole
-        sequence, judged as far as it is read."""
+        sequence, judged as far as it is read.
+
+        Raises:
+            PeerError: "snapshot_gone", the weights are rounded, and what others drew can't be checked with them.
+        """
+        raise PeerError("snapshot_gone", "this engine checks nobody: it holds rounded weights")
 
 
 BuildModel = Callable[[Snapshot, torch.device], Model]
