@@ -11,11 +11,14 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 from echo2.config.offers import COUNT_MAX, Offer
+from echo2.config.rundir import write_atomically
 from echo2.core.errors import UserError
+from echo2.head.fleet.machines import filled
 from echo2.planning.data_sheet import GPUS, gpu
 
 #: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
@@ -184,14 +187,12 @@ def _price(row: dict[str, str]) -> Price:
 
 def _write(path: Path, prices: Sequence[Price]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for one in prices:
-            spot = "yes" if one.spot else "no"
-            writer.writerow((one.seen, one.provider, one.region, one.gpu, one.usd_per_hour, spot))
-    partial.replace(path)
+    text = StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for one in prices:
+        writer.writerow((one.seen, one.provider, one.region, one.gpu, one.usd_per_hour, "yes" if one.spot else "no"))
+    write_atomically(path, text.getvalue())
 
 
 def rent_commands(offers: Sequence[Offer], machines: dict[str, int]) -> str:
@@ -203,12 +204,9 @@ def rent_commands(offers: Sequence[Offer], machines: dict[str, int]) -> str:
         loop = f"for n in $(seq {count}); do"
         name = f"{offer.name}-$n"
         if offer.rent:
-            filled = {"{name}": name, "{offer}": offer.name, "{ticket}": '"$ECHO2_TICKET"'}
-            rent, release = offer.rent, offer.release
-            for word, value in filled.items():
-                rent, release = rent.replace(word, value), release.replace(word, value)
-            lines.append(f"{loop} {rent}; done")
-            back.append(f"{loop} {release}; done")
+            values = {"name": name, "offer": offer.name, "ticket": '"$ECHO2_TICKET"'}
+            lines.append(f"{loop} {filled(offer.rent, values)}; done")
+            back.append(f"{loop} {filled(offer.release, values)}; done")
         else:
             lines.append(f"# {count} x {offer.name}: on each of them, `bash launch/worker.sh` (docs/launch.md)")
     return "\n".join([*lines, *(["# and back:", *back] if back else [])])

@@ -41,8 +41,8 @@ _ONE_BY_ONE = 8
 
 @dataclass(slots=True)
 class SearchLimit:
-    """`forecasts`: how many more may be made, `each` by one search; `walks`: of each plan. A plan that is only shown
-    beside another needs one.
+    """How many forecasts may still be made: `forecasts` in all, `each` by one search, `search` by the present one;
+    `walks` of the same machines, of which a plan that is only shown beside another needs one.
     """
 
     forecasts: int = 2 * FORECASTS_MAX
@@ -62,11 +62,11 @@ class SearchLimit:
 
 class NoPlanError(UserError):
     """These inputs are valid, and have no plan; `planning/remedies.py` finds others that have one. `missing`: the
-    shortfall in rollouts per second, if that is why. Where a budget is: `usd`, the price of the cheapest plan, and
-    `steps`, as many as the budget pays for.
+    shortfall in rollouts per second, if that is why; `idle`: the least idle ratio found. Where a budget is: `usd`, the
+    price of the cheapest plan, and `steps`, as many as the budget pays for.
     """
 
-    missing, usd, steps = 0.0, 0.0, 0
+    missing, idle, usd, steps = 0.0, 0.0, 0.0, 0
     inputs: PlanInputs | None = None
 
 
@@ -102,7 +102,7 @@ class Plan:
 
 
 def make_plan(inputs: PlanInputs, limit: SearchLimit | None = None) -> Plan:
-    """Return the cheapest plan that keeps the learner busy, of those found before `limit` ended.
+    """Return the cheapest plan that keeps the learner busy, of those found within `limit`.
 
     Raises:
         NoPlanError: there is none; the message has the missing number.
@@ -227,23 +227,26 @@ def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
     least = min(usd for usd, _ in drafts)
     drafts.sort(key=lambda item: (math.floor((item[0] / least - 1) / SAME_COST) if least else 0, item[1]))
     best: Plan | None = None
-    idlest = 0.0
+    least_found = 1.0
     for usd, pair in drafts:
         if limit.search <= 0 or (best is not None and usd >= best.usd_per_step * (1 - SAME_COST)):
             break
         if (least := least_idle(inputs, *pair)) > inputs.max_idle:
-            idlest = least
+            least_found = min(least_found, least)
             continue
         plan = _least_fleet(inputs, *pair, limit)
-        idlest = plan.prediction.steady_idle_ratio
-        if idlest <= inputs.max_idle and (best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST)):
+        idle = plan.prediction.steady_idle_ratio
+        least_found = min(least_found, idle)
+        if idle <= inputs.max_idle and (best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST)):
             best = plan
     if best is None:
-        raise NoPlanError(
-            f"All the offers together reach the rate, and the learner would still wait {idlest:.1%} of the time, more "
-            f"than {inputs.max_idle:.1%}: batches of {inputs.groups_per_batch} groups take too long beside "
+        error = NoPlanError(
+            f"All the offers together reach the rate, and the learner would still wait {least_found:.1%} of the time, "
+            f"more than {inputs.max_idle:.1%}: batches of {inputs.groups_per_batch} groups take too long beside "
             f"{inputs.train_seconds:.4g} s of training."
         )
+        error.idle = least_found
+        raise error
     return best
 
 
@@ -253,14 +256,14 @@ def _least_fleet(inputs: PlanInputs, max_staleness: int, publish_every: int, lim
     """
     fails, works, step = -1, _MAX_TRIES, 0
     found: Plan | None = None
-    tried: dict[tuple[int, ...], Plan] = {}
+    tried: dict[tuple[tuple[str, int], ...], Plan] = {}
     while works - fails > 1:
         try:
             draft = _draft(inputs, max_staleness, publish_every, inputs.gamma * RATE_STEP**step)
         except UserError:
             works = step
         else:
-            machines = tuple(draft.machines.values())
+            machines = tuple(draft.machines.items())
             plan = tried[machines] = tried.get(machines) or _walked(inputs, draft, limit, inputs.max_idle)
             idle = plan.prediction.steady_idle_ratio
             if idle <= inputs.max_idle:

@@ -132,7 +132,7 @@ def _decide(
     past: PastRun | None,
     beside: SearchLimit | None = None,
 ) -> _Decided:
-    """Return the plan; with `beside`, one of few steps and without its range, if `beside` suffices to find it.
+    """Return the plan; within the limit `beside`, if that is given, and then without its range.
 
     Raises:
     NoPlanError: no plan exists.

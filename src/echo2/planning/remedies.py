@@ -128,9 +128,9 @@ def _smaller_batches(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
             yield _Try(replace(inputs, groups_per_batch=size), {"--sampling.groups_per_batch": str(size)})
 
 
-def _idler(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
+def _idler(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
     for ratio in IDLE_RATIOS:
-        if ratio > inputs.max_idle:
+        if ratio > max(inputs.max_idle, refusal.idle):
             yield _Try(replace(inputs, max_idle=ratio), {"--max-idle": f"{ratio:g}"})
 
 
@@ -139,10 +139,15 @@ def _more_machines(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
     yield _Try(replace(inputs, offers=tuple(replace(one, count=COUNT_MAX) for one in inputs.offers)), {})
 
 
+def _without_budget(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
+    if inputs.budget_usd is not None:
+        yield _Try(replace(inputs, budget_usd=None), {"--budget": ""})
+
+
 def _more_of_both(inputs: PlanInputs, refusal: NoPlanError, batches: list[_Kind]) -> Iterator[list[_Try]]:
-    """More machines, with each or all of: smaller batches, staler data, larger steps, more waiting."""
+    """More machines, with each or all of: no budget, smaller batches, staler data, larger steps, more waiting."""
     (one,) = _more_machines(inputs, refusal)
-    for kind in (*batches, _staler, _larger_steps, _idler):
+    for kind in (_without_budget, *batches, _staler, _larger_steps, _idler):
         if tries := [_Try(more.inputs, {**one.flags, **more.flags}) for more in kind(one.inputs, refusal)]:
-            yield [tries[len(tries) // 2], tries[-1]]
+            yield [*tries[len(tries) // 2 : -1][:1], tries[-1]]
             one = tries[-1]

@@ -166,7 +166,7 @@ class Machines:
 
     async def _execute(self, verb: str, offer: Offer, machine: Machine) -> str:
         values = {"name": machine.name, "offer": machine.offer, "ticket": self._ticket.read_text("utf-8").strip()}
-        words = [_filled(word, values) for word in shlex.split(offer.rent if verb == "rent" else offer.release)]
+        words = [filled(word, values) for word in shlex.split(offer.rent if verb == "rent" else offer.release)]
         if not words:
             return ""
         environment = {
@@ -201,7 +201,8 @@ async def _ended(process: ChildProcess, what: str) -> str:
     return f"exit status {status} of {what}" if status else ""
 
 
-def _filled(word: str, values: Mapping[str, str]) -> str:
+def filled(word: str, values: Mapping[str, str]) -> str:
+    """Return a word of a command with each {name} replaced by its value."""
     for name, value in values.items():
         word = word.replace("{" + name + "}", value)
     return word
