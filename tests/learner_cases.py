@@ -20,7 +20,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup
 from echo2.learner.core.batch import Layout
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
-from echo2.learner.core.model import Policy
+from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.grpo.loop import GrpoClient
 
 VOCAB = 13
@@ -219,6 +219,18 @@ def gradient_of(calls: list[list[RolloutGroup]], layout: Layout = "auto", **opti
 
 def weights(trainer: GrpoClient) -> dict[str, bytes]:
     return {name: bytes(tensor.data) for name, tensor in trainer.policy.tensors().items()}
+
+
+def judge_resume(path: Path, **options: Any) -> None:
+    """Assert that a run that is resumed in the middle gets the weights of one that goes on."""
+    settings, model = config_of(lr=1e-2, **options), str(model_directory(path / "model"))
+    straight, resumed = (GrpoClient(load_policy(model, "float32", "cpu"), settings) for _ in range(2))
+    steps(straight, range(2))
+    straight.save_state(path / "step_2").result()
+    resumed.load_state(path / "step_2")
+    for client in (straight, resumed):
+        steps(client, range(2, 4))
+    assert weights(resumed) == weights(straight)
 
 
 def steps(trainer: GrpoClient, versions: range) -> None:

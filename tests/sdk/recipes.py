@@ -20,6 +20,22 @@ BASE, RENDERER = "echo2/tiny", "qwen3"
 KNOWN_BASE = "Qwen/Qwen3-8B"
 
 
+def small(url: str, log: str) -> dict[str, Any]:
+    """Options of a short run that samples."""
+    return {
+        "log_path": log,
+        "model_name": BASE,
+        "renderer_name": RENDERER,
+        "base_url": url,
+        "learning_rate": 2e-2,
+        "lora_rank": 8,
+        "groups_per_batch": 4,
+        "max_steps": 10,
+        "eval_every": 0,
+        "behavior_if_log_dir_exists": "raise",
+    }
+
+
 def chat(cookbook: str, url: str, log: str) -> None:
     """Supervised, with checkpoints at each step; a directory of a run that was killed is gone on with."""
     recipe = module(cookbook, "recipes.chat_sl.train")
@@ -52,21 +68,12 @@ def math(cookbook: str, url: str, log: str, loss: Any, max_steps_off_policy: int
     asyncio.run(
         recipe.cli_main(
             recipe.CLIConfig(
-                log_path=log,
-                model_name=BASE,
-                renderer_name=RENDERER,
-                base_url=url,
-                learning_rate=2e-2,
-                lora_rank=8,
+                **small(url, log),
                 group_size=16,
-                groups_per_batch=4,
                 max_tokens=8,
-                max_steps=10,
-                eval_every=0,
                 save_every=5,
                 loss_fn=loss,
                 max_steps_off_policy=max_steps_off_policy,
-                behavior_if_log_dir_exists="raise",
             )
         )
     )
@@ -106,22 +113,13 @@ def distill(cookbook: str, url: str, log: str) -> None:
     asyncio.run(
         recipe.cli_main(
             recipe.CLIConfig(
-                log_path=log,
-                model_name=BASE,
-                renderer_name=RENDERER,
+                **small(url, log),
                 teacher_model=BASE,
                 teacher_checkpoint=[one["sampler_path"] for one in taught if one.get("sampler_path")][-1],
                 dataset="tulu3",
-                base_url=url,
-                learning_rate=2e-2,
-                lora_rank=8,
                 group_size=8,
-                groups_per_batch=4,
                 max_tokens=12,
-                max_steps=10,
-                eval_every=0,
                 save_every=0,
-                behavior_if_log_dir_exists="raise",
             )
         )
     )

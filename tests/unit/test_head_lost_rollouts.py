@@ -97,18 +97,14 @@ def test_failures_of_rewards_in_a_row_stop_the_run_also_if_a_rollout_is_left() -
     assert ended
 
 
-def test_a_stranger_draws_all_samples_of_a_group_and_its_group_is_never_topped_up() -> None:
+def test_a_stranger_draws_all_samples_of_a_group_that_lacks_some() -> None:
     desk = running(QUICK)
+    assert of(do.TopUpGroup, short(desk, 1, 0, 1, 3))
     desk.tell(ev.WorkerLeft("a", "it said good-bye"))
     desk.tell(ev.WorkerJoined("s", 8, 0.1, None, ticket="t"))
     desk.tell(ev.WorkerReported("s", desk.planner.snapshots.newest_retained()))
     (lease,) = [lease for _, lease in desk.planner.leases.open_leases() if lease.step == 0]
-    assert (lease.num_samples, lease.first_sample) == (4, 0)
-    (asked,) = of(do.ScoreGroup, desk.deliver(lease.lease_id, scored=False))
-    failed = tuple(LostRollout(one, "reward_failed", "503") for one in range(3))
-    commands = desk.tell(ev.GroupScored(asked.group, lost=failed, num_rollouts=1))
-    assert [one.why for one in of(do.RetireGroup, commands)] == ["reward_failed"]
-    assert not of(do.TopUpGroup, commands)
+    assert (lease.group.number, lease.num_samples, lease.first_sample) == (0, 4, 0)
 
 
 # ---- the record ----------------------------------------------------------------------------------------------------
@@ -211,24 +207,50 @@ def test_a_reward_that_fails_for_one_rollout_costs_this_rollout(tmp_path: Path) 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+def made_stranger(open_head: OpenHead, tmp_path: Path) -> str:
+    """Make the worker of the head's one that joins with a stranger's ticket. Return the ticket's number."""
+    identity = open_head.head.identity
+    ticket = Ticket.parse(identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=False))
+    csr = PeerIdentity(tmp_path / "stranger").request()
+    peer = open_head.peer("w-1")
+    open_head._peers["w-1"] = replace(peer, peer_id=identity.enrol(ticket.ticket_id, "worker", csr)[0])
+    return ticket.ticket_id
+
+
 def test_a_stranger_that_calls_its_rollouts_failed_fails_its_lease(tmp_path: Path) -> None:
     """Else it would choose what is trained on: short answers, or those that it likes."""
 
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="), workers={"require_checks": False})
         async with OpenHead(tmp_path, raw) as open_head:
-            identity = open_head.head.identity
-            ticket = Ticket.parse(identity.make_ticket("worker", "127.0.0.1:1", 1, 1.0, is_own=False))
-            csr = PeerIdentity(tmp_path / "stranger").request()
-            peer = open_head.peer("w-1")
-            open_head._peers["w-1"] = replace(peer, peer_id=identity.enrol(ticket.ticket_id, "worker", csr)[0])
+            ticket_id = made_stranger(open_head, tmp_path)
             async with open_head.attending() as leases:
                 await until(lambda: leases)
                 gone = [wire.Lost(sample=3, detail="too long for me")]
                 answers = await open_head.deliver(delivery(leases[0], [sample([5, 7, 1])] * 3, lost=gone))
                 assert not answers[0][0]
                 assert "1 rollouts failed, it says. The first: too long for me" in answers[0][1]
-                assert open_head.head.planner.credits.of(ticket.ticket_id).num_rests == 1
+                assert open_head.head.planner.credits.of(ticket_id).num_rests == 1
                 assert open_head.head.ledger.counts()["lost"] == {}
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_strangers_text_on_which_a_reward_fails_costs_its_whole_group(tmp_path: Path) -> None:
+    """Else it would put such a text in the place of each answer that it does not like, and no check would read it."""
+
+    async def scenario() -> None:
+        (tmp_path / "own.py").write_text(OWN)
+        source = rows(tmp_path / "rows.jsonl", "53=", ground_truth="35")
+        reward, workers = {"functions": [f"{tmp_path}/own.py:compute_score"]}, {"require_checks": False}
+        async with OpenHead(tmp_path, settings(source, reward=reward, workers=workers)) as open_head:
+            made_stranger(open_head, tmp_path)
+            async with open_head.attending() as leases:
+                await until(lambda: leases)
+                rollouts = [sample([5, 7, 1]), sample([6, 7, 1]), sample([5, 8, 1]), sample([7, 7, 1])]
+                assert (await open_head.deliver(delivery(leases[0], rollouts)))[0][0]
+                counts = open_head.head.ledger.counts
+                await until(lambda: open_head.fed or counts()["retired"])
+                assert (counts()["retired"], counts()["lost"]) == ({"reward_failed": 1}, {})
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))

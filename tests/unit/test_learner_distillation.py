@@ -28,14 +28,13 @@ from learner_cases import (
     config_of,
     gradients,
     group,
+    judge_resume,
     loss_tokens,
     model_directory,
     random_group,
     rollout,
-    steps,
     tiny_module,
     tiny_policy,
-    weights,
 )
 
 RHO = torch.tensor([0.1, 0.2, 0.3, 0.4], dtype=torch.float64)
@@ -281,16 +280,7 @@ def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int
 
 
 def test_a_resumed_run_has_the_same_teacher(teacher: str, tmp_path: Path) -> None:
-    options = config_of(lr=1e-2, teacher=teacher, loss_top_k=3)
-    model = str(model_directory(tmp_path / "model"))
-    straight = GrpoClient(load_policy(model, "float32", "cpu"), options)
-    steps(straight, range(2))
-    straight.save_state(tmp_path / "step_2").result()
-    resumed = GrpoClient(load_policy(model, "float32", "cpu"), options)
-    resumed.load_state(tmp_path / "step_2")
-    for client in (straight, resumed):
-        steps(client, range(2, 4))
-    assert weights(resumed) == weights(straight)
+    judge_resume(tmp_path, teacher=teacher, loss_top_k=3)
 
 
 def test_a_teacher_of_another_vocabulary_or_no_model_is_refused(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ from echo2.config import Config
 from echo2.core.types import Rollout, RolloutGroup
 from echo2.learner.core.batch import Layout
 from echo2.learner.core.losses import LOSSES
-from echo2.learner.core.model import load_policy
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.loss_stats import StepStats
 from learner_cases import (
@@ -26,7 +25,7 @@ from learner_cases import (
     gradient_of,
     gradients,
     group,
-    model_directory,
+    judge_resume,
     random_group,
     rollout,
     steps,
@@ -183,16 +182,7 @@ def test_a_pull_towards_the_reference() -> None:
 
 
 def test_the_reference_is_the_model_and_not_the_checkpoint(tmp_path: Path) -> None:
-    model = str(model_directory(tmp_path / "model"))
-    options = config_of(lr=1e-2, reference_kl=0.5)
-    straight = GrpoClient(load_policy(model, "float32", "cpu"), options)
-    steps(straight, range(2))
-    straight.save_state(tmp_path / "step_2").result()
-    resumed = GrpoClient(load_policy(model, "float32", "cpu"), options)
-    resumed.load_state(tmp_path / "step_2")
-    for trainer in (straight, resumed):
-        steps(trainer, range(2, 4))
-    assert weights(resumed) == weights(straight)
+    judge_resume(tmp_path, reference_kl=0.5)
 
 
 def test_what_a_loss_keeps_of_the_last_step_is_in_the_checkpoint(tmp_path: Path) -> None:

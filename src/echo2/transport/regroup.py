@@ -23,7 +23,7 @@ def lost_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout, ..
     if not is_possible or lost != sorted(set(lost) & set(leased)):
         raise PeerError("malformed", f"of {leased} of a {lease.group.kind} group, {len(lost)} are said to be lost")
     gone = tuple(LostRollout(one.sample, "environment_failed", one.detail) for one in message.lost)
-    return gone, tuple(sample for sample in leased if sample not in set(lost))
+    return gone, tuple(sorted(set(leased) - set(lost)))
 
 
 def without(group: RolloutGroup, lost: Sequence[LostRollout]) -> RolloutGroup:

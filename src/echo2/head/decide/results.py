@@ -323,13 +323,12 @@ def _top_up(
     scored: ev.GroupScored | None = None,
 ) -> None:
     """Lease a delivered group again for the rollouts that it lacks, or give it up after `TOP_UPS_MAX` times: with what
-    is left, its rollouts could not be compared. A stranger's group is never mixed with other workers' rollouts, and a
-    batch of fixed shape does not change. `scored`: its rewards failed, and `lost` is not recorded yet.
+    is left, its rollouts could not be compared. A batch of fixed shape does not change. A stranger's group is lost as a
+    whole before (`serve/results.py`). `scored`: its rewards failed, and `lost` is not recorded yet.
     """
     cause, last = (lost[-1].cause, lost[-1].detail) if lost else ("environment_failed", "before")
     detail = f"{num_left} rollouts are left, {state.options.min_group} are needed. The last lost: {last}"
-    is_fixed = state.options.deterministic or record.supplied_by or record.is_held
-    if is_fixed or not num_left or record.num_top_ups >= TOP_UPS_MAX:
+    if state.options.deterministic or not num_left or record.num_top_ups >= TOP_UPS_MAX:
         give_up(state, state.train_group(record.number), cause, detail, scored.seconds if scored else 0.0)
         return
     state.groups.top_up(record, num_left)

@@ -92,7 +92,7 @@ class Head:
             on_retry=partial(self.books.failures.add, "reward_retried"),
         )
         teachers = config.distill.teachers
-        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks, teachers)
+        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks, teachers, identity)
         self.machines = self._machines(offers)
 
     @classmethod

@@ -35,7 +35,7 @@ from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.distillation import joined_kl, towards_teacher
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure, merged
 from echo2.learner.grpo.reference import token_kl
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
@@ -140,7 +140,7 @@ class GrpoClient(TrainedPolicy):
         loss = GrpoLoss(self.loss, learner.reference_kl, self.config.distill)
         done = self.trainer.forward_backward(POLICY, data, loss, temperature)
         if self.teachers is not None:
-            self.sums.add_taught(self.teachers.measure(groups, parts, data, done.logprobs))
+            self.sums.taught = merged(self.sums.taught, self.teachers.measure(groups, parts, data, done.logprobs))
         return self.add_to_step(groups, parts, done)
 
     def optim_step(self, ends_step: bool = True) -> StepStats:

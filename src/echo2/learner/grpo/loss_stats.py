@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Self
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,14 @@ LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
 LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence's log weight, in the effective sample size
 MAX_WORKERS_NAMED = 8
 TABLES = ("by_lag", "by_worker", "fresh")
+
+
+S = TypeVar("S", "Mismatch", "Taught")
+
+
+def merged(left: Mapping[str, S], right: Mapping[str, S]) -> dict[str, S]:
+    """Return both by name, added up."""
+    return {**left, **{name: left[name] + one if name in left else one for name, one in right.items()}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class LossStats(Mismatch):
 
     def __add__(self, other: Self) -> Self:
         maxima = {name: max(getattr(self, name), getattr(other, name)) for name in ("ratio_max", "k3_max")}
-        tables = {name: _merged(getattr(self, name), getattr(other, name)) for name in TABLES}
+        tables = {name: merged(getattr(self, name), getattr(other, name)) for name in TABLES}
         special = maxima | tables
         sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in special}
         return type(self)(**sums, **special)
@@ -93,13 +101,8 @@ class Taught:
     log_ratio: float = 0.0
     seconds: float = 0.0
 
-    def __add__(self, other: Taught) -> Taught:
-        return Taught(self.tokens + other.tokens, self.log_ratio + other.log_ratio, self.seconds + other.seconds)
-
-
-def added(some: Mapping[str, Taught], more: Mapping[str, Taught]) -> dict[str, Taught]:
-    """Return both by teacher, added up."""
-    return {name: some.get(name, Taught()) + more.get(name, Taught()) for name in {**some, **more}}
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.tokens + other.tokens, self.log_ratio + other.log_ratio, self.seconds + other.seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +135,7 @@ class StepStats:
             losses=self.losses + other.losses,
             divisor=self.divisor + other.divisor,
             num_updates=self.num_updates + other.num_updates,
-            taught=added(self.taught, other.taught),
+            taught=merged(self.taught, other.taught),
         )
 
 
@@ -225,10 +228,6 @@ def teacher_metrics(told: Mapping[str, Taught]) -> Iterator[tuple[str, float]]:
     for name, one in (("mean", total), *(sorted(told.items()) if len(told) > 1 else ())):
         if one.tokens:
             yield f"distill/reverse_kl/{name}", one.log_ratio / one.tokens
-
-
-def _merged(left: Mapping[str, Mismatch], right: Mapping[str, Mismatch]) -> dict[str, Mismatch]:
-    return {name: left.get(name, Mismatch()) + right.get(name, Mismatch()) for name in {**left, **right}}
 
 
 def _table(quantities_nq: Tensor, row_n: Tensor, num_rows: int) -> Tensor:

@@ -31,7 +31,7 @@ from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
 from echo2.learner.grpo.distillation import Teachers
-from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, Taught, added
+from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, Taught
 from echo2.learner.grpo.reference import reference_of
 from echo2.transport.codecs import logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
@@ -62,10 +62,6 @@ class StepSums:
     stats: LossStats = field(default_factory=LossStats)
     remembered: list[Tensor] = field(default_factory=list)
     taught: Mapping[str, Taught] = field(default_factory=dict)
-
-    def add_taught(self, more: Mapping[str, Taught]) -> None:
-        """Add what teachers said."""
-        self.taught = added(self.taught, more)
 
 
 class TrainedPolicy:

@@ -151,6 +151,7 @@ class SimHead(Actor):
         self.store = {} if base is None else {base: hashlib.sha256(str(base).encode()).digest()}
         self.history.digests.update(self.store)
         self.dialable: dict[str, bool] = {}
+        self.strangers = set[str]()
         self._doomed, self._any_carried_out, self._effects_left = False, False, 0
         self._commands: list[do.Command] = []
         self._restart()
@@ -267,7 +268,8 @@ class SimHead(Actor):
             return
         rollouts = rollouts_in(self.ledger.rollouts(group.number))
         lost = [one for one in rollouts if self.world.chance(self.scenario.head.reward_failures)]
-        if len(lost) == len(rollouts):
+        is_strangers = record is not None and record.worker_id in self.strangers
+        if len(lost) == len(rollouts) or (lost and is_strangers):  # as `serve.results`
             self.tell_soon(ev.GroupUnfit(group, "reward_failed", "the judge is down"))
             return
         left = Attachment(b"".join(one for one in rollouts if one not in lost))

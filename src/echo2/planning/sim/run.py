@@ -89,6 +89,8 @@ def build_world(
             name = f"w{kind}-{index}"
             workers.append(make_worker(world, network, name, spec, scenario, history))
             head.dialable[name] = spec.is_dialable
+            if spec.ticket:
+                head.strangers.add(name)
             network.links[name] = SimLink(spec.latency_seconds, spec.bytes_per_second, spec.loss)
             if spec.offer:
                 continue
