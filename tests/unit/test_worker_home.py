@@ -87,7 +87,7 @@ def candidates(gigabytes: float, **obstacles: str) -> list[EngineCandidate]:
     memory = int(gigabytes * GB)
     return [
         EngineCandidate(engine, form, memory, obstacles.get(form, ""))
-        for engine, form in ((AUTO, ""), *LLAMACPP_FORMS.items())
+        for engine, form in ((AUTO, ""), *((engine, FORMS[engine]) for engine in LLAMACPP_FORMS))
     ]
 
 

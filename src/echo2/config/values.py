@@ -16,16 +16,12 @@ SERVERS: Mapping[str, str] = {
 }
 #: The engine that is chosen by the model and the machine (`engines/choice.py`).
 AUTO = "auto"
-#: Engines that round the published weights, and to which form (`engines/forms.py`).
-LLAMACPP_FORMS: Mapping[str, str] = {"llamacpp-q8_0": "q8_0", "llamacpp-q4_0": "q4_0"}
-MLX_FORMS: Mapping[str, str] = {"mlx-q8": "mlx-q8", "mlx-q4": "mlx-q4"}
-#: The most bits first, and of equal bits Macs' own.
-FORMS: Mapping[str, str] = {
-    engine: form
-    for bits in ("q8", "q4")
-    for engine, form in (*MLX_FORMS.items(), *LLAMACPP_FORMS.items())
-    if bits in form
-}
+#: Engines that round the published weights, and to which form (`engines/forms.py`). The most bits first, and of equal
+#: bits Macs' own.
+FORMS: Mapping[str, str] = {"mlx-q8": "mlx-q8", "llamacpp-q8_0": "q8_0", "mlx-q4": "mlx-q4", "llamacpp-q4_0": "q4_0"}
+MLX_FORMS, LLAMACPP_FORMS = (
+    tuple(engine for engine in FORMS if engine.startswith(maker)) for maker in ("mlx", "llamacpp")
+)
 #: Those that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
 CHECKED_FORMS = ("q8_0",)
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS` as

@@ -240,13 +240,13 @@ def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
         if idle <= inputs.max_idle and (best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST)):
             best = plan
     if best is None:
-        error = NoPlanError(
+        refused = NoPlanError(
             f"All the offers together reach the rate, and the learner would still wait {least_found:.1%} of the time, "
             f"more than {inputs.max_idle:.1%}: batches of {inputs.groups_per_batch} groups take too long beside "
             f"{inputs.train_seconds:.4g} s of training."
         )
-        error.idle = least_found
-        raise error
+        refused.idle = least_found
+        raise refused
     return best
 
 
