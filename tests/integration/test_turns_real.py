@@ -51,17 +51,17 @@ def test_a_run_that_takes_turns_trains_the_same_policy(tmp_path: Path, sort_mode
 
 
 def test_whoever_dies_on_the_card_the_other_goes_on(tmp_path: Path, sort_model: Path) -> None:
-    rundir, supervisor = supervised(tmp_path / "run", sort_model, True, schedule__max_staleness="1")
-    killed: list[str] = []
+    steps = 16  # the status may show every third version only, on a machine that is busy
+    rundir, supervisor = supervised(tmp_path / "run", sort_model, True, run__max_steps=str(steps))
+    killed: dict[str, int] = {}
 
     def kill() -> None:
         status: Any = json.loads(rundir.status.read_text()) if rundir.status.is_file() else {}
-        if (version := status.get("version", 0)) in (1, 2) and len(killed) < version:
-            child = supervisor.others[version - 1]  # the learner, and then the worker
-            if child.process is not None:
-                killed.append(child.name)
-                child.process.kill()
+        children = [child for child in supervisor.others if child.name not in killed and child.process is not None]
+        if children and status.get("version", 0) > max(killed.values(), default=0):
+            killed[children[0].name] = status["version"]  # the learner, and when it has trained again the worker
+            children[0].process.kill()
 
     assert supervisor.run(kill)["kind"] == "finished"
-    assert killed == ["learner", "worker-0"]
-    assert len(weights(rundir, 4)) > 0
+    assert list(killed) == ["learner", "worker-0"]
+    assert len(weights(rundir, steps)) > 0
