@@ -14,9 +14,11 @@ import pytest
 from echo2.config.rundir import RunDir
 from echo2.core.errors import PeerError, UserError
 from echo2.head.ledger.ledger import Ledger
+from echo2.head.serve.process import pause
 from echo2.head.store import mirror as mirror_module
 from echo2.head.store.mirror import Mirror
 from echo2.head.store.resume import fetch_run
+from echo2.transport import wire_pb2 as wire
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from seeds import seeds
 
@@ -68,10 +70,8 @@ def test_acknowledged_results_outlive_the_disk(tmp_path: Path, seed: int) -> Non
         assert acknowledged <= delivered(out)
 
 
-def _deliveries(lease: object) -> object:
-    from echo2.transport import wire_pb2 as wire
-
-    return wire.Deliveries(items=[delivery(lease, [sample([3, 4, 1])] * 2)])  # type: ignore[arg-type]
+def _deliveries(lease: wire.Lease) -> wire.Deliveries:
+    return wire.Deliveries(items=[delivery(lease, [sample([3, 4, 1])] * 2)])
 
 
 def test_a_followed_head_says_nothing_more(tmp_path: Path) -> None:
@@ -112,6 +112,21 @@ def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
             (store / "away").rename(store / "log")
             await until(lambda: mirror.status()["behind_records"] == 0)
             assert not mirror.trouble
+
+    asyncio.run(live())
+
+
+def test_a_run_stays_paused_while_one_reason_is_left(tmp_path: Path) -> None:
+    """Disk and store may fail together, and are mended one by one."""
+
+    async def live() -> None:
+        async with run_with(tmp_path, "") as opened:
+            health = opened.head.planner.health
+            for full, away in (("disk", ""), ("disk", "store"), ("", "store")):
+                pause(opened.head, full or away)
+                assert health.paused is not None
+            pause(opened.head, "")
+            assert health.paused is None
 
     asyncio.run(live())
 
