@@ -9,7 +9,6 @@ there is none, and the end of the log likewise.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,7 +17,7 @@ import msgspec
 from blake3 import blake3
 
 from echo2.core.errors import InvariantError, LinkError, UserError
-from echo2.core.objects import PIECE_BYTES, Objects
+from echo2.core.objects import Objects
 from echo2.head.ledger.schema import MAX_INTEGER
 from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, Slot
 
@@ -138,9 +137,7 @@ def _mark_key(number: int) -> str:
     return f"marks/{number:012}"
 
 
-def take_log(
-    objects: Objects, replica: Replica, claim: Claim, copy: Callable[[], Iterator[bytes]], lag_seconds: float = 0.0
-) -> LogWriter:
+def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[], Iterator[bytes]]) -> LogWriter:
     """Bring the replica up to date and become the one head that writes. `copy` gives the replica, which is uploaded if
     it has more than the log, as after a kill between the commit and the store.
 
@@ -163,13 +160,13 @@ def take_log(
         reader.catch_up()
         epoch, name = 1 + (reader.last.epoch if reader.last else 0), ""
         if reader.last is None or reader.stored < replica.number:
-            name = f"{replica.number:012}-{claim.own}-{epoch}"
+            name = copy_name(replica.number, claim.own, epoch)
             objects.upload(f"copies/{name}", copy())
         mine = Entry(claim.own, epoch, replica.number + 1, copy=name)
         objects.create(reader.slot.key, encode(mine))
     if mine.copy:
         add_mark(objects, Mark(mine.copy, mine.first - 1, end.slot.position - 1, end.beginnings))
-    return LogWriter(claim.own, mine.epoch, end.slot, mine.first, end.beginnings, lag_seconds)
+    return LogWriter(claim.own, mine.epoch, end.slot, mine.first, end.beginnings)
 
 
 def send(objects: Objects, slot: Slot, entry: Entry) -> Entry | Literal["torn"]:
@@ -186,27 +183,25 @@ def send(objects: Objects, slot: Slot, entry: Entry) -> Entry | Literal["torn"]:
     return decode(found)
 
 
-def add_mark(objects: Objects, mark: Mark) -> bool:
-    """Add a mark, and delete what nobody reads any more. Return False if a later one is there."""
+def add_mark(objects: Objects, mark: Mark) -> None:
+    """Add a mark, unless a later one is there, and delete what nobody reads any more."""
     number = 0
     while True:
         newest, number = newest_mark(objects, number)
         if not mark.is_after(newest):
-            return False
+            return
         if objects.create(_mark_key(number + 1), encode(mark)):
             break
     listed = [(key, int(Path(key).stem)) for key in objects.keys("log")]
     old = [key for key, position in listed if position < mark.position and position not in mark.beginnings]
     copies = [key for key in objects.keys("copies") if _number_of(key) < mark.number]
     objects.delete([*old, *copies])
-    return True
+
+
+def copy_name(number: int, head: str, epoch: int) -> str:
+    """Return the name of a head's copy of the ledger up to record `number`."""
+    return f"{number:012}-{head}-{epoch}"
 
 
 def _number_of(copy: str) -> int:
     return int(Path(copy).name.partition("-")[0])
-
-
-def pieces_of(path: Path) -> Iterator[bytes]:
-    """Yield a file in pieces."""
-    with path.open("rb") as file:
-        yield from itertools.takewhile(bool, iter(lambda: file.read(PIECE_BYTES), b""))
