@@ -130,7 +130,7 @@ def restore_files(rundir: RunDir, ledger: Ledger) -> None:
         if name == "config.json" and rundir.config.exists():
             continue  # settings may be given when a run is resumed
         if not any(Path(name).match(pattern) for pattern in _FILES) or ".." in name or name[0] == "/":
-            raise UserError(f"The store names a file that no run has: {name!r}.")
+            raise UserError(f"The store names a file that no run has: {name!r}. Resume with the echo2 that wrote it.")
         write_private(rundir.path / name, files[name].encode())
 
 

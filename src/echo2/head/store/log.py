@@ -90,7 +90,7 @@ class LogReader:
             before, (mark, number) = number, newest_mark(self._objects, number)
             if number == before:
                 if not is_there:
-                    raise UserError(f"The store has lost its copy of the ledger, {mark and mark.copy}.")
+                    raise _lost(f"its copy of the ledger, {mark and mark.copy}")
                 return
 
     def _find(self) -> Entry | None:
@@ -103,13 +103,11 @@ class LogReader:
 
     def _take(self, entry: Entry) -> None:
         if entry.copy and self._replica.number < entry.first - 1 and not self._load(entry.copy):
-            raise UserError(f"The store has lost {entry.copy}, which its log needs at {self.slot.key}.")
+            raise _lost(f"{entry.copy}, which its log needs at {self.slot.key}")
         for number, record in enumerate(entry.records, entry.first):
             if number > self._replica.number:
                 if number != self._replica.number + 1:
-                    raise UserError(
-                        f"The store has lost records {self._replica.number + 1} to {number - 1} of its log."
-                    )
+                    raise _lost(f"records {self._replica.number + 1} to {number - 1} of its log")
                 self._replica.apply(number, record)
         if not entry.records and self.slot.position not in self.beginnings:
             self.beginnings += (self.slot.position,)
@@ -121,6 +119,13 @@ class LogReader:
         except FileNotFoundError:
             return False
         return True
+
+
+def _lost(what: str) -> UserError:
+    return UserError(
+        f"The store has lost {what}. Restore it from a backup, or --resume in the directory of the last head, if it "
+        "is left."
+    )
 
 
 def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:

@@ -116,10 +116,12 @@ class Mirror:
         self._num_waits += 1
         self._waited_seconds += self._clock.now() - started
 
-    async def _change(self) -> None:
+    async def _change(self, seconds: float = LOOK_SECONDS) -> bool:
+        """Wait for a change. Return False if there was none for so long."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_SECONDS):
-                await self._changed.wait()
+            async with asyncio.timeout(seconds):
+                return await self._changed.wait()
+        return False
 
     def check(self) -> None:
         """Raises PeerError if this head may not answer now: the store takes nothing, or another head has the run."""
@@ -183,14 +185,9 @@ class Mirror:
     async def _step(self, fail: Callable[[Exception], object]) -> None:
         sending, slot = self._writer.to_send(), self._writer.slot
         if sending is None:
-            changed = self._changed
-            try:
-                async with asyncio.timeout(PROBE_SECONDS):
-                    await changed.wait()
-            except TimeoutError:
-                there = await self._beside(self.objects.get, slot.key)
-                if there is not None:
-                    self._writer.answered(decode(there))
+            is_quiet = not await self._change(PROBE_SECONDS)
+            if is_quiet and (there := await self._beside(self.objects.get, slot.key)) is not None:
+                self._writer.answered(decode(there))
             return
         self._writer.answered(await self._beside(send, self.objects, *sending))
         self._notify()
