@@ -14,22 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from real_runs import pause, read
+from real_runs import CONFIG, pause, read
 
 pytestmark = pytest.mark.timeout(300)
-CONFIG = """
-[model]
-path = "{model}"
-[tasks]
-source = "digit_sorting"
-params = {{split = "train"}}
-[reward]
-functions = ["exact_match"]
-[sampling]
-max_tokens = 12
-[head]
-store = "{store}"
-"""
 
 
 @contextmanager
@@ -58,7 +45,7 @@ def until_up(process: subprocess.Popen[str], out: Path) -> int:
 
 def test_a_head_that_another_has_followed_ends(tmp_path: Path, sort_model: Path) -> None:
     config, store = tmp_path / "run.toml", tmp_path / "store"
-    config.write_text(CONFIG.format(model=sort_model, store=store))
+    config.write_text(f'{CONFIG.format(model=sort_model)}[head]\nstore = "{store}"\n')
     a, b = tmp_path / "a", tmp_path / "b"
     with head(str(config), "--out", str(a)) as first:
         assert until_up(first, a) == 1
@@ -81,7 +68,7 @@ def test_a_head_that_another_has_followed_ends(tmp_path: Path, sort_model: Path)
 
 def test_a_store_that_holds_another_run_is_refused(tmp_path: Path, sort_model: Path) -> None:
     config, store = tmp_path / "run.toml", tmp_path / "store"
-    config.write_text(CONFIG.format(model=sort_model, store=store))
+    config.write_text(f'{CONFIG.format(model=sort_model)}[head]\nstore = "{store}"\n')
     with head(str(config), "--out", str(tmp_path / "a")) as first:
         until_up(first, tmp_path / "a")
     with head(str(config), "--out", str(tmp_path / "b")) as other:

@@ -14,7 +14,7 @@ import pytest
 
 from echo2.core.errors import LinkError, UserError
 from echo2.head.store.decide.log import Claim, LogWriter, Mark
-from echo2.head.store.log import LogReader, add_mark, send, take_log
+from echo2.head.store.log import LogReader, add_mark, copy_name, send, take_log
 from seeds import seeds
 
 STEPS = 400
@@ -144,14 +144,14 @@ class World:
             return
         first = one.ledger.number - len(one.times)
         for place, at in enumerate(one.times):
-            if one.writer.may_leave(first + place + 1, self.now):
+            if one.writer.may_leave(first + place + 1, self.now, self.lag_seconds):
                 one.acknowledged[one.ledger.records[first + place]] = at
 
     def start(self, one: Directory) -> None:
         """Start a head, perhaps one that another has followed long ago."""
         if one.writer is None:
             with suppress(UserError):
-                one.writer = take_log(self.objects, one.ledger, one.claim, one.ledger.copy, self.lag_seconds)
+                one.writer = take_log(self.objects, one.ledger, one.claim, one.ledger.copy)
                 one.times, one.copying = [], None
 
     def kill(self, one: Directory) -> None:
@@ -174,7 +174,7 @@ class World:
             return
         if one.copying is None:
             position, number = one.writer.slot.position - 1, one.ledger.number
-            name = f"{number:012}-{one.name}-{one.writer.epoch}"
+            name = copy_name(number, one.name, one.writer.epoch)
             self.objects.upload(f"copies/{name}", one.ledger.copy())
             one.copying = (position, number, name)
         elif one.writer.stored >= one.copying[1] and one.writer.fenced is None:

@@ -13,10 +13,15 @@ import pytest
 
 from echo2.config.rundir import RunDir
 from echo2.core.errors import PeerError, UserError
+from echo2.core.objects import open_objects
 from echo2.head.ledger.ledger import Ledger
+from echo2.head.serve.process import pause
 from echo2.head.store import mirror as mirror_module
+from echo2.head.store.decide.log import Mark
+from echo2.head.store.log import add_mark
 from echo2.head.store.mirror import Mirror
 from echo2.head.store.resume import fetch_run
+from echo2.transport import wire_pb2 as wire
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from seeds import seeds
 
@@ -68,10 +73,8 @@ def test_acknowledged_results_outlive_the_disk(tmp_path: Path, seed: int) -> Non
         assert acknowledged <= delivered(out)
 
 
-def _deliveries(lease: object) -> object:
-    from echo2.transport import wire_pb2 as wire
-
-    return wire.Deliveries(items=[delivery(lease, [sample([3, 4, 1])] * 2)])  # type: ignore[arg-type]
+def _deliveries(lease: wire.Lease) -> wire.Deliveries:
+    return wire.Deliveries(items=[delivery(lease, [sample([3, 4, 1])] * 2)])
 
 
 def test_a_followed_head_says_nothing_more(tmp_path: Path) -> None:
@@ -95,7 +98,7 @@ def test_a_followed_head_says_nothing_more(tmp_path: Path) -> None:
 def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.1)
+    monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 1e9)
     store = tmp_path / "store"
 
     async def live() -> None:
@@ -105,13 +108,33 @@ def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
             assert mirror is not None
             (store / "log").rename(store / "away")
             (store / "log").write_text("no folder")
+            opened.head.ledger.set_meta("number", 1)
+            await until(lambda: mirror.status()["error"])
+            delivering = asyncio.ensure_future(deliver(opened.peer("w-1"), _deliveries(leases[0])))
+            await until(lambda: mirror.status()["behind_records"] > 1)
+            assert not delivering.done()
+            monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 0.1)
             with pytest.raises(PeerError, match=r"nothing is acknowledged: the store .* cannot be used"):
-                await deliver(opened.peer("w-1"), _deliveries(leases[0]))
-            assert mirror.status()["behind_records"] > 0
+                await delivering
             (store / "log").unlink()
             (store / "away").rename(store / "log")
             await until(lambda: mirror.status()["behind_records"] == 0)
             assert not mirror.trouble
+
+    asyncio.run(live())
+
+
+def test_a_run_stays_paused_while_one_reason_is_left(tmp_path: Path) -> None:
+    """Disk and store may fail together, and are mended one by one."""
+
+    async def live() -> None:
+        async with run_with(tmp_path, "") as opened:
+            health = opened.head.planner.health
+            for full, away in (("disk", ""), ("disk", "store"), ("", "store")):
+                pause(opened.head, full or away)
+                assert health.paused is not None
+            pause(opened.head, "")
+            assert health.paused is None
 
     asyncio.run(live())
 
@@ -134,6 +157,12 @@ def test_behind_the_store_the_ledger_and_files_catch_up(tmp_path: Path) -> None:
     assert mirror.has_caught_up
     with closing(Ledger(ledger)) as found:
         assert found.get_meta("number") == 2
+
+
+def test_a_store_that_has_lost_a_part_says_what_to_do(tmp_path: Path) -> None:
+    add_mark(open_objects(str(tmp_path / "store")), Mark("000000000005-head-1", 5, 1, ()))
+    with pytest.raises(UserError, match=r"lost its copy of the ledger, .*\. Restore it from a backup, or --resume"):
+        fetch_run(str(tmp_path / "store"), tmp_path / "out")
 
 
 def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:

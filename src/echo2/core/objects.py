@@ -10,13 +10,12 @@ import importlib
 import itertools
 import os
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, BinaryIO, Protocol
 
 from echo2.core.errors import LinkError, UserError
-
-T = TypeVar("T")
 
 #: Bytes read or written at once of a large object.
 PIECE_BYTES = 8 << 20
@@ -63,86 +62,96 @@ def open_objects(url: str) -> Objects:
         ) from error
 
 
+def pieces_of(path: Path) -> Iterator[bytes]:
+    """Yield a file in pieces. Raises OSError."""
+    with path.open("rb") as file:
+        yield from _read(file)
+
+
+def _read(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(PIECE_BYTES):
+        yield piece
+
+
+@contextmanager
+def _reached(
+    place: str, errors: type[Exception] = OSError, answers: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise LinkError for those `errors` of a place that are no `answers` of it."""
+    try:
+        yield
+    except answers:
+        raise
+    except errors as error:
+        if "PreconditionFailed" in repr(error):  # of a conditional put
+            raise FileExistsError(str(error)) from error
+        raise LinkError(f"the store {place} cannot be used: {error}") from error
+
+
 class Directory:
     """Objects as files of one directory, private to their owner: each is written aside, synced, and linked in place."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._serial, self._mine = path, itertools.count(), secrets.token_hex(4)
         self._folders = set[Path]()
-        for folder in (path, path / "tmp"):
-            self._try(lambda folder=folder: folder.mkdir(mode=0o700, parents=True, exist_ok=True))  # type: ignore[misc]
+        with _reached(str(path)):
+            for folder in (path, path / "tmp"):
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def get(self, key: str) -> bytes | None:
-        def read() -> bytes | None:
+        with _reached(str(self._path)):
             try:
                 return (self._path / key).read_bytes()
             except FileNotFoundError:
                 return None
 
-        return self._try(read)
-
     def create(self, key: str, data: bytes) -> bool:
-        def place(aside: Path, path: Path) -> bool:
+        with self._written(key, [data]) as aside:
             try:
-                os.link(aside, path)
+                os.link(aside, self._path / key)
             except FileExistsError:
                 return False
-            return True
-
-        return self._try(lambda: self._write(key, [data], place))
+        return True
 
     def keys(self, prefix: str) -> list[str]:
-        def found() -> list[str]:
+        with _reached(str(self._path)):
             paths = (path for path in (self._path / prefix).rglob("*") if path.is_file())
             return sorted(path.relative_to(self._path).as_posix() for path in paths)
 
-        return self._try(found)
-
     def delete(self, keys: Collection[str]) -> None:
-        def unlink() -> None:
+        with _reached(str(self._path)):
             for key in keys:
                 (self._path / key).unlink(missing_ok=True)
 
-        self._try(unlink)
-
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        def place(aside: Path, path: Path) -> bool:
-            os.replace(aside, path)
-            return True
-
-        self._try(lambda: self._write(key, pieces, place))
+        with self._written(key, pieces) as aside:
+            os.replace(aside, self._path / key)
 
     def download(self, key: str) -> Iterator[bytes]:
-        with open(self._path / key, "rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                yield piece
+        with _reached(str(self._path), answers=(FileNotFoundError,)):
+            yield from pieces_of(self._path / key)
 
-    def _write(self, key: str, pieces: Iterable[bytes | memoryview], place: Callable[[Path, Path], bool]) -> bool:
-        path, aside = self._path / key, self._path / "tmp" / f"{self._mine}-{next(self._serial)}"
-        if path.parent not in self._folders:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._folders.add(path.parent)
-        try:
-            with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-            is_new = place(aside, path)
-        finally:
-            aside.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-        return is_new
-
-    def _try(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except OSError as error:
-            raise LinkError(f"the store {self._path} cannot be used: {error}") from error
+    @contextmanager
+    def _written(self, key: str, pieces: Iterable[bytes | memoryview]) -> Iterator[Path]:
+        """Give the file with these pieces, to be put in the key's place; then that is durable."""
+        folder, aside = (self._path / key).parent, self._path / "tmp" / f"{self._mine}-{next(self._serial)}"
+        with _reached(str(self._path)):
+            if folder not in self._folders:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self._folders.add(folder)
+            try:
+                with open(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    file.writelines(pieces)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield aside
+            finally:
+                aside.unlink(missing_ok=True)
+            opened = os.open(folder, os.O_RDONLY)
+            try:
+                os.fsync(opened)
+            finally:
+                os.close(opened)
 
 
 class Remote:
@@ -154,56 +163,44 @@ class Remote:
 
     def get(self, key: str) -> bytes | None:
         try:
-            return self._try(lambda: bytes(self._files.cat_file(self._place(key))))
+            with self._reached():
+                return bytes(self._files.cat_file(self._place(key)))
         except FileNotFoundError:
             return None
 
     def create(self, key: str, data: bytes) -> bool:
         try:
-            self._try(lambda: self._files.pipe_file(self._place(key), data, mode="create"))
+            with self._reached():
+                self._files.pipe_file(self._place(key), data, mode="create")
         except FileExistsError:
             return False
         return True
 
     def keys(self, prefix: str) -> list[str]:
-        def found() -> list[str]:
-            self._files.invalidate_cache()
-            return sorted(path.removeprefix(self._root).lstrip("/") for path in self._files.find(self._place(prefix)))
-
         try:
-            return self._try(found)
+            with self._reached():
+                self._files.invalidate_cache()
+                paths = self._files.find(self._place(prefix))
         except FileNotFoundError:
             return []
+        return sorted(path.removeprefix(self._root).lstrip("/") for path in paths)
 
     def delete(self, keys: Collection[str]) -> None:
         for key in keys:
-            try:
-                self._try(lambda key=key: self._files.rm_file(self._place(key)))  # type: ignore[misc]
-            except FileNotFoundError:
-                pass
+            with suppress(FileNotFoundError), self._reached():
+                self._files.rm_file(self._place(key))
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        def write() -> None:  # if a piece fails, half an object may stay: what names it is written afterwards
-            with self._files.open(self._place(key), "wb") as file:
-                for piece in pieces:
-                    file.write(piece)
-
-        self._try(write)
+        # If a piece fails, half an object may stay: what names it is written afterwards.
+        with self._reached(), self._files.open(self._place(key), "wb") as file:
+            file.writelines(pieces)
 
     def download(self, key: str) -> Iterator[bytes]:
-        with self._try(lambda: self._files.open(self._place(key), "rb")) as file:
-            while piece := self._try(lambda: file.read(PIECE_BYTES)):
-                yield piece
+        with self._reached(), self._files.open(self._place(key), "rb") as file:
+            yield from _read(file)
 
     def _place(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    def _try(self, work: Callable[[], T]) -> T:
-        try:
-            return work()
-        except (FileNotFoundError, FileExistsError):
-            raise
-        except Exception as error:  # each package has errors of its own
-            if "PreconditionFailed" in repr(error):  # of a conditional put
-                raise FileExistsError(str(error)) from error
-            raise LinkError(f"the store {self._url} cannot be used: {error}") from error
+    def _reached(self) -> AbstractContextManager[None]:  # each package has errors of its own
+        return _reached(self._url, Exception, (FileNotFoundError, FileExistsError))

@@ -222,7 +222,7 @@ async def _keep_snapshots(head: Head) -> None:
     if head.kept is None or head.mirror is None:
         return
     keeping = head.spawn(head.kept.keep_snapshots())
-    if head.mirror.is_synchronous:
+    if not head.mirror.lag_seconds:
         await asyncio.wait({keeping}, timeout=UPLOAD_SECONDS)
 
 

@@ -100,17 +100,13 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     """Consumes: the planner's tables; the revocations of `echo2 revoke`. Produces: status.json; expulsions;
     replacements of the owner's tickets that no longer admit a machine. Waits for: the clock.
     """
-    disk, trouble = DiskWatch(head.rundir.path), ""
+    disk = DiskWatch(head.rundir.path)
     while True:
         try:
-            if head.kept is not None and head.mirror is not None:
+            if head.kept is not None:
                 head.kept.keep_files()
-                before, trouble = trouble, head.mirror.trouble
-                if bool(before) != bool(trouble) and not disk.reason:
-                    head.events.dispatch(ev.DiskFull(trouble) if trouble else ev.DiskFreed())
-            if disk.look(head.books.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints)):
-                log.warning("%s", f"paused: {disk.reason}" if disk.reason else "there is room on the disk: going on")
-                head.events.dispatch(ev.DiskFull(disk.reason) if disk.reason else ev.DiskFreed())
+            disk.look(head.books.broadcast_times.snapshot_bytes, checkpoint_bytes(head.rundir.checkpoints))
+            pause(head, disk.reason or (head.mirror.trouble if head.mirror is not None else ""))
             service.expel(identity.revoked())
             tickets.keep()
             head_report.check_budget(head)
@@ -123,6 +119,13 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             else:
                 head.ending.fail(error)
         await asyncio.sleep(STATUS_SECONDS)
+
+
+def pause(head: Head, reason: str) -> None:
+    """Pause the run while there is a reason; without one, it goes on."""
+    if bool(reason) != (head.planner.health.paused is not None):
+        log.warning("%s", f"paused: {reason}" if reason else "what paused the run is over: going on")
+        head.events.dispatch(ev.DiskFull(reason) if reason else ev.DiskFreed())
 
 
 def _write_end(head: Head, outcome: tuple[str, str]) -> None:

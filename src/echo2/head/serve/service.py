@@ -50,7 +50,7 @@ FAULT_CHARS_MAX = 300
 
 #: Of the learner's calls, those whose answers follow from the ledger. They wait for the store whatever its lag, so that
 #: a learner is never ahead of the head that takes over.
-_LEARNERS = frozenset({"LearnerHello", "TakeGroups", "ReportStep", "Publish", "ReportCheckpoint"})
+_LEARNERS = ("LearnerHello", "TakeGroups", "ReportStep", "Publish", "ReportCheckpoint")
 
 _Result = ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed
 Handler = Callable[[Peer, Any], Awaitable[Any]] | Callable[[Peer, Any], AsyncIterator[Any]]
@@ -72,7 +72,7 @@ class Service:
         if self._head.mirror is not None:
             for waits, names in (
                 (self._head.mirror.covered, ("Attend", "Leave", "FailLease", "Deliver", "ReportCheck")),
-                (self._head.mirror.stored, tuple(name for name in made if name in _LEARNERS)),
+                (self._head.mirror.stored, _LEARNERS),
             ):
                 made |= {name: _waiting(made[name], self._head.mirror.check, waits) for name in names}
         return made

@@ -29,8 +29,11 @@ from echo2.weights.store.store import ChunkStore
 log = logging.getLogger(__name__)
 
 #: Files that are kept as text. Members are kept one by one: their file grows with the fleet.
-_FILES = ("config.json", "ticket", "identity/*.key", "identity/*.pem", "identity/learner-ticket")
-_FOLDERS = ("identity/tickets/*", "identity/revoked/*")
+_FILES = (
+    "config.json",
+    "ticket",
+    *(f"identity/{name}" for name in ("*.key", "*.pem", "learner-ticket", "tickets/*", "revoked/*")),
+)
 #: Publishing waits so long for a snapshot's upload. Then it goes on, and the learner would send the snapshot again.
 UPLOAD_SECONDS = 30.0
 
@@ -58,7 +61,7 @@ class Kept:
         """Record which files have changed since the last call, and who has joined."""
         root, here = self._rundir.path, set[str]()
         with self._ledger.together():
-            for path in (path for pattern in (*_FILES, *_FOLDERS) for path in root.glob(pattern)):
+            for path in (path for pattern in _FILES for path in root.glob(pattern)):
                 name, told = path.relative_to(root).as_posix(), path.stat()
                 here.add(name)
                 if self._seen.get(name) == (told.st_mtime_ns, told.st_size):
@@ -102,10 +105,7 @@ class Kept:
                 if gone:
                     await self._mirror.stored()
                     await asyncio.to_thread(objects.delete, list(gone.values()))
-            except (
-                LinkError,
-                PeerError,
-            ) as error:  # dropped meanwhile, or no store: the next call tries again
+            except (LinkError, PeerError) as error:  # dropped meanwhile, or no store: the next call tries again
                 log.warning("not all snapshots are in the store: %s", error)
 
     def _pieces(self, manifest: Manifest) -> Iterator[bytes]:
@@ -115,7 +115,7 @@ class Kept:
 
 
 def restore_files(rundir: RunDir, ledger: Ledger) -> None:
-    """Write the files that `KeptFiles` and the metrics have put into a ledger; the configuration last.
+    """Write the files that `Kept` and the metrics have put into a ledger; the configuration last.
 
     Raises:
         UserError: the ledger names a file outside the directory, or the disk is full.
@@ -129,8 +129,8 @@ def restore_files(rundir: RunDir, ledger: Ledger) -> None:
     for name in sorted(files, key=lambda name: name == "config.json"):
         if name == "config.json" and rundir.config.exists():
             continue  # settings may be given when a run is resumed
-        if not any(Path(name).match(pattern) for pattern in (*_FILES, *_FOLDERS)) or ".." in name or name[0] == "/":
-            raise UserError(f"The store names a file that no run has: {name!r}.")
+        if not any(Path(name).match(pattern) for pattern in _FILES) or ".." in name or name[0] == "/":
+            raise UserError(f"The store names a file that no run has: {name!r}. Resume with the echo2 that wrote it.")
         write_private(rundir.path / name, files[name].encode())
 
 

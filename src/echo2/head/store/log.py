@@ -9,7 +9,6 @@ there is none, and the end of the log likewise.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, Protocol
@@ -18,7 +17,7 @@ import msgspec
 from blake3 import blake3
 
 from echo2.core.errors import InvariantError, LinkError, UserError
-from echo2.core.objects import PIECE_BYTES, Objects
+from echo2.core.objects import Objects
 from echo2.head.ledger.schema import MAX_INTEGER
 from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, Slot
 
@@ -91,7 +90,7 @@ class LogReader:
             before, (mark, number) = number, newest_mark(self._objects, number)
             if number == before:
                 if not is_there:
-                    raise UserError(f"The store has lost its copy of the ledger, {mark and mark.copy}.")
+                    raise _lost(f"its copy of the ledger, {mark and mark.copy}")
                 return
 
     def _find(self) -> Entry | None:
@@ -104,13 +103,11 @@ class LogReader:
 
     def _take(self, entry: Entry) -> None:
         if entry.copy and self._replica.number < entry.first - 1 and not self._load(entry.copy):
-            raise UserError(f"The store has lost {entry.copy}, which its log needs at {self.slot.key}.")
+            raise _lost(f"{entry.copy}, which its log needs at {self.slot.key}")
         for number, record in enumerate(entry.records, entry.first):
             if number > self._replica.number:
                 if number != self._replica.number + 1:
-                    raise UserError(
-                        f"The store has lost records {self._replica.number + 1} to {number - 1} of its log."
-                    )
+                    raise _lost(f"records {self._replica.number + 1} to {number - 1} of its log")
                 self._replica.apply(number, record)
         if not entry.records and self.slot.position not in self.beginnings:
             self.beginnings += (self.slot.position,)
@@ -122,6 +119,13 @@ class LogReader:
         except FileNotFoundError:
             return False
         return True
+
+
+def _lost(what: str) -> UserError:
+    return UserError(
+        f"The store has lost {what}. Restore it from a backup, or --resume in the directory of the last head, if it "
+        "is left."
+    )
 
 
 def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:
@@ -138,9 +142,7 @@ def _mark_key(number: int) -> str:
     return f"marks/{number:012}"
 
 
-def take_log(
-    objects: Objects, replica: Replica, claim: Claim, copy: Callable[[], Iterator[bytes]], lag_seconds: float = 0.0
-) -> LogWriter:
+def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[], Iterator[bytes]]) -> LogWriter:
     """Bring the replica up to date and become the one head that writes. `copy` gives the replica, which is uploaded if
     it has more than the log, as after a kill between the commit and the store.
 
@@ -163,13 +165,13 @@ def take_log(
         reader.catch_up()
         epoch, name = 1 + (reader.last.epoch if reader.last else 0), ""
         if reader.last is None or reader.stored < replica.number:
-            name = f"{replica.number:012}-{claim.own}-{epoch}"
+            name = copy_name(replica.number, claim.own, epoch)
             objects.upload(f"copies/{name}", copy())
         mine = Entry(claim.own, epoch, replica.number + 1, copy=name)
         objects.create(reader.slot.key, encode(mine))
     if mine.copy:
         add_mark(objects, Mark(mine.copy, mine.first - 1, end.slot.position - 1, end.beginnings))
-    return LogWriter(claim.own, mine.epoch, end.slot, mine.first, end.beginnings, lag_seconds)
+    return LogWriter(claim.own, mine.epoch, end.slot, mine.first, end.beginnings)
 
 
 def send(objects: Objects, slot: Slot, entry: Entry) -> Entry | Literal["torn"]:
@@ -186,27 +188,25 @@ def send(objects: Objects, slot: Slot, entry: Entry) -> Entry | Literal["torn"]:
     return decode(found)
 
 
-def add_mark(objects: Objects, mark: Mark) -> bool:
-    """Add a mark, and delete what nobody reads any more. Return False if a later one is there."""
+def add_mark(objects: Objects, mark: Mark) -> None:
+    """Add a mark, unless a later one is there, and delete what nobody reads any more."""
     number = 0
     while True:
         newest, number = newest_mark(objects, number)
         if not mark.is_after(newest):
-            return False
+            return
         if objects.create(_mark_key(number + 1), encode(mark)):
             break
     listed = [(key, int(Path(key).stem)) for key in objects.keys("log")]
     old = [key for key, position in listed if position < mark.position and position not in mark.beginnings]
     copies = [key for key in objects.keys("copies") if _number_of(key) < mark.number]
     objects.delete([*old, *copies])
-    return True
+
+
+def copy_name(number: int, head: str, epoch: int) -> str:
+    """Return the name of a head's copy of the ledger up to record `number`."""
+    return f"{number:012}-{head}-{epoch}"
 
 
 def _number_of(copy: str) -> int:
     return int(Path(copy).name.partition("-")[0])
-
-
-def pieces_of(path: Path) -> Iterator[bytes]:
-    """Yield a file in pieces."""
-    with path.open("rb") as file:
-        yield from itertools.takewhile(bool, iter(lambda: file.read(PIECE_BYTES), b""))

@@ -8,7 +8,6 @@ no throughput: what was recorded meanwhile goes with the next entry.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 from collections.abc import Callable, Iterator
@@ -18,16 +17,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from echo2.config.rundir import RunDir, read_json, write_atomically
 from echo2.core.background import spawn
 from echo2.core.clock import Clock
 from echo2.core.errors import LinkError, PeerError, UserError
-from echo2.core.objects import Objects, open_objects
+from echo2.core.objects import Objects, open_objects, pieces_of
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2.head.ledger.logged import LedgerFile, LoggedLedger, copy_ledger
 from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
-from echo2.head.store.log import add_mark, decode, pieces_of, send, take_log
+from echo2.head.store.log import add_mark, copy_name, decode, send, take_log
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,10 @@ class Mirror:
     store, after a power failure or because another head went on while its run was fetched."""
 
     def __init__(
-        self, objects: Objects, url: str, writer: LogWriter, ledger: Path, has_caught_up: bool = False
+        self, objects: Objects, url: str, lag_seconds: float, writer: LogWriter, ledger: Path, has_caught_up: bool
     ) -> None:
-        self.has_caught_up = has_caught_up
-        self.objects, self.epoch, self.is_synchronous = objects, writer.epoch, not writer.lag_seconds
-        self._url, self._writer, self._ledger = url, writer, ledger
+        self.objects, self.lag_seconds, self.has_caught_up = objects, lag_seconds, has_caught_up
+        self._url, self._writer, self._ledger, self.epoch = url, writer, ledger, writer.epoch
         self._clock = Clock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._changed = asyncio.Event()  # replaced at each change
@@ -75,18 +75,18 @@ class Mirror:
         """
         objects, ledger = open_objects(url), LedgerFile(rundir.ledger)
         try:
-            number, copy = ledger.number, partial(_copied, rundir.ledger)
-            writer = take_log(objects, ledger, read_claim(rundir), copy, lag_seconds)
+            number = ledger.number
+            writer = take_log(objects, ledger, read_claim(rundir), partial(_copied, rundir.ledger))
             has_caught_up = ledger.number > number
         finally:
             ledger.close()
         log.info("this is head %d of the run in %s", writer.epoch, url)
-        return Mirror(objects, url, writer, rundir.ledger, has_caught_up)
+        return Mirror(objects, url, lag_seconds, writer, rundir.ledger, has_caught_up)
 
     def open_ledger(self) -> LoggedLedger:
         """Open the ledger that is kept in the store."""
         ledger = LoggedLedger(self._ledger, self._add)
-        if not self.is_synchronous:  # the store may not know of the last leases, and no id is used twice
+        if self.lag_seconds:  # the store may not know of the last leases, and no id is used twice
             ledger.use_lease_ids(ledger.recover().next_lease_id + LEASES_AHEAD)
         return ledger
 
@@ -103,31 +103,25 @@ class Mirror:
         self._changed = asyncio.Event()
 
     async def covered(self) -> None:
-        """Wait until a message that follows from the ledger's state may leave the head.
+        """Wait until a message that follows from the ledger's state may leave the head. Raises as `check`."""
+        await self.stored(self.lag_seconds)
 
-        Raises:
-            PeerError: another head has taken the run over, and this one has nothing to say any more.
-        """
+    async def stored(self, lag_seconds: float = 0.0) -> None:
+        """Wait until the store has the ledger's state, or is at most so far behind. Raises as `check`."""
         self._record()
         number, started = self._writer.added, self._clock.now()
-        while not self._writer.may_leave(number, self._clock.now()):
+        while not self._writer.may_leave(number, self._clock.now(), lag_seconds):
             self.check()
             await self._change()
         self._num_waits += 1
         self._waited_seconds += self._clock.now() - started
 
-    async def stored(self) -> None:
-        """Wait until the store has the ledger's state, whatever the lag. Raises as `covered`."""
-        self._record()
-        number = self._writer.added
-        while self._writer.stored < number or self._writer.fenced is not None:
-            self.check()
-            await self._change()
-
-    async def _change(self) -> None:
+    async def _change(self, seconds: float = LOOK_SECONDS) -> bool:
+        """Wait for a change. Return False if there was none for so long."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(LOOK_SECONDS):
-                await self._changed.wait()
+            async with asyncio.timeout(seconds):
+                return await self._changed.wait()
+        return False
 
     def check(self) -> None:
         """Raises PeerError if this head may not answer now: the store takes nothing, or another head has the run."""
@@ -139,10 +133,10 @@ class Mirror:
     @property
     def trouble(self) -> str:
         """Why messages wait, if they have waited for long; else empty."""
-        now = self._clock.now()
-        if now < self._writer.may_leave_until + TROUBLE_SECONDS:
+        seconds = self._writer.behind_seconds(self._clock.now())
+        if seconds < self.lag_seconds + TROUBLE_SECONDS:
             return ""
-        told = f"{self._writer.behind_seconds(now):.0f} s behind, and nothing is acknowledged"
+        told = f"{seconds:.0f} s behind, and nothing is acknowledged"
         return f"the store {self._url} is {told}: {self._error or 'it is slow'}"
 
     def metrics(self) -> dict[str, float]:
@@ -157,7 +151,7 @@ class Mirror:
         return {
             "url": self._url,
             "head": self._writer.epoch,
-            "lag_seconds": self._writer.lag_seconds,
+            "lag_seconds": self.lag_seconds,
             "behind_seconds": self._writer.behind_seconds(self._clock.now()),
             "behind_records": self._writer.added - self._writer.stored,
             "error": self._error,
@@ -191,14 +185,9 @@ class Mirror:
     async def _step(self, fail: Callable[[Exception], object]) -> None:
         sending, slot = self._writer.to_send(), self._writer.slot
         if sending is None:
-            changed = self._changed
-            try:
-                async with asyncio.timeout(PROBE_SECONDS):
-                    await changed.wait()
-            except TimeoutError:
-                there = await self._beside(self.objects.get, slot.key)
-                if there is not None:
-                    self._writer.answered(decode(there))
+            is_quiet = not await self._change(PROBE_SECONDS)
+            if is_quiet and (there := await self._beside(self.objects.get, slot.key)) is not None:
+                self._writer.answered(decode(there))
             return
         self._writer.answered(await self._beside(send, self.objects, *sending))
         self._notify()
@@ -211,7 +200,7 @@ class Mirror:
         position, aside = self._writer.slot.position - 1, self._ledger.with_name("ledger.copy")
         try:
             number = await asyncio.to_thread(copy_ledger, self._ledger, aside)
-            name = f"{number:012}-{self._writer.head}-{self._writer.epoch}"
+            name = copy_name(number, self._writer.head, self.epoch)
             await asyncio.to_thread(self.objects.upload, f"copies/{name}", pieces_of(aside))
             self._copy_bytes = aside.stat().st_size
             while self._writer.stored < number and self._writer.fenced is None:
@@ -244,13 +233,11 @@ def _copied(ledger: Path) -> Iterator[bytes]:
 def read_claim(rundir: RunDir) -> Claim:
     """Return the claim of a run directory to its log; a new directory gets a name of its own."""
     plain = read_json(rundir.claim)
-    if plain is None:
-        plain = write_claim(rundir, None)
-    return Claim(plain["own"], tuple(plain["after"]) if plain["after"] else None)
+    return write_claim(rundir, None) if plain is None else msgspec.convert(plain, Claim)
 
 
-def write_claim(rundir: RunDir, last: Entry | None) -> dict[str, Any]:
+def write_claim(rundir: RunDir, last: Entry | None) -> Claim:
     """Give the directory a name, to take over the log whose last entry is `last`."""
-    plain = {"own": secrets.token_hex(6), "after": [last.head, last.epoch] if last is not None else None}
-    write_atomically(rundir.claim, json.dumps(plain), 0o600)
-    return plain
+    claim = Claim(secrets.token_hex(6), None if last is None else (last.head, last.epoch))
+    write_atomically(rundir.claim, msgspec.json.encode(claim).decode(), 0o600)
+    return claim

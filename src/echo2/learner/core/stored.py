@@ -10,9 +10,9 @@ from typing import Any
 
 from blake3 import blake3
 
-from echo2.core.documents import PIECE_BYTES, parse_json
+from echo2.core.documents import parse_json
 from echo2.core.errors import write_failed
-from echo2.core.objects import Objects
+from echo2.core.objects import Objects, pieces_of
 from echo2.learner.core import checkpoint
 from echo2.learner.core.checkpoint import STATE_FILE
 
@@ -31,8 +31,7 @@ def upload(objects: Objects, directory: Path) -> str:
     folder = f"{_FOLDER}/{directory.name}-{blake3(state).hexdigest()[:12]}"
     if objects.get(f"{folder}/{STATE_FILE}") is None:
         for name in parse_json(state)["files"]:
-            with (directory / name).open("rb") as file:
-                objects.upload(f"{folder}/{name}", iter(lambda: file.read(PIECE_BYTES), b""))
+            objects.upload(f"{folder}/{name}", pieces_of(directory / name))
         objects.create(f"{folder}/{STATE_FILE}", state)
     return folder
 

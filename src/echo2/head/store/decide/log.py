@@ -9,7 +9,6 @@ torn is nobody's; the same position is then tried under another name.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass
 from typing import Literal
@@ -75,25 +74,26 @@ class Claim:
 class LogWriter:
     """A head's end of the log. `slot`: where it writes next; `first`: its next record; `beginnings`: see `Mark`.
 
-    `lag_seconds`: acknowledgements may be so far ahead of the store; 0: they wait for it. `stored`: the last record
-    that is surely in the store. `fenced`: another head's entry, after which this one writes nothing.
+    `stored`: the last record that is surely in the store. `fenced`: another head's entry, after which this one writes
+    nothing.
     """
 
-    def __init__(
-        self, head: str, epoch: int, slot: Slot, first: int, beginnings: tuple[int, ...], lag_seconds: float = 0.0
-    ) -> None:
-        self.head, self.epoch, self.slot, self.lag_seconds = head, epoch, slot, lag_seconds
-        self.beginnings = beginnings
-        self.added = self.stored = first - 1
+    def __init__(self, head: str, epoch: int, slot: Slot, first: int, beginnings: tuple[int, ...]) -> None:
+        self.head, self.epoch, self.slot, self.beginnings = head, epoch, slot, beginnings
+        self.stored = first - 1
         self.fenced: Entry | None = None
         self.bytes_since_copy = 0
         self._waiting: deque[tuple[float, bytes]] = deque()
         self._sent: Entry | None = None
 
+    @property
+    def added(self) -> int:
+        """The last record that was taken."""
+        return self.stored + len(self._waiting)
+
     def add(self, number: int, record: bytes, now: float) -> None:
         """Take the record of a transaction that the ledger has committed."""
         assert number == self.added + 1
-        self.added = number
         self._waiting.append((now, record))
 
     def to_send(self) -> tuple[Slot, Entry] | None:
@@ -123,20 +123,16 @@ class LogWriter:
                 self.bytes_since_copy += len(record)
             self.stored, self._sent, self.slot = found.last, None, self.slot.next()
 
-    def may_leave(self, number: int, now: float) -> bool:
-        """Whether a message may leave the head that follows from the ledger up to record `number`."""
+    def may_leave(self, number: int, now: float, lag_seconds: float) -> bool:
+        """Whether a message may leave the head that follows from the ledger up to record `number`. `lag_seconds`: it
+        may be so far ahead of the store; 0: it waits for it."""
         if self.fenced is not None:
             return False
-        return self.stored >= number or self.behind_seconds(now) < self.lag_seconds
+        return self.stored >= number or self.behind_seconds(now) < lag_seconds
 
     def behind_seconds(self, now: float) -> float:
         """Age of the oldest record that is not in the store."""
         return now - self._waiting[0][0] if self._waiting else 0.0
-
-    @property
-    def may_leave_until(self) -> float:
-        """Until when messages may leave, if the store takes nothing from now on."""
-        return self._waiting[0][0] + self.lag_seconds if self._waiting else math.inf
 
     def is_copy_due(self, copy_bytes: int) -> bool:
         """Whether to copy the ledger, so that a reader need not begin before. `copy_bytes`: size of the last copy."""
