@@ -164,7 +164,7 @@ class Dashboard:
         """Return the newest metrics for Prometheus."""
         async with self._scraping:
             views = await asyncio.to_thread(self._watch.newest)
-        return Response(exposition(views), media_type=MEDIA_TYPE)
+        return Response(await asyncio.to_thread(exposition, views), media_type=MEDIA_TYPE)  # it reads the disk
 
     async def _rollouts(self, request: Request) -> Response:
         """Without `name`: return the names of the files of rollouts; else the first groups of that file."""
