@@ -121,3 +121,9 @@ def test_gpuhunt_s_own_catalogue_is_read(tmp_path: Path, own_cache: Path, monkey
     assert market.refresh() == ""
     assert [(one.gpu, one.usd_per_hour) for one in known_prices()[0]] == [("RTX-4090", 0.6)]
     assert own_cache.is_file()
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Set XDG_CACHE_HOME"):
+        market._write(tmp_path / "file" / "echo2" / "market.csv", [])

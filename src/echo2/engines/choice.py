@@ -83,8 +83,11 @@ def obstacle(engine: str, model: Mapping[str, Any]) -> str:
     """Return why an engine of `FORMS` can't sample with a model of this config.json here; empty: it can."""
     if missing := missing_packages(engine):
         return missing
-    found: str = importlib.import_module(ENGINES[engine]).misfit(model, FORMS[engine])
-    return found
+    try:
+        importlib.import_module(ENGINES[engine]).check_model(model, FORMS[engine])
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def missing_packages(engine: str) -> str:

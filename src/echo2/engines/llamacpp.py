@@ -48,13 +48,13 @@ def make_engine(device: str, slots: int, form: str) -> Engine:
     return DecodeLoop(LlamaCppDecoder(form, device, min(slots, SLOTS_MAX)), min(slots, SLOTS_MAX))
 
 
-def misfit(config: Mapping[str, Any], form: str) -> str:
-    """Return why these engines can't compute a model with this config.json, in any `form`; empty: they can."""
-    try:
-        _architecture(config)
-    except UserError as error:
-        return str(error)
-    return ""
+def check_model(config: Mapping[str, Any], form: str) -> None:
+    """Check that these engines can compute a model with this config.json, in any `form`.
+
+    Raises:
+        UserError: llama.cpp, or this engine, has no such model.
+    """
+    _architecture(config)
 
 
 def has_gpu() -> bool:

@@ -46,15 +46,6 @@ def make_engine(device: str, slots: int, form: str = "") -> Engine:
     return DecodeLoop(TorchDecoder(MlxBuilder(form, device), "cpu"), slots)
 
 
-def misfit(config: Mapping[str, Any], form: str) -> str:
-    """Return why these engines can't compute a model with this config.json in this form; empty: they can."""
-    try:
-        _checked(config, form)
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def has_gpu() -> bool:
     """Whether MLX computes on a GPU here.
 
@@ -65,8 +56,12 @@ def has_gpu() -> bool:
     return bool(mx.default_device() != mx.cpu)
 
 
-def _checked(config: Mapping[str, Any], form: str) -> None:
-    """Raise UserError if mlx-lm, or the form, has no such model."""
+def check_model(config: Mapping[str, Any], form: str) -> None:
+    """Check that these engines can compute a model with this config.json in this form.
+
+    Raises:
+        UserError: mlx-lm, or the form, has no such model.
+    """
     try:
         arch = read_architecture(config)
     except UnsupportedError as error:
@@ -92,7 +87,7 @@ class MlxBuilder:
             UserError: mlx-lm, or the form, has no such model.
         """
         config = read_config(snapshot.files)
-        _checked(config, self._form)
+        check_model(config, self._form)
         outline = build_compact(snapshot, META)
         if outline.dtype is torch.float64:
             raise _unfit("weights in float64")

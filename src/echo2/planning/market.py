@@ -17,7 +17,7 @@ from typing import Any
 
 from echo2.config.offers import COUNT_MAX, Offer
 from echo2.config.rundir import write_atomically
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, write_failed
 from echo2.head.fleet.machines import filled
 from echo2.planning.data_sheet import GPUS, gpu
 
@@ -186,7 +186,10 @@ def _price(row: dict[str, str]) -> Price:
 
 
 def _write(path: Path, prices: Sequence[Price]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_failed(error, f"Cannot write {path.parent}: {error.strerror}. Set XDG_CACHE_HOME.") from error
     text = StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
