@@ -62,7 +62,8 @@ class Job:
     overlaps: bool = True
 
     def publish_every(self, max_staleness: int) -> int:
-        return formulas.choose_publish_every(max_staleness, self.train_seconds, self.broadcast_seconds)
+        """ECHO-2's rule."""
+        return max(1, max_staleness - 1)
 
     def inputs(self, max_staleness: int) -> PlanInputs:
         return PlanInputs(

@@ -149,6 +149,15 @@ def test_table_2_and_figure_3a_come_out_as_the_paper_has_them() -> None:
     assert saved == pytest.approx([0.336, 0.367], abs=0.003)
 
 
+def test_publishing_every_step_is_the_best_where_workers_sample_meanwhile() -> None:
+    cases = {
+        tuple(value for _, value in case.values): case for case in load_study(SCENARIOS / "publish_every.toml").cases
+    }
+    for seconds in (1.0, 9.0):
+        idle = [run_scenario(cases[seconds, every].scenario, 1).steady_idle_ratio for every in (1, 4)]
+        assert idle[0] < 0.01 < 0.05 < idle[1]
+
+
 def test_figure_1_alternates_between_staleness_2_and_3() -> None:
     report = run_scenario(load_study(SCENARIOS / "fig1_staleness.toml").cases[0].scenario, 1)
     ages = {step: step - min(done.versions) for step, done in sorted(report.history.surviving().items())}

@@ -174,7 +174,7 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("run.max_steps", "0", "`int` >= 1"),
         ("learner.lr", "fast", "`float`"),
         ("run.deterministic", "maybe", "`bool`"),
-        ("schedule.publish_every", "often", 'a whole number >= 1, or "auto"'),
+        ("schedule.publish_every", "often", "`int`"),
         ("learner.loss", "grpo", "one of dppo, ppo"),
         ("reward.functions", "exact_match", "written as in TOML"),
         ("learner.loss_params", "{cap = true}", "`float`, got `bool`"),

@@ -108,27 +108,6 @@ def test_vector_6_broadcast_times() -> None:
     assert formulas.star_seconds(size, 10, 700e6, worker) == pytest.approx(1872, rel=0.01)
 
 
-# ---- the choice of kappa ---------------------------------------------------------------------------------------------
-
-
-def test_auto_is_the_paper_s_choice_where_that_is_defined_and_works_below() -> None:
-    chosen = {bound: formulas.choose_publish_every(bound, 1.0, 0.881) for bound in (0, 1, 2, 3, 4, 6, 11)}
-    assert chosen == {0: 1, 1: 1, 2: 1, 3: 2, 4: 3, 6: 5, 11: 10}
-
-
-@given(bound=st.integers(0, 20), ratio=st.floats(0.001, 6.0))
-def test_auto_is_the_largest_within_the_bound_or_a_refusal_that_helps(bound: int, ratio: float) -> None:
-    fits = [k for k in range(1, bound + 2) if k > ratio and formulas.staleness_bound(k, 1.0, ratio) <= bound]
-    if fits or bound == 0:
-        assert formulas.choose_publish_every(bound, 1.0, ratio) == (max(fits) if bound else 1)
-        return
-    with pytest.raises(UserError, match="need max_staleness >= ") as refused:
-        formulas.choose_publish_every(bound, 1.0, ratio)
-    needed = int(str(refused.value).partition("need max_staleness >= ")[2].split()[0])
-    assert needed > bound
-    assert formulas.choose_publish_every(needed, 1.0, ratio) >= 1
-
-
 # ---- against a fluid that is played step by step ---------------------------------------------------------------------
 
 

@@ -472,23 +472,6 @@ def test_a_budget_is_fine_where_something_may_cost(raw: dict[str, Any], priced: 
     check(build({**raw, "fleet": {"budget_usd": 5.0}, **priced}, "my.toml"))
 
 
-def test_auto_is_a_number_before_anything_is_checked_or_written(
-    raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "my.json"
-    path.write_text(json.dumps({**raw, "schedule": {"publish_every": "auto", "max_staleness": 4}}))
-    rundir = open_run(path, tmp_path / "run", False, {})
-    assert rundir.read_config().schedule.publish_every == 1
-    assert 'schedule.publish_every = "auto" is 1: nothing is measured yet' in capsys.readouterr().err
-    row = {"step": 1, "time/train": 10.0, "broadcast/t_bcast": 4.0}
-    (tmp_path / "past").mkdir()
-    (tmp_path / "past" / "metrics.jsonl").write_text(json.dumps(row) + "\n")
-    config, _ = resolve(path, {}, tmp_path / "other", like=tmp_path / "past")
-    assert config.schedule.publish_every == 3
-    config, _ = resolve(path, {"schedule.publish_every": "2"}, tmp_path / "other", like=tmp_path / "past")
-    assert config.schedule.publish_every == 2
-
-
 def test_a_start_says_how_other_machines_join_and_where_they_cannot(raw: dict[str, Any], tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "run")
     alone = joining(rundir, build(raw, "my.toml"))

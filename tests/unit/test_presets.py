@@ -40,7 +40,7 @@ def simulate(name: str, seed: int) -> Report:
         groups_per_step=schedule.groups_per_step,
         group_size=sampling.group_size,
         max_staleness=schedule.max_staleness,
-        publish_every=schedule.kappa,
+        publish_every=schedule.publish_every,
         order=schedule.order,
         groups_per_batch=4,
         swap=settings.swap,
@@ -65,7 +65,7 @@ def test_they_differ_in_the_protocol_alone() -> None:
 
 
 def test_what_each_is_named_for() -> None:
-    bounds = {name: (load(name).schedule.max_staleness, load(name).schedule.kappa) for name in NAMES}
+    bounds = {name: (load(name).schedule.max_staleness, load(name).schedule.publish_every) for name in NAMES}
     assert bounds["sequential-pull"] == bounds["rolloutpipe"] == (0, 1)
     assert bounds["echo2"] == (3, 2)
     assert bounds["async-push-pull"][0] > 3

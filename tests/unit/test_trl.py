@@ -51,7 +51,7 @@ def made(tmp_path: Path, *, rows: Any = ROWS, args: Any = None, **settings: Any)
 
 def test_the_run_follows_the_trainer(tmp_path: Path) -> None:
     config = made(tmp_path, snapshot_dtype="bfloat16")
-    assert (config.schedule.groups_per_step, config.schedule.max_staleness, config.schedule.kappa) == (4, 4, 1)
+    assert (config.schedule.groups_per_step, config.schedule.max_staleness, config.schedule.publish_every) == (4, 4, 1)
     assert (config.sampling.group_size, config.sampling.max_tokens, config.sampling.temperature) == (8, 99, 0.9)
     assert (config.run.seed, config.model.snapshot_dtype, config.learner.advantage) == (7, "bfloat16", "grpo")
     assert config.learner.ranks == 2

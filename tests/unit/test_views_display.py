@@ -481,10 +481,8 @@ def test_the_fleet_in_a_few_words() -> None:
     fleet |= {"standby": 1, "rented": ["spot-1"], "idle_ratio": 0.4, "idle_predicted": 0.385}
     assert fleet_words(fleet)[:3] == ["3 active", "1 standing by", "1 rented"]
     assert fleet_words(fleet)[-1] == "learner idle 40.0%, predicted 38.5%"
-    fleet |= {"idle_steps": 15, "publish_every": 1, "auto_publish_every": 3}
-    words = fleet_words(fleet)[-2:]
-    assert words == ["learner idle 40.0% over the last 15 steps, predicted 38.5%", "publish_every 1, auto would be 3"]
-    fleet["auto_publish_every"] = 1
+    fleet |= {"idle_steps": 15}
+    assert fleet_words(fleet)[-1] == "learner idle 40.0% over the last 15 steps, predicted 38.5%"
     fleet |= {"needed_rate": None, "text": "2 workers over", "idle_ratio": None}
     assert fleet_words(fleet) == ["3 active", "1 standing by", "1 rented", "2 workers over"]
     assert fleet_words(None) == []  # of an older run

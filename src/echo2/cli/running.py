@@ -28,7 +28,6 @@ def add_run(add: Add) -> None:
     parser.add_argument("--view", action="store_true", help="also serve the dashboard, as `echo2 view` does")
     parser.add_argument("--no-learner", action="store_true", help="let a learner from elsewhere, or TRL, join")
     parser.add_argument("--dry-run", action="store_true", help="check the configuration and print it; start nothing")
-    _add_from(parser)
 
 
 def add_demo(add: Add) -> None:
@@ -46,11 +45,6 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume-from", default="", metavar="URL", help=text)
 
 
-def _add_from(parser: argparse.ArgumentParser) -> None:
-    text = 'run whose measured times `publish_every = "auto"` uses (default with --resume: this run)'
-    parser.add_argument("--from", dest="like", type=Path, metavar="DIR", help=text)
-
-
 def add_processes(add: Add) -> None:
     """Add `head`, `learner` and `worker`."""
     text = "Start only the head of a run, which leases tasks to workers and hands rollouts to the learner."
@@ -58,7 +52,6 @@ def add_processes(add: Add) -> None:
     text = "run directory, or configuration file with --out, --resume and settings, as for `echo2 run`"
     parser.add_argument("target", type=Path, nargs="?", metavar="DIR|CONFIG", help=text)
     _add_out(parser)
-    _add_from(parser)
     text = "Start only the learner of a run, from its newest checkpoint."
     parser = add("learner", text, _learner, directory="run directory (config.json, checkpoints/)")
     parser.add_argument("--ticket", default="", help="the learner's ticket, if the head is on another machine")
@@ -141,7 +134,7 @@ def _run(options: argparse.Namespace) -> int:
     options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     options.config = _target(options, options.config)
-    given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json, options.like
+    given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json
     return run(*given, has_page=options.view, has_learner=not options.no_learner)
 
 
@@ -175,7 +168,7 @@ def _head(options: argparse.Namespace) -> int:
 
     begin_process()
     target = _target(options, options.target)
-    rundir = launch.open_run(target, options.out, options.resume, options.overrides, options.like)
+    rundir = launch.open_run(target, options.out, options.resume, options.overrides)
     forbid_torch()
     asyncio.run(run_head(rundir))
     return 0

@@ -84,7 +84,6 @@ def _check_deterministic(config: Config) -> None:
     by_time = {
         'schedule.order = "frontier"': schedule.order == "frontier",
         "schedule.dynamic_sampling = true": schedule.dynamic_sampling,
-        'schedule.publish_every = "auto"': schedule.publish_every == "auto" and schedule.max_staleness > 0,
     }
     excluded = [setting for setting, is_set in by_time.items() if is_set]
     if config.run.deterministic and excluded:
@@ -276,7 +275,7 @@ def check_together(config: Config) -> None:
             f"learner.updates_per_step = {parts} does not divide schedule.groups_per_step = "
             f"{schedule.groups_per_step}: every update must have the same number of groups. Use a divisor."
         )
-    if schedule.publish_every != "auto" and schedule.max_staleness < schedule.publish_every - 1:
+    if schedule.max_staleness < schedule.publish_every - 1:
         raise UserError(
             f"schedule.max_staleness = {schedule.max_staleness} with schedule.publish_every = {schedule.publish_every} "
             f"would wait for ever: step {schedule.publish_every - 1} has no snapshot young enough. Set max_staleness "

@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
 from echo2.core.addresses import host_and_port
-from echo2.core.errors import InvariantError, UserError
+from echo2.core.errors import UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
 
@@ -188,10 +188,7 @@ class ScheduleConfig:
     max_staleness: Annotated[
         int, _doc("S: no step trains on a token older than S policy versions. 0: strictly on-policy.", ge=0)
     ] = 1
-    publish_every: Annotated[
-        Annotated[int, Meta(ge=1)] | Literal["auto"],
-        _doc('Steps between snapshots (kappa). "auto": as many as max_staleness allows; see --from.'),
-    ] = 1
+    publish_every: Annotated[int, _doc("Steps between snapshots (kappa): at most max_staleness + 1.", ge=1)] = 1
     dynamic_sampling: Annotated[
         bool, _doc("Replace groups whose rewards are all equal, so that every group in a step has a gradient.")
     ] = False
@@ -200,13 +197,6 @@ class ScheduleConfig:
         _doc("any: workers sample full batches. frontier: the number of groups at once that completes steps soonest."),
     ] = "any"
     lease_seconds: Annotated[float, _doc("How long a worker may hold a group before another gets it.", gt=0)] = 120.0
-
-    @property
-    def kappa(self) -> int:
-        """`publish_every` of a run that has begun: "auto" has become a number before the start."""
-        if self.publish_every == "auto":
-            raise InvariantError('schedule.publish_every = "auto" was not settled before the run began')
-        return self.publish_every
 
 
 @dataclass(frozen=True, slots=True)

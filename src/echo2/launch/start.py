@@ -1,11 +1,6 @@
 """`echo2 run`, from configuration file to summary: resolves, checks, starts or resumes, shows progress, sums up.
 
 A resumed run may change settings, except those that the ledger or the checkpoints depend on.
-
-`schedule.publish_every = "auto"` becomes a number when a run starts or resumes. The rule needs the seconds of a step
-and of a broadcast, as measured by the resumed run, or by another run that the user names. Without measurements the
-number is 1, which any staleness bound allows. It is settled before any process starts and is written to config.json, so
-that head and learner never differ, and no step follows two rules.
 """
 
 from __future__ import annotations
@@ -17,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +21,7 @@ from rich.markup import escape
 
 from echo2 import config as configuration
 from echo2.config import Config
-from echo2.config.rundir import RunDir, claimed, create, read_json, read_metrics
+from echo2.config.rundir import RunDir, claimed, create, read_json
 from echo2.config.values import SELF
 from echo2.core.addresses import is_loopback
 from echo2.core.child import ChildProcess
@@ -34,7 +29,6 @@ from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
-from echo2.head.fleet.decide.formulas import choose_publish_every, staleness_bound
 from echo2.head.store.resume import fetch_run
 from echo2.launch.preflight import (
     check,
@@ -48,7 +42,6 @@ from echo2.launch.preflight import (
 from echo2.launch.supervisor import Supervisor
 from echo2.launch.teachers import check_tokenizers
 from echo2.planning.memory_needs import TURNS
-from echo2.planning.past_run import PastRun, read_past_run
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
 
@@ -102,86 +95,19 @@ def how_to_continue(arguments: Sequence[str]) -> str:
     return f"interrupted; continue the run with: {shlex.join(['echo2', *arguments, *resume])}"
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """A configuration with a number. `reason`: for display; empty if the number was configured."""
-
-    config: Config
-    reason: str = ""
-
-
-def settle(config: Config, where: Path, resume: bool, like: Path | None) -> Settled:
-    """Return the configuration with a number. `where`: the run's directory; `like`: a run whose measured times to use.
-
-    Raises:
-        UserError: `like` lacks the measurements, or no number keeps the staleness bound with these times.
-    """
-    bound = config.schedule.max_staleness
-    if config.schedule.publish_every != "auto":
-        return Settled(config)
-    if bound == 0:
-        return _with(config, 1, "max_staleness = 0 allows no other")
-    if like is not None:
-        other = read_past_run(like)
-        if other.broadcast_seconds is None:
-            raise UserError(f"{like} has measured no broadcast yet: --from needs a run with published snapshots.")
-        return _measured(config, other, other.broadcast_seconds, str(like))
-    before = _before(where) if resume else None
-    past = _past(where) if resume else None
-    if past is None or past.broadcast_seconds is None:
-        told = "nothing is measured yet; --resume or --from DIR will know more"
-        return _with(config, 1, told) if before is None else _with(config, before, f"as before: {told}")
-    try:
-        return _measured(config, past, past.broadcast_seconds, "this run")
-    except UserError as error:
-        if before is None or before > bound + 1:
-            raise
-        return _with(config, before, f"as before. {error}")
-
-
-def _measured(config: Config, past: PastRun, broadcast_seconds: float, source: str) -> Settled:
-    bound, train = config.schedule.max_staleness, past.train_seconds
-    found = choose_publish_every(bound, train, broadcast_seconds)
-    told = f"{source} has T_train {train:.3g} s, T_bcast {broadcast_seconds:.3g} s: staleness is at most"
-    return _with(config, found, f"{told} {staleness_bound(found, train, broadcast_seconds)}, {bound} is allowed")
-
-
-def _before(where: Path) -> int | None:
-    """Return the number that the run had; None if it has not begun."""
-    rundir = RunDir(where)
-    found = rundir.read_config().schedule.publish_every if rundir.config.is_file() else "auto"
-    return None if found == "auto" else found
-
-
-def _past(where: Path) -> PastRun | None:
-    """Return the run's measurements; None before its first step."""
-    has_trained = any("time/train" in row for row in read_metrics(RunDir(where).metrics, refuses_damage=True))
-    return read_past_run(where) if has_trained else None
-
-
-def _with(config: Config, publish_every: int, reason: str) -> Settled:
-    return Settled(replace(config, schedule=replace(config.schedule, publish_every=publish_every)), reason)
-
-
-def resolve(
-    path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False, like: Path | None = None
-) -> tuple[Config, Path]:
-    """Return the configuration, with a number for "auto" and absolute paths, and the absolute run directory. Both are
-    valid in any working directory. Prints the changes of a resumed run.
+def resolve(path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False) -> tuple[Config, Path]:
+    """Return the configuration, with absolute paths, and the absolute run directory. Both are valid in any working
+    directory. Prints the changes of a resumed run.
 
     Raises:
         UserError: the configuration is invalid, or a resumed run can't continue with it.
     """
     config = absolute(configuration.load(path, overrides))
     where = directory(path, out)
-    settled = settle(config, where, resume, like)
-    if settled.reason:
-        number = settled.config.schedule.publish_every
-        print(f'schedule.publish_every = "auto" is {number}: {settled.reason}', file=sys.stderr)
     if resume and RunDir(where).config.is_file():
-        for change in changes(RunDir(where).read_config(), settled.config):
+        for change in changes(RunDir(where).read_config(), config):
             print(f"resumed with {change}", file=sys.stderr)
-    return settled.config, where
+    return config, where
 
 
 def directory(path: Path, out: Path | None) -> Path:
@@ -232,16 +158,14 @@ def absolute(config: Config) -> Config:
     )
 
 
-def open_run(
-    target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str], like: Path | None = None
-) -> RunDir:
+def open_run(target: Path, out: Path | None, resume: bool, overrides: Mapping[str, str]) -> RunDir:
     """Open an existing run directory for a head, or create one from a configuration file."""
     if target.is_dir():
         rundir = RunDir(target)
         rundir.read_config()
         return rundir
     with _claimed_to_resume(directory(target, out), "head", resume):
-        config, where = resolve(target, overrides, out, resume, like)
+        config, where = resolve(target, overrides, out, resume)
         check(config, has_learner=False)
         if not resume:
             check_port(config)
@@ -273,7 +197,6 @@ def run(
     dry_run: bool,
     overrides: Mapping[str, str],
     as_json: bool,
-    like: Path | None = None,
     has_page: bool = False,
     has_learner: bool = True,
 ) -> int:
@@ -283,7 +206,7 @@ def run(
     if has_learner:
         require_torch()
     with _claimed_to_resume(directory(path, out), "run", resume and not dry_run):
-        config, where = resolve(path, overrides, out, resume, like)
+        config, where = resolve(path, overrides, out, resume)
     check(config, has_learner)
     if dry_run:
         check_place(config, where, resume)

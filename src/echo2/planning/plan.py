@@ -74,13 +74,12 @@ class NoPlanError(UserError):
 class Plan:
     """`machines`: number by offer. `needed_rate`: without the safety factor; below it the learner waits. `binds`: what
     limits the pace of the run; `fleet_set_by`: what determines the number of machines. `floor_usd_per_step`: cost of
-    the learner alone. `auto_publish_every`: value of "auto" with this S and T_bcast; None if no value is possible.
+    the learner alone.
     """
 
     machines: dict[str, int]
     max_staleness: int
     publish_every: int
-    auto_publish_every: int | None
     broadcast_seconds: float
     broadcast_bytes: float
     needed_rate: float
@@ -374,7 +373,6 @@ def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: fl
         machines=dict(sorted(draft.machines.items())),
         max_staleness=demand.max_staleness,
         publish_every=demand.publish_every,
-        auto_publish_every=_auto_publish_every(demand),
         broadcast_seconds=demand.broadcast_seconds,
         broadcast_bytes=inputs.broadcast.num_bytes(demand.publish_every),
         needed_rate=draft.needed_rate,
@@ -387,13 +385,6 @@ def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: fl
         binds=_binds(demand, draft.rate, prediction, inputs.max_idle),
         fleet_set_by=_fleet_set_by(demand),
     )
-
-
-def _auto_publish_every(demand: Demand) -> int | None:
-    try:
-        return formulas.choose_publish_every(demand.max_staleness, demand.train_seconds, demand.broadcast_seconds)
-    except UserError:
-        return None
 
 
 def _binds(demand: Demand, rate: float, prediction: Prediction, max_idle: float) -> str:

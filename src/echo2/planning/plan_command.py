@@ -445,8 +445,6 @@ def show(found: _Decided, choices: list[Plan], console: Console) -> None:
     table.add_row(
         "settings", f"[bold]schedule.max_staleness {plan.max_staleness}, publish_every {plan.publish_every}[/bold]"
     )
-    auto = "none: no number keeps the bound" if plan.auto_publish_every is None else str(plan.auto_publish_every)
-    table.add_row("", f'publish_every = "auto" is {auto} here, with max_staleness {plan.max_staleness}')
     mean = plan.prediction.mean_staleness
     table.add_row("staleness", f"mean {mean:.2f}, bound {plan.max_staleness}   {_histogram(plan)}")
     trains = 1.0 - inputs.waits_for_rewards

@@ -196,9 +196,6 @@ def fleet_words(fleet: dict[str, Any] | None) -> list[str]:
         steps = fleet.get("idle_steps", 1)
         over = f" over the last {steps} steps" if steps > 1 else ""
         words.append(f"learner idle {fleet['idle_ratio']:.1%}{over}, predicted {fleet['idle_predicted']:.1%}")
-    auto = fleet.get("auto_publish_every")
-    if auto is not None and auto != fleet["publish_every"]:
-        words.append(f"publish_every {fleet['publish_every']}, auto would be {auto}")
     return words
 
 

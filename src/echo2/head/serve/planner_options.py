@@ -34,7 +34,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         max_steps=config.run.max_steps,
         min_group=sampling.min_group or max(2, -(-sampling.group_size // 2)),
         max_staleness=schedule.max_staleness,
-        publish_every=schedule.kappa,
+        publish_every=schedule.publish_every,
         dynamic_sampling=schedule.dynamic_sampling,
         deterministic=config.run.deterministic,
         require_checks=config.workers.require_checks,

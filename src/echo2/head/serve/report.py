@@ -14,7 +14,7 @@ from typing import Any
 
 from echo2.config.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.core.types import SnapshotRef
-from echo2.head.fleet.decide.fleet_need import auto_publish_every, fleet_need
+from echo2.head.fleet.decide.fleet_need import fleet_need
 from echo2.head.fleet.decide.measurements import CAUSES, NUM_REMEMBERED
 from echo2.head.ledger.books import FAILED_BECAUSE
 from echo2.head.serve.head import Head
@@ -121,7 +121,6 @@ def fleet_status(head: Head) -> dict[str, Any]:
         "idle_steps": len(recent),
         "rented": head.machines.names(),
         "publish_every": head.options.publish_every,
-        "auto_publish_every": auto_publish_every(head.planner),
     }
 
 

@@ -108,7 +108,7 @@ def publish_if_due(client: GrpoClient, head: HeadSession) -> None:
     weights take its place; otherwise workers would wait for ever.
     """
     version, published = client.version, head.published
-    newest_due = version - version % client.config.schedule.kappa
+    newest_due = version - version % client.config.schedule.publish_every
     is_due = version == newest_due or version == head.max_steps
     if version in published or (not is_due and any(newest_due <= have < version for have in published)):
         return

@@ -14,7 +14,7 @@ from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.activation import num_short
 from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.fleet.decide.forecast import WorkerKind, forecast
-from echo2.head.fleet.decide.formulas import choose_publish_every, window_limit
+from echo2.head.fleet.decide.formulas import window_limit
 from echo2.head.fleet.decide.standby import list_candidates, live_demand, needed_rate
 
 #: Steps of a forecast: enough to forget the start, few enough to cost the head only milliseconds.
@@ -80,17 +80,6 @@ def _limit(state: PlannerState) -> str:
         return window_limit(demand) if demand is not None else ""
     except UserError as error:
         return str(error).removesuffix(".")
-
-
-def auto_publish_every(state: PlannerState) -> int | None:
-    """Return the value of `publish_every = "auto"` from measurements; None if it is unknown or no value works."""
-    demand = live_demand(state)
-    if demand is None or not state.measurements.broadcasts:
-        return None
-    try:
-        return choose_publish_every(state.options.max_staleness, demand.train_seconds, demand.broadcast_seconds)
-    except UserError:
-        return None
 
 
 def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:

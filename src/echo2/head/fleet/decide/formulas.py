@@ -170,27 +170,6 @@ def staleness_bound(publish_every: int, train_seconds: float, broadcast_seconds:
     return publish_every + _ceil((1 - 1 / publish_every) * broadcast_seconds / train_seconds)
 
 
-def choose_publish_every(max_staleness: int, train_seconds: float, broadcast_seconds: float) -> int:
-    """`publish_every = "auto"`: the largest kappa >= 1 whose bound (12) is at most S; 1 where S = 0.
-
-    Raises:
-        UserError: no kappa qualifies; the message names a sufficient S or broadcast time.
-    """
-    if max_staleness == 0:
-        return 1
-    for publish_every in range(max_staleness, 0, -1):
-        is_bounded = publish_every * train_seconds > broadcast_seconds
-        if is_bounded and staleness_bound(publish_every, train_seconds, broadcast_seconds) <= max_staleness:
-            return publish_every
-    least = _least_kappa(train_seconds, broadcast_seconds)
-    needed = staleness_bound(least, train_seconds, broadcast_seconds)
-    raise UserError(
-        f"max_staleness = {max_staleness} is below what this broadcast allows: {broadcast_seconds:.4g} s against "
-        f"{train_seconds:.4g} s of training a step need max_staleness >= {needed} (publish_every = {least}), or a "
-        f"broadcast under {train_seconds:.4g} s."
-    )
-
-
 # ---- waiting ---------------------------------------------------------------------------------------------------------
 
 
