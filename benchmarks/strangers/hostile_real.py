@@ -120,7 +120,9 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         bits = [np.frombuffer(one.tensors[TOLD].read(0, one.tensors[TOLD].num_bytes), np.uint16) for one in held]
         changed = [float(np.mean(old != new)) for old, new in itertools.pairwise(bits)]
         found[dtype] = {"honest": await honest(list(itertools.pairwise(held)), told, options.groups)}
-        found[dtype] |= {"changed": changed, "cheats": await cheats(held[0], held[1], told, options.cheats)}
+        found[dtype]["changed"] = changed
+        if options.cheats:
+            found[dtype]["cheats"] = await cheats(held[0], held[1], told, options.cheats)
         print(dtype, found[dtype]["honest"], flush=True)
     return found
 
