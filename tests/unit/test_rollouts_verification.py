@@ -305,16 +305,18 @@ def test_one_token_far_off_is_an_outlier_and_two_are_not(bits: int) -> None:
     .07."""
     limit = TOLERANCES[bits].interval
 
-    def fault(num_tokens: int, *off: float) -> str:
+    def fault(num_tokens: int, *off: float, told: float = 0.6) -> str:
+        """Of a group in which so many tokens miss their intervals, and told such a share of that as probability."""
         zeros, misses = np.zeros(num_tokens), np.zeros(num_tokens)
         misses[: len(off)] = off
-        parts = [Comparison(misses, zeros, zeros, zeros, zeros)]
+        parts = [Comparison(misses, zeros, zeros, told * misses, zeros, zeros)]
         return verdict(parts, num_tokens, TOLERANCES[bits]).fault
 
     assert fault(153, 1.13 * limit) == ""
     assert fault(OUTLIER_TOKENS, 1.13 * limit, 1.03 * limit) == ""
     assert "2 of 153 tokens are not those" in fault(153, 1.13 * limit, 1.03 * limit)
     assert "1 of 153 tokens are not those" in fault(153, 2.1 * limit)
+    assert "1 of 153 tokens are not those" in fault(153, 1.13 * limit, told=0.1)  # drawn otherwise than was told
 
 
 def test_in_16_bits_a_narrower_support_than_was_told_is_seen() -> None:

@@ -29,8 +29,9 @@ from echo2.transport.routes import unpacked
 #: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
 #: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
 SURPRISE_DEVIATIONS_MAX = 7.0
-#: Where a sharp policy turns on rounding, a token may be off by far more than the others: one in 30,000 was in a real
-#: model in bfloat16. One token of a group, and one more in each OUTLIER_TOKENS, may be off by twice the tolerance.
+#: Where a sharp policy turns on rounding, a token may be off by far more than the others: in a real model in bfloat16
+#: one of 30,000 was. One token of a group, and one more in each OUTLIER_TOKENS, may miss its interval by up to twice
+#: the tolerance if its worker has told another probability of it, too, as one that drew from other logits must have.
 OUTLIER_TOKENS = 4096
 #: Tokens over which a typical distance is taken; a smaller group counts as one of so many, the others at distance 0.
 TYPICAL_TOKENS = 256
@@ -55,8 +56,8 @@ class PrefillEngine(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Deviations allowed to an honest group. `interval`, `support` (of all tokens but some outliers), and the typical
-    ones: probability; `logprob` (of a
+    """Deviations allowed to an honest group. `interval` (but for outliers), `support`, and the typical ones:
+    probability; `logprob` (of a
     token) and `mean_logprob` (mean over a group): nats; `regret` (of a token's routes) and `mean_regret`: shares of the
     distance between a router's own choice and any experts (`engines/routing.py`).
     """
@@ -276,11 +277,13 @@ def with_regrets(verdict: Verdict, regrets: Floats, tolerance: Tolerance) -> Ver
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Deviations of sampled tokens, [N] each: distance of the random number from the token's interval, error of the
-    support, |reported - computed logprob|, -logprob minus entropy, and the variance of -logprob."""
+    support, |reported - computed logprob|, the same of the probability, -logprob minus entropy, and the variance of
+    -logprob."""
 
     intervals: Floats
     supports: Floats
     logprobs: Floats
+    shifts: Floats
     surprises: Floats
     variances: Floats
 
@@ -293,6 +296,7 @@ def compare(rollout: Rollout, found: Prefill, numbers_T: Floats, reading: Readin
         np.maximum(0.0, np.maximum(found.low[at] - numbers, numbers - found.high[at])),
         found.support_errors[at],
         np.abs(said - found.logprobs[at]),
+        np.abs(np.exp(said) - np.exp(found.logprobs[at])),
         (-found.logprobs - found.entropies)[at],
         found.variances[at],
     )
@@ -315,7 +319,7 @@ def verdict(
     """Return the verdict on a group of `num_sampled` tokens, from the parts that were compared."""
     if not parts:
         return Verdict(0, num_sampled, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, "")
-    intervals, supports, logprobs, surprises, variances = (
+    intervals, supports, logprobs, shifts, surprises, variances = (
         np.concatenate([getattr(part, name) for part in parts]) for name in Comparison.__slots__
     )
     if not is_from_stream:
@@ -332,14 +336,14 @@ def verdict(
         "variance": variance,
     }
     fault = ""
-    if num := _num_off(intervals, tolerance.interval):
+    if num := _num_off(intervals, shifts, tolerance.interval):
         fault = f"{num} of {len(intervals)} tokens are not those that its random numbers draw from these weights"
     elif found["typical_interval"] > tolerance.typical_interval:
         fault = (
             f"its random numbers typically miss its tokens by {found['typical_interval']:.2g}; "
             f"{tolerance.typical_interval:g} is allowed"
         )
-    elif _num_off(supports, tolerance.support) or found["typical_support"] > tolerance.typical_support:
+    elif found["worst_support"] > tolerance.support or found["typical_support"] > tolerance.typical_support:
         fault = "a token was drawn from others than top-k and top-p leave"
     elif found["worst_logprob"] > tolerance.logprob or found["mean_logprob"] > tolerance.mean_logprob:
         fault = (
@@ -351,10 +355,12 @@ def verdict(
     return Verdict(num_tokens=len(intervals), num_skipped=num_sampled - len(intervals), fault=fault, **found)
 
 
-def _num_off(values: Floats, limit: float) -> int:
-    """Return how many of the values are above the limit; 0 if these are no more than outliers."""
-    num = int((values > limit).sum())
-    return num if num > 1 + len(values) // OUTLIER_TOKENS or values.max() > 2 * limit else 0
+def _num_off(intervals: Floats, shifts: Floats, limit: float) -> int:
+    """Return how many tokens are further from their intervals than `limit`; 0 if these are no more than outliers."""
+    is_off = intervals > limit
+    is_outlier = is_off & (intervals <= 2 * limit) & (shifts >= intervals / 2)
+    is_honest = is_off.sum() == is_outlier.sum() <= 1 + len(intervals) // OUTLIER_TOKENS
+    return 0 if is_honest else int(is_off.sum())
 
 
 def _typical(values: Floats) -> float:
