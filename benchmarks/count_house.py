@@ -42,10 +42,10 @@ echo2.learner.core: trainer mesh batch model output_layer losses
 #: Files that a snapshot goes through from the optimizer to an engine.
 SNAPSHOT = """
 echo2.learner: grpo.loop core.trainer core.publication link.session link.head_client link.sending
-echo2.weights.format: encoder segments planes deltas manifest chain
-echo2.weights.store: archive store packs content
-echo2.weights.broadcast: distribution origin peer edges sources serving payloads
-echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages fetcher_messages
+echo2.weights.format: segments planes deltas manifest
+echo2.weights.store: archive store content
+echo2.weights.broadcast: distribution origin peer edges serving
+echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages
 echo2.head: serve.learner_calls decide.planner
 echo2.transport: messages codecs grpc_server door grpc_link
 echo2.worker: attending process weights decide.scheduler

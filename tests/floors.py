@@ -72,9 +72,9 @@ SEAMS = frozenset(
     | {
         "echo2.weights.broadcast.distribution",
         "echo2.weights.broadcast.origin",
-        "echo2.weights.broadcast.receiving",
+        "echo2.weights.broadcast.peer",
         "echo2.weights.format.adapter_files",
-        "echo2.weights.format.encoder",
+        "echo2.weights.format.segments",
         "echo2.weights.format.manifest",
         "echo2.weights.format.model_files",
         "echo2.weights.store.archive",

@@ -19,9 +19,8 @@ import numpy as np
 from recording import child_environment
 
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, StoredTensor
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import Manifest
-from echo2.weights.format.segments import SEGMENT_BYTES
+from echo2.weights.format.segments import SEGMENT_BYTES, Encoder
 from echo2.weights.store.archive import Archive
 from echo2.weights.store.store import ChunkStore
 

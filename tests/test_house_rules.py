@@ -84,7 +84,7 @@ BROKEN = [
         "echo2.weights.format.segments",
         "def f():\n    from echo2.learner.core import model",
     ),  # inside a function
-    (house.floor_complaints, "echo2.weights.store.packs", "from ...learner.core import model"),  # relative
+    (house.floor_complaints, "echo2.weights.store.store", "from ...learner.core import model"),  # relative
     (
         house.floor_complaints,
         "echo2.weights.format.segments",

@@ -29,8 +29,8 @@ from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.weights.broadcast.decide.origin import BroadcastOptions
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.broadcast.peer import PeerNode
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import Manifest
+from echo2.weights.format.segments import Encoder
 from echo2.weights.store.store import ChunkStore
 
 NUM_TENSORS = 16

@@ -21,8 +21,8 @@ from broadcast_schemes import SCHEMES
 from echo2.core.errors import InvariantError
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.planning.sim.world import Actor, SimWorld
-from echo2.weights.broadcast.decide import fetcher_messages as do
-from echo2.weights.broadcast.decide import fetcher_messages as fev
+from echo2.weights.broadcast.decide import fetcher as do
+from echo2.weights.broadcast.decide import fetcher as fev
 from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.weights.broadcast.decide import origin_messages as told
 from echo2.weights.broadcast.decide.fetcher import Fetcher

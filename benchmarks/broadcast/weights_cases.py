@@ -11,11 +11,10 @@ from itertools import count
 from pathlib import Path
 
 from echo2.core.types import Snapshot, SnapshotRef, TensorBytes, TensorSource
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import Manifest
-from echo2.weights.format.segments import ReadChunk, base_model_of
+from echo2.weights.format.segments import Encoder, ReadChunk, base_model_of
 from echo2.weights.store.content import Content
-from echo2.weights.store.packs import Packs
+from echo2.weights.store.store import Packs
 
 Encoded = tuple[Manifest, dict[bytes, memoryview]]
 

@@ -42,10 +42,9 @@ from echo2.transport import codecs, identity, limits, messages, tickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
 from echo2.transport.codecs import check_top
-from echo2.weights.broadcast import payloads
-from echo2.weights.format.chain import compose
+from echo2.weights.broadcast import origin, serving
 from echo2.weights.format.deltas import apply_items, encode_items
-from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record
+from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record, compose
 from echo2.weights.format.planes import Reader, Writer
 from echo2.weights.store.store import ChunkStore
 
@@ -116,22 +115,22 @@ def _check(found: RolloutGroup) -> None:
 
 def _read_hello(hello: wire.WorkerHello) -> None:
     service.worker_joined(PEER, hello, SAMPLING)
-    address = payloads.of_worker(hello, PEER.host)
+    address = origin.of_worker(hello, PEER.host)
     assert address.isprintable()
-    payloads.reach(address)
+    origin.reach(address)
 
 
 def _read_order(order: wire.Order) -> None:
     for lease in order.leases.leases:
         messages.decode_assignment(lease)
-    payloads.decode_payload(order.routes.payload)
+    serving.decode_payload(order.routes.payload)
     for address in (*(source.address for source in order.routes.sources), order.dial.address):
-        payloads.reach(address)
+        origin.reach(address)
 
 
 def _read_request(request: wire.ChunkRequest) -> None:
-    payloads.requested(request)
-    payloads.decode_payload(request.payload)
+    serving.requested(request)
+    serving.decode_payload(request.payload)
 
 
 _DEEPER: dict[type[Any], Callable[[Any], object]] = {
@@ -205,7 +204,7 @@ def _read_address(data: bytes) -> None:
     said = text(data)
     host, port = split(said)
     assert 0 <= port <= PORT_MAX, (host, port)
-    payloads.reach(said)
+    origin.reach(said)
 
 
 def _pieces() -> list[Target]:

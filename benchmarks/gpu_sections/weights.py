@@ -21,8 +21,8 @@ from echo2.core.types import Snapshot
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.torch_engine import TorchDecoder
 from echo2.learner.core.model import Policy
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import Manifest
+from echo2.weights.format.segments import Encoder
 from echo2.weights.store.content import Content
 
 THREADS = 4

@@ -19,9 +19,8 @@ from weights_cases import apply_delta, encode, encode_delta, new_content
 
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.format.chain import compose
 from echo2.weights.format.deltas import apply_items, encode_items
-from echo2.weights.format.manifest import DELTA, ITEM_BYTES, Record, Segment
+from echo2.weights.format.manifest import DELTA, ITEM_BYTES, Record, Segment, compose
 from echo2.weights.format.planes import UNSIGNED, Reader
 from echo2.weights.format.segments import apply_segment, cut_record, merge_deltas
 

@@ -20,9 +20,8 @@ from weights_cases import bytes_of, decode, new_content, spoil
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 from echo2.learner.core.publication import BorrowedWeights, Payload, Publisher
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import FORMAT, Manifest, widths_of
-from echo2.weights.format.segments import encode_segment, tensor_index
+from echo2.weights.format.segments import Encoder, encode_segment, tensor_index
 from echo2.weights.store.archive import Archive
 from echo2.weights.store.content import InstalledContent
 from echo2.weights.store.store import ChunkStore

@@ -237,7 +237,7 @@ def bf16_trainer() -> GrpoClient:
 
 def test_what_changed_is_published_and_now_and_then_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, trainer = ScriptedHead(), bf16_trainer()
-    monkeypatch.setattr("echo2.weights.format.chain.MAX_DELTAS", 3)
+    monkeypatch.setattr("echo2.weights.format.manifest.MAX_DELTAS", 3)
     run(head, trainer, tmp_path)
     deltas = [f"policy@1.{version} over policy@1.{version - 1}" for version in range(1, 6)]
     assert head.payloads == ["policy@1.0", *deltas[:3], "policy@1.3", *deltas[3:]]

@@ -28,9 +28,8 @@ from weights_cases import (
 
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.format.chain import is_anchor_due
-from echo2.weights.format.encoder import Encoder
-from echo2.weights.format.manifest import MAX_DELTAS, Manifest, Record
+from echo2.weights.format.manifest import MAX_DELTAS, Manifest, Record, is_anchor_due
+from echo2.weights.format.segments import Encoder
 from echo2.weights.store.archive import BASE_MODELS_MAX, OFFER_CHUNKS_MAX, Archive, reachable, worth_keeping
 from echo2.weights.store.store import ChunkStore
 

@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.format.chain import compose
-from echo2.weights.format.encoder import Encoder
-from echo2.weights.format.manifest import Manifest
-from echo2.weights.format.segments import base_model_of
+from echo2.weights.format.manifest import Manifest, compose
+from echo2.weights.format.segments import Encoder, base_model_of
 
 CONFIG = b'{"model_type": "qwen3"}'
 TENSORS = {"a": TensorBytes("F32", (4, 2), bytes(range(32))), "b": TensorBytes("BF16", (3,), b"abcdef")}

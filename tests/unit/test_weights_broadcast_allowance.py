@@ -17,8 +17,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.weights.broadcast import serving
 from echo2.weights.broadcast.origin import OriginNode
-from echo2.weights.broadcast.payloads import encode_payload
-from echo2.weights.broadcast.serving import COPIES, COPIES_BYTES_MIN, COPIES_SECONDS, Allowance
+from echo2.weights.broadcast.serving import COPIES, COPIES_BYTES_MIN, COPIES_SECONDS, Allowance, encode_payload
 from echo2.weights.store.store import ChunkStore
 from memory_links import LOOPBACK, MemoryNetwork
 

@@ -7,8 +7,8 @@ import random
 import pytest
 
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
-from echo2.weights.broadcast.decide import fetcher_messages as do
-from echo2.weights.broadcast.decide import fetcher_messages as ev
+from echo2.weights.broadcast.decide import fetcher as do
+from echo2.weights.broadcast.decide import fetcher as ev
 from echo2.weights.broadcast.decide.fetcher import (
     FIRST_ROUTES_SECONDS,
     MAX_FAILURES,

@@ -22,9 +22,8 @@ from echo2.transport.base import Handlers, Link, Peer
 from echo2.transport.grpc_link import GrpcLink, GrpcNetwork
 from echo2.transport.identity import PeerIdentity, RunIdentity, peer_name
 from echo2.transport.tickets import Ticket
-from echo2.weights.broadcast import payloads
-from echo2.weights.broadcast.payloads import REQUEST_CHUNKS_MAX, encode_payload
-from echo2.weights.broadcast.serving import REQUESTS_PER_PEER_MAX
+from echo2.weights.broadcast import origin
+from echo2.weights.broadcast.serving import REQUEST_CHUNKS_MAX, REQUESTS_PER_PEER_MAX, encode_payload
 from memory_links import LOOPBACK
 
 PAYLOAD = encode_payload(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)))
@@ -323,12 +322,12 @@ def test_revoked_peer_is_refused_by_peers_and_taken_from_no_more(tmp_path: Path,
     ],
 )
 def test_address_of_a_worker(port: int, advertise: str, host: str, address: str) -> None:
-    assert payloads.of_worker(wire.WorkerHello(listen_port=port, advertise=advertise), host) == address
+    assert origin.of_worker(wire.WorkerHello(listen_port=port, advertise=advertise), host) == address
 
 
 @given(st.integers(1, 65535), st.text(max_size=40), st.text(max_size=20))
 def test_any_words_as_address(port: int, advertise: str, host: str) -> None:
-    address = payloads.of_worker(wire.WorkerHello(listen_port=port, advertise=advertise), host)
+    address = origin.of_worker(wire.WorkerHello(listen_port=port, advertise=advertise), host)
     assert address == "" or 0 < split(address)[1] <= 65535
 
 
@@ -337,4 +336,4 @@ def test_any_words_as_address(port: int, advertise: str, host: str) -> None:
     [("127.0.0.1:4700", "loopback"), ("[::1]:1", "loopback"), ("localhost:1", "loopback"), ("192.0.2.1:1", "")],
 )
 def test_reach(address: str, reach: str) -> None:
-    assert payloads.reach(address) == reach
+    assert origin.reach(address) == reach

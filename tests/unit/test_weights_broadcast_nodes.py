@@ -15,8 +15,8 @@ from echo2.core.errors import UserError
 from echo2.core.types import PayloadId
 from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
-from echo2.weights.broadcast.payloads import encode_payload
 from echo2.weights.broadcast.probe import MAX_RATE, NO_LINK
+from echo2.weights.broadcast.serving import encode_payload
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.store import ChunkStore
 

@@ -20,12 +20,10 @@ from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.weights.broadcast.edges import EDGES_MAX, GIVES_MAX, REDIAL_SECONDS, AwaitedSource
+from echo2.weights.broadcast.edges import EDGES_MAX, GIVES_MAX, REDIAL_SECONDS, AwaitedSource, Intake, Source
 from echo2.weights.broadcast.origin import PROBE_SECONDS_MAX, PROBE_SLOT_SECONDS, OriginNode
-from echo2.weights.broadcast.payloads import encode_payload
 from echo2.weights.broadcast.probe import DONE
-from echo2.weights.broadcast.serving import ChunkCache, Server
-from echo2.weights.broadcast.sources import Intake, Source
+from echo2.weights.broadcast.serving import ChunkCache, Server, encode_payload
 from echo2.weights.store.store import ChunkStore
 from memory_links import LOOPBACK, MemoryNetwork
 

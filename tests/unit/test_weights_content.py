@@ -15,8 +15,8 @@ from weights_cases import bytes_of, decode, encode, holding, new_content
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import ITEM_BYTES, Manifest
+from echo2.weights.format.segments import Encoder
 from echo2.weights.store.content import Content
 
 REF = SnapshotRef(RUN_POLICY, lineage=2, version=7)

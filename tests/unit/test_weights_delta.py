@@ -16,10 +16,9 @@ from weights_cases import apply_delta, decode, encode, encode_delta, holding
 from echo2.core.errors import InvariantError, PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.format.deltas import DENSE_STEPS, SPARSE_STEPS, SPLIT, STEP_PLANES, apply_items, encode_items
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.manifest import DELTA, Manifest, Record
 from echo2.weights.format.planes import Items, Reader, Writer, where
-from echo2.weights.format.segments import SEGMENT_BYTES, chunk_bytes_for
+from echo2.weights.format.segments import SEGMENT_BYTES, Encoder, chunk_bytes_for
 
 Chunks = dict[bytes, memoryview]
 

@@ -21,7 +21,7 @@ from echo2.transport.base import Peer
 from echo2.transport.identity import RunIdentity, verify_manifest
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
-from echo2.weights.broadcast.payloads import encode_payload
+from echo2.weights.broadcast.serving import encode_payload
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.archive import JOINED_MAX, Archive
 from echo2.weights.store.store import ChunkStore

@@ -14,8 +14,7 @@ import pytest
 from blake3 import blake3
 
 from echo2.core.errors import UserError
-from echo2.weights.store.packs import Packs
-from echo2.weights.store.store import ChunkStore
+from echo2.weights.store.store import ChunkStore, Packs
 
 
 @contextmanager
@@ -47,7 +46,7 @@ def contents(packs: Packs) -> dict[bytes, bytes]:
 def test_packs_are_continued_up_to_a_size_and_go_when_little_of_them_is_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("echo2.weights.store.packs.PACK_BYTES", 4000)
+    monkeypatch.setattr("echo2.weights.store.store.PACK_BYTES", 4000)
     packs, chunks = Packs(tmp_path), {blake3(data).digest(): data for data in (os.urandom(1000) for _ in range(8))}
     packs.append(chunks.items())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.pack", "1.pack"]
@@ -94,7 +93,7 @@ def test_a_full_disk_keeps_what_would_need_room_to_go(tmp_path: Path, monkeypatc
 
 
 def test_a_sweep_walks_the_chunks_once_for_all_packs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.weights.store.packs.PACK_BYTES", 1000)
+    monkeypatch.setattr("echo2.weights.store.store.PACK_BYTES", 1000)
     packs, chunks = Packs(tmp_path), {blake3(data).digest(): data for data in (os.urandom(300) for _ in range(80))}
     packs.append(chunks.items())
     for number, name in enumerate(list(chunks)):

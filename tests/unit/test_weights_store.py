@@ -21,8 +21,7 @@ from weights_cases import bytes_of, decode, encode, encode_delta, new_content, s
 
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
-from echo2.weights.format.chain import compose
-from echo2.weights.format.manifest import MAX_DELTAS, Manifest
+from echo2.weights.format.manifest import MAX_DELTAS, Manifest, compose
 from echo2.weights.store.store import ChunkStore
 
 

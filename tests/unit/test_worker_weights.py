@@ -36,12 +36,10 @@ from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
-from echo2.weights.broadcast.receiving import listen_address
-from echo2.weights.format.chain import compose
-from echo2.weights.format.encoder import Encoder
-from echo2.weights.format.manifest import MAX_DELTAS, Manifest
+from echo2.weights.broadcast.peer import listen_address
+from echo2.weights.format.manifest import MAX_DELTAS, Manifest, compose
 from echo2.weights.format.model_files import rounded
-from echo2.weights.format.segments import base_model_of
+from echo2.weights.format.segments import Encoder, base_model_of
 from echo2.weights.store.archive import Archive
 from echo2.weights.store.store import ChunkStore
 from echo2.worker.decide import messages as ev

@@ -20,7 +20,7 @@ from echo2.engines.engine import OutOfMemoryError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import Membership
-from echo2.weights.broadcast.receiving import WeightsReceiver
+from echo2.weights.broadcast.peer import WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.format.model_files import rounded
 from echo2.weights.store.content import InstalledContent

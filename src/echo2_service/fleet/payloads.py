@@ -21,8 +21,8 @@ from echo2.transport.grpc_link import GrpcNetwork
 from echo2.transport.identity import RunIdentity
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
-from echo2.weights.format.encoder import Encoder
 from echo2.weights.format.model_files import read_adapter, read_base_model
+from echo2.weights.format.segments import Encoder
 from echo2.weights.store.archive import OFFER_CHUNKS_MAX, Archive
 from echo2.weights.store.store import ChunkStore
 from echo2_service import limits

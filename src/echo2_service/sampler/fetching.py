@@ -12,7 +12,7 @@ from echo2.core.errors import PeerError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import Membership
-from echo2.weights.broadcast.receiving import WeightsReceiver
+from echo2.weights.broadcast.peer import WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.content import Content
 

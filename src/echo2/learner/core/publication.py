@@ -28,10 +28,17 @@ from pathlib import Path
 
 from echo2.core.errors import InvariantError, LinkError, NoRoomError, UserError, write_failed
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
-from echo2.weights.format.chain import is_anchor_due
-from echo2.weights.format.encoder import Encoder, SnapshotSource
-from echo2.weights.format.manifest import MAX_SEGMENTS, RAW, Manifest, Segment
-from echo2.weights.format.segments import Bytes, Chunks, cut_stream, passing_bytes, readers, tensor_index
+from echo2.weights.format.manifest import MAX_SEGMENTS, RAW, Manifest, Segment, is_anchor_due
+from echo2.weights.format.segments import (
+    Bytes,
+    Chunks,
+    Encoder,
+    SnapshotSource,
+    cut_stream,
+    passing_bytes,
+    readers,
+    tensor_index,
+)
 
 log = logging.getLogger(__name__)
 

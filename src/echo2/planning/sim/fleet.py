@@ -32,7 +32,7 @@ from echo2.planning.sim.provider import Returned
 from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
-from echo2.weights.broadcast.decide import fetcher_messages as fev
+from echo2.weights.broadcast.decide import fetcher as fev
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as wev

@@ -15,7 +15,7 @@ from echo2.core.errors import InvariantError
 from echo2.core.types import PayloadId, SnapshotRef
 from echo2.planning.sim.scenario import Scenario
 from echo2.planning.sim.world import SimWorld
-from echo2.weights.broadcast.decide import fetcher_messages as fev
+from echo2.weights.broadcast.decide import fetcher as fev
 from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.weights.broadcast.decide import origin_messages as do
 from echo2.weights.broadcast.decide.origin import Broadcast, BroadcastOptions

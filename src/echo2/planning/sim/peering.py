@@ -14,8 +14,8 @@ from echo2.planning.sim.origin import Announced, ChunkAsked, SimManifest, apply,
 from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Actor
-from echo2.weights.broadcast.decide import fetcher_messages as do
-from echo2.weights.broadcast.decide import fetcher_messages as fev
+from echo2.weights.broadcast.decide import fetcher as do
+from echo2.weights.broadcast.decide import fetcher as fev
 from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.weights.broadcast.decide.fetcher import Fetcher
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from echo2.core.addresses import PORT_MAX, is_loopback, join, split
 from echo2.core.background import Background
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import PayloadId, SnapshotRef
@@ -22,13 +23,11 @@ from echo2.transport import codecs
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handler, Link, Peer
 from echo2.transport.limits import NAME_CHARS_MAX, NUMBER_MAX
-from echo2.weights.broadcast import payloads
 from echo2.weights.broadcast.decide import origin_messages as do
 from echo2.weights.broadcast.decide import origin_messages as ev
 from echo2.weights.broadcast.decide.origin import Broadcast, BroadcastOptions
-from echo2.weights.broadcast.payloads import decode_payload, encode_payload
 from echo2.weights.broadcast.probe import DONE, FILLER, PIECE_BYTES, PROBE_BYTES
-from echo2.weights.broadcast.serving import ChunkCache, Server
+from echo2.weights.broadcast.serving import ChunkCache, Server, decode_payload, encode_payload
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.store import ChunkStore
 
@@ -50,6 +49,7 @@ ADDRESSES_MAX = 10_000
 TALLIES_MAX = 10_000
 #: Maximum number of payloads in `OriginNode.finished`.
 FINISHED_MAX = 64
+HOST_CHARS_MAX = 253
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,11 @@ class OriginNode:
         """Add a worker that attends from `host`; dial it back in the background. `ticket`: "" unless a stranger's."""
         self._members[worker_id], self._tickets[worker_id] = hello, ticket
         self._hosts[worker_id] = host
-        address = payloads.of_worker(hello, host)
+        address = of_worker(hello, host)
         if self._addresses.get(worker_id) != address:  # equal: the worker only reconnected
             self._addresses.pop(worker_id, None)
         known = self._addresses.get(worker_id, "")
-        self._happen(ev.MemberJoined(worker_id, known, payloads.reach(known or host), ticket))
+        self._happen(ev.MemberJoined(worker_id, known, reach(known or host), ticket))
         if worker_id in self._dialling:
             self._dialling.pop(worker_id).cancel()  # at most one dial-back per worker, however often it joins
         if address:
@@ -230,7 +230,7 @@ class OriginNode:
         except LinkError as error:
             log.info("%s can't be dialled: %s", worker_id, error)
             if self._members.get(worker_id) is hello and self._addresses.pop(worker_id, ""):
-                self._happen(ev.MemberJoined(worker_id, "", payloads.reach(address), self._tickets[worker_id]))
+                self._happen(ev.MemberJoined(worker_id, "", reach(address), self._tickets[worker_id]))
             return
         finally:
             await link.close()
@@ -238,7 +238,7 @@ class OriginNode:
             while len(self._addresses) >= ADDRESSES_MAX:
                 del self._addresses[next(iter(self._addresses))]
             self._addresses[worker_id] = address
-            self._happen(ev.MemberJoined(worker_id, address, payloads.reach(address), self._tickets[worker_id]))
+            self._happen(ev.MemberJoined(worker_id, address, reach(address), self._tickets[worker_id]))
             self._acquaint(worker_id)
 
     def _acquaint(self, worker_id: str) -> None:
@@ -297,7 +297,7 @@ class OriginNode:
         return self._tickets.get(worker_id) == ""
 
     def _take_probe_slot(self, worker_id: str) -> None:
-        if payloads.reach(self._hosts.get(worker_id, "")) == ev.ONE_MACHINE:
+        if reach(self._hosts.get(worker_id, "")) == ev.ONE_MACHINE:
             raise PeerError("no_link", f"{worker_id} is on this machine")
         now = self._now()
         if now >= self._probe_until:
@@ -309,6 +309,28 @@ class OriginNode:
         elif now - self._probe_began >= PROBE_SECONDS_MAX:
             raise PeerError("overlong", f"{worker_id} has measured for {PROBE_SECONDS_MAX:.0f} s")
         self._probe_until = now + PROBE_SLOT_SECONDS
+
+
+def of_worker(hello: wire.WorkerHello, host: str) -> str:
+    """Return the address "host:port" of a worker that connects from `host`; "" if it does not listen, or advertises an
+    invalid address."""
+    if not 0 < hello.listen_port <= PORT_MAX:
+        return ""
+    if not hello.advertise:
+        return _joined(host, hello.listen_port)
+    said, port = split(hello.advertise)
+    return _joined(said, port or hello.listen_port)
+
+
+def reach(address: str) -> str:
+    """Return `MemberJoined.reach` for an address: ONE_MACHINE for the loopback interface, else ""."""
+    return ev.ONE_MACHINE if is_loopback(split(address)[0]) else ""
+
+
+def _joined(host: str, port: int) -> str:
+    if not host or len(host) > HOST_CHARS_MAX or not host.isascii() or not host.isprintable() or set(host) & set(" []"):
+        return ""
+    return join(host, port)
 
 
 async def _answer(link: Link) -> None:

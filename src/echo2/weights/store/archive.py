@@ -25,8 +25,7 @@ from typing import TypeVar
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import PayloadId, SnapshotRef
-from echo2.weights.format.chain import compose
-from echo2.weights.format.manifest import MAX_CHUNKS, MAX_DELTAS, Manifest, Segment, widths_of
+from echo2.weights.format.manifest import MAX_CHUNKS, MAX_DELTAS, Manifest, Segment, compose, widths_of
 from echo2.weights.format.segments import merge_deltas
 from echo2.weights.store.content import read_files
 from echo2.weights.store.store import ChunkStore

@@ -26,12 +26,9 @@ from blake3 import blake3
 
 from echo2.core.errors import PeerError, write_failed
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef, StoredTensor
-from echo2.weights.format.chain import compose, is_anchor_due
-from echo2.weights.format.encoder import Encoder
-from echo2.weights.format.manifest import DELTA, Manifest, Segment, TensorEntry, widths_of
-from echo2.weights.format.segments import ReadChunk, apply_segment, gather, join_record
-from echo2.weights.store.packs import write_at
-from echo2.weights.store.store import ChunkStore
+from echo2.weights.format.manifest import DELTA, Manifest, Segment, TensorEntry, compose, is_anchor_due, widths_of
+from echo2.weights.format.segments import Encoder, ReadChunk, apply_segment, gather, join_record
+from echo2.weights.store.store import ChunkStore, write_at
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,9 @@
 The origin names the source of each stripe (`RoutesSet`); each source is asked at once for every missing chunk of its
 stripes. A source that fails is reported, and its stripes wait a few seconds for new routes. If none arrive, the stripes
 go to the origin, or to the other sources while the origin is away. All other stripes continue meanwhile.
+
+First its events, facts in the past tense, and its commands to its driver. A source is a peer's id, or "" for the
+origin.
 """
 
 from __future__ import annotations
@@ -11,11 +14,109 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from echo2.core.decide.machine import Command as Command  # part of this module's vocabulary, too
+from echo2.core.decide.machine import Event as _Event
 from echo2.core.decide.machine import StateMachine
+from echo2.core.decide.machine import Tick as Tick  # part of this module's vocabulary, too
+from echo2.core.decide.machine import WakeAt as WakeAt
 from echo2.core.types import Backoff, PayloadId
-from echo2.weights.broadcast.decide import fetcher_messages as do
-from echo2.weights.broadcast.decide import fetcher_messages as ev
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN, Tally
+
+
+class FetcherEvent(_Event):
+    """Base of everything that can happen to the fetcher."""
+
+
+class PayloadWanted(FetcherEvent):
+    """Fetch this payload. `chunks`: the hashes of all its distinct chunks in stream order; `missing`: those not stored
+    here. It replaces a download under way; chunks that both share are stored already.
+    """
+
+    payload: PayloadId
+    chunks: tuple[bytes, ...]
+    missing: frozenset[bytes]
+
+
+class PayloadUnwanted(FetcherEvent):
+    """Stop fetching this payload."""
+
+    payload: PayloadId
+
+
+class RoutesSet(FetcherEvent):
+    """The origin named the source of each stripe (see `origin_messages`); may come before `PayloadWanted`."""
+
+    payload: PayloadId
+    sources: tuple[str, ...]
+
+
+class ChunkStored(FetcherEvent):
+    """A chunk from this source was verified and stored."""
+
+    source: str
+    chunk: bytes
+    num_bytes: int
+
+
+class SourceAlive(FetcherEvent):
+    """A source reported that it works but has nothing to send yet, because it waits for its own source."""
+
+    source: str
+
+
+class RequestFailed(FetcherEvent):
+    """The request to a source ended before all its chunks came. `reason`: one of `origin_messages.SOURCE_FAILURES`."""
+
+    source: str
+    reason: str
+
+
+class OriginLost(FetcherEvent):
+    """The link to the head broke; downloads from peers may go on."""
+
+
+class OriginBack(FetcherEvent):
+    """The head accepted this worker again."""
+
+
+Event = FetcherEvent | Tick
+
+
+class RequestChunks(Command):
+    """Ask this source for these chunks, in this order, in addition to earlier requests. The source sends each chunk as
+    soon as it has it."""
+
+    source: str
+    payload: PayloadId
+    chunks: tuple[bytes, ...]
+
+
+class CancelRequests(Command):
+    """Cancel all open requests to this source."""
+
+    source: str
+
+
+class ReportSource(Command):
+    """Tell the origin that this worker gave up this source for this payload."""
+
+    payload: PayloadId
+    source: str
+    failure: str
+
+
+class PayloadWhole(Command):
+    """Every chunk is stored: tell the worker, and send the origin the tally of each source."""
+
+    payload: PayloadId
+    tallies: tuple[Tally, ...]
+
+
+class PayloadGone(Command):
+    """The origin no longer has this payload."""
+
+    payload: PayloadId
+
 
 #: A source may be silent for this many seconds, or for this many times the usual gap between chunks if that is longer.
 PATIENCE_SECONDS = 3.0
@@ -126,33 +227,33 @@ class Fetcher(StateMachine):
         self._slow_after = 0.0
         self._unsettled: dict[str, str] = {}
 
-    def handle(self, event: ev.Event, now: float) -> list[do.Command]:
+    def handle(self, event: Event, now: float) -> list[Command]:
         """Handle one event at time `now` (seconds of the worker's clock) and return the commands, in order."""
         self.begin(event)
         match event:
-            case ev.ChunkStored():
+            case ChunkStored():
                 if not self._stored(event, now):
                     return self.out
-            case ev.SourceAlive():
+            case SourceAlive():
                 source = self.sources.get(event.source)
                 if source is not None:
                     source.heard_at = source.alive_at = now
                 return self.out
-            case ev.PayloadWanted():
+            case PayloadWanted():
                 self._wanted(event, now)
-            case ev.PayloadUnwanted():
+            case PayloadUnwanted():
                 if self.download is not None and self.download.payload == event.payload:
                     self._end("it is not wanted any more")
-            case ev.RoutesSet():
+            case RoutesSet():
                 self._routed(event, now)
-            case ev.RequestFailed():
+            case RequestFailed():
                 self._failed(event.source, event.reason, now)
-            case ev.OriginLost():
+            case OriginLost():
                 self.has_origin = False
                 self._drop_requests(ORIGIN)
-            case ev.OriginBack():
+            case OriginBack():
                 self._origin_back()
-            case ev.Tick():
+            case Tick():
                 self._look(now)
         self._ask(now)
         if self.download is not None:
@@ -161,7 +262,7 @@ class Fetcher(StateMachine):
 
     # ---- payloads ----------------------------------------------------------------------------------------------------
 
-    def _wanted(self, event: ev.PayloadWanted, now: float) -> None:
+    def _wanted(self, event: PayloadWanted, now: float) -> None:
         old = self.download
         missing = dict.fromkeys(chunk for chunk in event.chunks if chunk in event.missing)
         if old is not None and old.payload == event.payload:
@@ -193,9 +294,9 @@ class Fetcher(StateMachine):
             if source.num_bytes
         )
         self._end("everything is here")
-        self.emit(do.PayloadWhole, f"every chunk of {payload} is stored", payload=payload, tallies=tallies)
+        self.emit(PayloadWhole, f"every chunk of {payload} is stored", payload=payload, tallies=tallies)
 
-    def _stored(self, event: ev.ChunkStored, now: float) -> bool:
+    def _stored(self, event: ChunkStored, now: float) -> bool:
         """Record a chunk. Return True if it completed the payload."""
         source = self.sources.get(event.source)
         if self.download is None or source is None:
@@ -216,7 +317,7 @@ class Fetcher(StateMachine):
 
     # ---- routes ------------------------------------------------------------------------------------------------------
 
-    def _routed(self, event: ev.RoutesSet, now: float) -> None:
+    def _routed(self, event: RoutesSet, now: float) -> None:
         if not event.sources:
             return
         download = self.download
@@ -241,7 +342,7 @@ class Fetcher(StateMachine):
 
     def _cancel(self, name: str, reason: str) -> None:
         if self.sources[name].asked:
-            self.emit(do.CancelRequests, reason, source=name)
+            self.emit(CancelRequests, reason, source=name)
         self._drop_requests(name)
 
     def _drop_requests(self, name: str) -> None:
@@ -273,7 +374,7 @@ class Fetcher(StateMachine):
                 source.asked_at = source.heard_at = now
             source.asked.update(dict.fromkeys(chunks))
             reason = f"{len(chunks)} chunks of {download.payload} are missing"
-            self.emit(do.RequestChunks, reason, source=name, payload=download.payload, chunks=tuple(chunks))
+            self.emit(RequestChunks, reason, source=name, payload=download.payload, chunks=tuple(chunks))
 
     def _adopt(self, download: Download) -> None:
         """No routes came: give the waiting stripes to the origin, or if it is away, to the sources that still work."""
@@ -298,7 +399,7 @@ class Fetcher(StateMachine):
             if reason == "missing":
                 payload = download.payload
                 self._end("the origin does not have it")
-                self.emit(do.PayloadGone, "the origin does not have it", payload=payload)
+                self.emit(PayloadGone, "the origin does not have it", payload=payload)
             else:
                 self._origin_failures += 1
                 self._retry_at = now + RETRY_SECONDS.after(self._origin_failures)
@@ -314,7 +415,7 @@ class Fetcher(StateMachine):
     def _report(self, name: str, reason: str) -> None:
         assert self.download is not None
         self._unsettled[name] = reason
-        self.emit(do.ReportSource, reason, payload=self.download.payload, source=name, failure=reason)
+        self.emit(ReportSource, reason, payload=self.download.payload, source=name, failure=reason)
 
     def _origin_back(self) -> None:
         self.has_origin, self._retry_at = True, 0.0
