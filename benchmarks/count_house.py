@@ -53,9 +53,9 @@ echo2.engines: decode_loop torch_engine snapshot_tensors
 """
 #: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.
 FORWARD_BACKWARD = """
-echo2_service.front: app request_guard access requests_api bodies numbering data given dispatch database work traffic
-echo2_service: decide.order backend frames calling tinker_pb2 fleet.processes
-echo2_service.learner: process models journal data
+echo2_service.front: app request_guard requests_api bodies data given dispatch database work
+echo2_service: decide.order backend calling tinker_pb2 fleet.machines
+echo2_service.learner: process models journal
 echo2.learner.core: tenants trainer
 """
 #: Words by which the files of a topic are found.

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from echo2_service.front.access import ApiKeys
 from echo2_service.front.app import NO_QUOTAS, App
 from echo2_service.front.database import Database
 from echo2_service.front.http_server import HttpServer, listening
+from echo2_service.front.request_guard import ApiKeys
 from echo2_service.settings import Quotas
 from front_service import START
 from one_row_backend import OneRowBackend

@@ -15,9 +15,9 @@ import numpy as np
 from starlette.testclient import TestClient
 
 from echo2_service import tinker_pb2 as pb
-from echo2_service.front.access import ApiKeys
 from echo2_service.front.app import NO_QUOTAS, App
 from echo2_service.front.database import Database
+from echo2_service.front.request_guard import ApiKeys
 from echo2_service.settings import Quotas
 from one_row_backend import OneRowBackend
 

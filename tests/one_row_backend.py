@@ -20,13 +20,22 @@ from echo2.core.disk import allocated_bytes
 from echo2.core.errors import UserError
 from echo2_service.backend import (
     AdamSettings,
+    Answer,
     BaseInfo,
     ClientDatum,
+    CreateModelCall,
+    DeleteCall,
+    ForwardBackwardCall,
+    LoadStateCall,
     ModelSpec,
+    OptimStepCall,
+    PublishCall,
     SampledSequence,
     SampleOutput,
     SampleSpec,
+    SaveStateCall,
     TrainOutput,
+    UnloadCall,
 )
 
 VOCABULARY = 16
@@ -49,8 +58,29 @@ class OneRowBackend:
         self.directory = directory
         self.more_bytes = 0  # beside the row, in what is saved
 
-    async def create_model(self, model: str, spec: ModelSpec) -> None:
+    async def call(self, call: Any) -> Answer:
         """See `Backend`."""
+        match call:
+            case CreateModelCall(model, spec):
+                await self.create_model(model, spec)
+            case ForwardBackwardCall(model, operation, data, loss, params, forward_only):
+                return Answer(trained=await self.forward_backward(model, operation, data, loss, params, forward_only))
+            case OptimStepCall(model, operation, adam):
+                return Answer(metrics=await self.optim_step(model, operation, adam))
+            case SaveStateCall(model, operation, directory):
+                await self.save_state(model, operation, Path(directory))
+            case PublishCall(model, operation, directory):
+                await self.publish(model, operation, Path(directory))
+            case LoadStateCall(model, operation, directory, with_optimizer):
+                await self.load_state(model, operation, Path(directory), with_optimizer)
+            case UnloadCall(model):
+                await self.unload(model)
+            case DeleteCall(model):
+                await self.delete(model)
+        return Answer()
+
+    async def create_model(self, model: str, spec: ModelSpec) -> None:
+        """Create a row."""
         self.calls.append(("create_model", model))
         self.rows.setdefault(model, np.zeros(VOCABULARY))
         self.gradients.setdefault(model, np.zeros(VOCABULARY))
@@ -94,26 +124,21 @@ class OneRowBackend:
         return {"grad_norm": norm}
 
     async def save_state(self, model: str, operation: int, directory: Path) -> None:
-        """See `Backend`."""
         self._begin(model, operation, "save_state")
         self._write(model, directory)
 
     async def publish(self, model: str, operation: int, directory: Path) -> None:
-        """See `Backend`."""
         self._begin(model, operation, "publish")
         self._write(model, directory)
 
     async def load_state(self, model: str, operation: int, directory: Path, with_optimizer: bool) -> None:
-        """See `Backend`."""
         self._begin(model, operation, "load_state")
         self.rows[model] = np.load(directory / "row.npy")
 
     async def unload(self, model: str) -> None:
-        """See `Backend`."""
         self.unloaded.append(model)
 
     async def delete(self, model: str) -> None:
-        """See `Backend`."""
         self.deleted.append(model)
         shutil.rmtree(self.directory / "models" / model, ignore_errors=True)
 

@@ -15,12 +15,21 @@ from fuzz_target import Target, folder, from_file
 from echo2.core.errors import PeerError
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2_service import tinker_pb2 as pb
-from echo2_service.backend import SampledSequence, SampleOutput, SampleSpec
+from echo2_service.backend import (
+    Answer,
+    JournalRecord,
+    Request,
+    SampleCall,
+    SampledSequence,
+    SampleOutput,
+    SampleSpec,
+    UnloadCall,
+)
+from echo2_service.calling import ANSWERS, REQUESTS, encode
 from echo2_service.fleet.machines import checked
-from echo2_service.frames import ANSWERS, REQUESTS, Answer, JournalRecord, Request, SampleCall, UnloadCall, encode
 from echo2_service.front import bodies, own_adapters
+from echo2_service.front.bodies import numbered
 from echo2_service.front.data import read_json, read_protobuf
-from echo2_service.front.numbering import numbered
 from echo2_service.learner.journal import Journal, _checked
 
 _SPEC = SampleSpec(prompt=array("i", [4, 5]), max_tokens=8)

@@ -38,7 +38,7 @@ sys.path.insert(0, str(REPOSITORY / "tests"))
 from echo2.core.disk import allocated_bytes  # noqa: E402
 from echo2_service import tinker_pb2 as pb  # noqa: E402
 from echo2_service.commands.serve import open_database  # noqa: E402
-from echo2_service.front.access import ApiKeys  # noqa: E402
+from echo2_service.front.request_guard import ApiKeys  # noqa: E402
 from served import Served  # noqa: E402 (a service and a machine, as the tests start them)
 
 NUM_STEPS = 40

@@ -26,8 +26,17 @@ from typing import Any
 
 import recording
 
-from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec, SampleSpec
-from echo2_service.fleet.processes import LocalBackend
+from echo2_service.backend import (
+    AdamSettings,
+    ClientDatum,
+    CreateModelCall,
+    ForwardBackwardCall,
+    ModelSpec,
+    OptimStepCall,
+    PublishCall,
+    SampleSpec,
+)
+from echo2_service.fleet.machines import LocalBackend
 
 #: Hidden size, layers, vocabulary.
 SIZES = {"0.2M": (64, 2, 1024), "4M": (256, 4, 4096)}
@@ -74,7 +83,7 @@ class Trial:
         return array("i", [self.rng.randrange(self.vocab) for _ in range(count)])
 
     async def add(self, model: str) -> None:
-        await self.backend.create_model(model, ModelSpec("base", owner=model, rank=8))
+        await self.backend.call(CreateModelCall(model, ModelSpec("base", owner=model, rank=8)))
         await self.step(model)
 
     async def step(self, model: str) -> float:
@@ -84,9 +93,9 @@ class Trial:
             tokens = self.tokens(129)
             data.append(ClientDatum(tokens[:-1], tokens[1:], array("d", [1.0]) * 128))
         began = time.perf_counter()
-        call = self.backend.forward_backward(model, self.operation(model), data, "cross_entropy", {})
-        forward = asyncio.create_task(call)
-        step = asyncio.create_task(self.backend.optim_step(model, self.operation(model), ADAM))
+        call = ForwardBackwardCall(model, self.operation(model), data, "cross_entropy", {})
+        forward = asyncio.create_task(self.backend.call(call))
+        step = asyncio.create_task(self.backend.call(OptimStepCall(model, self.operation(model), ADAM)))
         await forward
         seconds = time.perf_counter() - began
         await step
@@ -106,7 +115,7 @@ class Trial:
         """Published, and a token sampled from it."""
         operation = self.operation(model)
         path = self.out / f"{model}-{operation}"
-        await self.backend.publish(model, operation, path)
+        await self.backend.call(PublishCall(model, operation, str(path)))
         await self.backend.sample("base", path, SampleSpec(self.tokens(8), max_tokens=1))
 
     async def together(self, models: list[str], seconds: float) -> dict[str, Any]:

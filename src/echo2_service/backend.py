@@ -1,4 +1,5 @@
-"""The interface between a service's front and the back end that carries out the work. No torch here.
+"""The interface between a service's front and the back end that carries out the work: calls and their answers, which
+also pass between processes (`calling.py`). No torch here.
 
 The front numbers the operations of a model 1, 2, 3, ... and calls them in that order; it may call the next operation
 before the previous one is answered. An operation is carried out once, even if processes die: a repeated call with the
@@ -12,10 +13,12 @@ All methods raise:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
+
+import msgspec
 
 if TYPE_CHECKING:
     Ints: TypeAlias = array[int]
@@ -171,53 +174,146 @@ class SampleOutput:
     alternative_logprobs: Floats = field(default_factory=lambda: array("f"))
 
 
+class CreateModelCall(msgspec.Struct, frozen=True, tag=True):
+    """Create an adapter with this id (letters, digits and ":._-"). An identical call has no further effect."""
+
+    model: str
+    spec: ModelSpec
+
+
+class ForwardBackwardCall(msgspec.Struct, frozen=True, tag=True):
+    """Add up the gradients of the *sum* of the data's token losses, never a mean (`client_losses.py`)."""
+
+    model: str
+    operation: int
+    data: list[ClientDatum]
+    loss: str
+    params: dict[str, float]
+    forward_only: bool = False
+
+
+class OptimStepCall(msgspec.Struct, frozen=True, tag=True):
+    """Apply one AdamW step to the gradients added since the last step, and clear them. Metrics: `grad_norm`. A gradient
+    that is not finite is a fault, and leaves the weights unchanged."""
+
+    model: str
+    operation: int
+    adam: AdamSettings
+
+
+class SaveStateCall(msgspec.Struct, frozen=True, tag=True):
+    """Write weights and optimizer to `directory`, whole or not at all."""
+
+    model: str
+    operation: int
+    directory: str
+
+
+class LoadStateCall(msgspec.Struct, frozen=True, tag=True):
+    """Load weights, and optionally the optimizer, that `SaveStateCall` wrote for an adapter of equal rank and targets;
+    or only weights that `PublishCall` wrote. Gradients are cleared."""
+
+    model: str
+    operation: int
+    directory: str
+    with_optimizer: bool
+
+
+class PublishCall(msgspec.Struct, frozen=True, tag=True):
+    """Write the current weights to `directory` as a PEFT adapter for samplers. The adapter never changes."""
+
+    model: str
+    operation: int
+    directory: str
+
+
+class UnloadCall(msgspec.Struct, frozen=True, tag=True):
+    """Unload the model from memory; its next operation loads it again."""
+
+    model: str
+
+
+class DeleteCall(msgspec.Struct, frozen=True, tag=True):
+    """Delete the model permanently. Directories to which it was saved or published stay."""
+
+    model: str
+
+
+class SampleCall(msgspec.Struct, frozen=True, tag=True):
+    """Sample, see `Backend.sample`; `snapshot`: "" for the base model alone."""
+
+    base: str
+    snapshot: str
+    spec: SampleSpec
+
+
+class ReadCall(msgspec.Struct, frozen=True, tag=True):
+    """Read training data in JSON."""
+
+    body: bytes
+    forward_only: bool
+
+
+class CancelCall(msgspec.Struct, frozen=True, tag=True):
+    """The caller no longer waits for the answer to call `number`."""
+
+    number: int
+
+
+Operation: TypeAlias = ForwardBackwardCall | OptimStepCall | SaveStateCall | LoadStateCall | PublishCall
+ModelCall: TypeAlias = CreateModelCall | Operation | UnloadCall | DeleteCall
+Call: TypeAlias = ModelCall | SampleCall | ReadCall | CancelCall
+
+
+class Request(msgspec.Struct, frozen=True):
+    """A call, numbered by the caller."""
+
+    number: int
+    call: Call
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """The outcome of a call; fields of other kinds of calls are None. `has_begun`: no outcome yet, but the call is in
+    progress. `fault`: an error message; `is_ours`: the fault is echo2's, not the tenant's.
+    """
+
+    number: int = 0
+    has_begun: bool = False
+    fault: str = ""
+    is_ours: bool = False
+    trained: TrainOutput | None = None
+    metrics: dict[str, float] | None = None
+    sampled: SampleOutput | None = None
+    work: TrainWork | None = None
+
+
+class JournalRecord(msgspec.Struct, frozen=True):
+    """An operation that was carried out. `call`: the call to repeat to restore the model's state; None if there is
+    nothing to repeat. `is_checkpoint`: no operation, but a mark that a checkpoint covers all up to `operation`.
+    """
+
+    operation: int
+    call: ForwardBackwardCall | OptimStepCall | None
+    answer: Answer
+    is_checkpoint: bool = False
+
+
 class Backend(Protocol):
-    """Carries out operations on models, and samples. For one event loop."""
+    """Carries out calls on models, and samples. For one event loop."""
 
     @property
     def bases(self) -> Mapping[str, BaseInfo]:
         """The base models by name."""
 
-    async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """Create an adapter with this id (letters, digits and ":._-"). An identical call has no further effect."""
-
-    async def forward_backward(
-        self,
-        model: str,
-        operation: int,
-        data: Sequence[ClientDatum],
-        loss: str,
-        params: Mapping[str, float],
-        forward_only: bool = False,
-    ) -> TrainOutput:
-        """Add up the gradients of the *sum* of the data's token losses, never a mean (`client_losses.py`)."""
-
-    async def optim_step(self, model: str, operation: int, adam: AdamSettings) -> dict[str, float]:
-        """Apply one AdamW step to the gradients added since the last step, and clear them. Metrics: `grad_norm`. A
-        gradient that is not finite raises UserError and leaves the weights unchanged."""
-
-    async def save_state(self, model: str, operation: int, directory: Path) -> None:
-        """Write weights and optimizer to `directory`, whole or not at all."""
-
-    async def load_state(self, model: str, operation: int, directory: Path, with_optimizer: bool) -> None:
-        """Load weights, and optionally the optimizer, that `save_state` wrote for an adapter of equal rank and targets;
-        or only weights that `publish` wrote. Gradients are cleared."""
-
-    async def publish(self, model: str, operation: int, directory: Path) -> None:
-        """Write the current weights to `directory` as a PEFT adapter for samplers. The adapter never changes."""
-
-    async def unload(self, model: str) -> None:
-        """Unload the model from memory; its next operation loads it again."""
-
-    async def delete(self, model: str) -> None:
-        """Delete the model permanently. Directories to which it was saved or published stay."""
+    async def call(self, call: ModelCall) -> Answer:
+        """Carry out a call, and return its answer."""
 
     def num_bytes(self, model: str) -> int:
         """Return the size of the model on the disk, without what was saved or published. May be called in a thread."""
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        """Sample from what `publish` wrote to `snapshot`, or from the base model alone. The same seed gives the same
-        samples."""
+        """Sample from what `PublishCall` wrote to `snapshot`, or from the base model alone. The same seed gives the
+        same samples."""
 
     async def close(self) -> None:
         """End the processes."""

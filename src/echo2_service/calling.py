@@ -1,5 +1,7 @@
 """Both ends of a process that answers calls. The caller starts it, restarts it when it dies, and sends all unanswered
 calls again; the process reads them from stdin until its parent is gone.
+
+Messages are MessagePack in frames. msgspec checks the types. Arrays are sent as their type code and their bytes.
 """
 
 from __future__ import annotations
@@ -9,20 +11,60 @@ import itertools
 import logging
 import os
 import sys
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
+from echo2.core import frames
 from echo2.core.background import spawn
-from echo2.core.child import ChildProcess, child_environment, ending
-from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.core.child import ChildProcess, child_environment, ending, take_pipes
+from echo2.core.errors import InvariantError, NoRoomError, PeerError, UserError
 from echo2.core.frames import read_frame, receive_frame
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
-from echo2_service.frames import ANSWERS, REQUESTS, Answer, Call, CancelCall, Request, frame
+from echo2_service.backend import Answer, Call, CancelCall, JournalRecord, Request
+
+#: Type codes of the arrays that may be sent.
+_CODES = ("i", "f", "d")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, array):
+        return [value.typecode, value.tobytes()]
+    raise NotImplementedError(f"{type(value).__name__} is not sent")
+
+
+def _typed(kind: Any, value: Any) -> Any:
+    if kind is not array or not isinstance(value, list) or len(value) != 2 or value[0] not in _CODES:
+        raise ValueError("not an array")
+    return array(value[0], value[1])
+
+
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+REQUESTS = msgspec.msgpack.Decoder(Request, dec_hook=_typed)
+ANSWERS = msgspec.msgpack.Decoder(Answer, dec_hook=_typed)
+RECORDS = msgspec.msgpack.Decoder(JournalRecord, dec_hook=_typed)
+#: The first bytes of each JournalRecord: a map, and the first name in it.
+RECORD_BEGINNING = bytes([0x80 | len(JournalRecord.__struct_fields__)]) + _ENCODER.encode("operation")
+
+
+def encode(message: Request | Answer) -> bytes:
+    """Encode a message without its length, for links that preserve message boundaries."""
+    return _ENCODER.encode(message)
+
+
+def frame(message: Request | Answer | JournalRecord) -> bytes:
+    """Encode a message as one frame.
+
+    Raises:
+        PeerError: "oversized".
+    """
+    return frames.frame(_ENCODER.encode(message))
+
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +228,35 @@ class AnsweringProcess:
             if pending.deaths >= MOST_DEATHS and not pending.answered.done():
                 words = f"The {self._name} process died {pending.deaths} times while it worked on this: see its log."
                 pending.answered.set_result(Answer(fault=words, is_ours=True))
+
+
+def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
+    """In a process that answers calls, return the stream of requests, and the function that sends an answer. What is
+    logged goes to stderr, under this name.
+    """
+    inbox, outbox = take_pipes()
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(message)s")
+
+    def tell(answer: Answer) -> None:
+        try:
+            data = frame(answer)
+        except PeerError as error:  # too large
+            data = frame(Answer(answer.number, fault=f"The answer cannot be sent: {error.detail}", is_ours=True))
+        outbox.write(data)
+        outbox.flush()
+
+    return inbox, tell
+
+
+def failed(number: int, error: Exception, doing: str) -> Answer:
+    """Return the answer to a call that failed. A mistake of ours is logged, and other tenants' work goes on."""
+    if isinstance(error, PeerError):  # weights that are not finite, bytes that are no message
+        return Answer(number, fault=error.detail)
+    if isinstance(error, UserError):
+        return Answer(number, fault=str(error), is_ours=isinstance(error, NoRoomError))
+    # An OSError is most likely a full disk, at each retry.
+    log.error("%s: %s", doing, error, exc_info=None if isinstance(error, OSError) else error)
+    return Answer(number, fault=f"{type(error).__name__}: {error}", is_ours=True)
 
 
 def receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:

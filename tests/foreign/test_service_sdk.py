@@ -10,7 +10,7 @@ import pytest
 
 import house
 from echo2_service.commands.serve import open_database
-from echo2_service.front.access import ApiKeys
+from echo2_service.front.request_guard import ApiKeys
 from served import SDKS, Served
 
 NUM_STEPS = 24

@@ -13,8 +13,16 @@ from pathlib import Path
 import pytest
 
 from echo2.core.errors import UserError
-from echo2_service.backend import AdamSettings, ModelSpec, SampleSpec
-from echo2_service.fleet.processes import LocalBackend
+from echo2_service.backend import (
+    AdamSettings,
+    CreateModelCall,
+    ForwardBackwardCall,
+    ModelSpec,
+    OptimStepCall,
+    PublishCall,
+    SampleSpec,
+)
+from echo2_service.fleet.machines import LocalBackend
 from echo2_service.fleet.server import FleetServer
 from echo2_service.settings import FleetSettings
 from learner_cases import model_directory
@@ -94,10 +102,10 @@ async def sample_until(is_over: asyncio.Event, backend: LocalBackend, snapshot: 
 
 
 async def train_and_publish(backend: LocalBackend, directory: Path) -> None:
-    await backend.create_model("m", ModelSpec("tiny", rank=2))
-    await backend.forward_backward("m", 1, some_data("x"), "cross_entropy", {})
-    await backend.optim_step("m", 2, AdamSettings(0.1))
-    await backend.publish("m", 3, directory)
+    await backend.call(CreateModelCall("m", ModelSpec("tiny", rank=2)))
+    await backend.call(ForwardBackwardCall("m", 1, some_data("x"), "cross_entropy", {}))
+    await backend.call(OptimStepCall("m", 2, AdamSettings(0.1)))
+    await backend.call(PublishCall("m", 3, str(directory)))
 
 
 def test_a_fleet_answers_as_one_process_does_whatever_is_killed(tmp_path: Path) -> None:

@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from echo2.core.errors import InvariantError
-from echo2_service.backend import AdamSettings, ModelSpec, SampleSpec
-from echo2_service.fleet.processes import LocalBackend
+from echo2_service.backend import (
+    AdamSettings,
+    CreateModelCall,
+    ForwardBackwardCall,
+    ModelSpec,
+    OptimStepCall,
+    PublishCall,
+    SampleSpec,
+)
+from echo2_service.fleet.machines import LocalBackend
 from learner_cases import model_directory
 from service_cases import some_data
 
@@ -25,15 +32,16 @@ def test_killed_under_load_the_numbers_are_those_of_an_undisturbed_run(tmp_path:
     """Two owners' pipelined steps; the learner process is killed with SIGKILL again and again in their midst."""
 
     async def train(backend: LocalBackend, model: str) -> list[float]:
-        await backend.create_model(model, ModelSpec("tiny", owner=model, rank=2))
+        await backend.call(CreateModelCall(model, ModelSpec("tiny", owner=model, rank=2)))
         calls = []
         for step in range(8):
-            forward = backend.forward_backward(model, 2 * step + 1, some_data(f"{step}"), "cross_entropy", {})
-            calls += [asyncio.create_task(forward), asyncio.create_task(backend.optim_step(model, 2 * step + 2, ADAM))]
+            forward = ForwardBackwardCall(model, 2 * step + 1, some_data(f"{step}"), "cross_entropy", {})
+            both = forward, OptimStepCall(model, 2 * step + 2, ADAM)
+            calls += [asyncio.create_task(backend.call(call)) for call in both]
             if step % 3 == 2:
                 await asyncio.gather(*calls)
         return [
-            done["grad_norm"] if isinstance(done, dict) else done.metrics["loss:sum"]
+            (done.metrics or {})["grad_norm"] if done.trained is None else done.trained.metrics["loss:sum"]
             for done in await asyncio.gather(*calls)
         ]
 
@@ -45,12 +53,13 @@ def test_killed_under_load_the_numbers_are_those_of_an_undisturbed_run(tmp_path:
         backend = LocalBackend({"tiny": str(tmp_path / "base")}, tmp_path / "killed", "cpu")
         training = [asyncio.create_task(train(backend, model)) for model in ("a", "b")]
         for number in range(4):
-            await backend.create_model(f"m{number}", ModelSpec("tiny", owner="other", rank=2))  # until it is up
+            await backend.call(
+                CreateModelCall(f"m{number}", ModelSpec("tiny", owner="other", rank=2))
+            )  # until it is up
             assert backend.learner.process_id is not None
             os.kill(backend.learner.process_id, signal.SIGKILL)
         found = await asyncio.gather(*training)
-        with pytest.raises(InvariantError, match="another one before"):
-            await backend.optim_step("a", 1, ADAM)
+        assert (await backend.call(OptimStepCall("a", 1, ADAM))).metrics is None, "operation 1 was another one before"
         await backend.close()
         assert found == [undisturbed, undisturbed]
 
@@ -67,8 +76,8 @@ def test_a_killed_sampler_answers_what_it_would_have(tmp_path: Path) -> None:
     async def run() -> None:
         model_directory(tmp_path / "base")
         backend = LocalBackend({"tiny": str(tmp_path / "base")}, tmp_path / "root", "cpu")
-        await backend.create_model("m", ModelSpec("tiny", rank=2))
-        await backend.publish("m", 1, tmp_path / "snapshot")
+        await backend.call(CreateModelCall("m", ModelSpec("tiny", rank=2)))
+        await backend.call(PublishCall("m", 1, str(tmp_path / "snapshot")))
         undisturbed = await sample(backend, tmp_path / "snapshot")
         for _ in range(2):
             sampling = asyncio.create_task(sample(backend, tmp_path / "snapshot"))

@@ -16,22 +16,23 @@ from echo2.core.types import Backoff
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
 from echo2_service import calling, limits
-from echo2_service.backend import AdamSettings, ClientDatum, ModelSpec
-from echo2_service.decide.order import FairQueue
-from echo2_service.frames import (
+from echo2_service.backend import (
+    AdamSettings,
     Answer,
+    ClientDatum,
     CreateModelCall,
     ForwardBackwardCall,
     LoadStateCall,
     ModelCall,
+    ModelSpec,
     OptimStepCall,
     SaveStateCall,
     UnloadCall,
 )
+from echo2_service.decide.order import FairQueue
 from echo2_service.learner import models as models_module
-from echo2_service.learner.data import learner_data
 from echo2_service.learner.journal import Journal
-from echo2_service.learner.models import Models
+from echo2_service.learner.models import Models, learner_data
 from learner_cases import model_directory
 from service_cases import some_data
 
@@ -305,7 +306,8 @@ def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pyte
 DYING = """
 import os, signal
 from echo2.core.child import take_pipes
-from echo2_service.frames import Answer, frame
+from echo2_service.calling import frame
+from echo2_service.backend import Answer
 from echo2_service.calling import receive
 
 inbox, outbox = take_pipes()
@@ -326,7 +328,8 @@ receive(inbox, take)
 BABBLING = """
 import pathlib, sys
 from echo2.core.child import take_pipes
-from echo2_service.frames import Answer, frame
+from echo2_service.calling import frame
+from echo2_service.backend import Answer
 from echo2_service.calling import receive
 
 inbox, outbox = take_pipes()

@@ -13,7 +13,7 @@ import zstandard
 
 from echo2_service import limits
 from echo2_service import tinker_pb2 as pb
-from echo2_service.front.numbering import Numbered, numbered
+from echo2_service.front.bodies import Numbered, numbered
 from front_service import PROTO, Service, protobuf
 
 PACKED = {"content-encoding": "zstd"}

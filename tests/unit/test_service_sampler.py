@@ -22,11 +22,10 @@ from echo2.learner.core.datum import Datum
 from echo2.learner.core.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
 from echo2.weights.format.model_files import read_base_model
-from echo2_service.backend import SampledSequence, SampleOutput, SampleSpec
-from echo2_service.frames import Answer, Request, SampleCall, frame
+from echo2_service.backend import Answer, Request, SampleCall, SampledSequence, SampleOutput, SampleSpec
+from echo2_service.calling import frame
 from echo2_service.sampler import process
-from echo2_service.sampler.process import SampleCalls, base_sampler
-from echo2_service.sampler.samplers import BaseSampler
+from echo2_service.sampler.process import BaseSampler, SampleCalls, base_sampler
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module
 
 PROMPT = array("i", [5, 6, 7, 8, 9])

@@ -14,8 +14,8 @@ from echo2.core.errors import PeerError, UserError
 from echo2.engines.tokenizer import load_tokenizer
 from echo2_service import settings, tiny_model
 from echo2_service.commands import serve
-from echo2_service.front.access import ApiKeys
 from echo2_service.front.database import sessions
+from echo2_service.front.request_guard import ApiKeys
 
 
 def test_the_example_is_read() -> None:

@@ -10,8 +10,7 @@ import pytest
 from rich.console import Console
 from starlette.testclient import TestClient
 
-from echo2_service.commands.status import show, status, tables
-from echo2_service.commands.status_page import StatusPage
+from echo2_service.commands.status import StatusPage, show, status, tables
 from front_service import Service
 
 MACHINE = {"host": "<b>", "device": "cpu", "doing": "samples", "under_way": 3, "sampled": 1234, "price_usd_per_hour": 0}

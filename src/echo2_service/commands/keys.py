@@ -10,8 +10,8 @@ from datetime import UTC, datetime
 from echo2.core.errors import UserError
 from echo2.core.printable import printable
 from echo2_service.commands.serve import open_database
-from echo2_service.front.access import ApiKeys
 from echo2_service.front.database import keys
+from echo2_service.front.request_guard import ApiKeys
 
 _ENDS = ("expires", "revoked")
 

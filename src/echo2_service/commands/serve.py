@@ -11,12 +11,12 @@ from echo2.config.rundir import claimed
 from echo2.core.devices import forbid_torch, require_torch
 from echo2.core.errors import UserError
 from echo2_service import tiny_model
-from echo2_service.fleet.processes import LocalBackend
+from echo2_service.fleet.machines import LocalBackend
 from echo2_service.fleet.server import FleetServer
-from echo2_service.front.access import SCOPES, ApiKeys
 from echo2_service.front.app import App
 from echo2_service.front.database import Database, keys
 from echo2_service.front.http_server import HttpServer, listening
+from echo2_service.front.request_guard import SCOPES, ApiKeys
 from echo2_service.settings import ServiceSettings, load
 
 

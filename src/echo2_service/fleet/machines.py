@@ -1,5 +1,5 @@
-"""The machines that sample for a service: its own sampler process, and workers that joined by ticket. Each call goes to
-one of them, and to another one if that machine is lost.
+"""The back end: a learner process, and the machines that sample: a sampler process beside it, and workers that joined
+by ticket. Each sample goes to one of them, and to another one if that machine is lost. No torch in this process.
 """
 
 from __future__ import annotations
@@ -9,18 +9,34 @@ import itertools
 import logging
 import math
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
+from echo2.core.disk import allocated_bytes
 from echo2.core.errors import Echo2Error, InvariantError, PeerError, UserError
 from echo2.core.printable import printable
+from echo2.engines.model_values import read_context
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import LOGPROB_SLACK
-from echo2_service.backend import Floats, Ints, SampleOutput, SampleSpec
-from echo2_service.calling import AnsweringProcess
+from echo2.weights.format.model_files import find_model, model_files
+from echo2_service.backend import (
+    Answer,
+    BaseInfo,
+    CancelCall,
+    Floats,
+    Ints,
+    ModelCall,
+    Request,
+    SampleCall,
+    SampleOutput,
+    SampleSpec,
+)
+from echo2_service.calling import AnsweringProcess, encode
 from echo2_service.decide.placing import LOCAL, Placing
 from echo2_service.fleet.payloads import Payloads
-from echo2_service.frames import Answer, CancelCall, Request, SampleCall, encode
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +64,6 @@ class OwnProcess:
         self._process = process
 
     async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        """See `SamplingMachine.sample`."""
         answer = await self._process.call(SampleCall(base, "" if snapshot is None else str(snapshot), spec))
         if answer.sampled is None:
             raise InvariantError("the sampler answered nothing")
@@ -69,7 +84,6 @@ class JoinedMachine:
         self._is_lost = False
 
     async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        """See `SamplingMachine.sample`."""
         try:
             base_id, adapter_id = await self._payloads.store(base, snapshot)
         except Echo2Error as error:  # also a full disk: the service's own process needs no payload
@@ -165,7 +179,6 @@ class Samplers:
         self._placing.left(name)
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        """See `Backend.sample`."""
         number = next(self._numbers)
         self._placing.arrive(number, spec.owner, str(snapshot or base), spec.num_samples)
         try:
@@ -198,3 +211,51 @@ class Samplers:
             placed = self._waiting[number]
             if not placed.done():  # else the caller was cancelled, and its call is about to end
                 placed.set_result(self._machines[name])
+
+
+class LocalBackend:
+    """A `Backend`. `root`: directory of models and logs; a later back end with the same root continues from there."""
+
+    def __init__(self, bases: Mapping[str, str], root: Path, device: str = "auto") -> None:
+        """`bases`: directories, or hub ids, by the names that clients use.
+
+        Raises:
+            UserError: there is no such model, or its config.json does not state the context length.
+        """
+        directories = {name: str(find_model(path, f"bases.{name}").absolute()) for name, path in bases.items()}
+        self._bases = {
+            name: BaseInfo(name, directory, _context(Path(directory))) for name, directory in directories.items()
+        }
+        root.mkdir(parents=True, exist_ok=True)
+        self._models = root / "models"
+        settings = {"bases": directories, "root": str(self._models), "device": device}
+        text = msgspec.json.encode(settings).decode()
+        self.learner = AnsweringProcess("echo2_service.learner.process", text, root / "learner.log")
+        self.sampler = AnsweringProcess("echo2_service.sampler.process", text, root / "sampler.log")
+        self.samplers = Samplers(OwnProcess(self.sampler))
+
+    @property
+    def bases(self) -> Mapping[str, BaseInfo]:
+        return self._bases
+
+    async def call(self, call: ModelCall) -> Answer:
+        return await self.learner.call(call)
+
+    def num_bytes(self, model: str) -> int:
+        return allocated_bytes(self._models / model)
+
+    async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        return await self.samplers.sample(base, snapshot, spec)
+
+    async def close(self) -> None:
+        await self.learner.close()
+        await self.sampler.close()
+
+
+def _context(directory: Path) -> int:
+    context = read_context(model_files(directory))
+    if context is None:
+        raise UserError(
+            f"{directory}/config.json has max_position_embeddings = {context!r}: give the context's length."
+        )
+    return context

@@ -27,9 +27,9 @@ from echo2.transport.base import Handler, Peer
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import NAME_CHARS_MAX
+from echo2_service.calling import ANSWERS
 from echo2_service.fleet.machines import JoinedMachine, Samplers
 from echo2_service.fleet.payloads import Payloads
-from echo2_service.frames import ANSWERS
 from echo2_service.settings import FleetSettings
 
 log = logging.getLogger(__name__)

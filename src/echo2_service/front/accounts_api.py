@@ -24,14 +24,14 @@ from echo2.core.errors import PeerError, UserError
 from echo2.learner.core.checkpoint import STATE_FILE
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2_service import limits
-from echo2_service.front.access import Caller
-from echo2_service.front.bills import Bills
+from echo2_service.backend import UnloadCall
 from echo2_service.front.bodies import AdapterBody, CopyBody, LabelledBody, ModelIdBody, SessionIdBody, TtlBody, parse
 from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
-from echo2_service.front.request_guard import answer
+from echo2_service.front.request_guard import Caller, answer
+from echo2_service.front.usage import Bills
 from echo2_service.front.work import KINDS, Work
 from echo2_service.settings import PRICED
 
@@ -137,7 +137,7 @@ class AccountsApi:
     async def unload_model(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Unload a model from memory."""
         model = self._own(models, parse(ModelIdBody, body).model_id, caller)
-        await self._work.backend.unload(model.id)
+        await self._work.backend.call(UnloadCall(model.id))
         return answer({"type": "unload_model", "model_id": model.id})
 
     async def show_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:

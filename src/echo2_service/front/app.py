@@ -20,16 +20,14 @@ from starlette.routing import Route
 from echo2.core.background import spawn
 from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
-from echo2_service.front.access import ApiKeys, Caller
 from echo2_service.front.accounts_api import AccountsApi
-from echo2_service.front.bills import Bills
 from echo2_service.front.cleaning import ARRIVING, Cleaning
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader
-from echo2_service.front.request_guard import Handler, RequestGuard
+from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestGuard
 from echo2_service.front.requests_api import RequestsApi
-from echo2_service.front.storage import Storage
+from echo2_service.front.usage import Bills, Storage
 from echo2_service.front.work import Work
 from echo2_service.settings import Quotas
 

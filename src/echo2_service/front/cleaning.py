@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from echo2.core.background import spawn
+from echo2_service.backend import DeleteCall
 from echo2_service.front.database import OPEN, UNREACHED, checkpoints, models, requests, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.storage import TENANT_PREFIX, sampler_directories
+from echo2_service.front.usage import TENANT_PREFIX, sampler_directories
 from echo2_service.front.work import Work
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,7 @@ class Cleaning:
 
     async def _delete_models(self, session: str) -> None:
         for row in self._database.select(models, columns=["id"], session=session):
-            await self._backend.delete(row.id)  # after the calls that the back end has, which may take a while
+            await self._backend.call(DeleteCall(row.id))  # after the calls that it has, which may take a while
             self._dispatcher.forget(row.id)
         self._database.update(sessions, {"id": session}, seen=TIDIED)
         self._deleting.discard(session)

@@ -18,13 +18,12 @@ from typing import Any, TypeVar
 from echo2.core.background import spawn
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
+from echo2_service.backend import UnloadCall
 from echo2_service.decide.order import FairQueue, ModelOrder, Released
-from echo2_service.front.access import Caller
-from echo2_service.front.bills import Bills
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2_service.front.given import BodyReader, Given, GivenRequests, read_stored
-from echo2_service.front.request_guard import for_tenants
-from echo2_service.front.storage import ROW_BYTES
+from echo2_service.front.request_guard import Caller, for_tenants
+from echo2_service.front.usage import ROW_BYTES, Bills
 from echo2_service.front.work import Work
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Dispatcher:
         self._num_open, self._open_bytes = Counter[str](), Counter[str]()
         self._given = GivenRequests()
         self._ended: dict[str, asyncio.Event] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self) -> None:
         """Resume the open requests of the previous process."""
@@ -203,7 +202,9 @@ class Dispatcher:
                 self._stop(row, reason)
         for model in self._database.select(models, columns=["id"], session=session):
             self.forget(model.id)
-            self._spawn(self._work.backend.unload(model.id), partial(log.warning, "a model stays in memory: %s"))
+            self._spawn(
+                self._work.backend.call(UnloadCall(model.id)), partial(log.warning, "a model stays in memory: %s")
+            )
 
     def forget(self, model: str) -> None:
         """Forget the order of a model's requests. It is read again if there are others."""
@@ -429,7 +430,7 @@ class Dispatcher:
             if not counter[tenant]:
                 del counter[tenant]
 
-    def _spawn(self, work: Coroutine[Any, Any, None], on_error: Callable[[Exception], object]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, Used], on_error: Callable[[Exception], object]) -> asyncio.Task[Used]:
         task = spawn(work, on_error)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -15,9 +15,8 @@ import msgspec
 
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
-from echo2_service.backend import TrainWork
+from echo2_service.backend import ReadCall, TrainWork
 from echo2_service.calling import AnsweringProcess
-from echo2_service.frames import ReadCall
 from echo2_service.front.bodies import LoadBody, OptimBody, SampleBody, SaveBody, parse
 from echo2_service.front.data import read_json, read_protobuf
 

@@ -1,4 +1,5 @@
-"""Checks every request before its handler: first the key, then the body, which is bounded and must keep coming.
+"""Checks every request before its handler: first the key, with its scopes, expiry and rate, then the
+body, which is bounded and must keep coming.
 
 A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again. Errors
 name no path of this machine (`for_tenants`).
@@ -7,9 +8,14 @@ name no path of this machine (`for_tenants`).
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import re
-from collections.abc import Awaitable, Callable
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import msgspec
@@ -21,9 +27,146 @@ from starlette.types import Scope as Asgi
 
 from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
-from echo2_service.front.access import ApiKeys, Caller
-from echo2_service.front.database import UNREACHED
-from echo2_service.front.traffic import Passage, Traffic
+from echo2_service.front.database import UNREACHED, Database, keys
+
+
+class Traffic:
+    """What is under way; `num_bytes` in all. For one event loop."""
+
+    def __init__(self) -> None:
+        self._bytes, self._requests = Counter[str](), Counter[str]()
+        self.num_bytes = 0
+
+    def begin(self, tenant: str) -> Passage:
+        """Begin a request.
+
+        Raises:
+            PeerError: "rate", the tenant has too many requests under way.
+        """
+        if self._requests[tenant] >= limits.AT_ONCE_MAX:
+            raise PeerError("rate", f"{limits.AT_ONCE_MAX} of your requests are under way; wait for some of them.")
+        self._requests[tenant] += 1
+        return Passage(tenant, self._take, self._end)
+
+    def _take(self, tenant: str, num_bytes: int) -> None:
+        mine, everyone = self._bytes[tenant] + num_bytes, self.num_bytes + num_bytes
+        room = limits.ALL_BYTES_MAX - (limits.RESERVED_BYTES if mine > limits.FEW_BYTES else 0)
+        if mine > limits.TENANT_BYTES_MAX:
+            raise PeerError("rate", f"{mine} bytes of your requests are under way; wait until some are answered.")
+        if everyone > room:
+            raise PeerError("rate", "too much is under way; try again.")
+        self._bytes[tenant], self.num_bytes = mine, everyone
+
+    def _end(self, tenant: str, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        for counter, count in ((self._bytes, num_bytes), (self._requests, 1)):
+            counter[tenant] -= count
+            if not counter[tenant]:
+                del counter[tenant]
+
+
+class Passage:
+    """One request of a tenant, from `Traffic.begin` to `end`."""
+
+    def __init__(self, tenant: str, take: Callable[[str, int], None], end: Callable[[str, int], None]) -> None:
+        self._tenant, self._take, self._end = tenant, take, end
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Count bytes of the request until its end.
+
+        Raises:
+            PeerError: "rate", too many bytes are under way.
+        """
+        self._take(self._tenant, num_bytes)
+        self._num_bytes += num_bytes
+
+    def end(self) -> None:
+        """Forget the request."""
+        self._end(self._tenant, self._num_bytes)
+
+
+#: train: models and checkpoints; sample: samplers and samples.
+SCOPES = ("train", "sample")
+PREFIX = "tml-"  # required by the SDK
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of a request."""
+
+    tenant: str
+    key: str
+    scopes: frozenset[str]
+
+
+class ApiKeys:
+    """Authenticates callers by their keys and limits their rate."""
+
+    def __init__(
+        self, database: Database, clock: Callable[[], float], ticks: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: seconds since 1970, by which keys expire; `ticks`: seconds that never step, for their rates."""
+        self._database, self._clock, self._ticks = database, clock, ticks
+        self._budgets: dict[str, tuple[float, float]] = {}
+
+    def add_key(
+        self, tenant: str, scopes: Sequence[str] = SCOPES, days: float | None = None, per_minute: int = 100_000
+    ) -> str:
+        """Create a key and return its text. Only a digest is stored, so the text cannot be retrieved later.
+
+        Raises:
+            UserError: there is no such scope.
+        """
+        unknown = sorted(set(scopes) - set(SCOPES))
+        if unknown:
+            raise UserError(f"There is no scope {unknown[0]!r}; there are {', '.join(SCOPES)}.")
+        text, now = PREFIX + secrets.token_urlsafe(32), self._clock()
+        self._database.insert(
+            keys,
+            id="key_" + secrets.token_hex(6),
+            digest=_digest(text),
+            tenant=tenant,
+            scopes=list(scopes),
+            per_minute=per_minute,
+            created=now,
+            expires=None if days is None else now + days * 86400.0,
+        )
+        return text
+
+    def revoke(self, key_id: str) -> None:
+        """Refuse this key from now on.
+
+        Raises:
+            UserError: there is no such key.
+        """
+        if not self._database.update(keys, {"id": key_id}, revoked=self._clock()):
+            raise UserError(f"There is no key {key_id!r}.")
+
+    def admit(self, text: str) -> Caller:
+        """Return the caller with this key.
+
+        Raises:
+            PeerError: `unauthenticated`, or `rate` if the key's rate is exceeded.
+        """
+        row = self._database.find(keys, digest=_digest(text)) if text else None
+        now = self._clock()
+        if row is None:
+            raise PeerError("unauthenticated", "the API key is not known; send it as X-API-Key.")
+        if row.revoked is not None or (row.expires is not None and row.expires <= now):
+            raise PeerError("unauthenticated", f"the API key {row.id} is {'revoked' if row.revoked else 'expired'}.")
+        ticks = self._ticks()
+        calls, since = self._budgets.get(row.id, (float(row.per_minute), ticks))
+        calls = min(float(row.per_minute), calls + (ticks - since) * row.per_minute / 60.0)
+        self._budgets[row.id] = (max(0.0, calls - 1.0), ticks)
+        if calls < 1.0:
+            raise PeerError("rate", f"the API key {row.id} may make {row.per_minute} calls a minute.")
+        return Caller(row.tenant, row.id, frozenset(row.scopes))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,6 @@ from starlette.responses import Response
 from echo2.core.background import awaited
 from echo2.core.errors import PeerError, UserError
 from echo2_service.backend import ModelSpec, TrainWork
-from echo2_service.front.access import Caller
 from echo2_service.front.bodies import (
     FutureBody,
     LoadBody,
@@ -24,14 +23,14 @@ from echo2_service.front.bodies import (
     SampleBody,
     SamplerBody,
     SaveBody,
+    numbered,
     parse,
 )
 from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader, Given, digest_of, off_loop
-from echo2_service.front.numbering import numbered
-from echo2_service.front.request_guard import WhenRefused, answer, for_tenants, refused
+from echo2_service.front.request_guard import Caller, WhenRefused, answer, for_tenants, refused
 from echo2_service.front.work import Work, sample_spec
 
 #: Seconds for which a poll is held open; the SDKs give up after 45 and poll again at once.

@@ -10,21 +10,34 @@ from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from echo2.core.disk import num_bytes
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
-from echo2_service.backend import AdamSettings, Backend, ModelSpec, SampleSpec, TrainWork
+from echo2_service.backend import (
+    AdamSettings,
+    Backend,
+    CreateModelCall,
+    ForwardBackwardCall,
+    LoadStateCall,
+    ModelSpec,
+    Operation,
+    OptimStepCall,
+    PublishCall,
+    SampleSpec,
+    SaveStateCall,
+    TrainWork,
+)
 from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
-from echo2_service.front.data import train_answer
+from echo2_service.front.data import check_scores, read_targets, sample_answer, train_answer
 from echo2_service.front.database import Database, Row, checkpoints, models, samplers
 from echo2_service.front.given import Given, off_loop
-from echo2_service.front.sampled import check_scores, read_targets, sample_answer
-from echo2_service.front.storage import Storage
+from echo2_service.front.usage import Storage
 
+T = TypeVar("T")
 SCHEMES = ("tinker://", "logits://")
 KINDS = ("weights", "sampler_weights")
 
@@ -103,7 +116,7 @@ class Work:
             raise UserError(f"The model has a checkpoint {body.path!r} already. Choose another name, or overwrite.")
 
     async def _create_model(self, request: Row, _: None) -> Done:
-        await self.backend.create_model(request.target, self._spec(request.target))
+        await self.backend.call(CreateModelCall(request.target, self._spec(request.target)))
         return _json(type="create_model", model_id=request.target)
 
     def _spec(self, model: str) -> ModelSpec:
@@ -115,24 +128,22 @@ class Work:
     async def _train(self, request: Row, work: TrainWork) -> Done:
         if work.error:
             raise UserError(work.error)
-        output = await self.backend.forward_backward(
+        call = ForwardBackwardCall(
             request.target, request.operation, work.data, work.loss, work.params, work.forward_only
         )
+        output = _of(call, (await self.backend.call(call)).trained)
         answer = await asyncio.to_thread(train_answer, output, work.widths)
         return Done(answer, sum(len(datum.tokens) for datum in work.data))
 
     async def _optim_step(self, request: Row, body: OptimBody) -> Done:
-        adam = adam_settings(body.adam_params)
-        metrics = await self.backend.optim_step(request.target, request.operation, adam)
-        return _json(type="optim_step", metrics=metrics)
+        call = OptimStepCall(request.target, request.operation, adam_settings(body.adam_params))
+        return _json(type="optim_step", metrics=_of(call, (await self.backend.call(call)).metrics))
 
     async def _save(self, request: Row, body: SaveBody) -> Done:
         """Save to a directory named after the request; the user's name for it is only in the database."""
         directory = self.storage.directory(request.tenant) / request.id
-        if request.kind == "save_weights":
-            await self.backend.save_state(request.target, request.operation, directory)
-        else:
-            await self.backend.publish(request.target, request.operation, directory)
+        save = SaveStateCall if request.kind == "save_weights" else PublishCall
+        await self.backend.call(save(request.target, request.operation, str(directory)))
         await self._check_disk(request.tenant, directory)
         if body.path is None and request.kind == "save_weights_for_sampler":
             return self._new_sampler(request, body, directory)
@@ -188,10 +199,9 @@ class Work:
     async def _load(self, request: Row, body: LoadBody) -> Done:
         found = self.checkpoint(body.path, request.tenant)
         if body.session_id is not None:
-            await self.backend.create_model(request.target, self._spec(request.target))
-        directory = Path(found.directory)
+            await self.backend.call(CreateModelCall(request.target, self._spec(request.target)))
         with_optimizer = body.optimizer and found.kind == "weights"
-        await self.backend.load_state(request.target, request.operation, directory, with_optimizer)
+        await self.backend.call(LoadStateCall(request.target, request.operation, found.directory, with_optimizer))
         return _json(type="load_weights", path=body.path, model_id=request.target)
 
     async def _sample(self, request: Row, body: SampleBody) -> Done:
@@ -266,6 +276,13 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
         )
     ends = tuple(stop for stop in stops if isinstance(stop, int))
     return replace(spec, stop_tokens=ends, stop_strings=tuple(texts))
+
+
+def _of(call: Operation, found: T | None) -> T:
+    """Return what the answer to a call has of its kind."""
+    if found is None:
+        raise InvariantError(f"{call.model}: operation {call.operation} was another one before")
+    return found
 
 
 def _checkpoint_kind(request_kind: str) -> str:

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from echo2.core.errors import InvariantError
 from echo2.core.frames import HEADER
-from echo2_service.frames import RECORD_BEGINNING, RECORDS, Answer, JournalRecord, frame
+from echo2_service.backend import Answer, JournalRecord
+from echo2_service.calling import RECORD_BEGINNING, RECORDS, frame
 
 #: Number of answers that can be requested again. A front has fewer operations of one model open at a time.
 ANSWERS_KEPT = 256

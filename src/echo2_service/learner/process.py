@@ -12,20 +12,19 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
 from echo2.config.rundir import claimed
-from echo2.core.child import take_pipes
-from echo2.core.errors import Echo2Error, NoRoomError, PeerError, UserError
+from echo2.core.errors import Echo2Error
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
-from echo2_service.calling import receive
+from echo2_service.backend import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall
+from echo2_service.calling import begin, failed, receive
 from echo2_service.decide.order import FairQueue
-from echo2_service.frames import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall, frame
 from echo2_service.learner.models import Models, Slices
 
 log = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class _Queue:
 class CallQueue:
     """Queues calls, and runs them slice by slice, fairly among their owners. For one thread."""
 
-    def __init__(self, models: Models, outbox: BinaryIO) -> None:
-        self._models, self._outbox = models, outbox
+    def __init__(self, models: Models, tell: Callable[[Answer], None]) -> None:
+        self._models, self._tell = models, tell
         self._fair_queue = FairQueue()
         self._queues: dict[str, _Queue] = {}
         self._of_owner: dict[str, deque[str]] = {}
@@ -98,37 +97,22 @@ class CallQueue:
             return
         except StopIteration as end:
             answer: Answer = end.value
-        except UserError as error:
-            answer = Answer(fault=str(error), is_ours=isinstance(error, NoRoomError))
-        except OSError as error:  # most likely a full disk, at each retry
-            log.error("%s of %s: %s", type(call).__name__, call.model, error)
-            answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
-        except Exception as error:  # other tenants' work goes on; this caller gets the error
-            log.exception("%s of %s", type(call).__name__, call.model)
-            answer = Answer(fault=f"{type(error).__name__}: {error}", is_ours=True)
+        except Exception as error:  # this caller gets the error
+            answer = failed(number, error, f"{type(call).__name__} of {call.model}")
         waiting.slices = None
         waiting.calls.popleft()
         self._tell(msgspec.structs.replace(answer, number=number))
 
-    def _tell(self, answer: Answer) -> None:
-        try:
-            data = frame(answer)
-        except PeerError as error:  # too large
-            data = frame(Answer(answer.number, fault=f"The answer cannot be sent: {error.detail}", is_ours=True))
-        self._outbox.write(data)
-        self._outbox.flush()
-
 
 def main(settings_text: str) -> None:
     """Answer calls until stdin ends."""
-    inbox, outbox = take_pipes()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(asctime)s learner %(message)s")
+    inbox, tell = begin("learner")
     settings = msgspec.json.decode(settings_text, type=LearnerSettings)
     with claimed(Path(settings.root), "learner"):  # the previous process may still be ending
         bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
         for tenants in bases.values():
             tenants.warm_up()
-        calls, requests = CallQueue(Models(bases, Path(settings.root)), outbox), queue.Queue[Request]()
+        calls, requests = CallQueue(Models(bases, Path(settings.root)), tell), queue.Queue[Request]()
         threading.Thread(target=receive, args=(inbox, requests.put), daemon=True).start()
         log.info("ready: %s", ", ".join(bases))
         while True:
