@@ -1,1 +1,0 @@
-"""What every room may use: nouns, errors, files, devices, processes and their logs. It knows no other room."""

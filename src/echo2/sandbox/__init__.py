@@ -1,1 +1,0 @@
-"""Processes that run the user's code, and how this code is found."""

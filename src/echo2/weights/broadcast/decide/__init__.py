@@ -1,1 +1,0 @@
-"""Who fetches which stripe of chunks from whom, and what a fetcher does next."""

@@ -1,1 +1,0 @@
-"""In which order requests run, and which machine samples for which policy."""
