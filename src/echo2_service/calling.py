@@ -230,6 +230,14 @@ class AnsweringProcess:
                 pending.answered.set_result(Answer(fault=words, is_ours=True))
 
 
+class ProcessSettings(msgspec.Struct, frozen=True):
+    """Settings of learner and sampler. `bases`: directories of the base models by name. `root`: that of the models."""
+
+    bases: dict[str, str]
+    root: str
+    device: str
+
+
 def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
     """In a process that answers calls, return the stream of requests, and the function that sends an answer. What is
     logged goes to stderr, under this name.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.core.decide.turns import QUIET_SECONDS, Act, LearnerTurn, WorkerTurn, wants_card
+from echo2.core.decide.turns import QUIET_SECONDS, Act, learner_act, wants_card, worker_act
 
 STEPS, GROUPS = 4, 3
 #: Acts of each process after which a run must be over, whatever came before: it takes a dozen a step.
@@ -48,7 +48,7 @@ class Run:
         else:
             self.quiet += QUIET_SECONDS / 2
             wants = self.is_starting or wants_card(has_all, it.has_card, self.quiet, self.staleness)
-            match LearnerTurn(wants and self.version < STEPS, it.has_wish, it.has_card).act():
+            match learner_act(wants and self.version < STEPS, it.has_wish, it.has_card):
                 case Act.WISH:
                     it.has_wish = True
                 case Act.TAKE if not any(one.has_card for one in self.workers):
@@ -61,7 +61,7 @@ class Run:
         if it.on_card and not self.learner.has_wish and self.sampled < most:
             self.sampled += 1
             return
-        match WorkerTurn(self.learner.has_wish, it.has_card).act():
+        match worker_act(self.learner.has_wish, it.has_card):
             case Act.TAKE if not self.learner.has_card:
                 it.has_card = True
                 it.on_card = not self.learner.has_wish

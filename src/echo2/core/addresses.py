@@ -69,6 +69,12 @@ def is_private(host: str) -> bool:
         return "." not in host or host.endswith(PRIVATE_NAMES)
 
 
+def network(host: str) -> str:
+    """Return what counts as one address, of a host without brackets: for IPv6 the whole /64, which a single machine may
+    own."""
+    return str(ipaddress.ip_network((host, 64), strict=False).network_address) if ":" in host else host
+
+
 def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Raises ValueError: not an address."""
     found = ipaddress.ip_address(host)

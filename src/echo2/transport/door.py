@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import cast
 
-from echo2.core.addresses import LOOPBACK
+from echo2.core.addresses import LOOPBACK, network
 from echo2.core.background import spawn
 from echo2.core.errors import UserError
 from echo2.transport import grpc_options, limits
@@ -35,7 +35,6 @@ FIRST_BYTES_SECONDS = 5.0
 #: Time from the end of the handshake to the first call.
 NAMELESS_SECONDS = 20.0
 #: Time for data in flight to reach a caller after the server has closed one connection, or all of them.
-CLOSE_SECONDS = 5.0
 CLOSE_SECONDS = 1.0
 #: Time until unacknowledged data closes a connection; longer than keepalive takes to notice (`grpc_options`).
 SILENCE_SECONDS = 15.0
@@ -179,7 +178,7 @@ class Door:
                     return
                 continue  # that caller has disconnected already
             host = _plain(address[0])
-            why = self._reason_against(_network(host))
+            why = self._reason_against(network(host))
             if why:
                 self.refuse(why, host)
                 taken.close()
@@ -298,7 +297,7 @@ class Connection:
     shares, both known from its first call on. `meter`: called with the number of bytes that arrive."""
 
     def __init__(self, door: Door, host: str) -> None:
-        self.door, self.host, self.network, self.name = door, host, _network(host), ""
+        self.door, self.host, self.network, self.name = door, host, network(host), ""
         self.outer, self.inner = _End(self), _End(self)
         self.meter: Callable[[int], None] = self._meter_unnamed
         self.parties: tuple[Party, ...] = ()
@@ -463,13 +462,6 @@ def _plain(host: str) -> str:
     address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return str(mapped or address)
-
-
-def _network(host: str) -> str:
-    """Return what counts as one address: for IPv6 the whole /64, which a single machine may own."""
-    if ":" not in host:
-        return host
-    return str(ipaddress.ip_network((host, 64), strict=False).network_address)
 
 
 def _count_down(counter: Counter[str], name: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from echo2.core.decide.turns import Act, WorkerTurn
+from echo2.core.decide.turns import Act, worker_act
 from echo2.core.turns import CARD, LOOK_SECONDS, WISH, FileLock
 from echo2.engines.engine import Engine
 
@@ -40,7 +40,7 @@ class WorkerTurns:
             return
         wish, card = self._locks
         while True:
-            match WorkerTurn(wish.is_taken(), card.is_held).act():
+            match worker_act(wish.is_taken(), card.is_held):
                 case Act.TAKE if card.take(shared=True):
                     if wish.is_taken():
                         card.give_back()  # the learner came first

@@ -11,7 +11,6 @@ import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -34,7 +33,7 @@ from echo2_service.backend import (
     SampleOutput,
     SampleSpec,
 )
-from echo2_service.calling import AnsweringProcess, encode
+from echo2_service.calling import AnsweringProcess, ProcessSettings, encode
 from echo2_service.decide.placing import LOCAL, Placing
 from echo2_service.fleet.payloads import Payloads
 
@@ -43,31 +42,6 @@ log = logging.getLogger(__name__)
 
 class MachineLostError(Echo2Error):
     """The machine is gone or failed at a call, so another machine must take the call."""
-
-
-class SamplingMachine(Protocol):
-    """Samples, several calls concurrently."""
-
-    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        """As `Backend.sample`. `number`: unique number of the call.
-
-        Raises:
-            UserError: the tenant's mistake. MachineLostError: not the tenant's mistake.
-            InvariantError: no machine can carry out the call.
-        """
-
-
-class OwnProcess:
-    """The sampler process beside the service, which is restarted whenever it dies."""
-
-    def __init__(self, process: AnsweringProcess) -> None:
-        self._process = process
-
-    async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
-        answer = await self._process.call(SampleCall(base, "" if snapshot is None else str(snapshot), spec))
-        if answer.sampled is None:
-            raise InvariantError("the sampler answered nothing")
-        return answer.sampled
 
 
 class JoinedMachine:
@@ -84,6 +58,11 @@ class JoinedMachine:
         self._is_lost = False
 
     async def sample(self, number: int, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        """As `Backend.sample`. `number`: unique number of the call.
+
+        Raises:
+            UserError: the tenant's mistake. MachineLostError, PeerError: another machine must take the call.
+        """
         try:
             base_id, adapter_id = await self._payloads.store(base, snapshot)
         except Echo2Error as error:  # also a full disk: the service's own process needs no payload
@@ -159,15 +138,15 @@ def _check_pair(tokens: Ints, logprobs: Floats, rows: int, width_max: int) -> No
 
 
 class Samplers:
-    """The machines that sample for a service. For one event loop."""
+    """What samples for a service: a process beside it, restarted whenever it dies, and machines that joined."""
 
-    def __init__(self, own: SamplingMachine) -> None:
-        self._placing = Placing()
-        self._machines: dict[str, SamplingMachine] = {LOCAL: own}
+    def __init__(self, own: AnsweringProcess) -> None:
+        self._placing, self._own = Placing(), own
+        self._machines: dict[str, JoinedMachine] = {}
         self._numbers = itertools.count(1)
-        self._waiting: dict[int, asyncio.Future[SamplingMachine]] = {}
+        self._waiting: dict[int, asyncio.Future[JoinedMachine | None]] = {}  # None: the own process
 
-    def joined(self, name: str, slots: int, machine: SamplingMachine) -> None:
+    def joined(self, name: str, slots: int, machine: JoinedMachine) -> None:
         """Add a machine of the fleet."""
         self._machines[name] = machine
         self._placing.joined(name, slots)
@@ -183,10 +162,12 @@ class Samplers:
         self._placing.arrive(number, spec.owner, str(snapshot or base), spec.num_samples)
         try:
             while True:
-                placed: asyncio.Future[SamplingMachine] = asyncio.get_running_loop().create_future()
+                placed: asyncio.Future[JoinedMachine | None] = asyncio.get_running_loop().create_future()
                 self._waiting[number] = placed
                 self._place()
                 machine = await placed
+                if machine is None:
+                    return await self._sample_here(base, snapshot, spec)
                 try:
                     return await machine.sample(number, base, snapshot, spec)
                 except (MachineLostError, PeerError) as error:
@@ -196,6 +177,12 @@ class Samplers:
             del self._waiting[number]
             self._placing.ended(number)
             self._place()
+
+    async def _sample_here(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
+        answer = await self._own.call(SampleCall(base, "" if snapshot is None else str(snapshot), spec))
+        if answer.sampled is None:
+            raise InvariantError("the sampler answered nothing")
+        return answer.sampled
 
     @property
     def num_waiting(self) -> int:
@@ -210,7 +197,7 @@ class Samplers:
         for number, name in self._placing.place():
             placed = self._waiting[number]
             if not placed.done():  # else the caller was cancelled, and its call is about to end
-                placed.set_result(self._machines[name])
+                placed.set_result(None if name == LOCAL else self._machines[name])
 
 
 class LocalBackend:
@@ -228,11 +215,11 @@ class LocalBackend:
         }
         root.mkdir(parents=True, exist_ok=True)
         self._models = root / "models"
-        settings = {"bases": directories, "root": str(self._models), "device": device}
+        settings = ProcessSettings(directories, str(self._models), device)
         text = msgspec.json.encode(settings).decode()
         self.learner = AnsweringProcess("echo2_service.learner.process", text, root / "learner.log")
         self.sampler = AnsweringProcess("echo2_service.sampler.process", text, root / "sampler.log")
-        self.samplers = Samplers(OwnProcess(self.sampler))
+        self.samplers = Samplers(self.sampler)
 
     @property
     def bases(self) -> Mapping[str, BaseInfo]:

@@ -116,17 +116,15 @@ class App:
             "adapters": enter(accounts.bring_adapter, "train", "ADAPTER_BYTES_MAX"),
             checkpoint + "/publish": enter(accounts.publish, "train"),
         }
-        posts |= {
-            kind: enter(handler, "train", limit, training.when_refused(kind))
-            for kind, handler, limit in (
-                ("forward_backward", training.forward_backward, "BODY_BYTES_MAX"),
-                ("forward", training.forward, "BODY_BYTES_MAX"),
-                ("optim_step", training.optim_step, "SMALL_BODY_BYTES_MAX"),
-                ("save_weights", training.save_weights, "SMALL_BODY_BYTES_MAX"),
-                ("save_weights_for_sampler", training.save_weights_for_sampler, "SMALL_BODY_BYTES_MAX"),
-                ("load_weights", training.load_weights, "SMALL_BODY_BYTES_MAX"),
-            )
+        numbered = {
+            "forward_backward": (training.forward_backward, "BODY_BYTES_MAX"),
+            "forward": (training.forward, "BODY_BYTES_MAX"),
+            "load_weights": (training.load_weights, "SMALL_BODY_BYTES_MAX"),
         }
+        for kind in ("optim_step", "save_weights", "save_weights_for_sampler"):
+            numbered[kind] = training.submitting(kind), "SMALL_BODY_BYTES_MAX"
+        for kind, (handler, limit) in numbered.items():
+            posts[kind] = enter(handler, "train", limit, training.when_refused(kind))
         gets = {
             "get_server_capabilities": enter(accounts.capabilities),
             "healthz": accounts.health,

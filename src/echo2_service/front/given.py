@@ -7,7 +7,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +23,14 @@ T = TypeVar("T")
 Body = TypeVar("Body", bound=msgspec.Struct)
 #: A body as it was read, or why it cannot be read any more.
 Given = TrainWork | OptimBody | SaveBody | LoadBody | SampleBody | PeerError | None
+#: The bodies of requests that are stored and carry no training data, by kind.
+BODIES: Mapping[str, Any] = {
+    "optim_step": OptimBody,
+    "save_weights": SaveBody,
+    "save_weights_for_sampler": SaveBody,
+    "load_weights": LoadBody,
+    "sample": SampleBody,
+}
 #: Shorter bodies are read at once: a thread costs more.
 SHORT_BYTES = 32 << 10
 #: Longer training data in JSON are read in a process of their own: in a thread they would hold up the event loop for
@@ -121,7 +128,7 @@ async def off_loop(num_bytes: int, work: Callable[[], T]) -> T:
 def read_stored(body: bytes, kind: str) -> Given:
     """Read the stored body of a request that carries no training data."""
     try:
-        return _READERS[kind](body) if kind in _READERS else None
+        return parse(BODIES[kind], body) if kind in BODIES else None
     except PeerError as error:
         return error
 
@@ -129,12 +136,3 @@ def read_stored(body: bytes, kind: str) -> Given:
 def digest_of(body: bytes) -> str:
     """Return the digest by which a repeated request is known."""
     return hashlib.sha256(body).hexdigest()
-
-
-_READERS: Mapping[str, Callable[[bytes], Any]] = {
-    "optim_step": partial(parse, OptimBody),
-    "save_weights": partial(parse, SaveBody),
-    "save_weights_for_sampler": partial(parse, SaveBody),
-    "load_weights": partial(parse, LoadBody),
-    "sample": partial(parse, SampleBody),
-}

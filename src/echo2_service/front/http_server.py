@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import ipaddress
 import math
 import socket
 from collections import Counter
@@ -15,7 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from echo2.core.addresses import family, join
+from echo2.core.addresses import family, join, network
 from echo2.core.errors import UserError
 from echo2.transport.door import raise_descriptor_limit
 from echo2_service import limits
@@ -60,7 +59,7 @@ class BoundedConnection(H11Protocol):
         # A response is two writes, and the second would wait up to 40 ms for the client to acknowledge the first.
         # asyncio sees to that only where the listener's socket has a protocol number.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._address = _one_address(self.client[0] if self.client else "")
+        self._address = network(self.client[0] if self.client else "")
         self._of_address[self._address] += 1
         if len(self.connections) > connections_max() or self._of_address[self._address] > address_connections_max():
             transport.abort()
@@ -116,11 +115,6 @@ class BoundedConnection(H11Protocol):
 def connections_max() -> int:
     """Return the maximum number of connections: the descriptor limit, less `DESCRIPTORS_LEFT`."""
     return max(64, raise_descriptor_limit() - DESCRIPTORS_LEFT)
-
-
-def _one_address(host: str) -> str:
-    """Return what counts as one address: for IPv6 the whole /64, which a single machine may own."""
-    return str(ipaddress.ip_network((host, 64), strict=False).network_address) if ":" in host else host
 
 
 def address_connections_max() -> int:

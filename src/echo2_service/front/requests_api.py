@@ -19,18 +19,16 @@ from echo2_service.front.bodies import (
     LoadBody,
     LoraBody,
     ModelBody,
-    OptimBody,
     SampleBody,
     SamplerBody,
-    SaveBody,
     numbered,
     parse,
 )
 from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.given import BodyReader, Given, digest_of, off_loop
-from echo2_service.front.request_guard import Caller, WhenRefused, answer, for_tenants, refused
+from echo2_service.front.given import BODIES, BodyReader, Given, digest_of, off_loop
+from echo2_service.front.request_guard import Caller, Handler, WhenRefused, answer, for_tenants, refused
 from echo2_service.front.work import Work, sample_spec
 
 #: Seconds for which a poll is held open; the SDKs give up after 45 and poll again at once.
@@ -89,21 +87,14 @@ class RequestsApi:
         work, digest = await self._bodies.read_training(body, is_protobuf=False, forward_only=True)
         return await self._submit(caller, work.model, "forward", work.seq, body, digest, work)
 
-    async def optim_step(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Apply one step of the optimizer."""
-        given, digest = await self._bodies.read(OptimBody, body)
-        return await self._submit(caller, given.model_id, "optim_step", given.seq_id, body, digest, given)
+    def submitting(self, kind: str) -> Handler:
+        """Return the handler of a kind of request that is only submitted."""
 
-    async def save_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Save a checkpoint with the optimizer."""
-        given, digest = await self._bodies.read(SaveBody, body)
-        return await self._submit(caller, given.model_id, "save_weights", given.seq_id, body, digest, given)
+        async def submit(caller: Caller, request: Request, body: bytes) -> Response:
+            given, digest = await self._bodies.read(BODIES[kind], body)
+            return await self._submit(caller, given.model_id, kind, given.seq_id, body, digest, given)
 
-    async def save_weights_for_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Publish an adapter to sample from."""
-        given, digest = await self._bodies.read(SaveBody, body)
-        kind = "save_weights_for_sampler"
-        return await self._submit(caller, given.model_id, kind, given.seq_id, body, digest, given)
+        return submit
 
     async def create_sampling_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a sampler of a base model or a checkpoint."""

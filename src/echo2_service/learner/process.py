@@ -23,19 +23,11 @@ from echo2.core.errors import Echo2Error
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.tenants import Tenants
 from echo2_service.backend import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall
-from echo2_service.calling import begin, failed, receive
+from echo2_service.calling import ProcessSettings, begin, failed, receive
 from echo2_service.decide.order import FairQueue
 from echo2_service.learner.models import Models, Slices
 
 log = logging.getLogger(__name__)
-
-
-class LearnerSettings(msgspec.Struct, frozen=True):
-    """`bases`: directories of the base models by name. `root`: directory of the models."""
-
-    bases: dict[str, str]
-    root: str
-    device: str = "auto"
 
 
 @dataclass(slots=True)
@@ -107,7 +99,7 @@ class CallQueue:
 def main(settings_text: str) -> None:
     """Answer calls until stdin ends."""
     inbox, tell = begin("learner")
-    settings = msgspec.json.decode(settings_text, type=LearnerSettings)
+    settings = msgspec.json.decode(settings_text, type=ProcessSettings)
     with claimed(Path(settings.root), "learner"):  # the previous process may still be ending
         bases = {name: Tenants(load_base(directory, settings.device)) for name, directory in settings.bases.items()}
         for tenants in bases.values():

@@ -34,7 +34,7 @@ from echo2.learner.core import checkpoint
 from echo2.weights.format.model_files import read_adapter, read_base_model
 from echo2_service import limits
 from echo2_service.backend import Answer, CancelCall, Request, SampleCall, SampledSequence, SampleOutput, SampleSpec
-from echo2_service.calling import begin, failed, receive
+from echo2_service.calling import ProcessSettings, begin, failed, receive
 from echo2_service.decide.placing import OTHERS_SHARE, SLOTS
 
 #: Maximum memory of all adapters; the least recently used are dropped.
@@ -215,13 +215,6 @@ class _Slots:
 log = logging.getLogger(__name__)
 
 
-class SamplerSettings(msgspec.Struct, frozen=True):
-    """`bases`: directories of the base models by name."""
-
-    bases: dict[str, str]
-    device: str = "auto"
-
-
 class SampleCalls:
     """Passes each call to the sampler of its base model, and the answer to `tell`. For one event loop."""
 
@@ -293,7 +286,7 @@ def base_sampler(directory: str, device: str, slots: int = SLOTS) -> BaseSampler
     return BaseSampler(base, device, read, slots)
 
 
-async def serve(settings: SamplerSettings, inbox: BinaryIO, tell: Callable[[Answer], None]) -> None:
+async def serve(settings: ProcessSettings, inbox: BinaryIO, tell: Callable[[Answer], None]) -> None:
     """Answer calls until the requests end."""
     samplers = {name: base_sampler(directory, settings.device) for name, directory in settings.bases.items()}
 
@@ -313,7 +306,7 @@ async def serve(settings: SamplerSettings, inbox: BinaryIO, tell: Callable[[Answ
 
 def main(settings_text: str) -> None:
     """Run the process until stdin ends."""
-    asyncio.run(serve(msgspec.json.decode(settings_text, type=SamplerSettings), *begin("sampler")))
+    asyncio.run(serve(msgspec.json.decode(settings_text, type=ProcessSettings), *begin("sampler")))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ waits for ever. Workers give it up between two tokens as soon as the learner wan
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 
 #: How long a learner on the card waits for groups that the head may have.
@@ -29,35 +28,21 @@ class Act(Enum):
     LEAVE = "leave"
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerTurn:
-    """`wants`: it can go on without a worker; `has_wish`, `has_card`: its locks."""
-
-    wants: bool
-    has_wish: bool
-    has_card: bool
-
-    def act(self) -> Act:
-        """Return what the learner does next."""
-        if not self.wants:
-            return Act.LEAVE if self.has_wish else Act.WAIT
-        if not self.has_wish:
-            return Act.WISH
-        return Act.WAIT if self.has_card else Act.TAKE
+def learner_act(wants: bool, has_wish: bool, has_card: bool) -> Act:
+    """Return what the learner does next. `wants`: it can go on without a worker; `has_wish`, `has_card`: its locks."""
+    if not wants:
+        return Act.LEAVE if has_wish else Act.WAIT
+    if not has_wish:
+        return Act.WISH
+    return Act.WAIT if has_card else Act.TAKE
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerTurn:
-    """`is_wished`: the learner wants the card, or has it; `has_card`: the lock, which workers share."""
-
-    is_wished: bool
-    has_card: bool
-
-    def act(self) -> Act:
-        """Return what the worker does next."""
-        if self.is_wished:
-            return Act.LEAVE if self.has_card else Act.WAIT
-        return Act.WAIT if self.has_card else Act.TAKE
+def worker_act(is_wished: bool, has_card: bool) -> Act:
+    """Return what the worker does next. `is_wished`: the learner wants the card, or has it; `has_card`: the lock, which
+    workers share."""
+    if is_wished:
+        return Act.LEAVE if has_card else Act.WAIT
+    return Act.WAIT if has_card else Act.TAKE
 
 
 def wants_card(has_all: bool, has_card: bool, quiet_seconds: float, max_staleness: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from echo2.core.decide.turns import Act, LearnerTurn, wants_card
+from echo2.core.decide.turns import Act, learner_act, wants_card
 from echo2.core.turns import CARD, LOOK_SECONDS, WISH, FileLock
 from echo2.core.types import RolloutGroup
 from echo2.engines.parking import Parked
@@ -34,7 +34,7 @@ class CardTurn:
     def take(self, meter: StepMeter | None = None) -> None:
         """Wait for the card, and fetch the tensors. Workers give it up between two tokens."""
         started = time.monotonic()
-        while (act := LearnerTurn(True, self._wish.is_held, self._card.is_held).act()) is not Act.WAIT:
+        while (act := learner_act(True, self._wish.is_held, self._card.is_held)) is not Act.WAIT:
             if not (self._wish if act is Act.WISH else self._card).take():
                 time.sleep(LOOK_SECONDS)
         waited = time.monotonic() - started
