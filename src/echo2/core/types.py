@@ -388,11 +388,9 @@ class TensorBytes:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all its items."""
         return memoryview(self.data).nbytes
 
     def read(self, start: int, stop: int) -> memoryview:
-        """A view of the bytes from `start` to `stop`."""
         return memoryview(self.data).cast("B")[start:stop]
 
 

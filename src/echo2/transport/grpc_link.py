@@ -40,7 +40,7 @@ _NO_HOST = re.compile(r"hostname lookup|address lookup|DNS resolution")
 
 
 class GrpcLink:
-    """One connection to the head, or to the peer that proves `server_name`; reconnects by itself between calls."""
+    """A `Link`: one connection to the head, or to the peer that proves `server_name`; reconnects between calls."""
 
     def __init__(self, address: str, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
         self._address, self._is_closed, self._host = address, False, split(address)[0]
@@ -54,7 +54,6 @@ class GrpcLink:
         return make(path, request_serializer=packed, response_deserializer=None)
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
-        """See `Link.call`."""
         try:
             spec, header = METHODS[method], None
             if spec.in_header:
@@ -68,13 +67,11 @@ class GrpcLink:
             raise
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
-        """See `Link.stream`."""
         async with aclosing(self.frames(method, request)) as replies:
             async for reply in replies:
                 yield parse(METHODS[method].reply, reply)
 
     async def frames(self, method: str, request: Any) -> AsyncGenerator[bytes, None]:
-        """See `Link.frames`."""
         under_way = None
         try:
             under_way = self._calls[method](request)
@@ -90,11 +87,9 @@ class GrpcLink:
                 under_way.cancel()
 
     def open(self) -> None:
-        """See `Link.open`."""
         self._channel.get_state(try_to_connect=True)
 
     async def close(self) -> None:
-        """See `Link.close`."""
         self._is_closed = True
         await self._channel.close()
 
@@ -156,20 +151,16 @@ class GrpcNetwork:
         self._server: PeerServer | None = None
 
     def to_head(self) -> GrpcLink:
-        """See `Network.to_head`."""
         return GrpcLink(self._head_address, self._credentials)
 
     def to_peer(self, peer_id: str, address: str) -> GrpcLink:
-        """See `Network.to_peer`."""
         return GrpcLink(address, self._credentials, peer_name(peer_id))
 
     async def listen(self, host: str, port: int, handlers: Handlers, check_not_revoked: Callable[[str], None]) -> int:
-        """See `Network.listen`."""
         self._server = PeerServer(host, port, self._credentials, handlers, check_not_revoked)
         return await self._server.start()
 
     async def close(self) -> None:
-        """See `Network.close`."""
         if self._server is not None:
             await self._server.stop()
 

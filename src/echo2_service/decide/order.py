@@ -93,7 +93,6 @@ class FairQueue:
         self._used = {name: used for name, used in self._used.items() if name in self._waiting or used > self._now}
 
     def charge(self, owner: str, seconds: float) -> None:
-        """Charge the owner for these seconds."""
         self._used[owner] = self._used.get(owner, 0.0) + seconds
 
     def next(self) -> str | None:

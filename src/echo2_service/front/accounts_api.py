@@ -105,7 +105,6 @@ class AccountsApi:
         return answer({"type": "session_heartbeat"})
 
     async def finish_session(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """End a session."""
         session = self._own(sessions, request.path_params["session"], caller)
         if session.finished is None:
             self._dispatcher.end_session(session.id, "The session was finished.", seen=DONE)
@@ -135,13 +134,11 @@ class AccountsApi:
         return answer({"type": "get_info", "model_id": model.id, "model_data": told, **adapter})
 
     async def unload_model(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Unload a model from memory."""
         model = self._own(models, parse(ModelIdBody, body).model_id, caller)
         await self._work.backend.call(UnloadCall(model.id))
         return answer({"type": "unload_model", "model_id": model.id})
 
     async def show_sampler(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Return what a sampler samples from."""
         row = self._own(samplers, request.path_params["sampler"], caller)
         return answer({"sampler_id": row.id, "base_model": row.base, "model_path": row.path})
 
@@ -164,12 +161,10 @@ class AccountsApi:
         return answer(self._runs([self._own(models, request.path_params["model"], caller)])[0])
 
     async def list_run_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """List the checkpoints of a model."""
         model = self._own(models, request.path_params["model"], caller)
         return self._listing(request, model=model.id, tenant=caller.tenant)
 
     async def list_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """List all checkpoints of a tenant."""
         return self._listing(request, tenant=caller.tenant)
 
     async def delete_checkpoint(self, caller: Caller, request: Request, body: bytes) -> Response:

@@ -227,7 +227,6 @@ class Database:
             return list(connection.execute(query.where(*_conditions(table, _kinds(where))), _bound(where)))
 
     def delete_session(self, session: str) -> None:
-        """Delete a session and its samplers."""
         with self.transaction():
             self.delete(samplers, session=session)
             self.delete(sessions, id=session)
@@ -253,7 +252,6 @@ class Database:
             return list(connection.execute(query))
 
     def insert(self, table: Table, **values: Any) -> None:
-        """Insert a row."""
         with self.transaction() as connection:
             connection.execute(_insertion(table), values)
 
@@ -274,7 +272,6 @@ class Database:
             return connection.execute(query, _bound(where)).rowcount
 
     def close(self) -> None:
-        """Close all connections."""
         self._engine.dispose()
 
 

@@ -208,7 +208,6 @@ class Counted:
         self._response, self._passage = response, passage
 
     async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
-        """Send the response."""
 
         async def paced(message: Message) -> None:
             body = message.get("body", b"")

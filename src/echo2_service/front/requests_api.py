@@ -54,7 +54,6 @@ class RequestsApi:
         self._stopping.set()
 
     async def create_model(self, caller: Caller, request: Request, body: bytes) -> Response:
-        """Create an adapter."""
         given = parse(ModelBody, body)
         if given.base_model not in self._work.backend.bases:
             known = ", ".join(self._work.backend.bases)

@@ -101,7 +101,6 @@ class Journal:
         return self._file.tell()
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _remember(self, record: JournalRecord) -> None:

@@ -49,7 +49,6 @@ class CallQueue:
         self._of_owner: dict[str, deque[str]] = {}
 
     def take(self, request: Request) -> None:
-        """Queue a call."""
         call = request.call
         if isinstance(call, SampleCall | ReadCall | CancelCall):
             return  # the learner only trains, and cancels nothing

@@ -18,7 +18,6 @@ class LazyHeap(Generic[Key, Rank]):
         self._count = 0
 
     def set(self, key: Key, rank: Rank) -> None:
-        """Set the rank of this key."""
         if self.get(key) == rank:
             return
         self._count += 1
@@ -33,12 +32,10 @@ class LazyHeap(Generic[Key, Rank]):
         self._ranks.pop(key, None)
 
     def get(self, key: Key) -> Rank | None:
-        """Return the rank of this key, or None."""
         entry = self._ranks.get(key)
         return None if entry is None else entry[0]
 
     def first(self) -> Rank | None:
-        """Return the smallest rank, or None."""
         while self._heap and self._ranks.get(self._heap[0][2]) != self._heap[0][:2]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None

@@ -167,14 +167,12 @@ class DialledSource(Source):
         return True
 
     def cancel(self) -> None:
-        """As `Source.cancel`."""
         self._tasks.cancel()
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
 
     async def close(self) -> None:
-        """As `Source.close`."""
         self.cancel()
         await self._tasks.close()
         for link in self._links:
@@ -342,7 +340,6 @@ class AwaitedSource(Source):
         self._requests, self._is_attached = asyncio.Queue(), False
 
     async def close(self) -> None:
-        """As `Source.close`."""
         self.cancel()
 
 

@@ -80,7 +80,6 @@ class TensorEntry:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all items of the tensor."""
         return math.prod(self.shape) * item_bytes(self.dtype)
 
 

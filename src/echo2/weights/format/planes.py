@@ -59,7 +59,6 @@ class Writer:
         self._parts.append(_NUMBER.pack(value))
 
     def byte(self, value: int) -> None:
-        """Add one byte."""
         self._parts.append(bytes((value,)))
 
     def raw(self, data: bytes) -> None:
@@ -97,11 +96,9 @@ class Reader:
         return int(value)
 
     def byte(self) -> int:
-        """Take one byte."""
         return self.raw(1)[0]
 
     def raw(self, num_bytes: int) -> memoryview:
-        """Take `num_bytes` bytes as they are."""
         require(num_bytes <= self._rest.nbytes, f"{self._rest.nbytes} bytes left of {num_bytes}")
         taken, self._rest = self._rest[:num_bytes], self._rest[num_bytes:]
         return taken

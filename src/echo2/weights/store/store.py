@@ -82,7 +82,6 @@ class Packs:
         self._newest = max(self._ends, default=0)
 
     def path(self, number: int) -> Path:
-        """The file of a pack."""
         return self.directory / f"{number}.pack"
 
     def place(self, hash_: bytes) -> ChunkPlace | None:
@@ -260,7 +259,6 @@ class ChunkStore:
             raise UserError(f"Cannot open the snapshot store {directory}: {error.strerror}.") from error
 
     def has(self, hash_: bytes) -> bool:
-        """Whether this chunk is stored here."""
         return self._packs.place(hash_) is not None
 
     def put(self, hash_: bytes, data: bytes | memoryview) -> None:
