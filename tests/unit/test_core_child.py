@@ -26,7 +26,7 @@ time.sleep(600)
 PARENT = """
 import os, sys
 from echo2.core.child import ChildProcess
-bound = "from echo2.core.lifeline import end_with_supervisor as end; end(); import signal; signal.pause()"
+bound = "from echo2.core.child import end_with_supervisor as end; end(); import signal; signal.pause()"
 reads = "import sys; sys.stdin.read()"
 children = [
     ChildProcess([sys.executable, "-c", bound], has_lifeline=True),

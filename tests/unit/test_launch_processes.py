@@ -13,9 +13,8 @@ import pytest
 
 from echo2.config import Config
 from echo2.config.rundir import RunDir, create, read_json, write_atomically
-from echo2.core.child import log_end
+from echo2.core.child import LIFELINE_VARIABLE, log_end
 from echo2.core.errors import UserError
-from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.launch.deaths import START_FAILURES_MAX, last_error
 from echo2.launch.supervisor import ProcessFailed, Supervisor
 from echo2.transport.identity import PeerIdentity, RunIdentity
@@ -30,7 +29,7 @@ NO_WORKERS = {"time": 0.0, "head": {"pid": 0, "host": "elsewhere"}, "learner": N
 SUPERVISOR = f"""
 import os, subprocess, sys
 reading, writing = os.pipe()
-child = "import signal; from echo2.core.lifeline import end_with_supervisor as end; end(); print('held', flush=True)"
+child = "import signal; from echo2.core.child import end_with_supervisor as end; end(); print('held', flush=True)"
 child += "; signal.pause()"
 environment = {{**os.environ, {LIFELINE_VARIABLE!r}: str(reading)}}
 process = subprocess.Popen([sys.executable, "-c", child], env=environment, pass_fds=(reading,))
@@ -56,7 +55,7 @@ def test_a_child_ends_when_its_supervisor_is_killed() -> None:
 def test_without_a_supervisor_a_process_stays() -> None:
     source = Path(__file__).parents[2] / "src"
     environment = {name: value for name, value in os.environ.items() if name != LIFELINE_VARIABLE}
-    code = "from echo2.core import lifeline; lifeline.end_with_supervisor()\n"
+    code = "from echo2.core import child; child.end_with_supervisor()\n"
     code += "import threading; print(threading.active_count())"
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -45,9 +45,9 @@ def module_command(name: str, function: str = "run") -> Command:
 
 def begin_process() -> None:
     """Do what head, learner and worker do before anything else."""
-    from echo2.core import lifeline, logs
+    from echo2.core import child, logs
     from echo2.transport.door import raise_descriptor_limit
 
-    lifeline.end_with_supervisor()
+    child.end_with_supervisor()
     raise_descriptor_limit()
     logs.start()

@@ -128,7 +128,7 @@ def _positive(text: str) -> float:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from echo2.core.lifeline import end_with_supervisor
+    from echo2.core.child import end_with_supervisor
     from echo2.launch.start import how_to_continue, run
 
     options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)

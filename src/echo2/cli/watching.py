@@ -57,10 +57,10 @@ def add_tickets(add: Add) -> None:
 
 
 def _view(options: argparse.Namespace) -> int:
-    from echo2.core import lifeline
+    from echo2.core import child
     from echo2.views import serve
 
-    lifeline.end_with_supervisor()  # the supervisor is `echo2 run --view`
+    child.end_with_supervisor()  # the supervisor is `echo2 run --view`
     return serve.run(options)
 
 

@@ -1,10 +1,13 @@
 """A child process: the one way to start a program that this process watches, hears the end of, and ends.
 
 A child leads a process group of its own, unless it is to end with its parent's: Ctrl-C reaches its parent alone, and
-`kill` ends all that it started. A child with pipes reads the end of its stdin, and one with a lifeline the end of that
-(`lifeline.py`), so that neither outlives its parent, whatever kills that; what they started ends with them. A child
-with neither goes on, as do the processes that it leaves. What its owner says to it, and whether it is started again, is
-the owner's affair.
+`kill` ends all that it started. A child with pipes reads the end of its stdin, and one with a lifeline the end of that,
+so that neither outlives its parent, whatever kills that; what they started ends with them. A child with neither goes
+on, as do the processes that it leaves. What its owner says to it, and whether it is started again, is the owner's
+affair.
+
+A lifeline is a pipe: its owner holds the writing end and hands the reading end to each child. When the owner dies, even
+by ``kill -9``, the kernel closes its end, and every child reads end-of-file. Works on every system with pipes.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from typing import IO, BinaryIO
 
 import echo2
 from echo2.core import logs
-from echo2.core.lifeline import LIFELINE_VARIABLE
 
 log = logging.getLogger(__name__)
 
@@ -211,3 +213,23 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return inbox, outbox
+
+
+#: Environment variable that carries the reading end's file descriptor.
+LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
+
+
+def end_with_supervisor(may_save: bool = False) -> None:
+    """End this process when its supervisor dies: at once, or by SIGTERM if `may_save`. No effect without supervisor."""
+    text = os.environ.pop(LIFELINE_VARIABLE, "")
+    if text:
+        threading.Thread(target=_wait_for_end, args=(int(text), may_save), daemon=True, name="lifeline").start()
+
+
+def _wait_for_end(descriptor: int, may_save: bool) -> None:
+    while os.read(descriptor, 1):
+        pass
+    if may_save:
+        os.kill(os.getpid(), signal.SIGTERM)
+    else:
+        os._exit(143)

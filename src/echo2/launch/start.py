@@ -24,10 +24,9 @@ from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json
 from echo2.config.values import SELF
 from echo2.core.addresses import is_loopback
-from echo2.core.child import ChildProcess
+from echo2.core.child import LIFELINE_VARIABLE, ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
-from echo2.core.lifeline import LIFELINE_VARIABLE
 from echo2.core.logs import keep_private
 from echo2.head.store.resume import fetch_run
 from echo2.launch.preflight import (

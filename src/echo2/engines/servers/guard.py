@@ -1,4 +1,4 @@
-"""Runs a command until it ends or the lifeline does (`core/lifeline.py`), and kills all processes that it started.
+"""Runs a command until it ends or the lifeline does (`core/child.py`), and kills all processes that it started.
 
 For programs that know of no lifeline. Run it by its path, with only the standard library: `python guard.py COMMAND...`.
 Exits with the command's status.
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 
-#: As in `core/lifeline.py`.
+#: As in `core/child.py`.
 LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
 
 
