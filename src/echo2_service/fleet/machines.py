@@ -141,7 +141,7 @@ class Samplers:
     """What samples for a service: a process beside it, restarted whenever it dies, and machines that joined."""
 
     def __init__(self, own: AnsweringProcess) -> None:
-        self._placing, self._own = Placing(), own
+        self.placing, self._own = Placing(), own
         self._machines: dict[str, JoinedMachine] = {}
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[JoinedMachine | None]] = {}  # None: the own process
@@ -149,17 +149,17 @@ class Samplers:
     def joined(self, name: str, slots: int, machine: JoinedMachine) -> None:
         """Add a machine of the fleet."""
         self._machines[name] = machine
-        self._placing.joined(name, slots)
+        self.placing.joined(name, slots)
         self._place()
 
     def left(self, name: str) -> None:
         """Remove a machine. Its calls end with `MachineLostError`, and other machines take them."""
         del self._machines[name]
-        self._placing.left(name)
+        self.placing.left(name)
 
     async def sample(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
         number = next(self._numbers)
-        self._placing.arrive(number, spec.owner, str(snapshot or base), spec.num_samples)
+        self.placing.arrive(number, spec.owner, str(snapshot or base), spec.num_samples)
         try:
             while True:
                 placed: asyncio.Future[JoinedMachine | None] = asyncio.get_running_loop().create_future()
@@ -172,10 +172,10 @@ class Samplers:
                     return await machine.sample(number, base, snapshot, spec)
                 except (MachineLostError, PeerError) as error:
                     log.info("call %d goes to another machine: %s", number, error)
-                    self._placing.came_back(number)
+                    self.placing.came_back(number)
         finally:
             del self._waiting[number]
-            self._placing.ended(number)
+            self.placing.ended(number)
             self._place()
 
     async def _sample_here(self, base: str, snapshot: Path | None, spec: SampleSpec) -> SampleOutput:
@@ -184,17 +184,8 @@ class Samplers:
             raise InvariantError("the sampler answered nothing")
         return answer.sampled
 
-    @property
-    def num_waiting(self) -> int:
-        """Number of calls that no machine has room for."""
-        return self._placing.num_waiting
-
-    def under_way(self) -> dict[str, int]:
-        """Return the number of sequences in progress, by machine."""
-        return self._placing.under_way()
-
     def _place(self) -> None:
-        for number, name in self._placing.place():
+        for number, name in self.placing.place():
             placed = self._waiting[number]
             if not placed.done():  # else the caller was cancelled, and its call is about to end
                 placed.set_result(None if name == LOCAL else self._machines[name])

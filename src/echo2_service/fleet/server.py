@@ -90,7 +90,7 @@ class FleetServer:
 
     def machines(self) -> dict[str, dict[str, Any]]:
         """Return host, device, activity, work and price of each machine by name."""
-        under_way = self._samplers.under_way()
+        under_way = self._samplers.placing.under_way()
         return {
             name: {
                 "host": machine.host,
@@ -197,7 +197,7 @@ class FleetServer:
             self._tell()
 
     def _tell(self) -> None:
-        told = {"at": time.time(), "waiting": self._samplers.num_waiting, "machines": self.machines()}
+        told = {"at": time.time(), "waiting": self._samplers.placing.num_waiting, "machines": self.machines()}
         try:
             write_atomically(self._rundir.path / STATUS_FILE, json.dumps(told))
         except UserError as error:

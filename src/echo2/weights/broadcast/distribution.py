@@ -15,6 +15,7 @@ from echo2.core.errors import PeerError
 from echo2.core.types import PayloadId, SnapshotRef
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.identity import RunIdentity
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.archive import JOINED_MAX, Archive
@@ -25,12 +26,6 @@ log = logging.getLogger(__name__)
 JOINS_MAX = 3
 
 Order = Callable[[str, wire.Order], None]
-
-
-class Signer(Protocol):
-    """The part of `RunIdentity` that `Distribution` uses."""
-
-    def sign_manifest(self, manifest: bytes) -> bytes: ...
 
 
 class AttendingWorker(Protocol):
@@ -47,13 +42,13 @@ class Distribution:
         self,
         archive: Archive,
         origin: OriginNode,
-        signer: Signer,
+        identity: RunIdentity,
         order: Order,
         attending: Callable[[str], AttendingWorker | None],
         spawn: Callable[[Coroutine[Any, Any, None]], object],
     ) -> None:
         self.archive, self.origin = archive, origin
-        self._signer, self._order, self._attending, self._spawn = signer, order, attending, spawn
+        self._identity, self._order, self._attending, self._spawn = identity, order, attending, spawn
         self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
         archive.on_dropped, archive.on_stored = self._dropped, origin.stored
@@ -134,7 +129,7 @@ class Distribution:
         signed, notice = self._notices.get(manifest.payload, (None, None))
         if notice is None or signed is not manifest:  # the archive may have joined the payload anew
             ref, raw = manifest.ref, manifest.to_wire()
-            signature = self._signer.sign_manifest(raw)
+            signature = self._identity.sign_manifest(raw)
             notice = wire.SnapshotNotice(
                 policy=ref.policy, lineage=ref.lineage, version=ref.version, manifest=raw, signature=signature
             )
