@@ -26,6 +26,7 @@ from door_cases import (
     serving,
     until_closed,
 )
+from echo2.core.addresses import network
 from echo2.core.errors import PeerError, UserError
 from echo2.transport import door as doors
 from echo2.transport import grpc_options, limits
@@ -253,9 +254,9 @@ def test_port_that_is_none(identity: RunIdentity, port: int) -> None:
 
 
 def test_addresses_of_one_machine_count_as_one() -> None:
-    assert doors._network("203.0.113.5") == "203.0.113.5"
-    assert doors._network(doors._plain("2001:db8:1:2:3::4")) == doors._network("2001:db8:1:2::ffff")
-    assert doors._network("2001:db8:1:2::") != doors._network("2001:db8:1:3::")
+    assert network("203.0.113.5") == "203.0.113.5"
+    assert network(doors._plain("2001:db8:1:2:3::4")) == network("2001:db8:1:2::ffff")
+    assert network("2001:db8:1:2::") != network("2001:db8:1:3::")
     assert doors._plain("::ffff:203.0.113.5") == "203.0.113.5"
     assert doors._plain("fe80::1%eth0") == "fe80::1"
 
