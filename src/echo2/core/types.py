@@ -16,7 +16,7 @@ import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 GroupKind = Literal["train", "eval"]
 FinishReason = Literal["stop", "length"]
@@ -346,26 +346,6 @@ class Assignment:
     is_chat: bool = False
 
 
-class TensorSource(Protocol):
-    """A tensor whose bytes are read on demand, from memory, a device or a file."""
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype, as in safetensors."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the tensor."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all items."""
-
-    @property
-    def read(self) -> Callable[[int, int], bytes | memoryview]:
-        """Function (start, stop) -> bytes, little-endian and row-major. Both offsets are multiples of the item size."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor to be written or sent. `read(start, stop)` returns its bytes on demand, little-endian and row-major;
@@ -392,6 +372,10 @@ class TensorBytes:
 
     def read(self, start: int, stop: int) -> memoryview:
         return memoryview(self.data).cast("B")[start:stop]
+
+
+#: A tensor whose bytes are read on demand, from memory, a device or a file.
+TensorSource: TypeAlias = StoredTensor | TensorBytes
 
 
 @dataclass(frozen=True, slots=True)

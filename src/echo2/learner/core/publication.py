@@ -33,7 +33,6 @@ from echo2.weights.format.segments import (
     Bytes,
     Chunks,
     Encoder,
-    SnapshotSource,
     cut_stream,
     passing_bytes,
     readers,
@@ -82,9 +81,7 @@ class Publisher:
     the payloads that it makes, as of `Encoder`; its files have holes where the other shares would be.
     """
 
-    def __init__(
-        self, directory: Path, base_model: SnapshotSource | None = None, share: tuple[int, int] = (0, 1)
-    ) -> None:
+    def __init__(self, directory: Path, base_model: Snapshot | None = None, share: tuple[int, int] = (0, 1)) -> None:
         """Raises: UserError, the directory can't be written."""
         self.base_model, self.share = base_model, share
         self.trouble = ""  # what the publisher waits for, for people
@@ -181,7 +178,7 @@ class Payload(ChunkedPayload):
     """A payload of the weights, or of the last content (`weights` None)."""
 
     def __init__(
-        self, publisher: Publisher, target: Snapshot, base: SnapshotSource | None, weights: BorrowedWeights | None
+        self, publisher: Publisher, target: Snapshot, base: Snapshot | None, weights: BorrowedWeights | None
     ) -> None:
         self._publisher, self._target, self._weights = publisher, target, weights
         num_threads = min(THREADS_MAX, os.cpu_count() or 1)
@@ -230,7 +227,7 @@ class Payload(ChunkedPayload):
 class BasePayload(ChunkedPayload):
     """A base model as a payload. It is frozen, so its chunks are not stored but read from the model when sent."""
 
-    def __init__(self, base_model: SnapshotSource) -> None:
+    def __init__(self, base_model: Snapshot) -> None:
         super().__init__(base_model.ref, Encoder(base_model, keep=self._keep))
         self._tensors = base_model.tensors
         self._reads_at: dict[int, Callable[[], Bytes]] = {}  # by offset in the tensor stream

@@ -15,14 +15,14 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, groupby, islice, repeat
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2.core.types import SnapshotRef, TensorSource
+from echo2.core.types import Snapshot, SnapshotRef, TensorSource
 from echo2.weights.format.deltas import SPLIT, apply_items, encode_items
 from echo2.weights.format.manifest import (
     DELTA,
@@ -272,26 +272,6 @@ Keep = Callable[[int, Bytes, Segment, Chunks], None]
 """Called with (offset in the tensor stream, the segment's bytes, the encoded segment, its distinct chunks by hash)."""
 
 
-class SnapshotSource(Protocol):
-    """A snapshot whose tensors may be anywhere until they are read."""
-
-    @property
-    def ref(self) -> SnapshotRef:
-        """Its name."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSource]:
-        """By Hugging Face parameter name."""
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """The other files of the model (configuration, tokenizer), by name."""
-
-    @property
-    def base_model(self) -> SnapshotRef | None:
-        """Of an adapter: the frozen model that its tensors belong to."""
-
-
 class Encoder:
     """Encodes the payload of `target`, over `base` if there is one, or one of several shares of it.
 
@@ -307,8 +287,8 @@ class Encoder:
 
     def __init__(
         self,
-        target: SnapshotSource,
-        base: SnapshotSource | None = None,
+        target: Snapshot,
+        base: Snapshot | None = None,
         *,
         share: tuple[int, int] = (0, 1),
         extents: Sequence[int] | None = None,
