@@ -116,7 +116,7 @@ class App:
             "adapters": enter(accounts.bring_adapter, "train", "ADAPTER_BYTES_MAX"),
             checkpoint + "/publish": enter(accounts.publish, "train"),
         }
-        numbered = {
+        numbered: dict[str, tuple[Handler, str]] = {
             "forward_backward": (training.forward_backward, "BODY_BYTES_MAX"),
             "forward": (training.forward, "BODY_BYTES_MAX"),
             "load_weights": (training.load_weights, "SMALL_BODY_BYTES_MAX"),
