@@ -14,16 +14,11 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError
 
 from echo2.core.errors import PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.tickets import TICKET_ROLES
-
-_RAW = frozenset({"GiveChunk", "PutProbe"})
-_LARGE = frozenset({"Deliver", "AnswerSamples"})
-_PACED = frozenset({"FetchChunks"})
-_IN_HEADER = frozenset({"Enrol"})  # anyone with a ticket may call it
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,42 +53,41 @@ Handler = Callable[[Peer, Any], Any]
 Handlers = Mapping[str, Handler]
 
 
-def _methods() -> dict[str, Method]:
+def _methods() -> list[Method]:
     joining = frozenset(f"join-{role}" for role in TICKET_ROLES)
     worker, learner, sampler = frozenset({"worker"}), frozenset({"learner"}), frozenset({"sampler"})
     node = worker | sampler  # a node attends, and exchanges weights with its peers
-    rows: list[tuple[str, type[Message], type[Message], bool, frozenset[str]]] = [
-        ("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining),
-        ("Describe", wire.Empty, wire.RunFacts, False, worker),
-        ("Attend", wire.WorkerHello, wire.Order, True, node),
-        ("Report", wire.WorkerReport, wire.Empty, False, node),
-        ("Leave", wire.Empty, wire.Empty, False, worker),  # the head then grants this worker's leases to others
-        ("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
-        ("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker),
-        ("ReportCheck", wire.CheckReport, wire.Empty, False, worker),
-        ("AnswerSamples", wire.SampleAnswers, wire.Empty, False, sampler),
-        ("FetchManifest", wire.ManifestRequest, wire.SnapshotNotice, False, node),
-        ("FetchChunks", wire.ChunkRequest, wire.Chunk, True, node),  # of the head, and of any worker that listens
-        ("ReportFetch", wire.FetchReport, wire.Empty, False, node),
-        ("Probe", wire.ProbeRequest, wire.Chunk, True, node),
-        ("PutProbe", wire.Chunk, wire.Empty, False, node),
+    return [
+        Method("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining, in_header=True),  # by anyone with a ticket
+        Method("Describe", wire.Empty, wire.RunFacts, False, worker),
+        Method("Attend", wire.WorkerHello, wire.Order, True, node),
+        Method("Report", wire.WorkerReport, wire.Empty, False, node),
+        Method("Leave", wire.Empty, wire.Empty, False, worker),  # the head then grants this worker's leases to others
+        Method("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
+        Method("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker, is_large=True),
+        Method("ReportCheck", wire.CheckReport, wire.Empty, False, worker),
+        Method("AnswerSamples", wire.SampleAnswers, wire.Empty, False, sampler, is_large=True),
+        Method("FetchManifest", wire.ManifestRequest, wire.SnapshotNotice, False, node),
+        # Of the head, and of any worker that listens.
+        Method("FetchChunks", wire.ChunkRequest, wire.Chunk, True, node, is_paced=True),
+        Method("ReportFetch", wire.FetchReport, wire.Empty, False, node),
+        Method("Probe", wire.ProbeRequest, wire.Chunk, True, node),
+        Method("PutProbe", wire.Chunk, wire.Empty, False, node, raw=True),
         # Worker to worker: a worker that can't be dialled asks a peer which chunks it wants, and pushes them.
-        ("AskWanted", wire.Empty, wire.ChunkRequest, True, node),
-        ("GiveChunk", wire.Chunk, wire.Empty, False, node),
-        ("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, True, learner),
-        ("TakeGroups", wire.TakeGroups, wire.FedGroups, True, learner),
-        ("ReportStep", wire.StepReport, wire.Empty, False, learner),
-        ("OfferChunks", wire.ChunkOffer, wire.MissingChunks, False, learner),
-        ("PutChunk", wire.OfferedChunk, wire.Empty, False, learner),
-        ("Publish", wire.PublishRequest, wire.Empty, False, learner),
-        ("ReportCheckpoint", wire.CheckpointReport, wire.CheckpointReply, False, learner),
-        ("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),
+        Method("AskWanted", wire.Empty, wire.ChunkRequest, True, node),
+        Method("GiveChunk", wire.Chunk, wire.Empty, False, node, raw=True),
+        Method("LearnerHello", wire.LearnerHello, wire.LearnerWelcome, True, learner),
+        Method("TakeGroups", wire.TakeGroups, wire.FedGroups, True, learner),
+        Method("ReportStep", wire.StepReport, wire.Empty, False, learner),
+        Method("OfferChunks", wire.ChunkOffer, wire.MissingChunks, False, learner),
+        Method("PutChunk", wire.OfferedChunk, wire.Empty, False, learner),
+        Method("Publish", wire.PublishRequest, wire.Empty, False, learner),
+        Method("ReportCheckpoint", wire.CheckpointReport, wire.CheckpointReply, False, learner),
+        Method("LearnerReport", wire.LearnerReport, wire.Empty, False, learner),
     ]
-    marks = (_RAW, _IN_HEADER, _LARGE, _PACED)
-    return {row[0]: Method(*row, *(row[0] in mark for mark in marks)) for row in rows}
 
 
-METHODS: Mapping[str, Method] = _methods()
+METHODS: Mapping[str, Method] = {method.name: method for method in _methods()}
 
 
 class Link(Protocol):
