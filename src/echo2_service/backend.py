@@ -5,7 +5,7 @@ The front numbers the operations of a model 1, 2, 3, ... and calls them in that 
 before the previous one is answered. An operation is carried out once, even if processes die: a repeated call with the
 same number returns the answer of the first one. An answer that was returned survives the death of every process.
 
-All methods raise:
+Calls raise:
     UserError: the tenant's mistake: unknown names or shapes, or values that the model or the loss does not accept.
     InvariantError: the operation repeatedly killed the process that carried it out.
 """

@@ -28,6 +28,8 @@ from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2_service.backend import Answer, Call, CancelCall, JournalRecord, Request
 
+log = logging.getLogger(__name__)
+
 #: Type codes of the arrays that may be sent.
 _CODES = ("i", "f", "d")
 
@@ -65,8 +67,6 @@ def frame(message: Request | Answer | JournalRecord) -> bytes:
     """
     return frames.frame(_ENCODER.encode(message))
 
-
-log = logging.getLogger(__name__)
 
 #: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
 MOST_DEATHS = 8

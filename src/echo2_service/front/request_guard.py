@@ -1,5 +1,5 @@
-"""Checks every request before its handler: first the key, with its scopes, expiry and rate, then the
-body, which is bounded and must keep coming.
+"""Checks every request before its handler: first the key, with its scopes, expiry and rate, then the body, which is
+bounded and must keep coming.
 
 A caller's mistakes are answered with a status that the SDKs treat as final; after 408 and 429 they try again. Errors
 name no path of this machine (`for_tenants`).
@@ -31,7 +31,9 @@ from echo2_service.front.database import UNREACHED, Database, keys
 
 
 class Traffic:
-    """What is under way; `num_bytes` in all. For one event loop."""
+    """Bytes and requests under way, by tenant: bodies from their first byte, answers until they are sent. `num_bytes`:
+    of all tenants. For one event loop.
+    """
 
     def __init__(self) -> None:
         self._bytes, self._requests = Counter[str](), Counter[str]()

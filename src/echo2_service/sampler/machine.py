@@ -41,7 +41,6 @@ from echo2_service.sampler.process import BaseSampler, SampleCalls
 
 log = logging.getLogger(__name__)
 
-
 #: Maximum size of all adapters on disk; the least recently used are deleted.
 ADAPTER_BYTES_MAX = 4 << 30
 

@@ -31,7 +31,6 @@ from echo2.weights.broadcast.serving import (
 
 log = logging.getLogger(__name__)
 
-
 #: Timeout for connecting to a source that is dialled.
 REACH_SECONDS = 5.0
 #: Reason of a PeerError in handling a source's message -> failure reported to the fetcher. Other reasons: "broken".
