@@ -16,9 +16,9 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions, RentableOffer
-from echo2.head.fleet.decide.fleet_need import fleet_need, predicted_idle_ratio
+from echo2.head.fleet.decide.fleet import Throughput
 from echo2.head.fleet.decide.measurements import Measurements
-from echo2.head.fleet.decide.throughput import Throughput
+from echo2.head.fleet.decide.standby import fleet_need, predicted_idle_ratio
 from invariants import check
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)

@@ -15,8 +15,8 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.groups import PlannedGroup
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions, RentableOffer
-from echo2.head.fleet.decide.fleet_need import fleet_need, predicted_idle_ratio
 from echo2.head.fleet.decide.measurements import CAUSES, LearnerWait, learner_wait, main_cause
+from echo2.head.fleet.decide.standby import fleet_need, predicted_idle_ratio
 from invariants import check
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)

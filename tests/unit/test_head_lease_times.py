@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide.lease_times import FULL_TIMES, LEASE_STRETCH_MAX, STRANGER_STRETCH
+from echo2.head.decide.granting import FULL_TIMES, LEASE_STRETCH_MAX, STRANGER_STRETCH
 from echo2.head.fleet.decide.fleet import LOST_AFTER_HEARTBEATS
 from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario

@@ -21,7 +21,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, Lease, Message, Reply, Rollou
 from echo2.engines.random_streams import derived_seed
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer, tokens_with
-from echo2.head.decide.lease_times import LEASE_STRETCH_MAX
+from echo2.head.decide.granting import LEASE_STRETCH_MAX
 from echo2.head.strangers.replay import TurnRules, replay_rollout
 from echo2.rollouts.generate import sample_groups
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE

@@ -1,5 +1,9 @@
 """The end of a lease: a result that is accepted or refused, or an end without a result. A refusal is one word, which is
 counted, and a readable reason.
+
+A stranger's group wastes the seconds of the head beyond `FAR` times the usual ones, by its rewards or by its replay in
+the environment. Usual is the mean of the owner's groups, which no stranger can raise; until there is one, the mean of
+all groups that wasted nothing. Each whole second costs the ticket a lease of its credit, as when a reward fails.
 """
 
 from __future__ import annotations
@@ -10,10 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from echo2.core.types import GroupRef, Lease, LostRollout
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide import pacing, waste
+from echo2.head.decide import pacing
 from echo2.head.decide.groups import FAILURES, MAX_ATTEMPTS, OWN, TOP_UPS_MAX, UNINFORMATIVE, PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
+from echo2.head.fleet.decide.measurements import UsualSeconds
 from echo2.head.strangers.decide import checks, strangers
 from echo2.head.strangers.decide.penalties import MALFORMED_COST, REFUSED_COST
 
@@ -136,7 +141,7 @@ def take_back(state: PlannerState, lease_ids: Iterable[int], reason: str, outcom
 
 def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None:
     """Handle a delivered group: refuse it with a reason, or accept it and ask for its rewards."""
-    waste.replayed(state, event.worker_id, event.replay_seconds)
+    _replayed(state, event.worker_id, event.replay_seconds)
     refusal = judge(state, event)
     if refusal is not None:
         word, reason = refusal
@@ -212,7 +217,7 @@ def delivery_malformed(state: PlannerState, event: ev.DeliveryMalformed) -> None
     that came too late to be replayed before its lease ended is no breach.
     """
     is_late = event.reason == "late"
-    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=not is_late)
+    _replayed(state, event.worker_id, event.replay_seconds, is_failed=not is_late)
     held = state.leases.get(event.lease_id)
     group = held[1].group if held is not None and held[0] == event.worker_id else None
     _refuse(state, event, event.reason, event.detail, REFUSED_COST if is_late else MALFORMED_COST, group)
@@ -258,7 +263,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
         detail = f"lease {event.lease_id} failed, which it does not hold"
         state.penalties.refused(event.worker_id, REFUSED_COST, detail, now)
         return
-    waste.replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
+    _replayed(state, event.worker_id, event.replay_seconds, is_failed=True)
     group = held[1].group
     reason = event.reason if event.reason in FAILURES else "engine_failed"
     is_overtaken = reason == "snapshot_gone" and is_from_before(state, held[1])
@@ -290,7 +295,7 @@ def scored(state: PlannerState, event: ev.GroupScored) -> None:
     was given up or scored meanwhile.
     """
     group = event.group
-    waste.scored(state, event)
+    _rewarded(state, event)
     record = state.groups.get(group.number) if group.kind == "train" else None
     if group.kind == "eval":
         if not state.evaluation.finish(group):
@@ -373,7 +378,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
             return
         is_own_word = _is_own_word(record, why)
         if record.state == "delivered":
-            if (ticket := waste.sole_supplier(state, record)) is not None:
+            if (ticket := _sole_supplier(state, record)) is not None:
                 strangers.blame(state, ticket, seconds, int(seconds))
         elif not is_own_word and state.options.deterministic and state.groups.num_live(record.step) == 1:
             record.forgive()  # strangers alone can't retire the last group of a step without replacements
@@ -407,3 +412,47 @@ def stop(state: PlannerState, reason: str) -> None:
     """Stop the run; the first reason counts."""
     if state.health.end(reason):
         state.emit(do.StopRun, reason)
+
+
+#: A stranger's group may take this many times the usual seconds: some honest texts take longer than others.
+FAR = 10.0
+
+
+def _rewarded(state: PlannerState, event: ev.GroupScored) -> None:
+    """Record how long the rewards of a group took, and blame the stranger that wasted some of it."""
+    record = state.groups.get(event.group.number) if event.group.kind == "train" else None
+    worker = state.fleet.get(record.worker_id) if record is not None else None
+    is_own = event.group.kind == "eval" or (worker is not None and worker.is_own)
+    ticket = _sole_supplier(state, record) if record is not None else None
+    _spent(state, state.measurements.rewards, event.seconds, is_own, ticket, "rewards")
+
+
+def _replayed(state: PlannerState, worker_id: str, seconds: float, is_failed: bool = False) -> None:
+    """Record how long the environment's replay of a worker's result took, likewise. One that failed wasted it all."""
+    worker = state.fleet.get(worker_id)
+    if worker is None or seconds <= 0:
+        return
+    if not is_failed:
+        ticket = None if worker.is_own else worker.ticket
+        _spent(state, state.measurements.replay, seconds, worker.is_own, ticket, "replay in the environment")
+    elif not worker.is_own and seconds >= 1.0:
+        strangers.blame(state, worker.ticket, seconds, int(seconds))
+
+
+def _sole_supplier(state: PlannerState, record: PlannedGroup) -> str | None:
+    """Return the ticket of the stranger that supplied all rollouts of a delivered group; None if nobody did alone."""
+    if len(record.supplied_by) == 1 and sum(record.supplied_by.values()) >= state.options.group_size:
+        return next(iter(record.supplied_by))
+    return None
+
+
+def _spent(
+    state: PlannerState, time: UsualSeconds, seconds: float, is_own: bool, ticket: str | None, what: str
+) -> None:
+    usual = time.usual
+    wasted = 0.0 if is_own or usual is None else seconds - FAR * usual
+    if wasted < 1.0:
+        time.add(seconds, is_own)
+    elif ticket is not None:
+        reason = f"the {what} of its group took {seconds:.1f} s, where {usual:.2g} s are usual"
+        strangers.blame(state, ticket, wasted, int(wasted), reason)

@@ -10,13 +10,12 @@ from echo2.core.decide.machine import StateMachine
 from echo2.core.types import RUN_POLICY, GroupRef, Lease, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide.evaluation import Evaluation
 from echo2.head.decide.groups import GroupBook, LeaseTable
 from echo2.head.decide.pacing import WidthSearch
-from echo2.head.decide.training import RunHealth, Snapshots, Training
+from echo2.head.decide.training import Evaluation, RunHealth, Snapshots, Training
+from echo2.head.fleet.decide.activation import Rentals
 from echo2.head.fleet.decide.fleet import Fleet
 from echo2.head.fleet.decide.measurements import Measurements
-from echo2.head.fleet.decide.rentals import Rentals
 from echo2.head.strangers.decide.penalties import TicketCredits, WorkerPenalties
 from echo2.head.strangers.decide.trust import TrustBook
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from echo2.core.types import SnapshotRef, Wait
-from echo2.head.decide import lease_times
+from echo2.head.decide import granting
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.strangers.decide import checks, strangers
@@ -26,7 +26,7 @@ def list_waits(state: PlannerState, now: float) -> list[Wait]:
         elif worker.idle_since is not None:
             name, reason = _why_idle(state, worker)
             waits.append(Wait(worker.worker_id, name, worker.idle_since, None, reason))
-    return waits + _evaluation_waits(state) + lease_times.waits_for_slow(state, now)
+    return waits + _evaluation_waits(state) + granting.waits_for_slow(state, now)
 
 
 def _evaluation_waits(state: PlannerState) -> list[Wait]:

@@ -14,7 +14,7 @@ from echo2.core.clock import Clock
 from echo2.core.errors import UserError
 from echo2.head.decide.planner import Planner
 from echo2.head.fleet.accounts import CostBook
-from echo2.head.fleet.decide.fleet_need import predicted_idle_ratio
+from echo2.head.fleet.decide.standby import predicted_idle_ratio
 from echo2.head.ledger.books import BroadcastTimes, Evals, Failures
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.metrics import Metrics, Sink, TensorBoardSink, TrackioSink, WandbSink

@@ -14,8 +14,8 @@ from typing import Any
 
 from echo2.config.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.core.types import SnapshotRef
-from echo2.head.fleet.decide.fleet_need import fleet_need
 from echo2.head.fleet.decide.measurements import CAUSES, NUM_REMEMBERED
+from echo2.head.fleet.decide.standby import fleet_need
 from echo2.head.ledger.books import FAILED_BECAUSE
 from echo2.head.serve.head import Head
 from echo2.weights.broadcast.origin import Progress

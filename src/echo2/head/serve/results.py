@@ -27,7 +27,7 @@ from echo2.core.types import (
 )
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide import lease_times
+from echo2.head.decide import granting
 from echo2.head.decide.planner import Planner
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.reading import RunTokenizer, TaskReader
@@ -214,7 +214,7 @@ class Deliveries:
             rules = self._reader.turn_rules(stop, is_chat, config.sampling.max_turns, params.max_tokens)
             worker = self._planner.fleet.get(worker_id)
             # What a worker may hold can shrink; the deadline of an open lease stays.
-            longest = lease.deadline if worker is None else lease_times.ends_at(self._planner, worker, lease)
+            longest = lease.deadline if worker is None else granting.ends_at(self._planner, worker, lease)
             seconds = max(lease.deadline, longest) - self._clock.now()
             group = await self._replay.replay(rules, lease, task, group, seconds, member.is_own)
         elif not by_harness:

@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
-from echo2.head.decide import lease_times
+from echo2.head.decide import granting
 from echo2.head.decide.results import end_lease
 from echo2.head.decide.state import PlannerState
-from echo2.head.fleet.decide.fleet import Worker
-from echo2.head.fleet.decide.throughput import Throughput
+from echo2.head.fleet.decide.fleet import Throughput, Worker
 from echo2.head.strangers.decide import strangers
 
 #: Minimum limit of leases that a returning worker may claim to hold; otherwise twice the most that it is ever granted.
@@ -142,7 +141,7 @@ def expire(state: PlannerState, now: float) -> bool:
         held = state.leases.get(lease_id)
         if held is None:
             continue  # its group was just given up with another of its leases
-        if lease_times.extend(state, lease_id, now):
+        if granting.extend(state, lease_id, now):
             continue
         worker_id, _ = held
         if (late := state.fleet.get(worker_id)) is not None:
