@@ -21,9 +21,9 @@ from echo2.engines.architecture import read_architecture
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
-from echo2.head.fleet.accounts import CostBook
 from echo2.head.ledger import costs, eventlog, metrics
 from echo2.head.ledger.audit import audit
+from echo2.head.ledger.costs import CostBook
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading
 from echo2.head.serve.planner_options import planner_options

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from echo2.core.errors import LinkError, PeerError
-from echo2.head.strangers.decide.penalties import PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND
+from echo2.head.strangers.decide.trust import PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link

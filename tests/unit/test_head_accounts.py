@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup, SnapshotRef
-from echo2.head.fleet.accounts import CostBook
 from echo2.head.ledger.books import VERSIONS_MAX, BroadcastTimes, Evals, pass_at_k
+from echo2.head.ledger.costs import CostBook
 
 
 def eval_group(number: int, version: int, reward: float | None, length: int = 2) -> RolloutGroup:

@@ -15,9 +15,8 @@ from rich.console import Console
 
 from echo2.cli import main
 from echo2.core.errors import UserError
-from echo2.head.fleet.accounts import CostBook
 from echo2.head.ledger import costs
-from echo2.head.ledger.costs import CHECK_PER_SAMPLED, Bill, itemise, read_report, total
+from echo2.head.ledger.costs import CHECK_PER_SAMPLED, Bill, CostBook, itemise, read_report, total
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.strangers.decide.trust import Trust
 

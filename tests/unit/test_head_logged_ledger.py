@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from echo2.core.errors import InvariantError
-from echo2.head.ledger.logged import LedgerFile, LoggedLedger, copy_ledger
+from echo2.head.store.mirror import LedgerFile, LoggedLedger, copy_ledger
 
 
 def live(ledger: LoggedLedger, first: int) -> None:

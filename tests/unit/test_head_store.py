@@ -17,10 +17,10 @@ from echo2.core.objects import open_objects
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.process import pause
 from echo2.head.store import mirror as mirror_module
+from echo2.head.store.contents import fetch_run
 from echo2.head.store.decide.log import Mark
 from echo2.head.store.log import add_mark
 from echo2.head.store.mirror import Mirror
-from echo2.head.store.resume import fetch_run
 from echo2.transport import wire_pb2 as wire
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from seeds import seeds

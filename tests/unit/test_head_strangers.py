@@ -15,7 +15,7 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import MAX_ATTEMPTS
 from echo2.head.decide.state import PlannerOptions
-from echo2.head.strangers.decide.penalties import (
+from echo2.head.strangers.decide.trust import (
     EXPELLED_SECONDS,
     MISMATCH_MAX,
     MISMATCH_TOKENS,

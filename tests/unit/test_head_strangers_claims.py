@@ -8,9 +8,8 @@ from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.sections import FleetConfig, WorkersConfig
 from echo2.core.errors import PeerError
-from echo2.head.fleet.accounts import CostBook
 from echo2.head.ledger.books import Evals
-from echo2.head.ledger.costs import itemise
+from echo2.head.ledger.costs import CostBook, itemise
 from echo2.head.serve.claims import PID_MAX, check_price, most_paid, process_id
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 from echo2.views.display import strangers_lines

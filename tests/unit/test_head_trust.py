@@ -13,8 +13,14 @@ from echo2.head.decide import events as ev
 from echo2.head.fleet.decide import standby
 from echo2.head.strangers.decide import strangers
 from echo2.head.strangers.decide.checks import CHECK_SHARE, OVERDUE_LEASES
-from echo2.head.strangers.decide.penalties import MISMATCH_TOKENS, SURPRISE_ODD
-from echo2.head.strangers.decide.trust import NEWCOMER_CHECKS, SURPRISE_KEPT, SURPRISE_MAX, UNCHECKED_MAX
+from echo2.head.strangers.decide.trust import (
+    MISMATCH_TOKENS,
+    NEWCOMER_CHECKS,
+    SURPRISE_KEPT,
+    SURPRISE_MAX,
+    SURPRISE_ODD,
+    UNCHECKED_MAX,
+)
 from planner_cases import Desk, of
 
 

@@ -28,7 +28,7 @@ from echo2.core.child import LIFELINE_VARIABLE, ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.logs import keep_private
-from echo2.head.store.resume import fetch_run
+from echo2.head.store.contents import fetch_run
 from echo2.launch.preflight import (
     check,
     check_place,

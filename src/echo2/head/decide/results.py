@@ -20,7 +20,7 @@ from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.fleet.decide.measurements import UsualSeconds
 from echo2.head.strangers.decide import checks, strangers
-from echo2.head.strangers.decide.penalties import MALFORMED_COST, REFUSED_COST
+from echo2.head.strangers.decide.trust import MALFORMED_COST, REFUSED_COST
 
 #: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
 #: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.

@@ -16,8 +16,7 @@ from echo2.head.decide.training import Evaluation, RunHealth, Snapshots, Trainin
 from echo2.head.fleet.decide.activation import Rentals
 from echo2.head.fleet.decide.fleet import Fleet
 from echo2.head.fleet.decide.measurements import Measurements
-from echo2.head.strangers.decide.penalties import TicketCredits, WorkerPenalties
-from echo2.head.strangers.decide.trust import TrustBook
+from echo2.head.strangers.decide.trust import TicketCredits, TrustBook, WorkerPenalties
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RUN_POLICY, LostRollout
 from echo2.head.decide.events import HeadStarted
-from echo2.head.ledger import recovery
+from echo2.head.ledger import schema
 from echo2.head.ledger.schema import (
     TRANSITIONS,
     open_for_writing,
@@ -242,7 +242,7 @@ class Ledger:
                 learner of this lineage is the newest to have joined.
         """
         with self._transaction():
-            current = recovery.lineage(self._execute, self.policy)
+            current = schema.read_lineage(self._execute, self.policy)
             recorded = self._execute(
                 "SELECT number FROM trainings WHERE policy = ? AND lineage = ? AND step = ? ORDER BY number",
                 (self.policy, lineage, step),
@@ -286,7 +286,7 @@ class Ledger:
             UserError: the learner fell back behind the recorded checkpoints: the rollouts of the groups are gone.
         """
         with self._transaction():
-            current = recovery.lineage(self._execute, self.policy)
+            current = schema.read_lineage(self._execute, self.policy)
             undone = self._execute(
                 "SELECT groups.number, step, data IS NULL AS is_gone "
                 "FROM groups LEFT JOIN rollouts USING (policy, number) "
@@ -387,14 +387,14 @@ class Ledger:
         trained), and the leases that are still held. Lineage 0: there was no learner yet.
         """
         with self._transaction():
-            lineage = recovery.lineage(self._execute, self.policy)
+            lineage = schema.read_lineage(self._execute, self.policy)
             return HeadStarted(
-                version=(version := recovery.version(self._execute, self.policy, lineage)),
+                version=(version := schema.read_version(self._execute, self.policy, lineage)),
                 lineage=lineage,
                 next_number=self._counts["issued"],
-                next_lease_id=recovery.next_lease_id(self._execute, int(self._meta("last_lease_id", 0))),
-                groups=recovery.groups(self._execute, self.policy, version, self.kept("top_up")),
-                leases=recovery.leases(self._execute, self.policy),
+                next_lease_id=schema.read_next_lease_id(self._execute, int(self._meta("last_lease_id", 0))),
+                groups=schema.read_groups(self._execute, self.policy, version, self.kept("top_up")),
+                leases=schema.read_leases(self._execute, self.policy),
                 checkpoint_version=(checkpoint := self._meta(f"{self.policy}.checkpoint", (-1, 0)))[0],
                 oldest_kept=checkpoint[1],
             )
@@ -445,7 +445,7 @@ class Ledger:
         return self._known_counts
 
     def _story(self, number: int) -> str:
-        return recovery.story(self._execute, self.policy, number)
+        return schema.story(self._execute, self.policy, number)
 
     def _meta(self, key: str, default: Any) -> Any:
         with self._mapped_errors():

@@ -22,10 +22,10 @@ from echo2.core.types import SnapshotRef
 from echo2.head.decide import events as ev
 from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.fleet.machines import Machines
+from echo2.head.ledger.books import RunBooks
 from echo2.head.ledger.driver import Driver, Effects, Stored
 from echo2.head.ledger.eventlog import EventLog
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.serve.books import RunBooks
 from echo2.head.serve.connections import Connections
 from echo2.head.serve.event_queue import EventQueue
 from echo2.head.serve.planner_options import planner_options, read_offers

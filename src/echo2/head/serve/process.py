@@ -18,8 +18,8 @@ from echo2.head.serve import report as head_report
 from echo2.head.serve.effects import HeadEffects
 from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
+from echo2.head.store.contents import restore
 from echo2.head.store.mirror import Mirror
-from echo2.head.store.resume import restore
 from echo2.head.strangers.tickets import OwnTickets, own_files
 from echo2.transport.door import is_out_of_descriptors
 from echo2.transport.grpc_server import GrpcServer

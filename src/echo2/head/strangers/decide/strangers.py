@@ -26,7 +26,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.groups import OWN, PlannedGroup
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
-from echo2.head.strangers.decide.penalties import RESULTS_PER_PARDON
+from echo2.head.strangers.decide.trust import RESULTS_PER_PARDON
 
 #: Bounds of the rest of a ticket without credit: minimum; maximum; maximum if no other worker can sample.
 REST_SECONDS, MOST_REST_SECONDS, MOST_REST_ALONE_SECONDS = 1.0, 3600.0, 60.0
