@@ -27,8 +27,7 @@ SMALL_LINES = 80
 GROUP = """
 echo2.head.decide: granting state planner results events commands groups pacing
 echo2.head.ledger: driver ledger
-echo2.head.serve: effects event_queue connections head reading service results learner_calls
-echo2.head.strangers: copied_rollouts
+echo2.head.serve: effects connections head reading service results learner_calls
 echo2.tasks: streams base
 echo2.transport: messages grpc_server door grpc_link
 echo2.worker: attending process decide.scheduler sampling

@@ -13,8 +13,15 @@ import pytest
 
 from echo2 import __version__, config
 from echo2.cli import build_parser
-from echo2.planning.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, OutageSpec, Scenario, WorkersSpec
-from echo2.planning.sim.study import load_study
+from echo2.planning.sim.scenario import (
+    BroadcastSpec,
+    HeadSpec,
+    LearnerSpec,
+    OutageSpec,
+    Scenario,
+    WorkersSpec,
+    load_study,
+)
 from house import PACKAGE, REPOSITORY, SOURCE
 
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted((REPOSITORY / "docs").glob("*.md"))]

@@ -26,11 +26,11 @@ from echo2.head.ledger.audit import audit
 from echo2.head.ledger.costs import CostBook
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading
-from echo2.head.serve.planner_options import planner_options
+from echo2.head.serve.head import planner_options
 from echo2.learner.core import checkpoint
 from echo2.learner.core.model_size import snapshot_bytes
-from echo2.planning.past_run import read_past_run
-from echo2.planning.sim.study import load_study
+from echo2.planning.plan_inputs import read_past_run
+from echo2.planning.sim.scenario import load_study
 from echo2.reward import functions
 from echo2.reward.text_scorers import final_answer, tagged_answer
 from echo2.sandbox import pipes

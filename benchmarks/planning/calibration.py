@@ -24,7 +24,7 @@ from recording import save
 from echo2.core.errors import UserError
 from echo2.learner.decide.model_shape import LayerShape, ModelShape
 from echo2.planning import estimates
-from echo2.planning.data_sheet import Gpu, gpu
+from echo2.planning.estimates import Gpu, gpu
 
 POINTS = Path(__file__).with_name("public_speeds.json")
 #: Constants that are fitted together, and the values that are tried.

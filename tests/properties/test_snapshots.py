@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from echo2.planning.sim.fleet import SimWorker
-from echo2.planning.sim.head import SimHead
-from echo2.planning.sim.ledger import MortalLedger
+from echo2.planning.sim.head import MortalLedger, SimHead
 from echo2.planning.sim.network import HEAD
 from echo2.planning.sim.report import History
 from echo2.planning.sim.run import build_world

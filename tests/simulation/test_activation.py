@@ -10,8 +10,7 @@ import pytest
 
 from echo2.head.decide import commands as do
 from echo2.planning.sim.report import Report
-from echo2.planning.sim.scenario import OutageSpec, Scenario, WorkersSpec
-from echo2.planning.sim.study import load_study
+from echo2.planning.sim.scenario import OutageSpec, Scenario, WorkersSpec, load_study
 from invariants import run_scenario
 from seeds import seeds
 

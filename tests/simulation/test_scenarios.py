@@ -9,8 +9,7 @@ import pytest
 
 from echo2.core.errors import UserError
 from echo2.planning.sim.report import Report
-from echo2.planning.sim.scenario import Scenario, WorkersSpec
-from echo2.planning.sim.study import load_study
+from echo2.planning.sim.scenario import Scenario, WorkersSpec, load_study
 from invariants import run_scenario
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "simulations"

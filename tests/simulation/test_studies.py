@@ -10,8 +10,7 @@ import pytest
 
 from echo2.core.errors import UserError
 from echo2.planning import simulate
-from echo2.planning.sim.scenario import BroadcastSpec, Scenario, WorkersSpec
-from echo2.planning.sim.study import Case, load_study
+from echo2.planning.sim.scenario import BroadcastSpec, Case, Scenario, WorkersSpec, load_study
 from invariants import run_scenario
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "simulations"

@@ -15,7 +15,7 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.state import PlannerOptions
 from echo2.head.ledger.driver import Driver, Stored
-from echo2.planning.sim.ledger import Killed, MortalLedger
+from echo2.planning.sim.head import Killed, MortalLedger
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=4, max_steps=3, max_staleness=1, groups_per_batch=2)
 SNAPSHOT = SnapshotRef(RUN_POLICY, 1, 0)

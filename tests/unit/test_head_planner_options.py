@@ -9,7 +9,7 @@ import pytest
 from echo2.config import build
 from echo2.core.errors import UserError
 from echo2.head.decide.state import RentableOffer
-from echo2.head.serve.planner_options import planner_options, read_offers
+from echo2.head.serve.head import planner_options, read_offers
 
 OFFERS = """
 [[offers]]

@@ -14,10 +14,13 @@ from echo2 import config as configuration
 from echo2.cli import main
 from echo2.core.errors import UserError
 from echo2.learner.decide.model_shape import ModelShape, read_shape
-from echo2.planning.data_sheet import GPUS, Gpu, gpu, several
 from echo2.planning.estimates import (
+    GPUS,
+    Gpu,
     Workload,
+    gpu,
     rollouts_per_second,
+    several,
     tokens_per_second,
     touched_weights,
     training_flops_per_token,

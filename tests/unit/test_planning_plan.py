@@ -18,9 +18,8 @@ from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import Candidate
 from echo2.learner.core.model_size import num_parameters, snapshot_bytes
 from echo2.planning import plan_command
-from echo2.planning.past_run import read_past_run
 from echo2.planning.plan import NoPlanError, by_staleness, least_idle, make_plan
-from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
+from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs, read_past_run
 from echo2.planning.probe import Measured, as_offer
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse

@@ -27,7 +27,7 @@ from echo2.engines.architecture import read_architecture
 from echo2.engines.choice import EngineChoice, chosen, servers_here
 from echo2.engines.model_values import read_context, text_values
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
-from echo2.head.serve.planner_options import planner_options, read_offers
+from echo2.head.serve.head import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
 from echo2.head.serve.results import GROUP_BYTES_MAX
 from echo2.launch.teachers import check_teaching

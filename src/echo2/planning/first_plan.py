@@ -16,13 +16,16 @@ from echo2.learner.core.fitting import learner_need, machine_with
 from echo2.learner.core.model_size import SnapshotSize, model_shape
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB
 from echo2.learner.decide.model_shape import ModelShape
-from echo2.planning.data_sheet import GPUS, Gpu, gpu, several
 from echo2.planning.estimates import (
     ANSWER_SHARE,
+    GPUS,
     SPREAD,
     STEP_SECONDS,
+    Gpu,
     Workload,
+    gpu,
     rollouts_per_second,
+    several,
     teacher_seconds,
     training_seconds,
     training_share,

@@ -28,7 +28,7 @@ from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, machine_with, worker_need
 from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
 from echo2.learner.decide.memory import GB
-from echo2.planning.data_sheet import GPUS, several
+from echo2.planning.estimates import GPUS, several
 from echo2.planning.first_plan import (
     Basis,
     Estimated,
@@ -47,9 +47,8 @@ from echo2.planning.memory_needs import (
     offers_that_fit,
     settings_that_save_memory,
 )
-from echo2.planning.past_run import PastRun, read_past_run
 from echo2.planning.plan import NoPlanError, Plan, SearchLimit, by_staleness, make_plan
-from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
+from echo2.planning.plan_inputs import BroadcastInputs, PastRun, PlanInputs, read_past_run
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
 from echo2.reward.process import groups_at_once

@@ -17,8 +17,7 @@ from echo2.planning.plan import Plan
 from echo2.planning.plan_inputs import PlanInputs
 from echo2.planning.sim.report import Report
 from echo2.planning.sim.run import run_scenario
-from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
-from echo2.planning.sim.study import Study, load_study
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, Study, WorkersSpec, load_study
 
 #: Maximum number of simulated steps.
 MAX_STEPS = 60

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config import Config
-from echo2.config.offers import Offer, load_offers
+from echo2.config.offers import Offer
 from echo2.core.child import ChildProcess
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
@@ -31,15 +31,6 @@ HOOK_SECONDS = 900.0
 RETRY_SECONDS = Backoff(5.0, 600.0)
 #: Number of tries to return a machine once the run is over.
 LAST_TRIES = 3
-
-
-def offers_for(config: Config, path: Path) -> list[Offer]:
-    """Return the offers of a file, as `scaled_offers`.
-
-    Raises:
-        UserError: as `load_offers`.
-    """
-    return scaled_offers(config, load_offers(path))
 
 
 def scaled_offers(config: Config, offers: Sequence[Offer]) -> list[Offer]:

@@ -1,37 +1,43 @@
 """The head: one run's control plane, around the driver (`head/ledger/driver.py`) with planner and ledger.
 
 It never imports torch, so that no training step can stall a heartbeat. `service` answers calls and turns them into
-events, `event_queue` passes these to the driver, and `effects` carries out the planner's commands. `results` reads and
-scores what workers deliver, `connections` knows who is connected, `books` keeps and `report` writes what people read,
-and `shutdown` ends the run.
+events, the `EventQueue` passes these to the driver, those that wait at the same moment together, and `effects` carries
+out the planner's commands. `results` reads and scores what workers deliver, `connections` knows who is connected,
+`head/ledger/books` keeps and `report` writes what people read. The run is stopped in order (`RunEnd`): the learner
+saves a checkpoint while the head still records, then all processes end.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from echo2.config import Config
-from echo2.config.offers import Offer
-from echo2.config.rundir import RunDir
+from echo2.config.offers import Offer, load_offers
+from echo2.config.rundir import RunDir, newest_checkpoint
+from echo2.core.background import Background
 from echo2.core.clock import Clock
+from echo2.core.errors import NoRoomError, UserError
 from echo2.core.types import SnapshotRef
+from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
+from echo2.head.decide.state import PlannerOptions, RentableOffer
 from echo2.head.fleet.decide.fleet import Worker
-from echo2.head.fleet.machines import Machines
-from echo2.head.ledger.books import RunBooks
+from echo2.head.fleet.machines import Machines, scaled_offers
+from echo2.head.ledger.books import Failures, RunBooks
 from echo2.head.ledger.driver import Driver, Effects, Stored
 from echo2.head.ledger.eventlog import EventLog
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.connections import Connections
-from echo2.head.serve.event_queue import EventQueue
-from echo2.head.serve.planner_options import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer, TaskReader
 from echo2.head.serve.results import Deliveries, Scoring
-from echo2.head.serve.shutdown import RunEnd
 from echo2.head.store.contents import Kept
 from echo2.head.store.mirror import Mirror
 from echo2.reward.process import RewardProcesses
@@ -43,6 +49,159 @@ from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.store.archive import Archive
 from echo2.weights.store.store import ChunkStore
+
+log = logging.getLogger(__name__)
+
+#: Timeout for the learner to finish its step and save a checkpoint.
+SAVE_SECONDS = 600.0
+#: Time in which a disconnected learner may reconnect.
+LOST_SECONDS = 5.0
+LOOK_SECONDS = 0.1
+
+
+class RunEnd:
+    """`stopping`: why the run is about to end; empty while it is not. `outcome`: kind and reason of the end, None
+    before; `over` is set then. An exception that background work does not handle ends the run.
+    """
+
+    def __init__(self, planner: Planner, connections: Connections, checkpoints: Path, clock: Clock) -> None:
+        self._planner, self._connections, self._checkpoints, self._clock = planner, connections, checkpoints, clock
+        self._is_requested = False  # by a signal
+        self.stopping = ""
+        self.outcome: tuple[str, str] | None = None
+        self.over = asyncio.Event()
+        self.background = Background(self.fail)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine in the background. Its failure stops the run instead of being lost."""
+        return self.background.spawn(coroutine)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run because of an error."""
+        log.error("the run stops", exc_info=error)
+        kind = "no_room" if isinstance(error, NoRoomError) else "user_error" if isinstance(error, UserError) else "bug"
+        self.end(kind, str(error) or repr(error))
+
+    def end(self, kind: str, reason: str) -> None:
+        """End the run; only the first call counts. `kind`: finished, stopped, user_error, bug, or no_room, which ends
+        this head but not the run."""
+        if self.outcome is None:
+            self.outcome = (kind, reason)
+            self.over.set()
+
+    def request_stop(self, reason: str) -> None:
+        """Stop the run at the request of a person or the supervisor. The first request waits for the learner's
+        checkpoint, even if the run is already stopping for another reason; the second one stops the run at once.
+        """
+        if self._is_requested:
+            self.end("stopped", self.stopping)
+        self._is_requested = True
+        self.stop(reason)
+
+    def stop(self, reason: str) -> None:
+        """End the run once the learner has saved a checkpoint. Does nothing if it is already stopping or over."""
+        if self.stopping or self.outcome is not None:
+            return
+        self.stopping = reason
+        log.info("stopping: %s; the learner saves a checkpoint of step %d", reason, self._planner.training.version)
+        if (learner := self._connections.learner) is not None:
+            learner.stop(reason)
+            learner.send(wire.StepDone(stop=True, reason=reason))
+        self.spawn(self._end_when_saved())
+
+    async def _end_when_saved(self) -> None:
+        here_at = self._clock.now()
+        try:
+            async with asyncio.timeout(SAVE_SECONDS):
+                while not self.has_saved() and self._clock.now() - here_at < LOST_SECONDS:
+                    await asyncio.sleep(LOOK_SECONDS)  # poll: the learner may save without a report, or be dead
+                    if self._connections.learner is not None:
+                        here_at = self._clock.now()
+        except TimeoutError:
+            version = self._planner.training.version
+            log.warning("the learner saved no checkpoint of step %d within %.0f s", version, SAVE_SECONDS)
+        self.end("stopped", self.stopping)
+
+    def has_saved(self) -> bool:
+        """Whether a checkpoint covers every recorded step, or nothing was trained and no learner is connected."""
+        training = self._planner.training
+        if training.version == 0 and self._connections.learner is None:
+            return True
+        version = training.version
+        return training.checkpoint_version >= version or newest_checkpoint(self._checkpoints) == version
+
+
+class EventQueue:
+    """All state changes of the run go through `tell` or `dispatch`. `log`: the file of events and commands."""
+
+    def __init__(self, driver: Driver, log: EventLog, failures: Failures, end: RunEnd, clock: Clock) -> None:
+        self._driver, self._failures, self._end, self._clock = driver, failures, end, clock
+        self.log = log
+        self._alive: dict[str, None] = {}
+        self._waiting: list[tuple[ev.Event, asyncio.Future[list[do.Command]]]] = []
+
+    def tell(self, event: ev.Event) -> asyncio.Future[list[do.Command]]:
+        """Queue an event, to be handled together with other pending events. Return the planner's future answer: no
+        commands once the run is over.
+        """
+        loop = asyncio.get_running_loop()
+        if not self._waiting:
+            loop.call_soon(self._handle_waiting)
+        answer: asyncio.Future[list[do.Command]] = loop.create_future()
+        self._waiting.append((event, answer))
+        return answer
+
+    def dispatch(self, event: ev.Event) -> list[do.Command]:
+        """Let the driver handle an event at once. Return the planner's commands: none once the run is over.
+
+        Raises:
+            UserError: the ledger or the log can't be written.
+            InvariantError: a command contradicts the ledger.
+        """
+        answer = self.tell(event)
+        self._handle_waiting()
+        return answer.result()
+
+    def seen(self, worker_id: str) -> None:
+        """Record that a worker is alive without news. The planner is told of all such workers together, every half
+        heartbeat.
+        """
+        if not self._alive:
+            seconds = self._driver.planner.options.heartbeat_seconds / 2
+            asyncio.get_running_loop().call_later(seconds, self._tell_alive)
+        self._alive[worker_id] = None
+
+    def _tell_alive(self) -> None:
+        alive, self._alive = self._alive, {}
+        self.tell(ev.WorkersHeard(tuple(alive)))
+
+    def _handle_waiting(self) -> None:
+        """Handle all waiting events in one transaction and one write of the log."""
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        events = [event for event, _ in waiting]
+        try:
+            answers = self._handle(events) if self._end.outcome is None else [[] for _ in events]
+        except Exception as error:
+            self._end.fail(error)
+            for _, answer in waiting:
+                if not answer.done():
+                    answer.set_exception(error)
+                    answer.exception()  # marks it as retrieved: callers of `tell` may ignore the answer
+            return
+        for (_, answer), commands in zip(waiting, answers, strict=True):
+            if not answer.done():
+                answer.set_result(commands)
+
+    def _handle(self, events: Sequence[ev.Event]) -> list[list[do.Command]]:
+        try:
+            answers = self._driver.handle_all(events, self._clock.now())
+        finally:
+            self.log.flush()
+        for event, commands in zip(events, answers, strict=True):
+            self._failures.see(event, commands)
+        return answers
 
 
 class Head:
@@ -194,3 +353,46 @@ class Head:
             finally:
                 self.ledger.close()
                 self.events.log.close()
+
+
+def read_offers(config: Config) -> dict[str, Offer]:
+    """Return the run's offers by name.
+
+    Raises:
+        UserError: the offers file is invalid, or has rates for another model and the size of the run's is unknown.
+    """
+    found = scaled_offers(config, load_offers(Path(config.fleet.offers))) if config.fleet.offers else []
+    return {offer.name: offer for offer in found}
+
+
+def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] | None = None) -> PlannerOptions:
+    """Return the part of the configuration that the planner needs.
+
+    Raises:
+        UserError: an offer that can be rented has no rate.
+    """
+    schedule, sampling = config.schedule, config.sampling
+    return PlannerOptions(
+        groups_per_step=schedule.groups_per_step,
+        group_size=sampling.group_size,
+        max_steps=config.run.max_steps,
+        min_group=sampling.min_group or max(2, -(-sampling.group_size // 2)),
+        max_staleness=schedule.max_staleness,
+        publish_every=schedule.publish_every,
+        dynamic_sampling=schedule.dynamic_sampling,
+        deterministic=config.run.deterministic,
+        require_checks=config.workers.require_checks,
+        groups_per_batch=sampling.groups_per_batch,
+        order=schedule.order,
+        lease_seconds=schedule.lease_seconds,
+        seed=config.run.seed,
+        eval_size=eval_size,
+        eval_every=config.eval.every,
+        eval_samples=config.eval.samples,
+        activation=bool(config.fleet.offers),
+        offers=tuple(
+            RentableOffer(offer.name, offer.effective_rate, offer.price_usd_per_hour, offer.count)
+            for offer in (offers or {}).values()
+            if offer.rent
+        ),
+    )

@@ -14,21 +14,24 @@ from echo2.core.errors import InvariantError
 from echo2.core.types import Lease, LostRollout, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do_head
 from echo2.head.decide import events as ev
-from echo2.planning.sim.head import Arriving, Check, Hello, Refused, SampledBatch, of_samples
+from echo2.planning.sim.head import Returned
 from echo2.planning.sim.network import (
     SMALL_BYTES,
     Answered,
+    Check,
+    Hello,
     Ordered,
     PeerAsked,
     PeerBroke,
     PeerGave,
+    Refused,
+    SampledBatch,
     SimNetwork,
     StreamBroke,
     TimedOut,
+    of_samples,
 )
-from echo2.planning.sim.origin import Announced, ChunkAsked, ManifestAsked, SimManifest
-from echo2.planning.sim.peering import FetchTick, Peering
-from echo2.planning.sim.provider import Returned
+from echo2.planning.sim.origin import Announced, Arriving, ChunkAsked, FetchTick, ManifestAsked, Peering, SimManifest
 from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start

@@ -7,8 +7,11 @@ The ledger, the published snapshots, and the evaluations that metrics.jsonl woul
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+import sqlite3
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
@@ -16,10 +19,25 @@ from echo2.core.types import Attachment, GroupRef, LostRollout, PayloadId, Snaps
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.ledger.driver import Driver, Stored
-from echo2.planning.sim.ledger import Killed, MortalLedger
-from echo2.planning.sim.network import HEAD, LEARNER, Asked, SimNetwork, StreamBroke
-from echo2.planning.sim.origin import ChunkAsked, ManifestAsked, SimManifest, SimOrigin
-from echo2.planning.sim.provider import Provider
+from echo2.head.ledger.ledger import Ledger
+from echo2.planning.sim.network import (
+    HEAD,
+    LEARNER,
+    Asked,
+    Check,
+    Fed,
+    Hello,
+    Publish,
+    Refused,
+    SampledBatch,
+    SimNetwork,
+    StepDone,
+    StreamBroke,
+    Take,
+    Welcome,
+    rollouts_in,
+)
+from echo2.planning.sim.origin import Arriving, ChunkAsked, ManifestAsked, SimOrigin
 from echo2.planning.sim.report import FleetMeter, History, TrainedStep
 from echo2.planning.sim.scenario import Scenario
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
@@ -27,90 +45,67 @@ from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.worker.decide import messages as wev
 
 
-class Hello(Event):
-    """A worker opens its stream of orders."""
-
-    epoch: int
-    event: ev.WorkerJoined
+class Returned(Event):
+    """The machine goes back to the provider and no longer costs anything."""
 
 
-class Take(Event):
-    """The learner opens the stream of a step's groups."""
+class Provider:
+    """Starts the first machine of an offer that is not up, `restart_seconds` after the request."""
 
-    epoch: int
-    step: int
+    def __init__(self, world: SimWorld, scenario: Scenario) -> None:
+        self._world = world
+        self._delay: dict[str, float] = {}
+        self._machines: dict[str, list[str]] = {}
+        self._coming: dict[str, float] = {}
+        for kind, spec in enumerate(scenario.workers):
+            if spec.offer:
+                self._delay[spec.offer] = spec.restart_seconds
+                names = [f"w{kind}-{index}" for index in range(spec.count)]
+                self._machines.setdefault(spec.offer, []).extend(names)
 
+    def rent(self, offer: str) -> None:
+        """Rent a machine of the offer; do nothing if all of them are rented."""
+        world = self._world
+        for name in self._machines[offer]:
+            if not world.actors[name].up and self._coming.get(name, -1.0) < world.now:
+                self._coming[name] = world.now + self._delay[offer]
+                world.post(self._delay[offer], name, Start())
+                return
 
-class SampledBatch(Attachment):
-    """A group's rollouts, and how many groups were sampled together (including this one)."""
+    def out(self) -> tuple[ev.RecoveredMachine, ...]:
+        """Return the machines that are up, or on their way."""
+        found = []
+        for offer, names in self._machines.items():
+            for name in names:
+                if self._world.actors[name].up:
+                    found.append(ev.RecoveredMachine(offer, name))
+                elif self._coming.get(name, -1.0) >= self._world.now:
+                    found.append(ev.RecoveredMachine(offer))
+        return tuple(found)
 
-    __slots__ = ("num_groups",)
-
-    def __init__(self, data: bytes, num_groups: int) -> None:
-        super().__init__(data)
-        self.num_groups = num_groups
-
-
-#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
-_ROLLOUT_BYTES = 8
-
-
-def of_samples(digest: bytes, samples: Iterable[int]) -> bytes:
-    """The bytes of these rollouts of a lease, whose tokens the digest stands for."""
-    return b"".join(digest[:4] + sample.to_bytes(4, "big") for sample in samples)
-
-
-def rollouts_in(data: bytes) -> list[bytes]:
-    """The rollouts of a group."""
-    return [data[at : at + _ROLLOUT_BYTES] for at in range(0, len(data), _ROLLOUT_BYTES)]
-
-
-class Publish(Event):
-    """The learner's snapshot; `digest` stands for its weights."""
-
-    ref: SnapshotRef
-    digest: bytes
-
-
-class Arriving(Event):
-    """To a worker: a snapshot is on its way, and arrives after `seconds` (see `BroadcastSpec`)."""
-
-    manifest: SimManifest
-    seconds: float
+    def take_back(self, worker_id: str) -> None:
+        """Return this worker's machine to the provider."""
+        self._world.post(0.0, worker_id, Returned())
 
 
-class Welcome(Event):
-    """The answer to a learner that joined."""
-
-    lineage: int
-    published: tuple[int, ...]
+class Killed(Exception):
+    """Unwinds the work under way when a kill comes. The ledger rolls back, as SQLite does for the next process."""
 
 
-class Check(Event):
-    """To a machine of the owner: check a group that this worker delivered."""
+class MortalLedger(Ledger):
+    """`statements_left`: statements that a transaction may still execute before the kill; None: no kill is planned."""
 
-    command: do.CheckGroup
-    sampled_by: str
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.statements_left: int | None = None
 
-
-class Fed(Event):
-    """One group for the learner; `data`: its rollouts as delivered."""
-
-    number: int
-    data: bytes
-
-
-class StepDone(Event):
-    """The step has all its groups."""
-
-    step: int
-    num_groups: int
-
-
-class Refused(Event):
-    """The head's refusal of a call, with the reason."""
-
-    reason: str
+    def _execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        if self.statements_left is not None and self._in_transaction():
+            if self.statements_left == 0:
+                self.statements_left = None
+                raise Killed
+            self.statements_left -= 1
+        return super()._execute(sql, parameters)
 
 
 class _Wake(Event):

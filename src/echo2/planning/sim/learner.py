@@ -17,8 +17,20 @@ from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
 from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.head.decide import events as ev
-from echo2.planning.sim.head import Fed, Publish, Refused, StepDone, Take, Welcome
-from echo2.planning.sim.network import LEARNER, Answered, Ordered, SimNetwork, StreamBroke, TimedOut
+from echo2.planning.sim.network import (
+    LEARNER,
+    Answered,
+    Fed,
+    Ordered,
+    Publish,
+    Refused,
+    SimNetwork,
+    StepDone,
+    StreamBroke,
+    Take,
+    TimedOut,
+    Welcome,
+)
 from echo2.planning.sim.report import History, StepTimes
 from echo2.planning.sim.scenario import Scenario
 from echo2.planning.sim.world import Actor, Kill, SimWorld, Start

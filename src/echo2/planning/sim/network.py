@@ -2,14 +2,18 @@
 
 There are two kinds of exchange, as in `transport/`. A *call* has a request and an answer, and either may be lost: the
 caller gets `TimedOut` and cannot know which. A *stream* of orders arrives in order until it breaks; then both ends
-notice after a while, at different times.
+notice after a while, at different times. The messages are here, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from echo2.core.decide.machine import Event
+from echo2.core.types import Attachment, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
 from echo2.planning.sim.world import SimWorld
 
 #: Seconds until a call without an answer counts as failed.
@@ -89,6 +93,85 @@ class PeerBroke(Event):
     """The connection to this worker broke."""
 
     sender: str
+
+
+class Hello(Event):
+    """A worker opens its stream of orders."""
+
+    epoch: int
+    event: ev.WorkerJoined
+
+
+class Take(Event):
+    """The learner opens the stream of a step's groups."""
+
+    epoch: int
+    step: int
+
+
+class Publish(Event):
+    """The learner's snapshot; `digest` stands for its weights."""
+
+    ref: SnapshotRef
+    digest: bytes
+
+
+class Welcome(Event):
+    """The answer to a learner that joined."""
+
+    lineage: int
+    published: tuple[int, ...]
+
+
+class Check(Event):
+    """To a machine of the owner: check a group that this worker delivered."""
+
+    command: do.CheckGroup
+    sampled_by: str
+
+
+class Fed(Event):
+    """One group for the learner; `data`: its rollouts as delivered."""
+
+    number: int
+    data: bytes
+
+
+class StepDone(Event):
+    """The step has all its groups."""
+
+    step: int
+    num_groups: int
+
+
+class Refused(Event):
+    """The head's refusal of a call, with the reason."""
+
+    reason: str
+
+
+class SampledBatch(Attachment):
+    """A group's rollouts, and how many groups were sampled together (including this one)."""
+
+    __slots__ = ("num_groups",)
+
+    def __init__(self, data: bytes, num_groups: int) -> None:
+        super().__init__(data)
+        self.num_groups = num_groups
+
+
+#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
+_ROLLOUT_BYTES = 8
+
+
+def of_samples(digest: bytes, samples: Iterable[int]) -> bytes:
+    """The bytes of these rollouts of a lease, whose tokens the digest stands for."""
+    return b"".join(digest[:4] + sample.to_bytes(4, "big") for sample in samples)
+
+
+def rollouts_in(data: bytes) -> list[bytes]:
+    """The rollouts of a group."""
+    return [data[at : at + _ROLLOUT_BYTES] for at in range(0, len(data), _ROLLOUT_BYTES)]
 
 
 class SimNetwork:

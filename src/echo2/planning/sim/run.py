@@ -7,9 +7,8 @@ from pathlib import Path
 
 from echo2.core.errors import InvariantError
 from echo2.planning.sim.fleet import Cut, SimWorker
-from echo2.planning.sim.head import SimHead
+from echo2.planning.sim.head import MortalLedger, SimHead
 from echo2.planning.sim.learner import SimLearner
-from echo2.planning.sim.ledger import MortalLedger
 from echo2.planning.sim.network import HEAD, LEARNER, SimLink, SimNetwork
 from echo2.planning.sim.report import History, Report, make_report
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
