@@ -21,8 +21,8 @@ STEPS = 400
 
 
 class FaultyObjects:
-    """Objects in memory. A request may be lost before it is done or after, may be done again later, may leave half an
-    object, and a list may be old."""
+    """Objects in memory. A request may be lost before it is done or after, may be done again later, and a list may
+    be old."""
 
     def __init__(self, random: Random) -> None:
         self._random, self._objects, self.fault_rate = random, dict[str, bytes](), 0.06
@@ -42,11 +42,9 @@ class FaultyObjects:
 
     def create(self, key: str, data: bytes) -> bool:
         if self._fails():
-            kind = self._random.choice(["before", "after", "torn", "late"])
+            kind = self._random.choice(["before", "after", "late"])
             if kind == "after":
                 self._objects.setdefault(key, data)
-            elif kind == "torn" and key.startswith("log"):
-                self._objects.setdefault(key, data[: self._random.randrange(len(data))])
             elif kind == "late":
                 self._late.append((key, data))
             raise LinkError("lost")
@@ -136,8 +134,8 @@ class World:
             one.writer.add(one.ledger.number, one.ledger.records[-1].encode(), self.now)
 
     def send(self, one: Directory) -> None:
-        if one.writer is not None and (sending := one.writer.to_send()) is not None:
-            one.writer.answered(send(self.objects, *sending))  # type: ignore[arg-type]
+        if one.writer is not None and (entry := one.writer.to_send()) is not None:
+            one.writer.answered(send(self.objects, one.writer.position, entry))  # type: ignore[arg-type]
 
     def acknowledge(self, one: Directory) -> None:
         if one.writer is None or not one.times:
@@ -173,7 +171,7 @@ class World:
         if one.writer is None:
             return
         if one.copying is None:
-            position, number = one.writer.slot.position - 1, one.ledger.number
+            position, number = one.writer.position - 1, one.ledger.number
             name = copy_name(number, one.name, one.writer.epoch)
             self.objects.upload(f"copies/{name}", one.ledger.copy())
             one.copying = (position, number, name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 from blake3 import blake3
@@ -19,9 +19,10 @@ from blake3 import blake3
 from echo2.core.errors import InvariantError, LinkError, UserError
 from echo2.core.objects import Objects
 from echo2.head.ledger.schema import MAX_INTEGER
-from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, Slot
+from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
 
 _DIGEST_BYTES = 32
+_T = TypeVar("_T", Entry, Mark)
 
 
 class Replica(Protocol):
@@ -50,25 +51,25 @@ class _Nothing:
 
 
 def encode(value: Entry | Mark) -> bytes:
-    """Return an object of the store, of which a torn one can be told."""
+    """Return an object of the store, with a digest of it."""
     data = msgspec.msgpack.encode(value)
     return blake3(data).digest() + data
 
 
-def decode(data: bytes) -> Entry | Literal["torn"]:
-    """Return the entry in an object."""
+def decode(data: bytes, kind: type[_T]) -> _T:
+    """Return the value in an object. Raises UserError: the store has damaged it."""
     if blake3(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
-        return "torn"
-    return msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=Entry)
+        raise _lost("an object of its log, whose digest is wrong now")
+    return msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=kind)
 
 
 class LogReader:
-    """Brings a replica up to date with the log. After `catch_up`: `slot`, behind the last entry; `last`, that entry;
-    `stored`, the number of its last record; `beginnings`, see `Mark`."""
+    """Brings a replica up to date with the log. After `catch_up`: `position`, behind the last entry; `last`, that
+    entry; `stored`, the number of its last record; `beginnings`, see `Mark`."""
 
     def __init__(self, objects: Objects, replica: Replica) -> None:
         self._objects, self._replica = objects, replica
-        self.slot, self.stored = Slot(), 0
+        self.position, self.stored = 1, 0
         self.beginnings: tuple[int, ...] = ()
         self.last: Entry | None = None
 
@@ -81,11 +82,11 @@ class LogReader:
         """
         mark, number = newest_mark(self._objects)
         while True:
-            if mark is not None and mark.position > self.slot.position:
-                self.slot, self.beginnings = Slot(mark.position), mark.beginnings
+            if mark is not None and mark.position > self.position:
+                self.position, self.beginnings = mark.position, mark.beginnings
             is_there = mark is None or self._replica.number >= mark.number or self._load(mark.copy)
-            while is_there and (entry := self._find()) is not None:
-                self._take(entry)
+            while is_there and (data := self._objects.get(entry_key(self.position))) is not None:
+                self._take(decode(data, Entry))
             # While this was read, the head that still writes may have deleted what lies behind a new mark.
             before, (mark, number) = number, newest_mark(self._objects, number)
             if number == before:
@@ -93,25 +94,17 @@ class LogReader:
                     raise _lost(f"its copy of the ledger, {mark and mark.copy}")
                 return
 
-    def _find(self) -> Entry | None:
-        """Return the entry at `slot`; None: the log ends there."""
-        while (data := self._objects.get(self.slot.key)) is not None:
-            if (entry := decode(data)) != "torn":
-                return entry
-            self.slot = self.slot.torn()
-        return None
-
     def _take(self, entry: Entry) -> None:
         if entry.copy and self._replica.number < entry.first - 1 and not self._load(entry.copy):
-            raise _lost(f"{entry.copy}, which its log needs at {self.slot.key}")
+            raise _lost(f"{entry.copy}, which its log needs at {entry_key(self.position)}")
         for number, record in enumerate(entry.records, entry.first):
             if number > self._replica.number:
                 if number != self._replica.number + 1:
                     raise _lost(f"records {self._replica.number + 1} to {number - 1} of its log")
                 self._replica.apply(number, record)
-        if not entry.records and self.slot.position not in self.beginnings:
-            self.beginnings += (self.slot.position,)
-        self.last, self.stored, self.slot = entry, entry.last, self.slot.next()
+        if not entry.records and self.position not in self.beginnings:
+            self.beginnings += (self.position,)
+        self.last, self.stored, self.position = entry, entry.last, self.position + 1
 
     def _load(self, copy: str) -> bool:
         try:
@@ -135,7 +128,12 @@ def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:
     while (found := objects.get(_mark_key(number + 1))) is not None:
         number += 1
     found = objects.get(_mark_key(number))
-    return (msgspec.msgpack.decode(found[_DIGEST_BYTES:], type=Mark) if found is not None else None), number
+    return (decode(found, Mark) if found is not None else None), number
+
+
+def entry_key(position: int) -> str:
+    """Return the key of the entry at a position."""
+    return f"log/{position:012}"
 
 
 def _mark_key(number: int) -> str:
@@ -168,24 +166,25 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
             name = copy_name(replica.number, claim.own, epoch)
             objects.upload(f"copies/{name}", copy())
         mine = Entry(claim.own, epoch, replica.number + 1, copy=name)
-        objects.create(reader.slot.key, encode(mine))
+        objects.create(entry_key(reader.position), encode(mine))
     if mine.copy:
-        add_mark(objects, Mark(mine.copy, mine.first - 1, end.slot.position - 1, end.beginnings))
-    return LogWriter(claim.own, mine.epoch, end.slot, mine.first, end.beginnings)
+        add_mark(objects, Mark(mine.copy, mine.first - 1, end.position - 1, end.beginnings))
+    return LogWriter(claim.own, mine.epoch, end.position, mine.first, end.beginnings)
 
 
-def send(objects: Objects, slot: Slot, entry: Entry) -> Entry | Literal["torn"]:
-    """Create an entry. Return what is there afterwards: this one, whoever created it first, or a torn object.
+def send(objects: Objects, position: int, entry: Entry) -> Entry:
+    """Create an entry. Return what is there afterwards: this one, whoever created it first, or another head's.
 
     Raises:
         LinkError: the store cannot be reached; the entry may be there or not.
     """
-    if objects.create(slot.key, encode(entry)):
+    key = entry_key(position)
+    if objects.create(key, encode(entry)):
         return entry
-    found = objects.get(slot.key)
+    found = objects.get(key)
     if found is None:
-        raise LinkError(f"{slot.key} exists and cannot be read")
-    return decode(found)
+        raise LinkError(f"{key} exists and cannot be read")
+    return decode(found, Entry)
 
 
 def add_mark(objects: Objects, mark: Mark) -> None:

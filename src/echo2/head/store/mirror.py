@@ -17,11 +17,10 @@ import os
 import secrets
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -35,7 +34,7 @@ from echo2.core.types import Backoff
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading, open_for_writing
 from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
-from echo2.head.store.log import add_mark, copy_name, decode, send, take_log
+from echo2.head.store.log import add_mark, copy_name, decode, entry_key, send, take_log
 
 _CHANGES = ("INSERT ", "UPDATE ", "DELETE ")
 _NUMBER = "log"  # key in the table `meta`
@@ -141,8 +140,6 @@ CLOSING_SECONDS = 30.0
 LEASES_AHEAD = 1 << 20
 RETRY_SECONDS = Backoff(0.1, 5.0)
 
-T = TypeVar("T")
-
 
 class Mirror:
     """The store of one head, which has taken its log. `objects`: the place. `has_caught_up`: the ledger was behind the
@@ -154,7 +151,6 @@ class Mirror:
         self.objects, self.lag_seconds, self.has_caught_up = objects, lag_seconds, has_caught_up
         self._url, self._writer, self._ledger, self.epoch = url, writer, ledger, writer.epoch
         self._clock = Clock()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._changed = asyncio.Event()  # replaced at each change
         self._error = ""
         self._copying: asyncio.Task[None] | None = None
@@ -280,13 +276,13 @@ class Mirror:
         )
 
     async def _step(self, fail: Callable[[Exception], object]) -> None:
-        sending, slot = self._writer.to_send(), self._writer.slot
+        sending, position = self._writer.to_send(), self._writer.position
         if sending is None:
             is_quiet = not await self._change(PROBE_SECONDS)
-            if is_quiet and (there := await self._beside(self.objects.get, slot.key)) is not None:
-                self._writer.answered(decode(there))
+            if is_quiet and (there := await asyncio.to_thread(self.objects.get, entry_key(position))) is not None:
+                self._writer.answered(decode(there, Entry))
             return
-        self._writer.answered(await self._beside(send, self.objects, *sending))
+        self._writer.answered(await asyncio.to_thread(send, self.objects, position, sending))
         self._notify()
         if self._writer.is_copy_due(self._copy_bytes) and (self._copying is None or self._copying.done()):
             self._writer.bytes_since_copy = 0
@@ -294,7 +290,7 @@ class Mirror:
 
     async def _copy(self) -> None:
         """Copy the ledger, and delete the log before it. A failure is repeated when the next copy is due."""
-        position, aside = self._writer.slot.position - 1, self._ledger.with_name("ledger.copy")
+        position, aside = self._writer.position - 1, self._ledger.with_name("ledger.copy")
         try:
             number = await asyncio.to_thread(copy_ledger, self._ledger, aside)
             name = copy_name(number, self._writer.head, self.epoch)
@@ -315,9 +311,6 @@ class Mirror:
             async with asyncio.timeout(CLOSING_SECONDS):
                 while self._writer.to_send() is not None:
                     await self._changed.wait()
-
-    async def _beside(self, work: Callable[..., T], *arguments: object) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *arguments)
 
 
 def _copied(ledger: Path) -> Iterator[bytes]:

@@ -3,15 +3,13 @@
 The log is a sequence of entries at positions 1, 2, 3 ...; an entry has the records of some transactions, in order. Only
 who creates the object of a position writes there, and a head goes on at the next position only. A head begins with an
 entry without records. So a head that another has followed cannot write any more, however late it wakes up: it finds
-that entry where its own should be. Therefore these entries stay when the log is shortened. An object that the store has
-torn is nobody's; the same position is then tried under another name.
+that entry where its own should be. Therefore these entries stay when the log is shortened.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from typing import Literal
 
 #: Bytes of records in one entry, if it has several.
 ENTRY_BYTES = 4 << 20
@@ -38,26 +36,6 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """A position of the log. `attempt`: how many objects there are torn."""
-
-    position: int = 1
-    attempt: int = 0
-
-    @property
-    def key(self) -> str:
-        return f"log/{self.position:012}" + (f".{self.attempt}" if self.attempt else "")
-
-    def torn(self) -> Slot:
-        """Where to look if the object here is torn."""
-        return Slot(self.position, self.attempt + 1)
-
-    def next(self) -> Slot:
-        """Where the log goes on after an entry here."""
-        return Slot(self.position + 1)
-
-
-@dataclass(frozen=True, slots=True)
 class Claim:
     """Who a head's directory is (`own`), and whose entry was the last when its ledger was fetched from the store."""
 
@@ -72,14 +50,14 @@ class Claim:
 
 
 class LogWriter:
-    """A head's end of the log. `slot`: where it writes next; `first`: its next record; `beginnings`: see `Mark`.
+    """A head's end of the log. `position`: where it writes next; `first`: its next record; `beginnings`: see `Mark`.
 
     `stored`: the last record that is surely in the store. `fenced`: another head's entry, after which this one writes
     nothing.
     """
 
-    def __init__(self, head: str, epoch: int, slot: Slot, first: int, beginnings: tuple[int, ...]) -> None:
-        self.head, self.epoch, self.slot, self.beginnings = head, epoch, slot, beginnings
+    def __init__(self, head: str, epoch: int, position: int, first: int, beginnings: tuple[int, ...]) -> None:
+        self.head, self.epoch, self.position, self.beginnings = head, epoch, position, beginnings
         self.stored = first - 1
         self.fenced: Entry | None = None
         self.bytes_since_copy = 0
@@ -96,8 +74,8 @@ class LogWriter:
         assert number == self.added + 1
         self._waiting.append((now, record))
 
-    def to_send(self) -> tuple[Slot, Entry] | None:
-        """Return what to create next; the same again until `answered` says that it is there. None: nothing."""
+    def to_send(self) -> Entry | None:
+        """Return what to create at `position`; the same again until `answered` says that it is there. None: nothing."""
         if self.fenced is not None or not self._waiting:
             return None
         if self._sent is None:
@@ -109,19 +87,17 @@ class LogWriter:
                     break
                 records.append(record)
             self._sent = Entry(self.head, self.epoch, self.stored + 1, tuple(records))
-        return self.slot, self._sent
+        return self._sent
 
-    def answered(self, found: Entry | Literal["torn"]) -> None:
-        """Take what is at `slot` now: the entry sent, whoever created it first; or another one; or a torn object."""
-        if found == "torn":
-            self.slot = self.slot.torn()
-        elif found != self._sent:
+    def answered(self, found: Entry) -> None:
+        """Take what is at `position` now: the entry sent, whoever created it first; or another one."""
+        if found != self._sent:
             self.fenced = found
         else:
             for record in found.records:
                 self._waiting.popleft()
                 self.bytes_since_copy += len(record)
-            self.stored, self._sent, self.slot = found.last, None, self.slot.next()
+            self.stored, self._sent, self.position = found.last, None, self.position + 1
 
     def may_leave(self, number: int, now: float, lag_seconds: float) -> bool:
         """Whether a message may leave the head that follows from the ledger up to record `number`. `lag_seconds`: it
