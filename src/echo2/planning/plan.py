@@ -51,11 +51,9 @@ class SearchLimit:
     search: int = 0
 
     def begin(self) -> None:
-        """Begin a search."""
         self.search = min(self.forecasts, self.each)
 
     def spend(self) -> None:
-        """Count a forecast."""
         self.forecasts -= 1
         self.search -= 1
 
@@ -93,7 +91,6 @@ class Plan:
     fleet_set_by: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, for `--json`."""
         plain = asdict(self)
         plain["prediction"]["mean_staleness"] = self.prediction.mean_staleness
         plain["prediction"]["max_staleness"] = self.prediction.max_staleness

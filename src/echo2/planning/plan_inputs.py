@@ -38,7 +38,6 @@ class BroadcastInputs:
         return full if self.delta_bytes is None else min(full, self.delta_bytes * publish_every)
 
     def seconds_to(self, links: Sequence[formulas.Links], publish_every: int) -> float:
-        """Return T_bcast for workers behind these links."""
         if self.seconds is not None:
             return self.seconds
         travels = formulas.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
@@ -69,7 +68,6 @@ class PlanInputs:
     waits_for_rewards: float = 0.0
 
     def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
-        """Return the learner's demand on the workers with this S, kappa and T_bcast (seconds)."""
         return Demand(
             groups_per_step=self.groups_per_step,
             group_size=self.group_size,
@@ -82,7 +80,6 @@ class PlanInputs:
         )
 
     def offer(self, name: str) -> Offer:
-        """Return the offer of that name."""
         return next(offer for offer in self.offers if offer.name == name)
 
     def batch(self, offer: Offer) -> int:
@@ -102,7 +99,6 @@ class PlanInputs:
         return min(self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers)
 
     def usd_per_step(self, workers_usd_per_hour: float, step_seconds: float) -> float:
-        """Return the cost of a step: learner and workers."""
         return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
 
     def pool(self, max_staleness: int) -> list[tuple[Offer, activation.Kind]]:

@@ -94,7 +94,6 @@ class PlannedGroup:
         return self.failed_by
 
     def forgive(self) -> None:
-        """Forget failed tries."""
         self.attempts = 0
         self.failed_by.clear()
 
@@ -134,7 +133,6 @@ class GroupBook:
     _is_pending: set[tuple[int, int]] = field(default_factory=set)
 
     def issue(self, step: int, now: float) -> PlannedGroup:
-        """Add a new pending group for `step`."""
         record = PlannedGroup(self.next_number, step, issued_at=now)
         self._add(record)
         self.push_pending(record)
@@ -145,7 +143,6 @@ class GroupBook:
         self.next_number = max(self.next_number, number)
 
     def restore(self, record: PlannedGroup) -> None:
-        """Add a group from the ledger."""
         self._add(record)
         if record.state == "pending":
             self.push_pending(record)
@@ -164,7 +161,6 @@ class GroupBook:
         self.next_number = max(self.next_number, record.number + 1)
 
     def get(self, number: int) -> PlannedGroup | None:
-        """Return the group with this number, or None if it is not kept."""
         return self._records.get(number)
 
     def num_alike(self, number: int) -> int:
@@ -182,15 +178,12 @@ class GroupBook:
         return list(self._by_step.get(step, NO_GROUPS).records)
 
     def num_issued(self, step: int) -> int:
-        """Number of groups that were issued for this step, including retired ones."""
         return len(self._by_step.get(step, NO_GROUPS).records)
 
     def num_live(self, step: int) -> int:
-        """Number of groups of this step that are not retired."""
         return self._by_step.get(step, NO_GROUPS).num_live
 
     def num_fed(self, step: int) -> int:
-        """Number of groups of this step that the learner has but has not trained on yet."""
         return self._by_step.get(step, NO_GROUPS).num_fed
 
     def num_uninformative(self, step: int) -> int:
@@ -208,7 +201,6 @@ class GroupBook:
             _add(self._by_step[record.step].supplied, ticket, num_samples)
 
     def first_ready(self, step: int) -> PlannedGroup | None:
-        """Return the group of this step that became ready first, or None."""
         return next(iter(self._by_step.get(step, NO_GROUPS).ready.values()), None)
 
     def nth(self, step: int, index: int) -> PlannedGroup | None:
@@ -253,7 +245,6 @@ class GroupBook:
             record.leased_at = now
 
     def deliver(self, record: PlannedGroup, worker_id: str, oldest_version: int, now: float) -> None:
-        """Record that a group has its result."""
         record.oldest_version, record.worker_id, record.delivered_at = oldest_version, worker_id, now
         self.move(record, "delivered")
 
@@ -263,7 +254,6 @@ class GroupBook:
         self.move(record, "pending")
 
     def score(self, record: PlannedGroup, is_flat: bool, now: float) -> None:
-        """Record that the rewards of a group are known."""
         self.move(record, "ready")
         record.is_flat, record.ready_at = is_flat, now
 
@@ -273,7 +263,6 @@ class GroupBook:
         self._by_step[record.step].ready.pop(record.number, None)
 
     def release(self, record: PlannedGroup) -> None:
-        """Allow this group to be fed."""
         if record.is_held and record.state == "ready":
             self._by_step[record.step].ready[record.number] = record
         record.is_held = False
@@ -328,7 +317,6 @@ class GroupBook:
         return unit
 
     def unit_records(self, unit: tuple[int, int]) -> list[PlannedGroup]:
-        """Return the groups of a unit that are kept here."""
         step, first = unit
         numbers = range(first, first + self.groups_per_unit)
         return [r for r in (self._records.get(n) for n in numbers) if r is not None and r.step == step]
@@ -376,7 +364,6 @@ class LeaseTable:
         self.next_id = self.first_id = max(self.next_id, lease_id)
 
     def take_changed(self) -> list[str]:
-        """Return the workers whose leases changed since the last call."""
         changed = list(self.changed)
         self.changed.clear()
         return changed
@@ -403,17 +390,14 @@ class LeaseTable:
         self.deadlines.set(lease.lease_id, lease.deadline)
 
     def prolong(self, lease_id: int, deadline: float) -> None:
-        """Move the deadline of an open lease."""
         worker_id, lease = self._open[lease_id]
         self._open[lease_id] = worker_id, replace(lease, deadline=deadline, seconds=deadline - lease.granted_at)
         self.deadlines.set(lease_id, deadline)
 
     def get(self, lease_id: int) -> tuple[str, Lease] | None:
-        """Return (worker, lease) of an open lease, or None."""
         return self._open.get(lease_id)
 
     def close(self, lease_id: int) -> tuple[str, Lease]:
-        """Remove an open lease and return (worker, lease)."""
         worker_id, lease = self._open.pop(lease_id)
         self.changed[worker_id] = None
         self.deadlines.drop(lease_id)
@@ -428,11 +412,9 @@ class LeaseTable:
         return worker_id, lease
 
     def of_group(self, group: GroupRef) -> tuple[int, ...]:
-        """Ids of the open leases on this group."""
         return tuple(self._by_group.get(group, ()))
 
     def of_worker(self, worker_id: str) -> tuple[int, ...]:
-        """Ids of the open leases of this worker."""
         return tuple(self._by_worker.get(worker_id, ()))
 
     def samples_of(self, worker_id: str) -> int:
@@ -440,7 +422,6 @@ class LeaseTable:
         return self._samples.get(worker_id, 0)
 
     def open_leases(self) -> list[tuple[str, Lease]]:
-        """(worker, lease) of every open lease."""
         return list(self._open.values())
 
     def __len__(self) -> int:

@@ -71,7 +71,6 @@ class WidthSearch:
 
     @property
     def width(self) -> int:
-        """Maximum number of groups that a worker decodes at once now."""
         return self.widths[self._at]
 
     def begin(self, step: int, num_workers: int) -> int | None:
@@ -80,7 +79,6 @@ class WidthSearch:
         return max(1, -(-self.width * num_begun // num_workers)) if num_begun <= num_workers else None
 
     def leased(self, step: int, now: float) -> None:
-        """Record that a group of this step was leased."""
         self._began.setdefault(step, now)
 
     def step_trained(self, step: int, now: float) -> None:

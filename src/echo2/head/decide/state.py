@@ -83,12 +83,10 @@ class PlannerState(StateMachine):
         self.now = 0.0
 
     def begin_at(self, event: ev.Event, now: float) -> None:
-        """Start handling this event."""
         self.begin(event)
         self.now = now
 
     def open_lease(self, worker_id: str, lease: Lease) -> None:
-        """Add a lease held by this worker."""
         worker = self.fleet.get(worker_id)
         self.leases.add(worker_id, lease, self.newest_had(worker_id))
         self.penalties.granted(worker_id)
@@ -129,7 +127,6 @@ class PlannerState(StateMachine):
         return installed if installed is not None and installed.policy == self.options.policy else None
 
     def train_group(self, number: int) -> GroupRef:
-        """Return the name of this policy's train group with this number."""
         return GroupRef(self.options.policy, "train", number)
 
     def emit(self, kind: type[do.Command], reason: str, **fields: object) -> None:

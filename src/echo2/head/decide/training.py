@@ -34,7 +34,6 @@ class Training:
     took_over_at: float = -math.inf
 
     def join(self) -> None:
-        """The learner connected with the current version."""
         self.learner_joined, self.wanted_step = True, None
 
     def lose(self, now: float) -> None:
@@ -47,15 +46,12 @@ class Training:
         self.checkpoint_version = min(self.checkpoint_version, version)
 
     def want(self, step: int, now: float) -> None:
-        """The learner asks for the groups of this step."""
         self.wanted_step, self.wanted_since, self.has_all = step, now, False
 
     def end_step(self) -> None:
-        """The learner has all groups of its step."""
         self.has_all, self.wanted_since = True, None
 
     def train(self) -> None:
-        """The learner finished its step."""
         self.version, self.wanted_step = self.version + 1, None
 
     def save(self, version: int, oldest_kept: int) -> None:
@@ -106,7 +102,6 @@ class RunHealth:
         return self.num_failed
 
     def fail_at_strangers(self, why: str) -> None:
-        """Only strangers failed a group."""
         self.num_failed_at_strangers, self.last_failure = self.num_failed_at_strangers + 1, why
 
 
@@ -146,7 +141,6 @@ class Snapshots:
         return is_again
 
     def fall_back(self, version: int) -> list[SnapshotRef]:
-        """Drop all later versions: their steps are trained again."""
         for later in [v for v in self._published if v > version]:
             del self._published[later]
         return [self._retained.pop(v) for v in sorted(self._retained) if v > version]
@@ -166,11 +160,9 @@ class Snapshots:
         return ref is not None and self._published.get(ref.version) == ref
 
     def newest(self) -> SnapshotRef | None:
-        """Return the newest published snapshot, or None."""
         return self._published[max(self._published)] if self._published else None
 
     def newest_retained(self) -> SnapshotRef | None:
-        """Return the newest snapshot that the origin stores, or None."""
         return self._retained[max(self._retained)] if self._retained else None
 
 
@@ -210,7 +202,6 @@ class Evaluation:
 
     @property
     def rounds(self) -> Mapping[int, EvalRound]:
-        """The running evaluations by version."""
         return self._rounds
 
     @property
@@ -229,7 +220,6 @@ class Evaluation:
         return version in (0, self.max_steps) or bool(self.every and version % self.every == 0)
 
     def start(self, ref: SnapshotRef, now: float) -> None:
-        """Begin the evaluation of this snapshot."""
         self._rounds[ref.version] = EvalRound(ref, self.size, now)
 
     def forget_after(self, version: int) -> None:
@@ -261,7 +251,6 @@ class Evaluation:
         return self.gives_up_at is not None and now >= self.gives_up_at
 
     def group(self, version: int, position: int) -> GroupRef:
-        """Return the name of the group that samples this task with this version."""
         return GroupRef(self.policy, "eval", version * self.size + position)
 
     def _locate(self, group: GroupRef) -> tuple[EvalRound, int] | None:

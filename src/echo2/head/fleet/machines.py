@@ -79,7 +79,6 @@ class Machines:
                 self._spawn(self._return(machine))
 
     def rent(self, offer: str) -> None:
-        """Rent one more machine of this offer, in the background."""
         self._number += 1
         machine = Machine(f"{offer}-{self._run_id[:6]}-{self._number}", offer)
         self._out[machine.name] = machine
@@ -111,7 +110,6 @@ class Machines:
         return list(self._out)
 
     def kept(self) -> list[Machine]:
-        """Rented machines that are not being returned."""
         return [machine for machine in self._out.values() if not machine.leaving]
 
     async def close(self) -> None:

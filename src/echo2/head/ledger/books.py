@@ -86,7 +86,6 @@ class BroadcastTimes:
             del self._publications[next(iter(self._publications))]
 
     def sized(self, sent_bytes: int, whole_bytes: int) -> None:
-        """Record the bytes of the newest publication's payload, and of its whole content."""
         self._delta_ratio = sent_bytes / max(1, whole_bytes)
         self.snapshot_bytes = whole_bytes
 
@@ -167,7 +166,6 @@ class Failures:
             self._by_kind[kind] = Failure(kind, 1, *first)
 
     def count(self, kind: str) -> int:
-        """Return how many failures of this kind there were."""
         return self._by_kind[kind].count if kind in self._by_kind else 0
 
     def to_plain(self) -> list[dict[str, Any]]:
@@ -274,7 +272,6 @@ class RunBooks:
         self.started_at = clock.now() - ledger.get_meta("seconds", 0.0)
 
     def lose_worker(self) -> None:
-        """Count a lost worker."""
         self.num_lost += 1
 
     def turn_away(self, worker_id: str, reason: str) -> None:
@@ -286,7 +283,6 @@ class RunBooks:
             del self.turned_away[next(iter(self.turned_away))]
 
     def add_rewards(self, source: str, rewards: Iterable[float]) -> None:
-        """Add the rewards of a group whose task comes from this source."""
         self._source_rewards.setdefault(source, []).extend(rewards)
 
     def take_rewards(self) -> dict[str, list[float]]:
@@ -317,7 +313,6 @@ class RunBooks:
         self._ledger.set_meta("seconds", now - self.started_at)
 
     def close(self, origin: OriginNode) -> None:
-        """Save, and close the files."""
         try:
             self.save(origin)
         except UserError:

@@ -90,7 +90,6 @@ class CostBook:
         return plain
 
     def useful_groups(self, name: str) -> int:
-        """Return the accepted groups of a machine."""
         return self.machines[name].useful_groups if name in self.machines else 0
 
     def joined(self, name: str, price_usd_per_hour: float, now: float, is_own: bool = True) -> None:

@@ -334,7 +334,6 @@ class Ledger:
             self._put_meta(f"{self.policy}.{kind}.{name}", value)
 
     def forget(self, kind: str, name: str | int) -> None:
-        """Delete a record that `keep` stored."""
         with self._transaction():
             self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))
 
@@ -373,7 +372,6 @@ class Ledger:
             self._put_meta(f"caller.{key}", value)
 
     def get_meta(self, key: str, default: Any = None) -> Any:
-        """Return the value last stored under `key`, else `default`."""
         return self._meta(f"caller.{key}", default)
 
     def counts(self) -> dict[str, Any]:
@@ -407,7 +405,6 @@ class Ledger:
         return {number: size for number, size in found.items() if str(number) not in self.kept("top_up")}
 
     def kept(self, kind: str) -> dict[str, Any]:
-        """Return the records of one kind by name, see `keep`."""
         mine, query = f"{self.policy}.{kind}.", "SELECT key, value FROM meta WHERE substr(key, 1, ?) = ? ORDER BY key"
         with self._mapped_errors():
             rows = self._execute(query, (len(mine), mine))

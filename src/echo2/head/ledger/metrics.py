@@ -268,7 +268,6 @@ class Metrics:
             self._rewrite()
 
     def close(self) -> None:
-        """Let the copies write their queued rows."""
         for copy in self._copies:
             copy.close()
 

@@ -51,11 +51,9 @@ class WorkerConnection:
             self.put(self.unsent)
 
     def end(self) -> None:
-        """End the worker's stream."""
         self.outbox.put_nowait(None)
 
     async def orders(self) -> AsyncIterator[wire.Order | list[Lease]]:
-        """Yield what is in the outbox, until the stream ends."""
         while (item := await self.outbox.get()) is not None:
             if item is self.unsent:
                 self.unsent = None  # leases granted from now on go into another message
@@ -122,7 +120,6 @@ class Connections:
         self.learner: LearnerConnection | None = None
 
     def attend(self, worker_id: str, connection: WorkerConnection) -> None:
-        """Add a worker, in place of its earlier connection."""
         if (before := self.workers.get(worker_id)) is not None:
             before.end()
         self.workers[worker_id] = connection
@@ -149,7 +146,6 @@ class Connections:
             connection.grant(leases, self._is_deterministic)
 
     def join(self, learner: LearnerConnection) -> None:
-        """Add the learner, in place of its earlier session."""
         if self.learner is not None:
             self.learner.end()
         self.learner = learner

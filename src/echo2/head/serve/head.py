@@ -77,7 +77,6 @@ class RunEnd:
         return self.background.spawn(coroutine)
 
     def fail(self, error: BaseException) -> None:
-        """End the run because of an error."""
         log.error("the run stops", exc_info=error)
         kind = "no_room" if isinstance(error, NoRoomError) else "user_error" if isinstance(error, UserError) else "bug"
         self.end(kind, str(error) or repr(error))
@@ -330,7 +329,6 @@ class Head:
             await self.deliveries.load(self.distribution.archive.files(ref))
 
     def attending(self, worker_id: str) -> Worker | None:
-        """Return the worker, if it is connected."""
         worker = self.planner.fleet.get(worker_id)
         return worker if worker is not None and worker_id in self.connections.workers else None
 

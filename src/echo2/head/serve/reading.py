@@ -234,7 +234,6 @@ class RunTokenizer:
             self._num_kept -= len(self._prompts.popitem(last=False)[1])
 
     def turn_rules(self, stop: str, is_chat: bool, max_turns: int, max_tokens: int) -> TurnRules:
-        """Return the rules for replaying rollouts in the environment."""
         return TurnRules(self.tokenizer, self._ends, stop, is_chat, max_turns, max_tokens, self._context)
 
     def check_lengths(self, group: RolloutGroup, max_tokens: int) -> None:
@@ -271,7 +270,6 @@ class RunTokenizer:
         return decoded_all(self.tokenizer, (rollout.tokens for rollout in group.rollouts))
 
     def read(self, group: RolloutGroup, task: Task) -> RolloutGroup:
-        """Return the group with the texts of its rollouts."""
         texts = zip(group.rollouts, self.texts(group, task), strict=True)
         return replace(group, rollouts=tuple(replace(one, text=text) for one, text in texts))
 

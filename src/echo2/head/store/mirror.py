@@ -74,7 +74,6 @@ class LedgerFile:
 
     @property
     def number(self) -> int:
-        """The last record that it has."""
         return number_of(self._connection)
 
     def apply(self, number: int, record: bytes) -> None:
@@ -240,7 +239,6 @@ class Mirror:
         return {"store/behind_seconds": behind, "store/wait_seconds": seconds / num if num else 0.0}
 
     def status(self) -> dict[str, Any]:
-        """What `echo2 status` shows."""
         return {
             "url": self._url,
             "head": self._writer.epoch,

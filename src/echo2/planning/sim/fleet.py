@@ -132,7 +132,6 @@ class SimWorker(Actor):
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: object) -> None:
-        """Handle one event of the machine, the network or the engine."""
         match event:
             case Start():
                 self._start()
@@ -224,7 +223,6 @@ class SimWorker(Actor):
         return at - self.world.now
 
     def pay(self) -> None:
-        """Pay the rent up to now."""
         self.history.usd += (self.world.now - self.up_since) / 3600 * self.spec.price_usd_per_hour
         self.up_since = self.world.now
 

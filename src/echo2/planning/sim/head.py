@@ -84,7 +84,6 @@ class Provider:
         return tuple(found)
 
     def take_back(self, worker_id: str) -> None:
-        """Return this worker's machine to the provider."""
         self._world.post(0.0, worker_id, Returned())
 
 

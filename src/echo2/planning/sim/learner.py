@@ -78,7 +78,6 @@ class SimLearner(Actor):
         self._unsaved: list[tuple[int, bytes]] = []
 
     def handle(self, event: object) -> None:
-        """Handle one event of the machine or the network."""
         match event:
             case Start():
                 self._restart()
@@ -237,7 +236,6 @@ class SimLearner(Actor):
         self._call(ev.CheckpointSaved(self.checkpoints[-1][0], self.checkpoints[0][0]))
 
     def _stop_waiting(self) -> float:
-        """End the wait for groups. Return its seconds."""
         waited = self.world.now - self._waits_since if self._waits_since is not None else 0.0
         self.history.wait_seconds += waited
         self._waits_since = None

@@ -117,12 +117,10 @@ class SimOrigin:
                 self.order(command.worker_id, fev.RoutesSet(command.payload, command.sources))
 
     def joined(self, worker_id: str, installed: SnapshotRef | None, ticket: str = "") -> None:
-        """Note that a worker connects, with this snapshot installed."""
         self.tell(bev.MemberJoined(worker_id, worker_id if self.dialable[worker_id] else "", ticket=ticket))
         self.holds(worker_id, installed)
 
     def holds(self, worker_id: str, installed: SnapshotRef | None) -> None:
-        """Note which snapshot a worker has installed."""
         if self.installed.get(worker_id) != installed and installed in self.store and installed is not None:
             base_model = self.scenario.base_of(installed)
             base = None if base_model is None else PayloadId(base_model)
@@ -130,7 +128,6 @@ class SimOrigin:
         self.installed[worker_id] = installed
 
     def left(self, worker_id: str) -> None:
-        """Note that a worker is no longer connected."""
         self.installed.pop(worker_id, None)
         self.tell(bev.MemberLeft(worker_id, "its connection closed"))
 
@@ -166,13 +163,11 @@ class SimOrigin:
         return None if known is None else known[1].get(body.chunk)
 
     def dropped(self, ref: SnapshotRef) -> None:
-        """Note that a snapshot is no longer stored."""
         for payload in [payload for payload in self.payloads if ref in (payload.ref, payload.base)]:
             del self.payloads[payload]
             self.tell(bev.PayloadDropped(payload))
 
     def manifest(self, payload: PayloadId) -> SimManifest:
-        """Return the manifest of this payload."""
         if payload not in self.payloads:
             digest, is_base = self.store[payload.ref], payload.ref.is_base_model
             count = self.scenario.base_chunks if is_base else self.scenario.snapshot_chunks
@@ -360,7 +355,6 @@ class Peering:
                 self.network.ask_peer(self.actor.name, source, body)
 
     def got(self, source: str, body: ChunkAsked | None, value: object) -> None:
-        """Handle an answer, or a sign of life, from this source."""
         if isinstance(value, Alive) or body is None:
             self.handle(fev.SourceAlive(source))
             return

@@ -180,11 +180,9 @@ class Report:
         return sum(age * count for age, count in self.staleness.items()) / max(1, total)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all numbers, without the history."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "history"}
 
     def to_text(self) -> str:
-        """Return a summary of a dozen lines."""
         steps, groups = max(1, self.steps), max(1, sum(self.staleness.values()))
         state = "finished" if self.finished else "NOT FINISHED"
         dollars = f"${self.usd:.2f} for workers, ${self.learner_usd:.2f} for the learner"

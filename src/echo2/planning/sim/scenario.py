@@ -210,7 +210,6 @@ class Scenario:
     outages: tuple[OutageSpec, ...] = ()
 
     def planner_options(self, seed: int) -> PlannerOptions:
-        """Return the options of the head's planner."""
         alike = {entry.name for entry in fields(PlannerOptions)} & {entry.name for entry in fields(self)}
         offers = (
             RentableOffer(spec.offer, self.worker_rate(spec), spec.price_usd_per_hour, spec.count)

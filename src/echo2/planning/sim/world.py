@@ -99,7 +99,6 @@ class SimWorld:
         return self._queue[0][0] if self._queue else float("inf")
 
     def soon(self, mean_seconds: float) -> float:
-        """Return an exponentially distributed waiting time."""
         return self.rng.expovariate(1.0 / mean_seconds)
 
     def around(self, median_seconds: float, spread: float) -> float:
@@ -107,5 +106,4 @@ class SimWorld:
         return median_seconds * self.rng.lognormvariate(0.0, spread)
 
     def chance(self, probability: float) -> bool:
-        """Draw whether an event of this probability happens."""
         return probability > 0 and self.rng.random() < probability

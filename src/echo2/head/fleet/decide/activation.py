@@ -390,7 +390,6 @@ class Rentals:
     _lost: dict[str, tuple[str, float]] = field(default_factory=dict)
 
     def reviewed(self, now: float) -> None:
-        """The fleet was reviewed; the next review is due in a while."""
         self.next_at = now + LOOK_SECONDS
 
     def need(self, rate: float) -> bool:
@@ -403,7 +402,6 @@ class Rentals:
         return self._loop.update(now, rate, candidates)
 
     def rent(self, offer: str, now: float) -> None:
-        """A machine of this offer was rented, and is waited for."""
         self._rented.setdefault(offer, []).append(now)
 
     def join(self, worker_id: str, offer: str, is_known: bool) -> bool:
@@ -416,7 +414,6 @@ class Rentals:
         return True
 
     def lose(self, worker_id: str, offer: str, now: float) -> None:
-        """The worker of a rented machine is lost."""
         self._lost[worker_id] = (offer, now)
 
     def fail(self, offer: str, now: float) -> None:
@@ -428,7 +425,6 @@ class Rentals:
         self._failures[offer] = (num_failures, now + seconds)
 
     def is_skipped(self, offer: str, now: float) -> bool:
-        """Whether the offer's hook failed and is not tried again yet."""
         return now < self._failures.get(offer, (0, 0.0))[1]
 
     def num_coming(self, offer: str) -> int:

@@ -42,13 +42,11 @@ class Throughput:
         return self.busy_before + ((now - self.busy_since) * self.share if self.busy_since is not None else 0)
 
     def use(self, num_samples: int, num_slots: int, now: float) -> None:
-        """Record how many of the worker's slots are used from now on."""
         self.busy_before = self.busy_seconds(now)
         self.share = min(1.0, num_samples / num_slots)
         self.busy_since = now if num_samples else None
 
     def carry(self, num_samples: int) -> None:
-        """Record samples that began under an earlier head."""
         self.num_unmeasured += num_samples
 
     def deliver(self, num_samples: int, samples_per_batch: int, num_left: int, now: float) -> float:
@@ -143,21 +141,17 @@ class Worker:
 
     @property
     def is_own(self) -> bool:
-        """Whether the worker is a machine of the run's owner."""
         return not self.ticket
 
     @property
     def detached(self) -> bool:
-        """Whether its connection is closed; it may return."""
         return self.detached_at is not None
 
     @property
     def standby(self) -> bool:
-        """Whether it waits to be activated."""
         return self.standby_since is not None
 
     def return_machine(self) -> None:
-        """Its machine is being returned."""
         self.returned = True
 
 
@@ -201,7 +195,6 @@ class Fleet:
         self.file(worker)
 
     def get(self, worker_id: str) -> Worker | None:
-        """Return the worker with this id, or None."""
         return self._workers.get(worker_id)
 
     def seen(self, worker_id: str, now: float) -> None:
@@ -218,7 +211,6 @@ class Fleet:
         return is_new
 
     def load(self, worker: Worker, num_samples: int, now: float) -> None:
-        """Record how many samples a worker holds."""
         worker.samples = num_samples
         self.file(worker)
         worker.speed.use(num_samples, self.at_once(worker) * self.group_size, now)
@@ -243,7 +235,6 @@ class Fleet:
         self.file(worker)
 
     def activate(self, worker: Worker) -> None:
-        """End a worker's standby."""
         worker.standby_since = None
         self.file(worker)
 
@@ -282,7 +273,6 @@ class Fleet:
         return bool(rested)
 
     def lose(self, worker_id: str) -> None:
-        """Remove the worker with this id, if present."""
         self._own.pop(worker_id, None)
         if self._workers.pop(worker_id, None) is not None:
             self._count(worker_id, (False, False, False, False, 0))
@@ -381,15 +371,12 @@ class Fleet:
     # ---- queries ---------------------------------------------------------------------------------------------------
 
     def attending(self) -> list[Worker]:
-        """Connected workers, in order of joining."""
         return [worker for worker in self._workers.values() if not worker.detached]
 
     def active(self) -> list[Worker]:
-        """Connected workers that are not on standby."""
         return [worker for worker in self._workers.values() if not worker.detached and not worker.standby]
 
     def own(self) -> ValuesView[Worker]:
-        """Machines of the run's owner."""
         return self._own.values()
 
     def __iter__(self) -> Iterator[Worker]:

@@ -92,7 +92,6 @@ class UsualSeconds:
         return self.mean if self.own is None else self.own
 
     def add(self, seconds: float, is_own: bool) -> None:
-        """Add a group's seconds."""
         self.mean = _moved(self.mean, seconds)
         if is_own:
             self.own = _moved(self.own, seconds)
@@ -125,7 +124,6 @@ class Measurements:
     _num_installed: int = 0
 
     def step_fed(self, wait: LearnerWait, now: float) -> None:
-        """Record that the learner has all groups of its step."""
         self.waits.append(wait)
         self._training_since = now
 

@@ -64,7 +64,6 @@ class Trust:
         return not (self.is_new or self.is_quarantined)
 
     def to_plain(self) -> dict[str, Any]:
-        """Return a plain dictionary for display and scripts."""
         return {"score": self.score, "is_new": self.is_new, **asdict(self)}
 
     def noted(self, at: float, what: str) -> Trust:
@@ -89,7 +88,6 @@ class Trust:
         return self.surprise / math.sqrt(max(self.variance, 1.0))
 
     def passed(self) -> Trust:
-        """Return the trust after a check that found no fault."""
         return replace(self, num_passed=self.num_passed + 1, num_clean=self.num_clean + 1, num_unchecked=0)
 
     def missed(self, at: float) -> Trust:
@@ -149,7 +147,6 @@ class OpenCheck:
         self.checker = worker_id
 
     def miss(self, worker_id: str) -> None:
-        """Record that this worker could not check it."""
         self.missed_by += (worker_id,)
 
 
@@ -165,7 +162,6 @@ class TrustBook:
     _num_held: dict[str, int] = field(default_factory=dict)
 
     def begin(self, check: OpenCheck) -> None:
-        """Add an open check."""
         self.open[check.drawn.number] = check
         if check.drawn.holds:
             self._num_held[check.drawn.ticket] = self.num_held(check.drawn.ticket) + 1
@@ -222,7 +218,6 @@ class TrustBook:
         return self._of.get(ticket) or Trust()
 
     def put(self, ticket: str, trust: Trust) -> None:
-        """Set the trust in this ticket."""
         self._of.pop(ticket, None)
         self._of[ticket] = trust
         if len(self._of) > TICKETS_MAX:
@@ -282,7 +277,6 @@ class TicketCredits:
         return self._of.setdefault(ticket, TicketCredit())
 
     def opened(self, ticket: str, lease_id: int) -> None:
-        """Record that a stranger's worker was granted this lease."""
         self._held[lease_id] = ticket
         self.of(ticket).num_held += 1
 
@@ -315,13 +309,11 @@ class TicketCredits:
         return self.rests.get(ticket) is not None
 
     def restore(self, old: TicketRest, now: float) -> None:
-        """Restore a rest from before a restart of the head."""
         self.of(old.ticket).num_rests = old.num_rests
         if old.until > now:
             self.rests.set(old.ticket, old.until)
 
     def recorded(self, ticket: str) -> TicketRest:
-        """Return the rest of this ticket, as the ledger stores it."""
         return TicketRest(ticket, self.rests.get(ticket) or 0.0, self.of(ticket).num_rests)
 
     def rest(self, ticket: str, until: float, is_fault: bool = True) -> None:
@@ -381,7 +373,6 @@ class WorkerPenalties:
         return to_expel
 
     def distrust(self, worker_id: str, reason: str) -> None:
-        """Have the worker expelled."""
         self.to_expel[worker_id] = reason
 
     def succeed(self, worker_id: str, newest: SnapshotRef | None) -> None:
@@ -396,7 +387,6 @@ class WorkerPenalties:
         return penalty.num_failed
 
     def restore(self, worker_id: str, num_expelled: int, until: float, reason: str) -> None:
-        """Restore an expulsion from before a restart of the head."""
         penalty = self.of(worker_id)
         penalty.num_expelled, penalty.expelled_until, penalty.expelled_for = num_expelled, until, reason
 
@@ -465,5 +455,4 @@ class WorkerPenalties:
         return penalty if penalty is not None and penalty.expelled_until > now else None
 
     def expelled(self, now: float) -> list[tuple[str, WorkerPenalty]]:
-        """Return the expelled workers with their penalty."""
         return [(name, penalty) for name, penalty in self._of.items() if penalty.expelled_until > now]
