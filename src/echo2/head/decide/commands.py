@@ -1,8 +1,8 @@
 """The commands of the planner. `cause` is the number of the event that led to the command, `reason` is a text for the
 operator, and `policy` is the id of the policy whose groups, versions and steps the numbers refer to.
 
-The driver executes commands in order. Those marked *durable* must be on disk before the next command is executed. This
-makes the handling of every group exactly-once, even if the head is killed at any instant.
+The driver executes commands in order. Those that are `Durable` must be on disk before the next command is executed.
+This makes the handling of every group exactly-once, even if the head is killed at any instant.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ class PolicyCommand(Command):
     policy: str
 
 
-class IssueGroup(PolicyCommand):
-    """Durable: group `number` exists from now on, bound to training step `step`."""
+class Durable(PolicyCommand):
+    """Base class: a command that the ledger records."""
+
+
+class IssueGroup(Durable):
+    """Group `number` exists from now on, bound to training step `step`."""
 
     number: int
     step: int
 
 
-class GrantLeases(PolicyCommand):
-    """Durable, then sent. In deterministic mode the worker samples these groups together and alone."""
+class GrantLeases(Durable):
+    """Sent. In deterministic mode the worker samples these groups together and alone."""
 
     worker_id: str
     leases: tuple[Lease, ...]
 
 
-class CloseLease(PolicyCommand):
-    """Durable: the lease ended this way (accepted, expired, lost, failed, ...), after so many seconds."""
+class CloseLease(Durable):
+    """The lease ended this way (accepted, expired, lost, failed, ...), after so many seconds."""
 
     lease_id: int
     group: GroupRef
@@ -52,8 +56,8 @@ class RevokeLease(PolicyCommand):
     lease_ids: tuple[int, ...]
 
 
-class AcceptDelivery(PolicyCommand):
-    """Durable, then answered: the rollouts become this group's result. `seconds`: sampling time."""
+class AcceptDelivery(Durable):
+    """Answered: the rollouts become this group's result. `seconds`: sampling time."""
 
     worker_id: str
     lease_id: int
@@ -66,8 +70,8 @@ class AcceptDelivery(PolicyCommand):
     lost: tuple[LostRollout, ...] = ()
 
 
-class RefuseDelivery(PolicyCommand):
-    """Durable, then answered: `refusal` is one word (late, duplicate, stale, malformed, oversized, ...). `num_tokens`
+class RefuseDelivery(Durable):
+    """Answered: `refusal` is one word (late, duplicate, stale, malformed, oversized, ...). `num_tokens`
     and `seconds`: the cost of sampling the refused result, if known.
     """
 
@@ -86,8 +90,8 @@ class ScoreGroup(PolicyCommand):
     rollouts: Attachment | None = field(compare=False)
 
 
-class KeepScores(PolicyCommand):
-    """Durable: the rewards of this delivered group, which makes it ready for the learner. `rollouts`: what is left of
+class KeepScores(Durable):
+    """The rewards of this delivered group, which makes it ready for the learner. `rollouts`: what is left of
     it, if some were `lost`.
     """
 
@@ -98,8 +102,8 @@ class KeepScores(PolicyCommand):
     rollouts: Attachment | None = field(default=None, compare=False)
 
 
-class TopUpGroup(PolicyCommand):
-    """Durable: this delivered group has too few rollouts. It keeps `num_kept`, and is leased again for the others, for
+class TopUpGroup(Durable):
+    """This delivered group has too few rollouts. It keeps `num_kept`, and is leased again for the others, for
     the `num_top_ups`-th time. `rollouts`: those kept, if some were `lost` since the delivery.
     """
 
@@ -110,8 +114,8 @@ class TopUpGroup(PolicyCommand):
     rollouts: Attachment | None = field(default=None, compare=False)
 
 
-class RetireGroup(PolicyCommand):
-    """Durable: the group will never be trained on. `why` is one word, which the audit counts."""
+class RetireGroup(Durable):
+    """The group will never be trained on. `why` is one word, which the audit counts."""
 
     number: int
     why: str
@@ -132,16 +136,16 @@ class EndStep(PolicyCommand):
     cursor: int
 
 
-class RecordStep(PolicyCommand):
-    """Durable: the step was trained on exactly these groups."""
+class RecordStep(Durable):
+    """The step was trained on exactly these groups."""
 
     step: int
     lineage: int
     numbers: tuple[int, ...]
 
 
-class RecordLearner(PolicyCommand):
-    """Durable: the learner is at `version` in `lineage`; trained groups of later steps become ready again, for the same
+class RecordLearner(Durable):
+    """The learner is at `version` in `lineage`; trained groups of later steps become ready again, for the same
     steps.
     """
 
@@ -166,8 +170,8 @@ class DropSnapshot(PolicyCommand):
     ref: SnapshotRef
 
 
-class RecordCheckpoint(PolicyCommand):
-    """Durable: rollouts of steps below `oldest_kept` are covered by a checkpoint and may be deleted."""
+class RecordCheckpoint(Durable):
+    """Rollouts of steps below `oldest_kept` are covered by a checkpoint and may be deleted."""
 
     version: int
     oldest_kept: int
@@ -204,27 +208,27 @@ class CheckGroup(PolicyCommand):
     form: str = ""
 
 
-class RecordTrust(PolicyCommand):
-    """Durable: the results of checks of this stranger's ticket."""
+class RecordTrust(Durable):
+    """The results of checks of this stranger's ticket."""
 
     ticket: str
     trust: Trust
 
 
-class RecordCheck(PolicyCommand):
-    """Durable: this check of a group is running."""
+class RecordCheck(Durable):
+    """This check of a group is running."""
 
     check: DrawnCheck
 
 
-class EndCheck(PolicyCommand):
-    """Durable: the check of this group is over."""
+class EndCheck(Durable):
+    """The check of this group is over."""
 
     number: int
 
 
-class RecordRest(PolicyCommand):
-    """Durable: this ticket rests, or has earned the pardon of a rest."""
+class RecordRest(Durable):
+    """This ticket rests, or has earned the pardon of a rest."""
 
     rest: TicketRest
 
@@ -235,8 +239,8 @@ class WorkerGone(PolicyCommand):
     worker_id: str
 
 
-class ExpelWorker(PolicyCommand):
-    """Durable: the worker may not join for this many seconds. `num_expelled`: its expulsions, including this one."""
+class ExpelWorker(Durable):
+    """The worker may not join for this many seconds. `num_expelled`: its expulsions, including this one."""
 
     worker_id: str
     seconds: float

@@ -13,7 +13,7 @@ KeepScores -> FeedGroup -> EndStep -> RecordStep.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from echo2.core.errors import InvariantError
 from echo2.core.types import SnapshotRef, Wait
@@ -148,17 +148,7 @@ class Planner(PlannerState):
         self._drop(self.snapshots.restore(event.published, event.version), "of a history that was abandoned")
         standby.recover(self, event.machines, now)
         for old in event.groups:
-            record = PlannedGroup(
-                old.number,
-                old.step,
-                "pending" if old.state == "open" else old.state,
-                oldest_version=old.oldest_version,
-                worker_id=old.worker_id,
-                is_flat=old.is_flat,
-                why=old.why,
-                num_kept=old.num_kept,
-                num_top_ups=old.num_top_ups,
-            )
+            record = PlannedGroup(**asdict(old) | ({"state": "pending"} if old.state == "open" else {}))
             self.groups.restore(record)
             if record.state == "delivered":
                 reason = "delivered before the restart, not scored yet"

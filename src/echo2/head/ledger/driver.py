@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
+
+from msgspec import convert
 
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Attachment, GroupRef, SnapshotRef
@@ -22,27 +24,7 @@ from echo2.head.decide.state import PlannerOptions
 from echo2.head.ledger.ledger import Ledger, Left
 from echo2.head.strangers.decide.trust import DrawnCheck, TicketRest, Trust
 
-#: Commands that the ledger records.
-_RECORDED = frozenset(
-    {
-        do.IssueGroup,
-        do.GrantLeases,
-        do.CloseLease,
-        do.AcceptDelivery,
-        do.RefuseDelivery,
-        do.KeepScores,
-        do.TopUpGroup,
-        do.RetireGroup,
-        do.RecordStep,
-        do.RecordLearner,
-        do.RecordCheckpoint,
-        do.RecordTrust,
-        do.RecordCheck,
-        do.EndCheck,
-        do.RecordRest,
-        do.ExpelWorker,
-    }
-)
+_T = TypeVar("_T")
 
 
 class Effects(Protocol):
@@ -98,7 +80,7 @@ class Driver:
             answers.append(self.planner.handle(event, now))
             self._effects.decided(event, now, answers[-1])
         commands = [command for answer in answers for command in answer]
-        recorded = [command for command in commands if type(command) in _RECORDED]
+        recorded = [command for command in commands if isinstance(command, do.Durable)]
         if recorded:
             with self._ledger.together():
                 for command in recorded:
@@ -206,16 +188,12 @@ def _head_started(ledger: Ledger, state: ev.HeadStarted, stored: Stored) -> ev.H
         # A kill during a fall-back may leave evaluations of later versions, which no longer count.
         evaluated=tuple(sorted(version for version in stored.evaluated if version <= state.version)),
         machines=stored.machines,
-        trust=tuple((ticket, _trust(plain)) for ticket, plain in ledger.kept("trust").items()),
-        checks=tuple(sorted(map(_check, ledger.kept("check").values()), key=lambda check: check.number)),
-        rests=tuple(TicketRest(**plain) for plain in ledger.kept("rest").values()),
-        expulsions=tuple(ev.RecoveredExpulsion(**plain) for plain in ledger.kept("expulsion").values()),
+        trust=tuple(convert(ledger.kept("trust"), dict[str, Trust]).items()),
+        checks=tuple(sorted(_kept(ledger, "check", DrawnCheck), key=lambda check: check.number)),
+        rests=tuple(_kept(ledger, "rest", TicketRest)),
+        expulsions=tuple(_kept(ledger, "expulsion", ev.RecoveredExpulsion)),
     )
 
 
-def _check(plain: Mapping[str, Any]) -> DrawnCheck:
-    return DrawnCheck(**{**plain, "ref": SnapshotRef(**plain["ref"])})
-
-
-def _trust(plain: Mapping[str, Any]) -> Trust:
-    return Trust(**{**plain, "history": tuple((at, what) for at, what in plain["history"])})
+def _kept(ledger: Ledger, kind: str, of: type[_T]) -> list[_T]:
+    return convert(list(ledger.kept(kind).values()), list[of])  # type: ignore[valid-type]

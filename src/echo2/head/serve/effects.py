@@ -101,10 +101,8 @@ class HeadEffects:
         """Carry out one command. Raises InvariantError for an unknown one."""
         head = self._head
         match command:
-            case do.IssueGroup() | do.TopUpGroup() | do.RecordStep() | do.RecordCheckpoint() | do.RefuseLearner():
-                pass  # recorded by the ledger, or read by the handler that dispatched the event
-            case do.RecordTrust() | do.RecordCheck() | do.EndCheck() | do.RecordRest():
-                pass  # recorded by the ledger
+            case do.RefuseLearner():
+                pass  # read by the handler that dispatched the event
             case do.GrantLeases():
                 head.connections.grant(command.worker_id, command.leases)
             case do.CloseLease():
@@ -168,7 +166,7 @@ class HeadEffects:
                     command.worker_id, wire.Order(stop=wire.Stop(reason="its machine is given back"))
                 )
                 head.machines.return_machine(command.offer, command.worker_id)
-            case _:
+            case _ if not isinstance(command, do.Durable):  # of those, the ledger has all
                 raise InvariantError(f"the head does not know {command}")
 
     async def _score(self, command: do.ScoreGroup) -> None:
