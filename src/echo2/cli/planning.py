@@ -28,9 +28,7 @@ def add_plan(add: Add) -> None:
         ("--reward-seconds", "R", "seconds that your reward functions need for one group"),
         ("--broadcast-seconds", "Tb", "seconds from publication until workers have a snapshot"),
         ("--snapshot-bytes", "G", "bytes of a full snapshot (default: from the model)"),
-        ("--delta-bytes", "D", "bytes of a delta, where deltas are sent"),
         ("--uplink-mbps", "B0", "upload rate of the head in Mbit/s (default: 1000)"),
-        ("--reload-seconds", "L", "seconds that a worker pauses to load a snapshot"),
         ("--answer-tokens", "N", "mean tokens of an answer (default: half of sampling.max_tokens)"),
         ("--learner-memory-gb", "M", "memory of each GPU of the learner in GB (default: this machine's)"),
     ):
@@ -42,9 +40,7 @@ def add_plan(add: Add) -> None:
     text = "how many of each kind there are taken to be (default: 64)"
     market.add_argument("--each", type=int, default=64, metavar="N", help=text)
     mode = parser.add_argument_group("choices")
-    mode.add_argument("--publish-every", type=int, metavar="K", help="steps between snapshots (default: search)")
     mode.add_argument("--max-idle", type=float, default=0.02, help="share of time the learner may wait (default: 0.02)")
-    mode.add_argument("--pause-during-broadcast", action="store_true", help="workers stop while a snapshot is sent")
 
 
 def add_planning(add: Add) -> None:

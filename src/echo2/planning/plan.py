@@ -183,12 +183,6 @@ def _check(inputs: PlanInputs) -> None:
             f"--budget {inputs.budget_usd:g} cannot be planned: neither the learner (learner.price_usd_per_hour) "
             "nor any offer has a price."
         )
-    most = max(1, inputs.max_staleness)
-    if inputs.publish_every is not None and not 1 <= inputs.publish_every <= most:
-        raise NoPlanError(
-            f"--publish-every {inputs.publish_every} with max_staleness = {inputs.max_staleness} cannot be planned: "
-            f"use 1 to {most}, or a larger max_staleness."
-        )
 
 
 def _pairs(inputs: PlanInputs) -> Iterator[tuple[int, int]]:

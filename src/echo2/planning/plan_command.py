@@ -56,15 +56,13 @@ from echo2.reward.score import Scorer
 
 DEFAULT_UPLINK_MBPS = 1000.0
 AT_ONCE = "sampling.groups_per_batch"
-#: Forecasts for a way out of a refusal, or a cheaper setting, and ways to save memory that are planned, and looked at.
+#: Forecasts for a way out of a refusal, and ways to save memory that are planned, and looked at.
 WAYS_OUT, FITTING_MAX, READY_MAX = 16, 2, 64
 #: `--offers` for the prices of today; without it, those that are here.
 MARKET = Path("market")
-#: A setting is proposed if a step costs at most this share with it.
-WORTH_SAYING = 0.9
 #: Flags that take a number: those in seconds may be 0, the others must be positive.
-SECONDS = ("train_seconds", "reward_seconds", "broadcast_seconds", "reload_seconds")
-POSITIVE = ("answer_tokens", "snapshot_bytes", "delta_bytes", "uplink_mbps", "learner_memory_gb")
+SECONDS = ("train_seconds", "reward_seconds", "broadcast_seconds")
+POSITIVE = ("answer_tokens", "snapshot_bytes", "uplink_mbps", "learner_memory_gb")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +108,6 @@ def run(options: argparse.Namespace) -> int:
         return 0
     console = Console()
     show(found, by_staleness(inputs), console)
-    if cheaper := _cheaper(options, past, found.plan):
-        console.print(cheaper, highlight=False)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
     console.print(needs_table(*found.needs) if found.needs else unknown, highlight=False)
     if rehearsal is not None:
@@ -201,8 +197,6 @@ def gather(
         broadcast=broadcast,
         learner_usd_per_hour=config.learner.price_usd_per_hour,
         groups_per_batch=sampling.groups_per_batch,
-        publish_every=options.publish_every,
-        generate_during_broadcast=not options.pause_during_broadcast,
         max_idle=options.max_idle,
         budget_usd=options.budget,
     )
@@ -278,20 +272,17 @@ def _broadcast(
     first: FirstPlan,
     sources: list[Basis],
 ) -> BroadcastInputs:
-    reload_seconds = options.reload_seconds or 0.0
     if options.broadcast_seconds is not None:
         sources.append(Basis("T_bcast", duration(options.broadcast_seconds), "--broadcast-seconds"))
-        return BroadcastInputs(seconds=options.broadcast_seconds, reload_seconds=reload_seconds)
+        return BroadcastInputs(seconds=options.broadcast_seconds)
     found = _snapshot_size(config, options, first)
     full = found.num_bytes
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
     if found.base_bytes:
         origin = f"the adapter alone; the model under it, {size(found.base_bytes)}, travels once; {origin}"
     sources.append(Basis("snapshot", size(full), origin))
-    delta = options.delta_bytes
-    if delta is not None:
-        sources.append(Basis("delta", size(delta), "--delta-bytes"))
-    elif past is not None and past.delta_ratio is not None and past.delta_ratio < 1:
+    delta = None
+    if past is not None and past.delta_ratio is not None and past.delta_ratio < 1:
         delta = full * past.delta_ratio
         sources.append(Basis("delta", size(delta), f"{past.delta_ratio:.2%} of a snapshot in {options.source}"))
     elif past is None and options.learner is not None and (share := usual_delta_share(config)) is not None:
@@ -304,7 +295,7 @@ def _broadcast(
     uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
     given = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
     sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", given))
-    return BroadcastInputs(full, delta, uplink * 1e6, reload_seconds=reload_seconds, at_least_seconds=least)
+    return BroadcastInputs(full, delta, uplink * 1e6, at_least_seconds=least)
 
 
 def _snapshot_size(config: configuration.Config, options: argparse.Namespace, first: FirstPlan) -> SnapshotSize:
@@ -386,21 +377,12 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None, limit: Sear
             continue
 
 
-def _cheaper(options: argparse.Namespace, past: PastRun | None, plan: Plan) -> str:
-    """Return the number of groups at once with which a step costs clearly less, as a command; "" if there is none."""
-    plans = list(_more_at_once(options, past, SearchLimit(WAYS_OUT, walks=1)))
-    value, best = min(plans, key=lambda one: one[1].usd_per_step, default=("", plan))
-    if best.usd_per_step > WORTH_SAYING * plan.usd_per_step:
-        return ""
-    return f"Cheaper, with more rollouts at once: `{_command(options, {f'--{AT_ONCE}': value})}` ({_in_short(best)})."
-
-
 def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Remedy]) -> str:
     if not found:
         return ""
     edits, others = _edits(found[0], options.offers), []
     for one in found[1:]:
-        flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
+        flags = [f"{flag} {value}" for flag, value in _flags(one, options).items()]
         others.append(" and ".join([*flags, *_edits(one, options.offers)]))
     first = f"`{_command(options, {**changes, **_flags(found[0], options)})}` ({_in_short(found[0].plan)})"
     before = f"with {' and '.join(edits)}: " if edits else ""
@@ -424,12 +406,12 @@ def _in_short(plan: Plan) -> str:
 
 
 def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
-    """Return the command that was given, with these flags changed; an empty value takes a flag away."""
+    """Return the command that was given, with these flags changed."""
     words = [word for word in options.given if word not in ("--json", "--rehearse")]
     for flag, value in changes.items():
         for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == flag]):
             del words[at : at + (1 if "=" in words[at] else 2)]
-        words += [flag, value] if value else []
+        words += [flag, value]
     return shlex.join(["echo2", *words])
 
 

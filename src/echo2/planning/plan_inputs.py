@@ -28,7 +28,6 @@ class BroadcastInputs:
     full_bytes: float = 0.0
     delta_bytes: float | None = None
     head_up_bps: float = 1e9
-    reload_seconds: float = 0.0
     seconds: float | None = None
     at_least_seconds: float = 0.0
 
@@ -41,7 +40,7 @@ class BroadcastInputs:
         if self.seconds is not None:
             return self.seconds
         travels = formulas.transfer_seconds(self.num_bytes(publish_every), links, self.head_up_bps)
-        return max(self.at_least_seconds, travels + self.reload_seconds)
+        return max(self.at_least_seconds, travels)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,6 @@ class PlanInputs:
             train_seconds=self.train_seconds,
             broadcast_seconds=broadcast_seconds,
             generate_during_broadcast=self.generate_during_broadcast,
-            reload_seconds=self.broadcast.reload_seconds,
         )
 
     def offer(self, name: str) -> Offer:

@@ -41,7 +41,6 @@ def scenario_of(plan: Plan, inputs: PlanInputs) -> Scenario:
     train, steps = inputs.train_seconds, min(inputs.steps, MAX_STEPS)
     seconds = plan.prediction.step_seconds * steps + plan.broadcast_seconds + plan.prediction.run_seconds / inputs.steps
     heartbeat = max(0.05, train / HEARTBEATS_PER_STEP)
-    reload_seconds = min(inputs.broadcast.reload_seconds, plan.broadcast_seconds)
     return Scenario(
         name="rehearsal",
         max_steps=steps,
@@ -55,18 +54,18 @@ def scenario_of(plan: Plan, inputs: PlanInputs) -> Scenario:
         generate_during_broadcast=inputs.generate_during_broadcast,
         faults_until_seconds=seconds,
         time_limit_seconds=TIME_LIMIT_FACTOR * seconds,
-        workers=tuple(_workers(plan, inputs, name, reload_seconds) for name in plan.machines),
+        workers=tuple(_workers(plan, inputs, name) for name in plan.machines),
         learner=LearnerSpec(
             train_seconds=train,
             publish_seconds=0.0,
             checkpoint_every=steps,
             price_usd_per_hour=inputs.learner_usd_per_hour,
         ),
-        broadcast=BroadcastSpec(scheme="fixed", seconds=plan.broadcast_seconds - reload_seconds),
+        broadcast=BroadcastSpec(scheme="fixed", seconds=plan.broadcast_seconds),
     )
 
 
-def _workers(plan: Plan, inputs: PlanInputs, name: str, reload_seconds: float) -> WorkersSpec:
+def _workers(plan: Plan, inputs: PlanInputs, name: str) -> WorkersSpec:
     offer = inputs.offer(name)
     assert offer.rollouts_per_second is not None
     return WorkersSpec(
@@ -74,7 +73,7 @@ def _workers(plan: Plan, inputs: PlanInputs, name: str, reload_seconds: float) -
         capacity_groups=inputs.batch(offer),
         rollouts_per_second=offer.rollouts_per_second * offer.reliability,
         spread=offer.spread,
-        install_seconds=reload_seconds,
+        install_seconds=0.0,
         latency_seconds=min(0.05, inputs.train_seconds / 1000),
         bytes_per_second=max(1e9, offer.up_mbps * 1e6 / 8),
         life_seconds=offer.mean_life_hours * 3600,

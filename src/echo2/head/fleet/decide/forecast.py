@@ -24,8 +24,6 @@ MAX_STEPS, LEAST_STEPS = 120, 24
 #: Groups and twice the machines, times steps, above which fewer steps are simulated. Above twice as many, run and fleet
 #: are scaled down together: with so many of both, chance averages out.
 WORK = 4096
-#: Standard deviation of the logarithm of the time to load a snapshot.
-RELOAD_SPREAD = 0.3
 _FACTOR_DRAWS = 2000
 _NORMAL = NormalDist()
 
@@ -126,8 +124,6 @@ class _Walk:
 
     def __init__(self, demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int) -> None:
         self.demand, self.steps, self.seed = demand, steps, seed
-        self.reload_seconds = min(demand.broadcast_seconds, demand.reload_seconds)
-        self.travel_seconds = demand.broadcast_seconds - self.reload_seconds
         self.ended: list[float] = []
         self.ages: Counter[int] = Counter()
         self.unstarted: dict[int, int] = {}
@@ -165,12 +161,7 @@ class _Walk:
 
     def _free(self, worker: _Worker, number: int, at: float) -> None:
         """Handle a free engine: install an arrived version, start the held or a new batch, or wait for a version."""
-        newest = self._arrived(worker, at)
-        if newest > worker.version:
-            worker.version = newest
-            if self.reload_seconds > 0:
-                self._push(at + self.reload_seconds * self._draw(RELOAD_SPREAD), number)
-                return
+        worker.version = max(worker.version, self._arrived(worker, at))
         batch = worker.held or self._issue(worker)
         worker.held = {}
         worker.parked_at, worker.is_woken = (None if batch else at), False
@@ -188,7 +179,7 @@ class _Walk:
         needed += -needed % self.demand.publish_every
         if self.frontier < self.steps and needed <= len(self.ended):
             worker.is_woken = True
-            arrives = self._published(needed) + self.travel_seconds
+            arrives = self._published(needed) + self.demand.broadcast_seconds
             self._push(max(worker.parked_at, arrives), number)
 
     def _issue(self, worker: _Worker) -> dict[int, int]:
@@ -224,7 +215,7 @@ class _Walk:
 
     def _thawed(self, start: float, seconds: float) -> float:
         """Return when work of `seconds` is done, given that engines pause during a broadcast unless it overlaps."""
-        end, frozen = start + seconds, self.travel_seconds
+        end, frozen = start + seconds, self.demand.broadcast_seconds
         if self.demand.overlaps or frozen <= 0:
             return end
         kappa, newest = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
@@ -250,9 +241,17 @@ class _Walk:
     def _arrived(self, worker: _Worker, at: float) -> int:
         """Return the newest known version that has fully arrived at the worker by time `at`."""
         kappa, version = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
-        while version > worker.version and version > 0 and self._published(version) + self.travel_seconds > at + 1e-9:
+        while (
+            version > worker.version
+            and version > 0
+            and self._published(version) + self.demand.broadcast_seconds > at + 1e-9
+        ):
             version -= kappa
-        return max(version, worker.version) if version > 0 or at + 1e-9 >= self.travel_seconds else worker.version
+        return (
+            max(version, worker.version)
+            if version > 0 or at + 1e-9 >= self.demand.broadcast_seconds
+            else worker.version
+        )
 
     def _published(self, version: int) -> float:
         return self.ended[version - 1] if version > 0 else 0.0

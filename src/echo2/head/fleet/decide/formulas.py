@@ -3,7 +3,7 @@
 Equation numbers are the paper's; `docs/capacity.md` derives them. T = seconds of a training step, Tb = seconds from a
 publication until workers can generate with it, kappa = publish_every, S = max_staleness, R = rollouts of a step,
 mu = rollouts per second of all active workers. The paper lets every worker pause for all of Tb; workers that go on with
-the old version (`generate_during_broadcast`) pause only while they load. This is a fluid model; `forecast.py` is
+the old version (`generate_during_broadcast`) do not. This is a fluid model; `forecast.py` is
 discrete.
 
 How long a snapshot takes to send, before anything is measured: section 6. G = bits to send, B0 = the head's uplink,
@@ -32,8 +32,8 @@ FAN_OUT, LATENCY_SECONDS = 8, 0.05
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the learner requires of its workers. `reload_seconds`: the part of a broadcast in which a worker cannot
-    generate in any mode; `rollout_seconds`: one group from start to delivery, used where the fluid model needs it.
+    """What the learner requires of its workers. `rollout_seconds`: one group from start to delivery, used where the
+    fluid model needs it.
     """
 
     groups_per_step: int
@@ -43,14 +43,13 @@ class Demand:
     train_seconds: float
     broadcast_seconds: float
     generate_during_broadcast: bool = True
-    reload_seconds: float = 0.0
     rollout_seconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("groups_per_step", "group_size", "publish_every", "train_seconds"):
             if not (getattr(self, name) > 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name} = {getattr(self, name)} must be a positive number.")
-        for name in ("max_staleness", "broadcast_seconds", "reload_seconds", "rollout_seconds"):
+        for name in ("max_staleness", "broadcast_seconds", "rollout_seconds"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise UserError(f"{name} = {getattr(self, name)} must be a number that is not negative.")
         if self.max_staleness < self.publish_every - 1:
@@ -72,7 +71,7 @@ class Demand:
     @property
     def pause_seconds(self) -> float:
         """Seconds of each period in which workers do not generate."""
-        return min(self.reload_seconds, self.broadcast_seconds) if self.overlaps else self.broadcast_seconds
+        return 0.0 if self.overlaps else self.broadcast_seconds
 
     @property
     def overlaps(self) -> bool:
