@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo2.head.serve import shutdown
+from echo2.head.serve import head as head_process
 from echo2.transport import wire_pb2 as wire
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
@@ -108,7 +108,7 @@ def test_a_first_signal_waits_for_the_checkpoint_though_the_run_was_about_to_sto
 def test_a_learner_that_is_gone_for_a_moment_is_waited_for(
     tmp_path: Path, is_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shutdown, "LOST_SECONDS", 3600.0)
+    monkeypatch.setattr(head_process, "LOST_SECONDS", 3600.0)
 
     async def scenario() -> None:
         async with open_head(tmp_path) as one:
@@ -125,7 +125,7 @@ def test_a_learner_that_is_gone_for_a_moment_is_waited_for(
                 checkpoint = wire.CheckpointReport(version=1, oldest_kept=1, epoch=one.epoch)
                 await one.service.learner.report_checkpoint(LEARNER, checkpoint)
             else:
-                monkeypatch.setattr(shutdown, "LOST_SECONDS", 0.0)  # the moment is over
+                monkeypatch.setattr(head_process, "LOST_SECONDS", 0.0)  # the moment is over
             await until(lambda: one.head.ending.outcome == ("stopped", "enough"))
 
     run(scenario())
