@@ -449,8 +449,8 @@ def show(found: _Decided, choices: list[Plan], console: Console) -> None:
         table.add_row("once measured", told_range(found.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
     checks = check_costs(CHECK_SHARE * inputs.groups_per_step / 2, workers_usd / inputs.groups_per_step)
-    told = f"checks cost ${checks.checks_usd:.2g} a step if they sample half of it; a cheat in every group is paid"
-    table.add_row("strangers", f"{told} ${checks.cheat_usd:.2g} on average before it is found")
+    told = f"checks cost ${checks['checks_usd']:.2g} a step if they sample half of it; a cheat in every group is paid"
+    table.add_row("strangers", f"{told} ${checks['cheat_usd']:.2g} on average before it is found")
     table.add_row("set by", f"the pace by the {plan.binds}, the number of machines by the {plan.fleet_set_by}")
     console.print(table, highlight=False)
     if len(choices) > 1:

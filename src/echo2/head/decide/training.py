@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from echo2.core.types import GroupRef, SnapshotRef, Wait
@@ -112,58 +112,48 @@ class Snapshots:
     """
 
     def __init__(self) -> None:
-        self._published: dict[int, SnapshotRef] = {}
-        self._retained: dict[int, SnapshotRef] = {}
+        self.published: dict[int, SnapshotRef] = {}
+        self.retained: dict[int, SnapshotRef] = {}
         self.published_at = 0.0
-
-    @property
-    def published(self) -> Mapping[int, SnapshotRef]:
-        """The valid snapshots by version."""
-        return self._published
-
-    @property
-    def retained(self) -> Mapping[int, SnapshotRef]:
-        """Those of them that the origin stores."""
-        return self._retained
 
     def restore(self, refs: Iterable[SnapshotRef], version: int) -> list[SnapshotRef]:
         """Add what an earlier head left. What does not belong to the history up to `version` is returned."""
         refs = list(refs)
-        self._published.update({ref.version: ref for ref in sorted(refs) if ref.version <= version})
-        self._retained.update(self._published)
+        self.published.update({ref.version: ref for ref in sorted(refs) if ref.version <= version})
+        self.retained.update(self.published)
         return [ref for ref in refs if not self.has(ref)]
 
     def publish(self, ref: SnapshotRef, now: float) -> bool:
         """Add a snapshot. Return whether its version was published before, with other weights."""
-        is_again = self._published.get(ref.version, ref) != ref
-        self._published[ref.version] = self._retained[ref.version] = ref
+        is_again = self.published.get(ref.version, ref) != ref
+        self.published[ref.version] = self.retained[ref.version] = ref
         self.published_at = now
         return is_again
 
     def fall_back(self, version: int) -> list[SnapshotRef]:
-        for later in [v for v in self._published if v > version]:
-            del self._published[later]
-        return [self._retained.pop(v) for v in sorted(self._retained) if v > version]
+        for later in [v for v in self.published if v > version]:
+            del self.published[later]
+        return [self.retained.pop(v) for v in sorted(self.retained) if v > version]
 
     def drop_old(self, needed: Container[int], num_kept: int, oldest: int, oldest_installed: int) -> list[SnapshotRef]:
         """Drop what the origin need not store any longer: versions below `oldest`, but not the `needed` ones and the
         newest few. No worker has a version below `oldest_installed`.
         """
-        olds = [v for v in sorted(self._retained)[:-num_kept] if v < oldest and v not in needed]
-        dropped = [self._retained.pop(version) for version in olds]
-        for version in [v for v in self._published if v < oldest_installed and v not in self._retained]:
-            del self._published[version]
+        olds = [v for v in sorted(self.retained)[:-num_kept] if v < oldest and v not in needed]
+        dropped = [self.retained.pop(version) for version in olds]
+        for version in [v for v in self.published if v < oldest_installed and v not in self.retained]:
+            del self.published[version]
         return dropped
 
     def has(self, ref: SnapshotRef | None) -> bool:
         """Whether this snapshot is valid: it belongs to the surviving history and is recent enough."""
-        return ref is not None and self._published.get(ref.version) == ref
+        return ref is not None and self.published.get(ref.version) == ref
 
     def newest(self) -> SnapshotRef | None:
-        return self._published[max(self._published)] if self._published else None
+        return self.published[max(self.published)] if self.published else None
 
     def newest_retained(self) -> SnapshotRef | None:
-        return self._retained[max(self._retained)] if self._retained else None
+        return self.retained[max(self.retained)] if self.retained else None
 
 
 @dataclass(slots=True)
@@ -188,7 +178,8 @@ class EvalRound:
 @dataclass(slots=True)
 class Evaluation:
     """The evaluations of one policy: of `size` tasks (0: never), before the first and after the last step, and every
-    `every` steps if that is not 0. `gives_up_at`: until when they wait for a machine of the owner, while there is none.
+    `every` steps if that is not 0. `rounds`: the running ones, by version. `gives_up_at`: until when they wait for a
+    machine of the owner, while there is none.
     """
 
     policy: str
@@ -197,17 +188,13 @@ class Evaluation:
     max_steps: int
     gives_up_at: float | None = None
     evaluated: set[int] = field(default_factory=set)
-    _rounds: dict[int, EvalRound] = field(default_factory=dict)
+    rounds: dict[int, EvalRound] = field(default_factory=dict)
     _skipped: set[int] = field(default_factory=set)
-
-    @property
-    def rounds(self) -> Mapping[int, EvalRound]:
-        return self._rounds
 
     @property
     def is_over(self) -> bool:
         """Whether nothing is evaluated now, and the last step has been, if it shall be."""
-        return not self._rounds and (not self.size or self.max_steps in self.evaluated | self._skipped)
+        return not self.rounds and (not self.size or self.max_steps in self.evaluated | self._skipped)
 
     def restore(self, evaluated: Iterable[int]) -> None:
         """These versions were evaluated under an earlier head."""
@@ -215,31 +202,31 @@ class Evaluation:
 
     def is_due(self, version: int) -> bool:
         """Whether this version shall be evaluated and its evaluation has not started yet."""
-        if not self.size or version in self.evaluated or version in self._skipped or version in self._rounds:
+        if not self.size or version in self.evaluated or version in self._skipped or version in self.rounds:
             return False
         return version in (0, self.max_steps) or bool(self.every and version % self.every == 0)
 
     def start(self, ref: SnapshotRef, now: float) -> None:
-        self._rounds[ref.version] = EvalRound(ref, self.size, now)
+        self.rounds[ref.version] = EvalRound(ref, self.size, now)
 
     def forget_after(self, version: int) -> None:
         """After the learner fell back to `version`: forget evaluations of later weights, which no longer count."""
-        for later in [v for v in self._rounds if v > version]:
-            del self._rounds[later]
+        for later in [v for v in self.rounds if v > version]:
+            del self.rounds[later]
         self.evaluated = {v for v in self.evaluated if v <= version}
         self._skipped = {v for v in self._skipped if v <= version}
 
     def pop_finished(self) -> list[EvalRound]:
         """Remove the rounds in which every task has a result or was given up, and return them."""
-        finished = [version for version, round_ in self._rounds.items() if len(round_.done) == self.size]
+        finished = [version for version, round_ in self.rounds.items() if len(round_.done) == self.size]
         self.evaluated.update(finished)
-        return [self._rounds.pop(version) for version in finished]
+        return [self.rounds.pop(version) for version in finished]
 
     def skip_all(self) -> list[int]:
         """Give up all running evaluations and return their versions."""
-        skipped = list(self._rounds)
+        skipped = list(self.rounds)
         self._skipped.update(skipped)
-        self._rounds.clear()
+        self.rounds.clear()
         return skipped
 
     def lacks_machine(self, is_here: bool, now: float, patience_seconds: float) -> bool:
@@ -255,7 +242,7 @@ class Evaluation:
 
     def _locate(self, group: GroupRef) -> tuple[EvalRound, int] | None:
         """Return the round and position of an eval group that has no result yet, or None."""
-        round_ = self._rounds.get(group.number // self.size) if self.size else None
+        round_ = self.rounds.get(group.number // self.size) if self.size else None
         position = group.number % self.size if round_ is not None else 0
         return None if round_ is None or position in round_.done else (round_, position)
 
@@ -267,8 +254,8 @@ class Evaluation:
         """Take positions for a worker with this version from the oldest round whose version it has reached. Return that
         version and the positions, or None.
         """
-        for version in sorted(self._rounds):
-            waiting = self._rounds[version].waiting
+        for version in sorted(self.rounds):
+            waiting = self.rounds[version].waiting
             if waiting and version <= installed_version:
                 return version, [waiting.popitem(last=False)[0] for _ in range(min(num_groups, len(waiting)))]
         return None

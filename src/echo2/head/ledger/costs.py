@@ -266,18 +266,12 @@ def _place(cause: str) -> tuple[int, str]:
     return (0 if cause in FIRST else 2 + LAST.index(cause) if cause in LAST else 1, cause)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckCosts:
-    """Costs in dollars. `checks_usd`: of the checks; `cheat_usd`: paid to a trusted ticket for false groups until the
-    first of them is found."""
-
-    checks_usd: float
-    cheat_usd: float
-
-
-def check_costs(num_checks: float, usd_per_group: float) -> CheckCosts:
-    """Return the costs for this number of checks and this price of sampling a group."""
-    return CheckCosts(num_checks * CHECK_PER_SAMPLED * usd_per_group, GROUPS_UNTIL_FOUND * usd_per_group)
+def check_costs(num_checks: float, usd_per_group: float) -> dict[str, float]:
+    """Return what this number of checks costs, and what is paid to a trusted ticket for false groups until the first of
+    them is found, at this price of sampling a group.
+    """
+    checks_usd = num_checks * CHECK_PER_SAMPLED * usd_per_group
+    return {"checks_usd": checks_usd, "cheat_usd": GROUPS_UNTIL_FOUND * usd_per_group}
 
 
 def run(options: argparse.Namespace) -> int:
@@ -340,7 +334,7 @@ def _strangers(
     num_failed = sum(one["num_failed"] for one in trust)
     num_checks = num_failed + sum(one["num_passed"] for one in trust)
     costs = check_costs(num_checks, paid.by_cause["useful"] / paid.groups)
-    return {"tickets": len(trust), "groups": paid.groups, "checks": num_checks, "failed": num_failed, **asdict(costs)}
+    return {"tickets": len(trust), "groups": paid.groups, "checks": num_checks, "failed": num_failed, **costs}
 
 
 def _read_ledger(path: Path) -> tuple[dict[str, Any], int, list[Mapping[str, Any]]]:

@@ -84,7 +84,7 @@ class Ledger:
         Raises:
             InvariantError: `number` is not the next one.
         """
-        with self._transaction():
+        with self.together():
             following = self._counts["issued"]
             if number != following:
                 raise InvariantError(f"group {number} issued; the next number is {following}")
@@ -96,7 +96,7 @@ class Ledger:
 
     def use_lease_ids(self, last: int) -> None:
         """Mark lease ids up to `last` as used, by leases that the ledger does not record (evaluations)."""
-        with self._transaction():
+        with self.together():
             self._put_meta("last_lease_id", last)
 
     def grant(
@@ -114,7 +114,7 @@ class Ledger:
         Raises:
             InvariantError: the group is trained or retired, or the id was used before.
         """
-        with self._transaction():
+        with self.together():
             granted = self._execute(
                 "INSERT INTO leases (lease_id, policy, number, worker_id, granted_at, deadline, num_samples) "
                 "SELECT ?, policy, number, ?, ?, ?, ? FROM groups "
@@ -131,7 +131,7 @@ class Ledger:
         Raises:
             InvariantError: there is no such lease, or it is closed.
         """
-        with self._transaction():
+        with self.together():
             closed = self._execute(
                 "UPDATE leases SET outcome = ?, closed_at = ? WHERE lease_id = ? AND policy = ? AND outcome IS NULL",
                 (outcome, now, lease_id, self.policy),
@@ -149,7 +149,7 @@ class Ledger:
 
         Numbers outside SQLite's range are recorded as NULL.
         """
-        with self._transaction():
+        with self.together():
             self._execute(
                 "INSERT INTO refusals (lease_id, policy, number, worker_id, reason, num_tokens, seconds, at) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -174,7 +174,7 @@ class Ledger:
         Raises:
             InvariantError: the group is not open.
         """
-        with self._transaction():
+        with self.together():
             self._move(
                 number,
                 "deliver",
@@ -203,7 +203,7 @@ class Ledger:
         Raises:
             InvariantError: the group is not delivered.
         """
-        with self._transaction():
+        with self.together():
             self._move(number, "top_up")
             self._trim(number, left)
             self._put_meta(f"{self.policy}.top_up.{number}", (num_kept, num_top_ups))
@@ -214,7 +214,7 @@ class Ledger:
         Raises:
             InvariantError: the group is not delivered, or already scored.
         """
-        with self._transaction():
+        with self.together():
             self._move(number, "score", "scored_at = ?, is_flat = ?", (now, is_flat))
             self._trim(number, left)
             what = (self.policy, number, scores)
@@ -228,7 +228,7 @@ class Ledger:
         Raises:
             InvariantError: the group was trained or retired before.
         """
-        with self._transaction():
+        with self.together():
             self._move(number, "retire", "retired_at = ?, reason = ?", (now, reason))
             self._count("retired", reason)
             self._forget(number)
@@ -241,7 +241,7 @@ class Ledger:
             InvariantError: a group is not ready or belongs to another step; the step was reported with other groups; no
                 learner of this lineage is the newest to have joined.
         """
-        with self._transaction():
+        with self.together():
             current = schema.read_lineage(self._execute, self.policy)
             recorded = self._execute(
                 "SELECT number FROM trainings WHERE policy = ? AND lineage = ? AND step = ? ORDER BY number",
@@ -285,7 +285,7 @@ class Ledger:
             InvariantError: the lineage is older than the newest, or not newer after a fall-back.
             UserError: the learner fell back behind the recorded checkpoints: the rollouts of the groups are gone.
         """
-        with self._transaction():
+        with self.together():
             current = schema.read_lineage(self._execute, self.policy)
             undone = self._execute(
                 "SELECT groups.number, step, data IS NULL AS is_gone "
@@ -314,7 +314,7 @@ class Ledger:
     def checkpoint(self, version: int, oldest_kept: int) -> None:
         """Record a saved checkpoint of `version`. No learner falls back behind `oldest_kept`, the oldest checkpoint
         kept, so the rollouts and scores of groups trained before it and of retired groups are deleted."""
-        with self._transaction():
+        with self.together():
             self._put_meta(f"{self.policy}.checkpoint", (version, oldest_kept))
             for table in ("rollouts", "scores"):  # CROSS JOIN: scan their rows, not every group ever issued
                 covered = (
@@ -330,11 +330,11 @@ class Ledger:
         """Store a record about a stranger, in place of an earlier one, by kind and name: "trust" and "rest" by ticket,
         "check" by group, "expulsion" by worker.
         """
-        with self._transaction():
+        with self.together():
             self._put_meta(f"{self.policy}.{kind}.{name}", value)
 
     def forget(self, kind: str, name: str | int) -> None:
-        with self._transaction():
+        with self.together():
             self._execute("DELETE FROM meta WHERE key = ?", (f"{self.policy}.{kind}.{name}",))
 
     def rollouts(self, number: int) -> bytes:
@@ -368,7 +368,7 @@ class Ledger:
 
     def set_meta(self, key: str, value: Any) -> None:
         """Store a JSON value under a key of the caller's."""
-        with self._transaction():
+        with self.together():
             self._put_meta(f"caller.{key}", value)
 
     def get_meta(self, key: str, default: Any = None) -> Any:
@@ -384,7 +384,7 @@ class Ledger:
         after a fall-back (trained ones until a checkpoint covers them, retired ones of steps that may still be
         trained), and the leases that are still held. Lineage 0: there was no learner yet.
         """
-        with self._transaction():
+        with self.together():
             lineage = schema.read_lineage(self._execute, self.policy)
             return HeadStarted(
                 version=(version := schema.read_version(self._execute, self.policy, lineage)),
@@ -400,7 +400,7 @@ class Ledger:
     def sizes(self) -> dict[int, int]:
         """Return the number of rollouts of each group that is leased as a whole."""
         held = "SELECT number, num_samples FROM leases WHERE policy = ? AND outcome IS NULL"
-        with self._transaction():
+        with self.together():
             found = {row["number"]: row["num_samples"] for row in self._execute(held, (self.policy,))}
         return {number: size for number, size in found.items() if str(number) not in self.kept("top_up")}
 
@@ -456,11 +456,7 @@ class Ledger:
         return self._connection.execute(sql, parameters)
 
     def together(self) -> AbstractContextManager[None]:
-        """Run everything inside as one atomic transaction."""
-        return self._transaction()
-
-    def _transaction(self) -> AbstractContextManager[None]:
-        """Begin a transaction; inside `together`, take part in the open one."""
+        """Run everything inside as one atomic transaction; inside another one, take part in it."""
         return nullcontext() if self._in_transaction() else self._begun()
 
     @contextmanager

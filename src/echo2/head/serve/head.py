@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -71,10 +71,7 @@ class RunEnd:
         self.outcome: tuple[str, str] | None = None
         self.over = asyncio.Event()
         self.background = Background(self.fail)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in the background. Its failure stops the run instead of being lost."""
-        return self.background.spawn(coroutine)
+        self.spawn = self.background.spawn  # a failure stops the run instead of being lost
 
     def fail(self, error: BaseException) -> None:
         log.error("the run stops", exc_info=error)
