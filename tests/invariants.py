@@ -13,8 +13,8 @@ from echo2.head.decide.groups import UNINFORMATIVE, GroupBook, LeaseTable, Plann
 from echo2.head.decide.planner import Planner
 from echo2.head.fleet.decide.fleet import Fleet
 from echo2.planning.sim.report import Report
-from echo2.planning.sim.run import run_scenario as run_unchecked
 from echo2.planning.sim.scenario import Scenario
+from echo2.planning.simulate import run_scenario as run_unchecked
 from echo2.weights.broadcast.decide.fetcher import Fetcher
 from echo2.weights.broadcast.decide.origin import MAX_PLANS, Broadcast
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN

@@ -37,8 +37,8 @@ from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerKind, forecast
 from echo2.planning.plan import make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
-from echo2.planning.sim.run import run_scenario
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.simulate import run_scenario
 
 BOUNDS = (1, 2, 3, 4, 6, 11)
 TARGET_IDLE = 0.02

@@ -22,8 +22,8 @@ from recording import save
 
 from echo2.head.decide import commands as do
 from echo2.planning.sim.report import Report
-from echo2.planning.sim.run import run_scenario
 from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.simulate import run_scenario
 
 LEASE_SECONDS = 120.0
 #: Honest workers, hostile ones, and the tickets of the latter.

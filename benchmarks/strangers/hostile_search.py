@@ -21,8 +21,8 @@ from hostile_liars import LiarSpec, Lie, mutated, random_lie
 from hostile_workers import make_worker
 
 from echo2.head.decide import commands as do
-from echo2.planning.sim.run import run_scenario
 from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.simulate import run_scenario
 
 
 def world(lie: Lie) -> Scenario:

@@ -11,10 +11,9 @@ from echo2.core.decide.machine import Event
 from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.head.decide import events as ev
 from echo2.planning.sim.fleet import SimWorker
-from echo2.planning.sim.network import SimNetwork
 from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
-from echo2.planning.sim.world import SimWorld
+from echo2.planning.sim.world import SimNetwork, SimWorld
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as wev
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from echo2.head.ledger.audit import audit
-from echo2.planning.sim.run import run_scenario as run_unchecked
+from echo2.planning.simulate import run_scenario as run_unchecked
 from invariants import run_scenario
 from lying_worlds import judge_lying
 from worlds import HOSTILE, calm, hostile_scenario, judge_forging, judge_hostile, judge_seed, random_scenario

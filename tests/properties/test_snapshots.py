@@ -11,10 +11,9 @@ import pytest
 
 from echo2.planning.sim.fleet import SimWorker
 from echo2.planning.sim.head import MortalLedger, SimHead
-from echo2.planning.sim.network import HEAD
 from echo2.planning.sim.report import History
-from echo2.planning.sim.run import build_world
-from echo2.planning.sim.world import SimWorld
+from echo2.planning.sim.world import HEAD, SimWorld
+from echo2.planning.simulate import build_world
 from invariants import Checker
 from worlds import random_scenario
 

@@ -12,7 +12,7 @@ from echo2.core.errors import InvariantError
 from echo2.core.types import RUN_POLICY, GroupRef, Lease, SnapshotRef
 from echo2.head.decide import pacing
 from echo2.head.decide.groups import MOVES, GroupBook, LeaseTable, PlannedGroup
-from echo2.head.decide.training import Evaluation
+from echo2.head.decide.state import Evaluation
 from invariants import check
 
 

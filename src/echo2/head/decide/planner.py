@@ -21,8 +21,7 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import granting, pacing, results
 from echo2.head.decide.groups import PlannedGroup
-from echo2.head.decide.state import PlannerOptions, PlannerState
-from echo2.head.decide.training import Training
+from echo2.head.decide.state import PlannerOptions, PlannerState, Training
 from echo2.head.decide.waits import list_waits
 from echo2.head.fleet.decide import standby, workers
 from echo2.head.fleet.decide.fleet import UNKNOWN, Worker

@@ -15,11 +15,16 @@ from echo2.core.types import Lease, LostRollout, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do_head
 from echo2.head.decide import events as ev
 from echo2.planning.sim.head import Returned
-from echo2.planning.sim.network import (
+from echo2.planning.sim.origin import Announced, Arriving, ChunkAsked, FetchTick, ManifestAsked, Peering, SimManifest
+from echo2.planning.sim.report import History
+from echo2.planning.sim.scenario import Scenario, WorkersSpec
+from echo2.planning.sim.world import (
     SMALL_BYTES,
+    Actor,
     Answered,
     Check,
     Hello,
+    Kill,
     Ordered,
     PeerAsked,
     PeerBroke,
@@ -27,14 +32,12 @@ from echo2.planning.sim.network import (
     Refused,
     SampledBatch,
     SimNetwork,
+    SimWorld,
+    Start,
     StreamBroke,
     TimedOut,
     of_samples,
 )
-from echo2.planning.sim.origin import Announced, Arriving, ChunkAsked, FetchTick, ManifestAsked, Peering, SimManifest
-from echo2.planning.sim.report import History
-from echo2.planning.sim.scenario import Scenario, WorkersSpec
-from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 from echo2.weights.broadcast.decide import fetcher as fev
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN
 from echo2.worker.decide import messages as do

@@ -20,27 +20,30 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.ledger.driver import Driver, Stored
 from echo2.head.ledger.ledger import Ledger
-from echo2.planning.sim.network import (
+from echo2.planning.sim.origin import Arriving, ChunkAsked, ManifestAsked, SimOrigin
+from echo2.planning.sim.report import FleetMeter, History, TrainedStep
+from echo2.planning.sim.scenario import Scenario
+from echo2.planning.sim.world import (
     HEAD,
     LEARNER,
+    Actor,
     Asked,
     Check,
     Fed,
     Hello,
+    Kill,
     Publish,
     Refused,
     SampledBatch,
     SimNetwork,
+    SimWorld,
+    Start,
     StepDone,
     StreamBroke,
     Take,
     Welcome,
     rollouts_in,
 )
-from echo2.planning.sim.origin import Arriving, ChunkAsked, ManifestAsked, SimOrigin
-from echo2.planning.sim.report import FleetMeter, History, TrainedStep
-from echo2.planning.sim.scenario import Scenario
-from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.worker.decide import messages as wev
 

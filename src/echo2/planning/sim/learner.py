@@ -17,23 +17,26 @@ from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
 from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.head.decide import events as ev
-from echo2.planning.sim.network import (
+from echo2.planning.sim.report import History, StepTimes
+from echo2.planning.sim.scenario import Scenario
+from echo2.planning.sim.world import (
     LEARNER,
+    Actor,
     Answered,
     Fed,
+    Kill,
     Ordered,
     Publish,
     Refused,
     SimNetwork,
+    SimWorld,
+    Start,
     StepDone,
     StreamBroke,
     Take,
     TimedOut,
     Welcome,
 )
-from echo2.planning.sim.report import History, StepTimes
-from echo2.planning.sim.scenario import Scenario
-from echo2.planning.sim.world import Actor, Kill, SimWorld, Start
 
 #: Seconds before a learner that lost the head tries again.
 REJOIN_SECONDS = 1.0

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from echo2.core.decide.machine import Event
 from echo2.core.errors import InvariantError
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
-from echo2.planning.sim.network import PeerAsked, PeerBroke, PeerGave, SimNetwork
 from echo2.planning.sim.report import History
 from echo2.planning.sim.scenario import Scenario, WorkersSpec
-from echo2.planning.sim.world import Actor, SimWorld
+from echo2.planning.sim.world import Actor, PeerAsked, PeerBroke, PeerGave, SimNetwork, SimWorld
 from echo2.weights.broadcast.decide import fetcher as fev
 from echo2.weights.broadcast.decide import origin_messages as bev
 from echo2.weights.broadcast.decide.fetcher import Fetcher

@@ -2,6 +2,11 @@
 
 Events at the same time happen in the order of posting. An actor that dies and restarts has a new *life*; events on
 their way to the old life are dropped, as a kernel drops packets for a closed socket.
+
+Links between the head and all other parties, and between workers, have latency, bandwidth, loss, and cuts. There are
+two kinds of exchange, as in `transport/`. A *call* has a request and an answer, and either may be lost: the caller gets
+`TimedOut` and cannot know which. A *stream* of orders arrives in order until it breaks; then both ends notice after a
+while, at different times. The messages are here, too.
 """
 
 from __future__ import annotations
@@ -9,9 +14,13 @@ from __future__ import annotations
 import heapq
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from echo2.core.decide.machine import Event
+from echo2.core.types import Attachment, SnapshotRef
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
 
 #: Events after which a simulation counts as endless.
 MAX_EVENTS = 500_000_000
@@ -107,3 +116,253 @@ class SimWorld:
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
+
+
+#: Seconds until a call without an answer counts as failed.
+CALL_SECONDS = 5.0
+#: Seconds until either end of a dead connection notices (keepalive).
+KEEPALIVE_SECONDS = 4.0
+#: Bytes of a message that carries no payload.
+SMALL_BYTES = 500
+HEAD = "head"
+LEARNER = "learner"
+
+
+@dataclass(slots=True)
+class SimLink:
+    """One party's link to the head. `loss`: probability that a message breaks it."""
+
+    latency_seconds: float
+    bytes_per_second: float
+    loss: float = 0.0
+    cut_until: float = 0.0
+    up_free_at: float = 0.0
+    down_free_at: float = 0.0
+
+
+class Asked(Event):
+    """A call arrives at the head."""
+
+    sender: str
+    sender_life: int
+    number: int
+    body: object
+
+
+class Answered(Event):
+    """A call's answer arrives at the caller."""
+
+    number: int
+    value: object
+
+
+class TimedOut(Event):
+    """A call had no answer; it is unknown whether the call arrived."""
+
+    number: int
+
+
+class Ordered(Event):
+    """An item of the head's stream to one party arrives."""
+
+    epoch: int
+    body: object
+
+
+class StreamBroke(Event):
+    """One end notices that the stream `epoch` of `party` is dead."""
+
+    party: str
+    epoch: int
+
+
+class PeerAsked(Event):
+    """A worker's request to another worker."""
+
+    sender: str
+    body: object
+
+
+class PeerGave(Event):
+    """A worker's message to another worker: the answer to `body`, or an unsolicited one."""
+
+    sender: str
+    body: object
+    value: object
+
+
+class PeerBroke(Event):
+    """The connection to this worker broke."""
+
+    sender: str
+
+
+class Hello(Event):
+    """A worker opens its stream of orders."""
+
+    epoch: int
+    event: ev.WorkerJoined
+
+
+class Take(Event):
+    """The learner opens the stream of a step's groups."""
+
+    epoch: int
+    step: int
+
+
+class Publish(Event):
+    """The learner's snapshot; `digest` stands for its weights."""
+
+    ref: SnapshotRef
+    digest: bytes
+
+
+class Welcome(Event):
+    """The answer to a learner that joined."""
+
+    lineage: int
+    published: tuple[int, ...]
+
+
+class Check(Event):
+    """To a machine of the owner: check a group that this worker delivered."""
+
+    command: do.CheckGroup
+    sampled_by: str
+
+
+class Fed(Event):
+    """One group for the learner; `data`: its rollouts as delivered."""
+
+    number: int
+    data: bytes
+
+
+class StepDone(Event):
+    """The step has all its groups."""
+
+    step: int
+    num_groups: int
+
+
+class Refused(Event):
+    """The head's refusal of a call, with the reason."""
+
+    reason: str
+
+
+class SampledBatch(Attachment):
+    """A group's rollouts, and how many groups were sampled together (including this one)."""
+
+    __slots__ = ("num_groups",)
+
+    def __init__(self, data: bytes, num_groups: int) -> None:
+        super().__init__(data)
+        self.num_groups = num_groups
+
+
+#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
+_ROLLOUT_BYTES = 8
+
+
+def of_samples(digest: bytes, samples: Iterable[int]) -> bytes:
+    """The bytes of these rollouts of a lease, whose tokens the digest stands for."""
+    return b"".join(digest[:4] + sample.to_bytes(4, "big") for sample in samples)
+
+
+def rollouts_in(data: bytes) -> list[bytes]:
+    """The rollouts of a group."""
+    return [data[at : at + _ROLLOUT_BYTES] for at in range(0, len(data), _ROLLOUT_BYTES)]
+
+
+class SimNetwork:
+    """All links, by the name of the party at their far end."""
+
+    def __init__(self, world: SimWorld) -> None:
+        self.world = world
+        self.links: dict[str, SimLink] = {}
+        self.askers: dict[str, dict[str, None]] = {}
+        self._num_calls = 0
+        self._dead: set[tuple[str, int]] = set()
+
+    def call(self, sender: str, body: object, num_bytes: int = SMALL_BYTES) -> int:
+        """Ask the head; the number comes back in `Answered` or `TimedOut`."""
+        self._num_calls += 1
+        number = self._num_calls
+        self.world.post(CALL_SECONDS + num_bytes / self.links[sender].bytes_per_second, sender, TimedOut(number))
+        if not self.world.chance(self.links[sender].loss):
+            asked = Asked(sender, self.world.actors[sender].life, number, body)
+            self.world.post(self._up_seconds(sender, num_bytes), HEAD, asked)
+        return number
+
+    def answer(self, asked: Asked, value: object, num_bytes: int = SMALL_BYTES) -> None:
+        """Send a call's answer; it may be lost."""
+        if not self.world.chance(self.links[asked.sender].loss):
+            self.world.post(self._down_seconds(asked.sender, num_bytes), asked.sender, Answered(asked.number, value))
+
+    def order(self, party: str, epoch: int, body: object) -> None:
+        """Send one item of the head's stream to `party`; no item arrives after a lost one."""
+        if (party, epoch) in self._dead:
+            return
+        if self.world.chance(self.links[party].loss):
+            self.broke(party, epoch)
+        else:
+            self.world.post(self._down_seconds(party, SMALL_BYTES), party, Ordered(epoch, body))
+
+    def broke(self, party: str, epoch: int) -> None:
+        """Break a stream; each end notices in its own time."""
+        self._dead.add((party, epoch))
+        for end in (party, HEAD):
+            self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, end, StreamBroke(party, epoch))
+
+    def reset(self, party: str, epoch: int) -> None:
+        """Let the far end report that it does not know this stream (any more)."""
+        self.world.post(self.links[party].latency_seconds, HEAD, StreamBroke(party, epoch))
+
+    def cut(self, party: str, epoch: int, seconds: float) -> None:
+        """Cut a link for `seconds`. Messages sent meanwhile arrive afterwards, if a receiver still waits for them."""
+        self.links[party].cut_until = self.world.now + seconds
+        if seconds > KEEPALIVE_SECONDS:
+            self.broke(party, epoch)
+
+    def ask_peer(self, sender: str, target: str, body: object) -> None:
+        """Send a worker's request to another. A lost message breaks their connection; a dead worker never answers."""
+        self.askers.setdefault(target, {})[sender] = None
+        if self._is_lost(sender, target):
+            self._peer_broke(sender, target)
+        else:
+            seconds = self._up_seconds(sender, SMALL_BYTES) + self.links[target].latency_seconds
+            self.world.post(seconds, target, PeerAsked(sender, body))
+
+    def give_peer(self, sender: str, asker: str, body: object, value: object, num_bytes: int) -> None:
+        """Send a worker's answer to the asker, through both links."""
+        if self._is_lost(sender, asker):
+            self._peer_broke(asker, sender)
+        else:
+            seconds = self._up_seconds(sender, num_bytes + SMALL_BYTES)
+            seconds += self._down_seconds(asker, num_bytes + SMALL_BYTES)
+            self.world.post(seconds, asker, PeerGave(sender, body, value))
+
+    def peer_died(self, name: str) -> None:
+        """Break the connections of all workers that asked this one; each notices in its own time."""
+        for asker in self.askers.pop(name, {}):
+            self._peer_broke(asker, name)
+
+    def _peer_broke(self, asker: str, peer: str) -> None:
+        self.world.post(self.world.rng.uniform(0.1, 1.0) * KEEPALIVE_SECONDS, asker, PeerBroke(peer))
+
+    def _is_lost(self, one: str, other: str) -> bool:
+        return self.world.chance(self.links[one].loss) or self.world.chance(self.links[other].loss)
+
+    def _up_seconds(self, party: str, num_bytes: int) -> float:
+        """Return the seconds of an upload. Calls run in parallel, so jitter may reorder them."""
+        link, now = self.links[party], self.world.now
+        link.up_free_at = max(now, link.up_free_at, link.cut_until) + num_bytes / link.bytes_per_second
+        return link.up_free_at - now + link.latency_seconds * self.world.rng.uniform(1.0, 2.0)
+
+    def _down_seconds(self, party: str, num_bytes: int) -> float:
+        """Return the seconds of a download. A stream's items, and answers between them, arrive in order."""
+        link, now = self.links[party], self.world.now
+        link.down_free_at = max(now, link.down_free_at, link.cut_until) + num_bytes / link.bytes_per_second
+        return link.down_free_at - now + link.latency_seconds
