@@ -123,7 +123,7 @@ class _Walk:
     """
 
     def __init__(self, demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int) -> None:
-        self.demand, self.steps, self.seed = demand, steps, seed
+        self.demand, self.steps, self.seed, self.travel_seconds = demand, steps, seed, demand.broadcast_seconds
         self.ended: list[float] = []
         self.ages: Counter[int] = Counter()
         self.unstarted: dict[int, int] = {}
@@ -179,7 +179,7 @@ class _Walk:
         needed += -needed % self.demand.publish_every
         if self.frontier < self.steps and needed <= len(self.ended):
             worker.is_woken = True
-            arrives = self._published(needed) + self.demand.broadcast_seconds
+            arrives = self._published(needed) + self.travel_seconds
             self._push(max(worker.parked_at, arrives), number)
 
     def _issue(self, worker: _Worker) -> dict[int, int]:
@@ -215,7 +215,7 @@ class _Walk:
 
     def _thawed(self, start: float, seconds: float) -> float:
         """Return when work of `seconds` is done, given that engines pause during a broadcast unless it overlaps."""
-        end, frozen = start + seconds, self.demand.broadcast_seconds
+        end, frozen = start + seconds, self.travel_seconds
         if self.demand.overlaps or frozen <= 0:
             return end
         kappa, newest = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
@@ -241,17 +241,9 @@ class _Walk:
     def _arrived(self, worker: _Worker, at: float) -> int:
         """Return the newest known version that has fully arrived at the worker by time `at`."""
         kappa, version = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
-        while (
-            version > worker.version
-            and version > 0
-            and self._published(version) + self.demand.broadcast_seconds > at + 1e-9
-        ):
+        while version > worker.version and version > 0 and self._published(version) + self.travel_seconds > at + 1e-9:
             version -= kappa
-        return (
-            max(version, worker.version)
-            if version > 0 or at + 1e-9 >= self.demand.broadcast_seconds
-            else worker.version
-        )
+        return max(version, worker.version) if version > 0 or at + 1e-9 >= self.travel_seconds else worker.version
 
     def _published(self, version: int) -> float:
         return self.ended[version - 1] if version > 0 else 0.0

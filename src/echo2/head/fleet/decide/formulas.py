@@ -3,8 +3,7 @@
 Equation numbers are the paper's; `docs/capacity.md` derives them. T = seconds of a training step, Tb = seconds from a
 publication until workers can generate with it, kappa = publish_every, S = max_staleness, R = rollouts of a step,
 mu = rollouts per second of all active workers. The paper lets every worker pause for all of Tb; workers that go on with
-the old version (`generate_during_broadcast`) do not. This is a fluid model; `forecast.py` is
-discrete.
+the old version (`generate_during_broadcast`) do not. This is a fluid model; `forecast.py` is discrete.
 
 How long a snapshot takes to send, before anything is measured: section 6. G = bits to send, B0 = the head's uplink,
 Bw = a worker's link, n workers, c = bits of a chunk. A worker can't have the snapshot before G / Bw; a head that sends
