@@ -1,5 +1,5 @@
 """`echo2 simulate`: runs a scenario file with the real deciders and prints the report. `echo2 plan --rehearse` does so
-with the machines, prices and times of a plan.
+with the machines, prices and times of a plan. `run_scenario` is one run, from a scenario and a seed to a report.
 """
 
 from __future__ import annotations
