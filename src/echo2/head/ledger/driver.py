@@ -83,13 +83,13 @@ class Driver:
         recorded = [command for command in commands if isinstance(command, do.Durable)]
         if recorded:
             with self._ledger.together():
-                for command in recorded:
-                    self._record(command, now)
+                for durable in recorded:
+                    self._record(durable, now)
         for command in commands:
             self._effects.carry_out(command, now)
         return answers
 
-    def _record(self, command: do.Command, now: float) -> None:
+    def _record(self, command: do.Durable, now: float) -> None:
         """Record a command in the ledger. Of evaluations, only the used lease ids are recorded."""
         ledger = self._ledger
         match command:
@@ -137,7 +137,7 @@ class Driver:
                 _record_of_strangers(ledger, command, now)
 
 
-def _record_of_strangers(ledger: Ledger, command: do.Command, now: float) -> None:
+def _record_of_strangers(ledger: Ledger, command: do.Durable, now: float) -> None:
     match command:
         case do.RecordTrust():
             ledger.keep("trust", command.ticket, asdict(command.trust))
