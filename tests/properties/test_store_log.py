@@ -211,3 +211,13 @@ def test_the_worlds_are_eventful() -> None:
         num_stored, num_recorded = num_stored + found.number, num_recorded + world.num_records
     assert num_heads > 60
     assert 50 < num_stored < num_recorded
+
+
+def test_an_entry_that_the_store_has_altered_is_refused() -> None:
+    objects, ledger = FaultyObjects(Random(0)), Records()
+    objects.fault_rate = 0.0
+    take_log(objects, ledger, Claim("one"), ledger.copy)
+    (key,) = objects.keys("log")
+    objects._objects[key] = objects._objects[key][:-1]
+    with pytest.raises(UserError, match="digest is wrong now"):
+        LogReader(objects, Records()).catch_up()
