@@ -17,7 +17,7 @@ from echo2.planning.estimates import GPUS
 from first_plans import MIXTURE, QWEN3_8B, write
 
 #: Forecasts of one command at most. A refusal has two searches for the plan (34), tries of more at once (18), and five
-#: kinds of remedy (17 each); a plan has fewer, with its range and its table of staleness.
+#: kinds of remedy alone and five together (17 each); a plan has fewer, with its range and its table of staleness.
 FORECASTS_MAX = 256
 #: Times that one forecast asks a simulated machine for its next batch: twice `WORK`, and what rounding adds.
 EVENTS_EACH = 3 * forecast.WORK

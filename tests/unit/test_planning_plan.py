@@ -161,6 +161,15 @@ def test_offers_that_are_too_slow_are_refused_with_the_missing_rate() -> None:
     assert next(one.plan.machines for one in found if "--schedule.max_staleness" in one.flags) == {"rtx5090": 5}
 
 
+def test_a_window_that_is_too_narrow_for_too_few_machines_needs_both() -> None:
+    inputs = replace(
+        PAPER, max_staleness=1, broadcast=BroadcastInputs(seconds=1700.0), offers=(replace(CARD, count=1),)
+    )
+    (both,) = ways_out(inputs)
+    assert both.flags
+    assert both.counts["rtx5090"] > 1
+
+
 def test_fleets_of_as_many_but_other_machines_are_forecast_each() -> None:
     kinds = (("a", 1.0, 0.4), ("b", 0.3, 0.2), ("c", 0.1, 0.8))
     inputs = replace(PAPER, groups_per_step=8, group_size=4, max_staleness=1, train_seconds=40.0)
@@ -168,7 +177,11 @@ def test_fleets_of_as_many_but_other_machines_are_forecast_each() -> None:
     assert make_plan(replace(inputs, offers=tuple(Offer(*kind) for kind in kinds))).machines == {"a": 1, "c": 1}
 
 
-def test_where_no_fleet_keeps_to_the_waiting_the_least_is_allowed() -> None:
+def test_a_budget_that_no_change_keeps_to_is_dropped_and_the_least_waiting_is_allowed() -> None:
+    few = replace(PAPER, offers=(replace(CARD, count=2),))
+    (without,) = ways_out(replace(few, budget_usd=1.0))
+    assert without.flags == {"--budget": ""}
+    assert without.plan == make_plan(without.inputs)
     hasty = replace(PAPER, steps=1, train_seconds=25.0, offers=(replace(CARD, rollouts_per_second=200.0),))
     hasty = replace(hasty, generate_during_broadcast=True, broadcast=BroadcastInputs(seconds=10.0))
     with pytest.raises(NoPlanError, match="would still wait") as refused:

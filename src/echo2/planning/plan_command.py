@@ -382,7 +382,7 @@ def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Reme
         return ""
     edits, others = _edits(found[0], options.offers), []
     for one in found[1:]:
-        flags = [f"{flag} {value}" for flag, value in _flags(one, options).items()]
+        flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
         others.append(" and ".join([*flags, *_edits(one, options.offers)]))
     first = f"`{_command(options, {**changes, **_flags(found[0], options)})}` ({_in_short(found[0].plan)})"
     before = f"with {' and '.join(edits)}: " if edits else ""
@@ -406,12 +406,12 @@ def _in_short(plan: Plan) -> str:
 
 
 def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
-    """Return the command that was given, with these flags changed."""
+    """Return the command that was given, with these flags changed; an empty value takes a flag away."""
     words = [word for word in options.given if word not in ("--json", "--rehearse")]
     for flag, value in changes.items():
         for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == flag]):
             del words[at : at + (1 if "=" in words[at] else 2)]
-        words += [flag, value]
+        words += [flag, value] if value else []
     return shlex.join(["echo2", *words])
 
 

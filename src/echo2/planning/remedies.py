@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -25,8 +26,8 @@ IDLE_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 0.9)
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Inputs with a plan. `flags`: of `echo2 plan`, by name, that lead to them. `counts`: of offers, by name, to be set
-    in the offers file.
+    """Inputs with a plan. `flags`: of `echo2 plan`, by name, that lead to them; "" takes a flag away. `counts`: of
+    offers, by name, to be set in the offers file.
     """
 
     flags: dict[str, str]
@@ -44,7 +45,11 @@ def remedies(refusal: NoPlanError, rates_are_estimated: bool = False) -> list[Re
     batches: list[_Kind] = [] if rates_are_estimated else [_smaller_batches]
     kinds = [_staler, _larger_steps, *batches, _idler, _more_machines]
     kinds = [_fewer_steps, _dearer] if refusal.usd else kinds
-    return [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]
+    found = [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]
+    if not found:
+        both = (one for tries in _more_of_both(inputs, refusal, batches) if (one := _first(inputs, tries)) is not None)
+        found = list(itertools.islice(both, 1))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +132,17 @@ def _idler(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
 def _more_machines(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
     """As many of each offer as the plan may want."""
     yield _Try(replace(inputs, offers=tuple(replace(one, count=COUNT_MAX) for one in inputs.offers)), {})
+
+
+def _without_budget(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
+    if inputs.budget_usd is not None:
+        yield _Try(replace(inputs, budget_usd=None), {"--budget": ""})
+
+
+def _more_of_both(inputs: PlanInputs, refusal: NoPlanError, batches: list[_Kind]) -> Iterator[list[_Try]]:
+    """More machines, with each or all of: no budget, smaller batches, staler data, larger steps, more waiting."""
+    (one,) = _more_machines(inputs, refusal)
+    for kind in (_without_budget, *batches, _staler, _larger_steps, _idler):
+        if tries := [_Try(more.inputs, {**one.flags, **more.flags}) for more in kind(one.inputs, refusal)]:
+            yield [*tries[len(tries) // 2 : -1][:1], tries[-1]]
+            one = tries[-1]
