@@ -110,6 +110,8 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             service.expel(identity.revoked())
             tickets.keep()
             head_report.check_budget(head)
+            if head.reward.judge is not None:
+                head.books.save_judge(head.reward.judge.spent_usd)
             head_report.write_status(head)
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 logs.cut_log(head.rundir.logs / name)
