@@ -27,7 +27,7 @@ def load(name: str) -> config.Config:
 
 def values(name: str) -> dict[str, object]:
     settings = load(name)
-    return {f"{section}.{key}": config.value_of(settings, section, key) for section, key, *_ in config.all_fields()}
+    return {f"{section}.{key}": getattr(getattr(settings, section), key) for section, key, *_ in config.all_fields()}
 
 
 def simulate(name: str, seed: int) -> Report:

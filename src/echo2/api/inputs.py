@@ -112,7 +112,7 @@ def write_resumed(rundir: RunDir, settings: Mapping[str, Any]) -> Path:
     """
     tables = asdict(rundir.read_config())
     for section, keys in sections(settings).items():
-        tables[section] = tables.get(section, {}) | keys
+        tables[section] |= keys
     configuration.build(tables, "echo2")
     rundir.inputs.mkdir(mode=0o700, exist_ok=True)
     path = rundir.inputs / "resumed.json"

@@ -72,8 +72,7 @@ def refuse_unknown_settings(unknown: Iterable[str]) -> None:
     """
     for word in unknown:
         if word.startswith("--"):
-            dotted = word.removeprefix("--").partition("=")[0]
-            section, _, name = dotted.rpartition(".") if "." in dotted else (dotted, "", "")
+            section, _, name = word.removeprefix("--").partition("=")[0].partition(".")
             config.check_keys({section: {name: None} if name else None}, word)
 
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, is_dataclass
-from functools import cache, partial
-from operator import attrgetter
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -29,29 +28,14 @@ def _section_fields(kind: type) -> dict[str, Any]:
     return get_type_hints(kind, include_extras=True)
 
 
-@cache
-def _sections(kind: type = Config, prefix: str = "") -> dict[str, type]:
-    """The class of each section by its path: "run", "reward", "reward.judge" ..."""
-    found: dict[str, type] = {}
-    for name, inner in _section_fields(kind).items():
-        if is_dataclass(inner) and isinstance(inner, type):
-            found |= {f"{prefix}{name}": inner, **_sections(inner, f"{prefix}{name}.")}
-    return found
-
-
 def all_fields() -> Iterator[tuple[str, str, Any, Any, str]]:
     """Every setting as (section, name, type without its bounds, default, description), in file order."""
-    for section, kind in _sections().items():
+    for section in fields(Config):
+        kind = _section_fields(Config)[section.name]
         defaults = kind()
         for name, annotated in _section_fields(kind).items():
-            if not is_dataclass(annotated):
-                plain, meta = get_args(annotated)
-                yield section, name, plain, getattr(defaults, name), meta.description or ""
-
-
-def value_of(config: Config, section: str, name: str) -> Any:
-    """The value of one of `all_fields`."""
-    return attrgetter(f"{section}.{name}")(config)
+            plain, meta = get_args(annotated)
+            yield section.name, name, plain, getattr(defaults, name), meta.description or ""
 
 
 def settings_help() -> str:
@@ -75,8 +59,8 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
         UserError: on the first unknown key.
     """
     paths = [f"{section}.{name}" for section, name, *_ in all_fields()]
-    sections = _sections().keys()
-    for section, body in _flat(raw).items():
+    sections = {path.partition(".")[0] for path in paths}
+    for section, body in raw.items():
         if section not in sections:
             raise UserError(f"{where}: unknown section or key {section!r}.{_hint(section, sections, paths)}")
         if not isinstance(body, Mapping):
@@ -87,30 +71,6 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
             path = f"{section}.{name}"
             if path not in paths:
                 raise UserError(f"{where}: unknown key {path}.{_hint(path, paths, paths)}")
-
-
-def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Tables by the path of their section: that of [reward.judge] beside that of [reward]."""
-    found: dict[str, Any] = {}
-    for path, body in raw.items():
-        own = body
-        if isinstance(body, Mapping):
-            inner = {f"{path}.{name}": table for name, table in body.items() if f"{path}.{name}" in _sections()}
-            own = {**found.get(path, {}), **{key: value for key, value in body.items() if f"{path}.{key}" not in inner}}
-            found |= _flat(inner)
-        found[path] = own
-    return found
-
-
-def _nested(flat: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """The inverse of `_flat`."""
-    found: dict[str, Any] = {}
-    for path, body in flat.items():
-        table = found
-        for name in path.split("."):
-            table = table.setdefault(name, {})
-        table |= body
-    return found
 
 
 def _hint(word: str, known: Iterable[str], paths: Iterable[str]) -> str:
@@ -128,21 +88,19 @@ def build(raw: Mapping[str, Any], where: str, overrides: Mapping[str, str] | Non
         UserError: on an unknown key, a wrong type or a value out of bounds, with its path.
     """
     check_keys(raw, where)
-    tables = {section: dict(body) for section, body in _flat(raw).items()}
+    tables = {section: dict(body) for section, body in raw.items()}
     for dotted, text in (overrides or {}).items():
-        section, _, name = dotted.rpartition(".")
+        section, _, name = dotted.partition(".")
         check_keys({section: {name: text}}, f"--{dotted}")
         tables.setdefault(section, {})[name] = parse_flag(dotted, text)
         where += f" --{dotted} {text}"
     try:
-        return msgspec.convert(_nested(tables), type=Config, strict=True)
+        return msgspec.convert(tables, type=Config, strict=True)
     except msgspec.ValidationError as error:
         said, at, path = str(error).partition(" - at `$.")
         if not at:
             raise UserError(f"{where}: {said}") from error  # of `check_together`
-        path = path.rstrip("`")
-        section = max((one for one in tables if path.startswith(f"{one}.")), key=len)
-        key = path.removeprefix(f"{section}.")
+        section, _, key = path.rstrip("`").partition(".")
         name = key.partition("[")[0]
         value = tables[section].get(name)
         expected = _expected(said, _type_of(section, name)[0], value)
@@ -164,7 +122,7 @@ def _expected(said: str, plain: Any, value: Any) -> str:
 
 def _type_of(section: str, name: str) -> tuple[Any, Any]:
     """The type of a setting, without its bounds and with them."""
-    annotated = _section_fields(_sections()[section])[name]
+    annotated = _section_fields(_section_fields(Config)[section])[name]
     return get_args(annotated)[0], annotated
 
 
@@ -185,7 +143,7 @@ def parse_flag(dotted: str, value: str) -> Any:
     Raises:
         UserError: when the text is not such a value, or it is out of bounds.
     """
-    section, _, name = dotted.rpartition(".")
+    section, _, name = dotted.partition(".")
     plain, annotated = _type_of(section, name)
     holds = _container(plain, value)
     try:

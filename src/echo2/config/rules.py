@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
-from urllib.parse import urlsplit
 
 from echo2.config.sections import (
     DistillConfig,
@@ -243,35 +242,17 @@ def _check_distill(config: Config) -> None:
 
 
 def _check_judge(config: Config) -> None:
-    """A judge that is named is asked, can be called, and has something to look for."""
-    judge, given = config.reward.judge, any(weighted(entry)[1] == "judge" for entry in config.reward.functions)
-    if given != bool(judge.model):
+    """A judge is asked, and scores what is not only compared."""
+    functions, judge = config.reward.functions, config.reward.asked
+    if any(weighted(entry)[1] == "judge" for entry in functions) != (judge is not None):
         raise UserError(
-            f"reward.judge.model = {judge.model!r} with reward.functions = {config.reward.functions}: the reward "
-            '"judge" and the model that gives it belong together. Set both, or neither.'
+            f'reward.functions = {functions} with reward.judge = {config.reward.judge}: the reward "judge" and its '
+            "table belong together. Write both, or neither."
         )
-    if not given:
-        return
-    url = urlsplit(judge.base_url)
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or "@" in url.netloc:
-        raise UserError(
-            f"reward.judge.base_url = {judge.base_url!r}: expected the endpoint's address, as in "
-            "http://127.0.0.1:8000/v1; a key belongs into the variable that reward.judge.api_key_env names."
-        )
-    if not judge.rubric.strip():
-        raise UserError("reward.judge.rubric is empty: say what makes an answer good.")
-    if len(judge.usd_per_mtok) != 2 or (judge.budget_usd and not any(judge.usd_per_mtok)):
-        raise UserError(
-            f"reward.judge.usd_per_mtok = {judge.usd_per_mtok} with budget_usd = {judge.budget_usd:g}: expected two "
-            "prices, of a million tokens read and of a million written. Without them no budget is ever spent."
-        )
-    if taken := judge.params.keys() & {"model", "messages", "n", "stream"}:
-        raise UserError(f"reward.judge.params has {min(taken)!r}, which the head sets itself. Leave it out.")
-    if judge.form != "rubric" and config.eval.sets and len(config.reward.functions) == 1:
+    if judge is not None and judge.form != "rubric" and config.eval.sets and len(functions) == 1:
         raise UserError(
             f"reward.judge.form = {judge.form!r} with eval.source = {config.eval.source!r}: answers that are compared "
-            "with each other win half of their comparisons, however good the policy is. Add another reward, or leave "
-            "eval.source out."
+            "with each other win half of the time, however good the policy is. Add a reward, or leave eval.source out."
         )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from echo2.config.judge import JudgeConfig, read_judge
 from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
 from echo2.core.addresses import host_and_port
 from echo2.core.errors import UserError
@@ -139,52 +140,31 @@ class EvalConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class JudgeConfig:
-    """The model that scores rollouts for the reward `judge`."""
-
-    model: Annotated[str, _doc("Name of the model, as its endpoint knows it. Empty: there is no judge.")] = ""
-    base_url: Annotated[str, _doc("OpenAI-compatible endpoint of the judge, e.g. http://127.0.0.1:8000/v1.")] = ""
-    api_key_env: Annotated[
-        str, _doc("Environment variable of the head that has the endpoint's key. Empty: no key is sent.")
-    ] = ""
-    rubric: Annotated[
-        str, _doc("What makes an answer good, in your words. {name} stands for the column `name` of the row.")
-    ] = ""
-    form: Annotated[
-        Literal["rubric", "pairwise", "pairwise_both"],
-        _doc(
-            "rubric: each answer gets a grade. pairwise: the answers of a group are compared in pairs, in a drawn "
-            "order; a reward is the share of comparisons won. pairwise_both: each pair in both orders."
-        ),
-    ] = "rubric"
-    params: Annotated[dict[str, Any], _doc("More fields of each request.")] = field(
-        default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024}
-    )
-    max_concurrency: Annotated[int, _doc("Most requests at once.", ge=1, le=1024)] = 16
-    requests_per_minute: Annotated[int, _doc("Most requests in a minute. 0: no limit.", ge=0)] = 0
-    tokens_per_minute: Annotated[int, _doc("Most tokens in a minute, read and written. 0: no limit.", ge=0)] = 0
-    usd_per_mtok: Annotated[
-        list[Annotated[float, Meta(ge=0.0)]],
-        _doc("Price of a million tokens that the judge reads, and of a million that it writes: [0.15, 0.6]."),
-    ] = field(default_factory=lambda: [0.0, 0.0])
-    budget_usd: Annotated[float, _doc("Stop the run before the judge costs more. 0: no limit.", ge=0.0)] = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class RewardConfig:
     """How a rollout is scored."""
 
     functions: Annotated[
         list[str],
         _doc(
-            "Reward functions: exact_match | numeric_match | math | reasoning_gym | environment | logged | "
+            "Reward functions: exact_match | numeric_match | math | reasoning_gym | environment | logged | judge | "
             'file.py:function | package.module:function. Several are summed; "0.2 * math" gives one a weight.'
         ),
     ] = field(default_factory=list)
     timeout_seconds: Annotated[
-        float, _doc("Time limit for scoring one group, and for one request to the judge.", gt=0)
+        float, _doc("Time limit for scoring one group, and for one request to a judge.", gt=0)
     ] = 60.0
-    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    judge: Annotated[
+        dict[str, Any],
+        _doc(
+            "The judge behind the reward `judge`, a table with model, base_url and rubric; form, api_key_env, params, "
+            "max_concurrency, requests_per_minute, tokens_per_minute, usd_per_mtok, budget_usd. See docs/own-things.md."
+        ),
+    ] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> JudgeConfig | None:
+        """The judge; None: there is none."""
+        return read_judge(self.judge) if self.judge else None
 
 
 @dataclass(frozen=True, slots=True)

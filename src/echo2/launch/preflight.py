@@ -35,7 +35,6 @@ from echo2.learner.core.fitting import settle
 from echo2.learner.core.model_size import model_config, model_shape
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
 from echo2.reward.judge import read_key
-from echo2.reward.judge_words import columns_of
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import LocalEnvironment
@@ -88,8 +87,8 @@ def check(config: Config, has_learner: bool = True) -> None:
             'reward.functions is empty: name at least one, for example ["exact_match"], or distill.teacher.'
         )
     scorer = Scorer(config.reward.functions)
-    read_key(config.reward.judge)
-    judged = columns_of(config.reward.judge.rubric)
+    judge = config.reward.asked
+    judged = judge.columns if judge is not None and read_key(judge) is not None else frozenset[str]()
     training_tasks(config.tasks, config.run.seed)
     for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
         for name in names:

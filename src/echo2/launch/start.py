@@ -69,7 +69,7 @@ def changes(old: Config, new: Config) -> list[str]:
     found = []
     for section, key, *_ in configuration.all_fields():
         name = f"{section}.{key}"
-        before, after = (configuration.value_of(config, section, key) for config in (old, new))
+        before, after = (getattr(getattr(config, section), key) for config in (old, new))
         if before == after:
             continue
         change = f"{name}: {json.dumps(before)} -> {json.dumps(after)}"

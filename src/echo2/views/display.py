@@ -373,8 +373,7 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
     where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
     if judge := status.get("judge"):
-        told = f"{judge['answers']} answers, {judge['remembered']} verdicts from memory, ${judge['usd']:.4f}"
-        console.print(f"judge: {told}", highlight=False)
+        console.print(f"judge: {judge['answers']} answers, ${judge['usd']:.4f}", highlight=False)
     if fleet := fleet_words(status.get("fleet")):
         console.print(f"fleet: {_safe('; '.join(fleet), REASON_CHARS)}", highlight=False)
     for line in failure_lines(status, with_tracebacks=True):

@@ -49,7 +49,7 @@ def all_settings(rundir: RunDir) -> list[dict[str, Any]]:
     config = rundir.read_config()
     found = []
     for section, key, _, default, _ in configuration.all_fields():
-        value = configuration.value_of(config, section, key)
+        value = getattr(getattr(config, section), key)
         found.append({"name": f"{section}.{key}", "value": json.dumps(value), "is_default": value == default})
     return found
 

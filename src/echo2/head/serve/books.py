@@ -48,7 +48,6 @@ class RunBooks:
         self.num_lost: int = counters.get("workers_lost", 0)
         self._traffic_before = {name: counters.get(name, 0) for name in ("origin_bytes", "peer_bytes")}
         self.turned_away: dict[str, str] = {}
-        self._judge_usd: float | None = None
         self._source_rewards: dict[str, list[float]] = {}  # of groups scored since the last row of metrics
         self._idle_predicted: tuple[float, float] | None = None  # when, and the ratio
         self.started_at = clock.now() - ledger.get_meta("seconds", 0.0)
@@ -87,12 +86,6 @@ class RunBooks:
         """Bytes of chunks since the run began: sent by the origin, and by workers to each other."""
         here = {"origin_bytes": origin.origin_bytes, "peer_bytes": origin.peer_bytes}
         return {name: self._traffic_before[name] + num_bytes for name, num_bytes in here.items()}
-
-    def save_judge(self, spent_usd: float) -> None:
-        """Keep what the judge has cost since the run began."""
-        if spent_usd != self._judge_usd:
-            self._judge_usd = spent_usd
-            self._ledger.set_meta("judge_usd", spent_usd)
 
     def save(self, origin: OriginNode) -> None:
         """Keep in the ledger what outlives the head."""
