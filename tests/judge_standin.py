@@ -1,5 +1,5 @@
-"""A stand-in for a judge: an OpenAI-compatible endpoint over real HTTP, with faults. It judges by a rule that tests know:
-the grade of an answer is the digits in it, and of two the one with more digits wins."""
+"""A stand-in for a judge: an OpenAI-compatible endpoint over real HTTP, with faults. It judges by a rule that tests
+know: the grade of an answer is the digits in it, and of two the one with more digits wins."""
 
 from __future__ import annotations
 

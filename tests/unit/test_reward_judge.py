@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import json
 import socket
 from array import array
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
 import pytest
 
-from echo2.config.sections import JudgeConfig
+from echo2.config import build
+from echo2.config.judge import JudgeConfig, read_judge
 from echo2.core.errors import UserError
 from echo2.core.types import Backoff, Message, Rollout, Task
 from echo2.reward import judge as judges
 from echo2.reward.judge import BudgetSpent, Judge, JudgeFailure, Pace
-from echo2.reward.judge_words import UnreadableReply, question, read_reply, verdict
+from echo2.reward.judge_words import NoVerdict, question, read_reply, verdict
 from echo2.reward.process import RewardProcesses
 from judge_standin import PROBE, JudgeStandIn, judge_standin
 
 T = TypeVar("T")
 TASK = Task(7, (Message("system", "Be short."), Message("user", "Count.")), {"wanted": "many digits"})
-SETTINGS = JudgeConfig(model="the-judge", rubric="We want {wanted}, as {{}}.", max_concurrency=4)
+SETTINGS = JudgeConfig(
+    model="the-judge", base_url="http://127.0.0.1:1/v1", rubric="We want {wanted}, as {{}}.", max_concurrency=4
+)
 
 
 def with_judge(
@@ -36,7 +39,7 @@ def with_judge(
     **settings: Any,
 ) -> T:
     async def run() -> T:
-        found = replace(SETTINGS, base_url=standin.url, **settings)
+        found = msgspec.structs.replace(SETTINGS, base_url=standin.url, **settings)
         judge = Judge(found, 3, seconds, spent_usd, on_retry, Backoff(0.001, 0.01))
         try:
             return await body(judge)
@@ -46,11 +49,16 @@ def with_judge(
     return asyncio.run(run())
 
 
-def scores(standin: JudgeStandIn, *texts: str, **settings: Any) -> list[float | None | JudgeFailure]:
-    async def body(judge: Judge) -> list[float | None | JudgeFailure]:
+def scores(standin: JudgeStandIn, *texts: str, **settings: Any) -> list[float | JudgeFailure | None]:
+    async def body(judge: Judge) -> list[float | JudgeFailure | None]:
         return (await judge.score(TASK, texts))[0]
 
     return with_judge(standin, body, **settings)
+
+
+async def until(holds: Callable[[], object]) -> None:
+    while not holds():  # noqa: ASYNC110  # nobody tells it
+        await asyncio.sleep(0.005)
 
 
 def test_each_answer_gets_its_grade_and_the_same_question_is_asked_once() -> None:
@@ -66,7 +74,7 @@ def test_each_answer_gets_its_grade_and_the_same_question_is_asked_once() -> Non
 
 def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="api_key_env = 'JUDGE_KEY': there is no key"):
-        Judge(replace(SETTINGS, api_key_env="JUDGE_KEY"), 0, 1.0)
+        Judge(msgspec.structs.replace(SETTINGS, api_key_env="JUDGE_KEY"), 0, 1.0, 0.0, print)
     monkeypatch.setenv("JUDGE_KEY", "sk-as-the")
     retried: list[str] = []
     with judge_standin(lambda question, n: "400" if n == 1 else "") as standin:
@@ -96,13 +104,13 @@ def test_a_fault_is_asked_again_and_never_a_score(fault: str) -> None:
         ("400", "it answers 400"),
         ("garbage", "'But who am I to judge\\?', which is no verdict"),
         ("no json", "no chat completion"),
-        ("oversized", "more than 1048576 bytes"),
+        ("oversized", "no chat completion"),
     ],
 )
 def test_an_answer_that_the_judge_cannot_judge_costs_its_rollout_only(fault: str, said: str) -> None:
     with judge_standin(lambda question, n: fault if "poison" in question else "") as standin:
         one, other = scores(standin, "1", "poison 22")
-        assert sum("poison" in question for question in standin.asked) == judges.TRIES_MAX
+        assert sum("poison" in one for one in standin.asked) == judges.TRIES_MAX
     assert one == 0.1
     assert isinstance(other, JudgeFailure)
     assert other.cause == "judge_failed"
@@ -119,11 +127,10 @@ def test_a_request_that_hangs_is_made_again() -> None:
 def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_itself(fault: str) -> None:
     is_down = True
 
-    async def body(judge: Judge) -> list[float | None | JudgeFailure]:
+    async def body(judge: Judge) -> list[float | JudgeFailure | None]:
         nonlocal is_down
         scoring = [asyncio.ensure_future(judge.score(TASK, [text] * 2)) for text in ("1", "22", "333")]
-        while not judge.trouble or standin.asked.count(PROBE) < 2 * judges.TRIES_MAX:
-            await asyncio.sleep(0.005)
+        await until(lambda: judge.trouble and standin.asked.count(PROBE) >= 2 * judges.TRIES_MAX)
         assert f"it answers {fault}: " in judge.trouble
         assert standin.url in judge.trouble
         num_asked = len([one for one in standin.asked if one != PROBE])
@@ -143,8 +150,7 @@ def test_a_judge_that_is_not_there_yet_is_waited_for() -> None:
 
     async def body(judge: Judge) -> None:
         scoring = asyncio.ensure_future(judge.score(TASK, ["1", "22"]))
-        while "ConnectError" not in judge.trouble:
-            await asyncio.sleep(0.005)
+        await until(lambda: "ConnectError" in judge.trouble)
         with judge_standin(port=port):
             assert (await scoring)[0] == [0.1, 0.2]
 
@@ -154,11 +160,10 @@ def test_a_judge_that_is_not_there_yet_is_waited_for() -> None:
 
 
 def test_all_wait_as_long_as_a_busy_judge_says() -> None:
-    async def body(judge: Judge) -> tuple[float, list[float | None | JudgeFailure]]:
+    async def body(judge: Judge) -> tuple[float, list[float | JudgeFailure | None]]:
         loop = asyncio.get_running_loop()
         began, scoring = loop.time(), asyncio.ensure_future(judge.score(TASK, ["1"]))
-        while not judge.trouble:
-            await asyncio.sleep(0.005)
+        await until(lambda: judge.trouble)
         assert "429" in judge.trouble
         found = [*(await judge.score(TASK, ["22"]))[0], *(await scoring)[0]]
         return loop.time() - began, found
@@ -189,7 +194,7 @@ def test_limits_by_the_minute_space_requests_whatever_their_size() -> None:
     pace = Pace(60)
     assert [pace.take(1, 10.0) for _ in range(3)] == [0.0, 1.0, 2.0]
     assert pace.take(600, 12.5) == 0.5
-    pace.correct(-590)
+    assert pace.take(-590, 0.0) == 13.0 + 600.0
     assert pace.take(1, 13.0) == 10.0
     assert [Pace(0).take(1e9, 0.0) for _ in range(2)] == [0.0, 0.0]
 
@@ -240,11 +245,9 @@ def test_an_answer_that_cannot_be_compared_costs_only_itself() -> None:
     ],
 )
 def test_a_verdict_is_read_or_refused(text: str, is_pair: bool, score: float | None) -> None:
-    import json
-
     reply = read_reply(json.dumps({"choices": [{"message": {"content": text}}]}).encode())
     if score is None:
-        with pytest.raises(UnreadableReply):
+        with pytest.raises(NoVerdict):
             verdict(reply, is_pair)
     else:
         assert verdict(reply, is_pair) == score
@@ -262,7 +265,7 @@ def test_a_verdict_is_read_or_refused(text: str, is_pair: bool, score: float | N
     ],
 )
 def test_replies_of_another_form_are_refused(data: bytes) -> None:
-    with pytest.raises(UnreadableReply):
+    with pytest.raises(NoVerdict):
         verdict(read_reply(data), is_pair=False)
 
 
@@ -284,7 +287,9 @@ def test_a_judge_beside_functions_is_one_part_of_the_reward(tmp_path: Path) -> N
     )
 
     async def run() -> None:
-        judge = Judge(replace(SETTINGS, base_url=standin.url), 0, 30.0, backoff=Backoff(0.001, 0.01))
+        judge = Judge(
+            msgspec.structs.replace(SETTINGS, base_url=standin.url), 0, 30.0, 0.0, print, Backoff(0.001, 0.01)
+        )
         functions, log = ["0.5 * judge", f"2 * {tmp_path}/own.py:gated"], tmp_path / "reward.log"
         processes = RewardProcesses(functions, 60.0, log, judge=judge)
         texts = ["1", "poison", "22"]
@@ -302,3 +307,38 @@ def test_a_judge_beside_functions_is_one_part_of_the_reward(tmp_path: Path) -> N
 
     with judge_standin(lambda question, n: "garbage" if "poison" in question else "") as standin:
         asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"rubric": None}, "reward.judge: object missing required field `rubric`."),
+        ({"modle": "x"}, "reward.judge: object contains unknown field `modle`."),
+        ({"max_concurrency": 0}, "reward.judge.max_concurrency: expected `int` >= 1."),
+        ({"form": "pairs"}, "reward.judge.form: invalid enum value 'pairs'."),
+        ({"base_url": "127.0.0.1:8000"}, "reward.judge.base_url = '127.0.0.1:8000': expected an address as http://"),
+        ({"base_url": "http://key@host/v1"}, "A key belongs into the environment variable"),
+        ({"base_url": "http://host:port/v1"}, "expected an address"),
+        ({"rubric": " "}, "reward.judge.rubric is empty"),
+        ({"rubric": "{0}"}, "reward.judge.rubric = '{0}' may have plain column names in braces only"),
+        ({"budget_usd": 5.0}, "budget_usd = 5 would never be spent: usd_per_mtok is 0"),
+        ({"params": {"stream": True}}, "reward.judge.params has 'stream'"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(change: dict[str, Any], said: str) -> None:
+    table = {"model": "m", "base_url": "https://host/v1", "rubric": "x"}
+    assert read_judge(table).columns == frozenset()
+    with pytest.raises(UserError) as caught:
+        read_judge({name: value for name, value in (table | change).items() if value is not None})
+    assert said in str(caught.value)
+
+
+def test_the_reward_and_its_table_belong_together() -> None:
+    table = {"model": "m", "base_url": "https://host/v1", "rubric": "x", "form": "pairwise"}
+    for reward in ({"functions": ["0.5 * judge"]}, {"functions": ["math"], "judge": table}):
+        with pytest.raises(UserError, match="belong together"):
+            build({"reward": reward}, "my.toml")
+    judged = {"functions": ["judge"], "judge": table}
+    assert build({"reward": judged}, "my.toml").reward.asked == read_judge(table)
+    with pytest.raises(UserError, match="win half of the time"):
+        build({"reward": judged, "eval": {"source": "rows.jsonl"}}, "my.toml")

@@ -1,8 +1,8 @@
 """Built-in rewards, in TRL's signature: `reward(completions, **columns) -> list[float | None]`, one number a rollout.
 
 Matches score 1.0 for right and 0.0 for wrong against the column `answer`. reasoning_gym reads a column of its own and
-may give partial credit; `environment`, `judge` and `logged` pass on given rewards. A broken column raises UserError, as the data
-is at fault; a completion never does.
+may give partial credit; `environment`, `judge` and `logged` pass on given rewards. A broken column raises UserError, as
+the data is at fault; a completion never does.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ It is asked from the head's own process, which has the limits, the budget, and w
 code of the user's in it. A request fails in one of three ways:
 
     busy        429, or 503 with Retry-After: all requests wait as long as it says, and nothing is counted
-    down        401, 403, 404, 5xx, no connection, no answer in time: one small request after the other is made until one
-                is answered, and all others wait. Then the request is made again, `TRIES_MAX` times in all: what fails
-                so often beside a judge that answers is itself at fault
+    down        401, 403, 404, 5xx, no connection, no answer in time: one small request after the other is made until
+                one is answered, and all others wait. Then the request is made again, `TRIES_MAX` times in all: what
+                fails so often beside a judge that answers is itself at fault
     no verdict  400, or a reply that cannot be read: the same, without the wait
 
 What was not judged has no score: it is the failure of its rollout. A question is asked once in a process.
@@ -151,7 +151,7 @@ class Judge:
             return f"scoring waits for the judge at {url}, which is asked until it answers: {self._down}"
         return f"scoring waits {seconds:.0f} s, as the judge at {url} wants: {self._busy}" if seconds > 0.0 else ""
 
-    async def score(self, task: Task, texts: Sequence[str]) -> tuple[list[float | None | JudgeFailure], float]:
+    async def score(self, task: Task, texts: Sequence[str]) -> tuple[list[float | JudgeFailure | None], float]:
         """Return a score in [0, 1] for each answer of a group, or why it has none (None: nothing to compare it with),
         and the seconds that a judge takes for them that has nothing else to do.
 
@@ -254,9 +254,8 @@ class Judge:
         self._reserved_usd += usd
         try:
             now = time.monotonic()
-            await asyncio.sleep(max(self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)))
-            while (seconds := self._busy_until - time.monotonic()) > 0.0:
-                await asyncio.sleep(seconds)
+            paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
+            await asyncio.sleep(max(*paces, self._busy_until - now))
             async with self._looking:
                 began = time.monotonic()
             return verdict(await self._post(body), is_pair), time.monotonic() - began

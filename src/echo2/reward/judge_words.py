@@ -27,8 +27,8 @@ WINS: Mapping[str, float] = {"A": 1.0, "B": 0.0, "C": 0.5}
 #: What is asked for of one answer, and of two.
 ENDINGS = (
     "Grade the answer from 0 (worst) to 10 (best). End with a line that has only the grade, as in [[7]].",
-    "Compare the answers. End with a line that has only your verdict: [[A]] if the first answer is better, [[B]] if the "
-    "second is, [[C]] if they are equally good.",
+    "Compare the answers. End with a line that has only your verdict: [[A]] if the first answer is better, [[B]] if "
+    "the second is, [[C]] if they are equally good.",
 )
 _VERDICT = re.compile(r"\[\[([^\[\]]*)\]\]")
 _GRADE = re.compile(r"\d{1,2}(?:\.\d{1,4})?", re.ASCII)
