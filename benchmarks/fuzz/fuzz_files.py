@@ -379,9 +379,7 @@ def _texts() -> list[Target]:
     numbers = (b"so it is 1,234.5e3|1234500", b"The answer is -.5|-0.5", b"1-2=-1|#### -1")
     words = (b",000", b"1,", b".", b"e", b"e999", b"-", b"+", b"|", "²".encode(), "١".encode())
     answers = (b"<answer>12</answer>", b"so #### 42\nmore", b"\\boxed{72} #### 3")
-    verdicts = (
-        b'{"choices":[{"message":{"content":"Good.\\n[[7.5]]"},"finish_reason":"stop"}],"usage":{"prompt_tokens":9}}'
-    )
+    verdicts = b'{"choices":[{"message":{"content":"Good.\\n[[7.5]]"}}],"usage":{"prompt_tokens":9}}'
     tags = (b"<answer>", b"</answer>", b"####", b"\\boxed", b"\n")
     return [
         Target("match", _match, numbers, words=words, share=2.0),
