@@ -87,8 +87,10 @@ def check(config: Config, has_learner: bool = True) -> None:
             'reward.functions is empty: name at least one, for example ["exact_match"], or distill.teacher.'
         )
     scorer = Scorer(config.reward.functions)
-    judge = config.reward.asked
-    judged = judge.columns if judge is not None and read_key(judge) is not None else frozenset[str]()
+    judged = frozenset[str]()
+    if (judge := config.reward.asked) is not None:
+        read_key(judge)
+        judged = judge.columns
     training_tasks(config.tasks, config.run.seed)
     for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
         for name in names:

@@ -26,8 +26,8 @@ from collections.abc import Callable, Sequence
 
 import httpx2
 
+from echo2.config import Config
 from echo2.config.judge import JudgeConfig
-from echo2.config.rules import Config
 from echo2.core.background import awaited
 from echo2.core.errors import UserError
 from echo2.core.printable import printable
@@ -47,7 +47,7 @@ BACKOFF = Backoff(0.5, 30.0)
 #: The longest time that a Retry-After is believed.
 RETRY_AFTER_SECONDS_MAX = 3600.0
 #: Verdicts that are remembered.
-VERDICTS_MAX = 100_000
+VERDICTS_MAX = 20_000
 #: Estimates of a request's tokens: English has more bytes in each; what is written if `params` do not bound it.
 BYTES_PER_TOKEN, WRITTEN_TOKENS = 3, 1024
 #: Statuses of answers that are about the request, not about the judge.
@@ -128,10 +128,8 @@ class Judge:
     ) -> None:
         self._judge, self._seed, self._seconds, self._on_retry = judge, seed, seconds, on_retry
         self._backoff, self._key = backoff, read_key(judge)
-        headers = {
-            "content-type": "application/json",
-            "accept-encoding": "identity",
-        }  # the byte limit counts real sizes
+        # No compression: the byte limit counts real sizes.
+        headers = {"content-type": "application/json", "accept-encoding": "identity"}
         headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
         self._client = httpx2.AsyncClient(headers=headers, timeout=None)
@@ -179,9 +177,8 @@ class Judge:
 
     async def close(self) -> None:
         """End all requests, and close the connections."""
-        for work in self._verdicts.values():
-            work.cancel()
-        await asyncio.gather(*self._verdicts.values(), return_exceptions=True)
+        works = [work for work in self._verdicts.values() if work.cancel()]
+        await asyncio.gather(*works, return_exceptions=True)
         await self._client.aclose()
 
     def _pairs(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
@@ -221,24 +218,21 @@ class Judge:
         """
         pauses, problem, num_tries = Retries(self._backoff), "", 0
         while num_tries < TRIES_MAX:
-            if num_tries:
+            if problem:
                 self._on_retry(problem)
                 await pauses.pause()
+                problem = ""
             async with self._slots:
-                num_answers = self.num_answers
                 try:
                     return await self._try(body, is_pair)
                 except _Busy as error:
-                    self._num_busy, (self._busy, seconds) = self._num_busy + 1, error.args
-                    seconds = self._backoff.after(self._num_busy) if seconds is None else seconds
-                    until = time.monotonic() + min(seconds, RETRY_AFTER_SECONDS_MAX)
-                    self._busy_until = max(self._busy_until, until)
-                    continue
+                    now, (self._busy, told) = time.monotonic(), error.args
+                    self._num_busy += self._busy_until <= now  # of those that were refused together the first counts
+                    seconds = self._backoff.after(self._num_busy) if told is None else told
+                    self._busy_until = max(self._busy_until, now + min(seconds, RETRY_AFTER_SECONDS_MAX))
                 except (NoVerdict, _Down) as error:
                     problem = f"the judge {self._judge.model} gave no verdict: {error}"
-                    if isinstance(error, _Down):
-                        await self._until_up(num_answers)
-            num_tries += 1
+                    num_tries += 1
         raise JudgeFailure(f"{problem}. It was asked {num_tries} times.")
 
     async def _try(self, body: bytes, is_pair: bool) -> tuple[float, float]:
@@ -257,8 +251,12 @@ class Judge:
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
             await asyncio.sleep(max(*paces, self._busy_until - now))
             async with self._looking:
-                began = time.monotonic()
-            return verdict(await self._post(body), is_pair), time.monotonic() - began
+                began, num_answers = time.monotonic(), self.num_answers
+            try:
+                return verdict(await self._post(body), is_pair), time.monotonic() - began
+            except _Down:
+                await self._until_up(num_answers)
+                raise
         finally:
             self._reserved_usd -= usd
 
