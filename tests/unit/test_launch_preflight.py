@@ -51,19 +51,6 @@ def test_good_settings_pass(raw: dict[str, Any]) -> None:
     check(build(raw, "my.toml"))
 
 
-def test_a_judge_without_its_key_or_its_columns_is_refused(
-    raw: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "rubric": "Right is {wanted}.", "api_key_env": "A_KEY"}
-    raw["reward"] = {"functions": ["judge"], "judge": table}
-    monkeypatch.delenv("A_KEY", raising=False)
-    assert "reward.judge.api_key_env = 'A_KEY': there is no key in that environment variable" in refusal(raw)
-    monkeypatch.setenv("A_KEY", "secret")
-    assert "The reward judge needs the column 'wanted', which no row of" in refusal(raw)
-    table["rubric"] = "Right is {answer}."
-    check(build(raw, "my.toml"))
-
-
 def test_paths_of_a_run_become_absolute_and_other_names_stay(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
