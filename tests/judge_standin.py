@@ -110,6 +110,9 @@ def judge_standin(fault: Callable[[str, int], str] = lambda question, n: "", por
         daemon_threads = True
         request_queue_size = 128
 
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a caller that closed its connection
+
     with Server(("127.0.0.1", port), Handler) as server:
         judge.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})

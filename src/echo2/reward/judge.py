@@ -138,7 +138,8 @@ class Judge:
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}
         self._looking = asyncio.Lock()  # held while the judge is down
         self._down = self._busy = ""
-        self._busy_until, self._num_busy, self._reserved_usd = 0.0, 0, 0.0
+        self._busy_until, self._num_busy = 0.0, 0
+        self._reserved, self._freed = list[float](), asyncio.Event()
         self.spent_usd, self.num_answers = spent_usd, 0
 
     @property
@@ -239,13 +240,15 @@ class Judge:
         """Make a request when the limits allow it."""
         estimate, budget = self._estimate(body), self._judge.budget_usd
         usd = self._usd(estimate)
-        if budget and self.spent_usd + self._reserved_usd + usd > budget:
-            raise BudgetSpent(
-                f"the judge's budget of ${budget:g} is spent: ${self.spent_usd:.4f}, requests under way may cost "
-                f"${self._reserved_usd:.4f} and the next ${usd:.4f}. Raise reward.judge.budget_usd and continue with "
-                "--resume"
-            )
-        self._reserved_usd += usd
+        while budget and self.spent_usd + sum(self._reserved) + usd > budget:
+            if not self._reserved:
+                raise BudgetSpent(
+                    f"the judge's budget of ${budget:g} is spent: it has cost ${self.spent_usd:.4f}, and the next "
+                    f"request may cost ${usd:.4f}. Raise reward.judge.budget_usd and continue with --resume"
+                )
+            self._freed.clear()
+            await self._freed.wait()  # most cost less than they may
+        self._reserved.append(usd)
         try:
             now = time.monotonic()
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
@@ -258,7 +261,8 @@ class Judge:
                 await self._until_up(num_answers)
                 raise
         finally:
-            self._reserved_usd -= usd
+            self._reserved.remove(usd)
+            self._freed.set()
 
     async def _until_up(self, num_answers: int) -> None:
         """Wait until the judge answers, after a request failed that was made when it had answered so often."""
