@@ -29,7 +29,7 @@ class JudgeStandIn:
         self.asked: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str] = []
-        self.num_verdicts: Counter[str] = Counter()
+        self.num_asked, self.num_verdicts = Counter[str](), Counter[str]()
         self.num_at_once = self.most_at_once = 0
         self.closed, self._lock = threading.Event(), threading.Lock()
         self.url = ""
@@ -42,7 +42,8 @@ class JudgeStandIn:
             self.keys.append(key)
             self.num_at_once += 1
             self.most_at_once = max(self.most_at_once, self.num_at_once)
-            fault = self.fault(question, self.asked.count(question))
+            self.num_asked[question] += 1
+            fault = self.fault(question, self.num_asked[question])
         try:
             return self._answer(question, fault)
         finally:

@@ -173,10 +173,15 @@ class HeadEffects:
                 raise InvariantError(f"the head does not know {command}")
 
     async def _score(self, command: do.ScoreGroup) -> None:
+        head = self._head
         try:
-            await self._head.events.tell(await self._head.scoring.score(command))
+            event = await head.scoring.score(command)
         except BudgetSpent as error:
-            self._head.ending.stop(str(error))
+            head.ending.stop(str(error))
+            return
+        if head.reward.judge is not None:
+            head.ledger.set_meta("judge_usd", head.reward.judge.spent_usd)
+        await head.events.tell(event)
 
     def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
         head = self._head

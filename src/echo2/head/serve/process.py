@@ -110,9 +110,6 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             service.expel(identity.revoked())
             tickets.keep()
             head_report.check_budget(head)
-            judge = head.reward.judge
-            if judge is not None and judge.spent_usd != head.ledger.get_meta("judge_usd", 0.0):
-                head.ledger.set_meta("judge_usd", judge.spent_usd)
             head_report.write_status(head)
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 logs.cut_log(head.rundir.logs / name)
