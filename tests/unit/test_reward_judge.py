@@ -18,7 +18,7 @@ from echo2.config.judge import JudgeConfig, read_judge
 from echo2.core.errors import UserError
 from echo2.core.types import Backoff, Message, Rollout, Task
 from echo2.reward import judge as judges
-from echo2.reward.judge import BudgetSpent, Judge, JudgeFailure, Pace
+from echo2.reward.judge import BudgetSpent, Judge, JudgeFailure, MinuteLimit
 from echo2.reward.judge_words import NoVerdict, question, read_reply, verdict
 from echo2.reward.process import RewardProcesses
 from judge_standin import PROBE, JudgeStandIn, judge_standin
@@ -191,12 +191,12 @@ def test_the_budget_is_never_exceeded_and_ends_with_what_to_do() -> None:
 
 
 def test_limits_by_the_minute_space_requests_whatever_their_size() -> None:
-    pace = Pace(60)
+    pace = MinuteLimit(60)
     assert [pace.take(1, 10.0) for _ in range(3)] == [0.0, 1.0, 2.0]
     assert pace.take(600, 12.5) == 0.5
     assert pace.take(-590, 0.0) == 13.0 + 600.0
     assert pace.take(1, 13.0) == 10.0
-    assert [Pace(0).take(1e9, 0.0) for _ in range(2)] == [0.0, 0.0]
+    assert [MinuteLimit(0).take(1e9, 0.0) for _ in range(2)] == [0.0, 0.0]
 
 
 def test_pairs_are_compared_in_a_drawn_order_and_wins_are_the_reward() -> None:

@@ -33,7 +33,7 @@ from echo2.core.errors import UserError
 from echo2.core.printable import printable
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, Task
-from echo2.reward.judge_words import NoVerdict, Reply, Usage, question, read_reply, verdict
+from echo2.reward.judge_words import JudgeReply, NoVerdict, Usage, question, read_reply, verdict
 from echo2.reward.score import RewardFailure
 
 #: Maximum bytes of an endpoint's answer.
@@ -72,7 +72,7 @@ class _Down(Exception):
     pass
 
 
-class Pace:
+class MinuteLimit:
     """Spaces out what has a limit by the minute (0: none), in seconds of any clock."""
 
     def __init__(self, per_minute: int) -> None:
@@ -134,7 +134,7 @@ class Judge:
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
         self._client = httpx2.AsyncClient(headers=headers, timeout=None)
         self._slots = asyncio.Semaphore(judge.max_concurrency)
-        self._requests, self._tokens = Pace(judge.requests_per_minute), Pace(judge.tokens_per_minute)
+        self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}
         self._looking = asyncio.Lock()  # held while the judge is down
         self._down = self._busy = ""
@@ -278,7 +278,7 @@ class Judge:
                     await pauses.pause()
             self._down = ""
 
-    async def _post(self, body: bytes) -> Reply:
+    async def _post(self, body: bytes) -> JudgeReply:
         """Make one request, and count what it costs. Raises _Busy, _Down or NoVerdict."""
         try:
             async with asyncio.timeout(self._seconds):

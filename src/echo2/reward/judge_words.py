@@ -55,7 +55,7 @@ class Usage(msgspec.Struct):
     completion_tokens: _Count = 0
 
 
-class Reply(msgspec.Struct):
+class JudgeReply(msgspec.Struct):
     """An endpoint's answer, as far as it is read."""
 
     choices: list[_Choice]
@@ -89,15 +89,15 @@ def question(rubric: str, task: Task, answers: Sequence[str]) -> list[dict[str, 
     ]
 
 
-def read_reply(data: bytes) -> Reply:
+def read_reply(data: bytes) -> JudgeReply:
     """Decode an endpoint's answer. Raises NoVerdict: it has another form."""
     try:
-        return msgspec.json.decode(data, type=Reply)
+        return msgspec.json.decode(data, type=JudgeReply)
     except (msgspec.MsgspecError, UnicodeError) as error:
         raise NoVerdict(f"its reply is no chat completion: {error}") from error
 
 
-def verdict(reply: Reply, is_pair: bool) -> float:
+def verdict(reply: JudgeReply, is_pair: bool) -> float:
     """Return the score in [0, 1] that a reply gives to an answer, or to the first of two.
 
     Raises:
