@@ -17,8 +17,9 @@ import pytest
 import floors
 import house
 from echo2 import config
+from echo2.config.judge import JudgeConfig
 
-MAX_CONFIG_FIELDS = 70
+MAX_CONFIG_FIELDS = 81
 HELP_CPU_SECONDS = 1.5  # `--help` promises one second; half as much again for a loaded machine
 MARKDOWN = sorted([*house.REPOSITORY.glob("*.md"), *(house.REPOSITORY / "docs").rglob("*.md")])
 CLI = house.SOURCE / house.PACKAGE / "cli"
@@ -205,7 +206,7 @@ def test_help_answers_within_a_second() -> None:
 
 def test_config_is_small_and_explained() -> None:
     every = list(config.all_fields())
-    assert len(every) <= MAX_CONFIG_FIELDS
+    assert len(every) - 1 + len(JudgeConfig.__struct_fields__) <= MAX_CONFIG_FIELDS  # reward.judge is a table of them
     for page in ("AGENTS.md", "CONTRIBUTING.md"):
         assert f"at most {MAX_CONFIG_FIELDS}" in (house.REPOSITORY / page).read_text(encoding="utf-8")
     assert [f"{section}.{name}" for section, name, _, _, description in every if not description.strip()] == []

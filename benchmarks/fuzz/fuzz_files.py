@@ -32,6 +32,7 @@ from echo2.learner.core.model_size import snapshot_bytes
 from echo2.planning.plan_inputs import read_past_run
 from echo2.planning.sim.scenario import load_study
 from echo2.reward import functions
+from echo2.reward.judge_words import NoVerdict, read_reply, verdict
 from echo2.reward.text_scorers import final_answer, tagged_answer
 from echo2.sandbox import pipes
 from echo2.tasks.base import TaskStream
@@ -369,12 +370,19 @@ def _find(data: bytes) -> None:
     final_answer(text(data))
 
 
+def _judge(data: bytes) -> None:
+    """What a judge's endpoint answers."""
+    verdict(read_reply(data), is_pair=False)
+
+
 def _texts() -> list[Target]:
     numbers = (b"so it is 1,234.5e3|1234500", b"The answer is -.5|-0.5", b"1-2=-1|#### -1")
     words = (b",000", b"1,", b".", b"e", b"e999", b"-", b"+", b"|", "²".encode(), "١".encode())
     answers = (b"<answer>12</answer>", b"so #### 42\nmore", b"\\boxed{72} #### 3")
+    verdicts = b'{"choices":[{"message":{"content":"Good.\\n[[7.5]]"}}],"usage":{"prompt_tokens":9}}'
     tags = (b"<answer>", b"</answer>", b"####", b"\\boxed", b"\n")
     return [
         Target("match", _match, numbers, words=words, share=2.0),
         Target("answer", _find, answers, words=tags, share=2.0),
+        Target("judge", _judge, (verdicts,), words=(*JSON_WORDS, b"[[", b"]]", b"10", b"\\n"), errors=(NoVerdict,)),
     ]

@@ -13,6 +13,7 @@ import pytest
 from echo2 import config
 from echo2.config.values import weighted
 from echo2.core.types import Rollout
+from echo2.reward.judge_words import question
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskStream
 from echo2.tasks.environments import LocalEnvironment
@@ -70,6 +71,15 @@ def test_configurations_for_larger_machines_load(path: Path) -> None:
     assert settings.tasks.source.startswith("hub:")
 
 
+def test_the_example_of_a_judge_shows_it_the_right_answer(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(checkout)
+    settings = config.load(Path("examples/judge.toml"))
+    task = TaskStream(load_tasks(settings.tasks.source, settings.tasks.params, 0), 0, True).task(0)
+    assert settings.reward.asked is not None
+    asked = question(settings.reward.asked.rubric, task, ["x"])
+    assert task.columns["answer"] in asked[0]["content"]
+
+
 @pytest.mark.parametrize("name", ["sokoban", "own_environment"])
 def test_example_can_be_played(name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkout)
@@ -89,7 +99,9 @@ def test_example_can_be_played(name: str, checkout: Path, monkeypatch: pytest.Mo
 
 
 # A log's rollouts are right or wrong already (test_examples_poker.py looks at them); others are played, as above.
-ANSWERED = [path for path in PATHS if path.stem not in ("poker", "sokoban", "own_environment", "calculator")]
+# A judge is asked in test_judge_real.py.
+NOT_ANSWERED = ("poker", "sokoban", "own_environment", "calculator", "judge")
+ANSWERED = [path for path in PATHS if path.stem not in NOT_ANSWERED]
 NAMES = [str(path.relative_to(path.parents[1]).with_suffix("")) for path in ANSWERED]
 
 

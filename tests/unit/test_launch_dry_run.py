@@ -1,4 +1,5 @@
-"""What `--dry-run` and a start find before any process exists: environments that no row fits."""
+"""What `--dry-run` and a start find before any process exists: environments that no row fits, a
+judge without its key."""
 
 from __future__ import annotations
 
@@ -58,3 +59,16 @@ def test_a_row_that_an_environment_cannot_begin_with_costs_its_group_only(tmp_pa
 def test_few_rows_are_tried(tmp_path: Path) -> None:
     check(build(settings(tmp_path, *({"board": at} for at in range(50))), "my.toml"))
     assert num_begun(tmp_path) == ENVIRONMENTS_TRIED
+
+
+def test_a_judge_without_its_key_or_its_column_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "rubric": "Right is {wanted}.", "api_key_env": "A_KEY"}
+    raw = settings(tmp_path, {"board": 1}) | {"reward": {"functions": ["judge"], "judge": table}}
+    monkeypatch.delenv("A_KEY", raising=False)
+    with pytest.raises(UserError, match="api_key_env = 'A_KEY': there is no key in that environment variable"):
+        check(build(raw, "my.toml"))
+    monkeypatch.setenv("A_KEY", "secret")
+    with pytest.raises(UserError, match="The reward judge needs the column 'wanted', which no row of"):
+        check(build(raw, "my.toml"))
+    table["rubric"] = "Right is {board}."
+    check(build(raw, "my.toml"))

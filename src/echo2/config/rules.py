@@ -21,7 +21,7 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import CHECKED_FORMS, LLAMACPP_FORMS, LOG_PACKAGES, SERVERS, loss_params
+from echo2.config.values import CHECKED_FORMS, LLAMACPP_FORMS, LOG_PACKAGES, SERVERS, loss_params, weighted
 from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
@@ -241,6 +241,21 @@ def _check_distill(config: Config) -> None:
         )
 
 
+def _check_judge(config: Config) -> None:
+    """A judge is asked, and scores what is not only compared."""
+    functions, judge = config.reward.functions, config.reward.asked
+    if any(weighted(entry)[1] == "judge" for entry in functions) != (judge is not None):
+        raise UserError(
+            f'reward.functions = {functions} with reward.judge = {config.reward.judge}: the reward "judge" and its '
+            "table belong together. Write both, or neither."
+        )
+    if judge is not None and judge.form != "rubric" and config.eval.sets and len(functions) == 1:
+        raise UserError(
+            f"reward.judge.form = {judge.form!r} with eval.source = {config.eval.source!r}: answers that are compared "
+            "with each other win half of the time, however good the policy is. Add a reward, or leave eval.source out."
+        )
+
+
 def check_together(config: Config) -> None:
     """Refuse settings that are each fine and impossible together.
 
@@ -259,6 +274,7 @@ def check_together(config: Config) -> None:
     _check_lora(config)
     _check_quantised(config)
     _check_distill(config)
+    _check_judge(config)
     for section in fields(config):
         for setting in fields(getattr(config, section.name)):
             value = getattr(getattr(config, section.name), setting.name)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
+from echo2.config.judge import JudgeConfig, read_judge
 from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
 from echo2.core.addresses import host_and_port
 from echo2.core.errors import UserError
@@ -145,11 +146,25 @@ class RewardConfig:
     functions: Annotated[
         list[str],
         _doc(
-            "Reward functions: exact_match | numeric_match | math | reasoning_gym | environment | logged | "
+            "Reward functions: exact_match | numeric_match | math | reasoning_gym | environment | logged | judge | "
             'file.py:function | package.module:function. Several are summed; "0.2 * math" gives one a weight.'
         ),
     ] = field(default_factory=list)
-    timeout_seconds: Annotated[float, _doc("Time limit for scoring one group.", gt=0)] = 60.0
+    timeout_seconds: Annotated[
+        float, _doc("Time limit for scoring one group, and for one request to a judge.", gt=0)
+    ] = 60.0
+    judge: Annotated[
+        dict[str, Any],
+        _doc(
+            "The judge behind the reward `judge`, a table with model, base_url and rubric; form, api_key_env, params, "
+            "max_concurrency, requests_per_minute, tokens_per_minute, usd_per_mtok, budget_usd. See docs/own-things.md."
+        ),
+    ] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> JudgeConfig | None:
+        """The judge; None: there is none."""
+        return read_judge(self.judge) if self.judge else None
 
 
 @dataclass(frozen=True, slots=True)

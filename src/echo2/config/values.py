@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,22 @@ def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]
     if not math.isfinite(weight):
         raise UserError(f"{setting} has {entry!r}: expected a name, or a weight and a name as in '0.2 * math'.")
     return weight, name.strip()
+
+
+def template_pieces(template: str, what: str = "The prompt") -> list[tuple[str, str | None]]:
+    """Split a template into pieces of text, each with the column that follows it (None: no column).
+
+    Raises:
+        UserError: it is no template; `what` names it.
+    """
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise UserError(f"{what} {template!r} is no template: {error}. Write {{{{ for a brace.") from error
+    for _, name, form, conversion in pieces:
+        if name is not None and (not name.isidentifier() or form or conversion):
+            raise UserError(f"{what} {template!r} may have plain column names in braces only, not {name!r}.")
+    return [(literal, name) for literal, name, _, _ in pieces]
 
 
 def refuse_unknown_engine(name: str) -> None:

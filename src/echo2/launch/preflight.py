@@ -11,7 +11,7 @@ import shutil
 import socket
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 from echo2.config import Config
@@ -34,6 +34,7 @@ from echo2.launch.teachers import check_teaching
 from echo2.learner.core.fitting import settle
 from echo2.learner.core.model_size import model_config, model_shape
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
+from echo2.reward.judge import read_key
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import LocalEnvironment
@@ -86,11 +87,15 @@ def check(config: Config, has_learner: bool = True) -> None:
             'reward.functions is empty: name at least one, for example ["exact_match"], or distill.teacher.'
         )
     scorer = Scorer(config.reward.functions)
+    judged = frozenset[str]()
+    if (judge := config.reward.asked) is not None:
+        read_key(judge)
+        judged = judge.columns
     training_tasks(config.tasks, config.run.seed)
     for names, params in ((config.tasks.sources, config.tasks.params), (config.eval.sets.values(), config.eval.params)):
         for name in names:
             tasks = load_tasks(name, params, config.run.seed)
-            num_rows = check_tasks(tasks, scorer, name)
+            num_rows = check_tasks(tasks, scorer, name, judged)
             if params is config.tasks.params:
                 check_teaching(config, tasks, name, num_rows)
             if config.tasks.environment and not is_harness(config.tasks.environment):
@@ -164,9 +169,9 @@ def check_budget(config: Config, offers: Iterable[Offer]) -> None:
         )
 
 
-def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> int:
+def check_tasks(tasks: TaskSource, scorer: Scorer, source: str, judged: Set[str] = frozenset()) -> int:
     """Find bad rows, and rows without a column that a reward needs. Of rows in a file, `ROWS_CHECKED_MAX` are checked;
-    of generated rows, only the first. Return how many.
+    of generated rows, only the first. Return how many. `judged`: columns that the judge reads.
 
     Raises:
         UserError: names the first bad row, or the column that no row has.
@@ -174,7 +179,8 @@ def check_tasks(tasks: TaskSource, scorer: Scorer, source: str) -> int:
     stream, missing = TaskStream(tasks, 0, False), Counter[tuple[str, str]]()
     num_rows = min(len(tasks), ROWS_CHECKED_MAX) if hasattr(tasks, "where") else 1
     for cursor in range(num_rows):
-        missing.update(scorer.missing_columns(stream.task(cursor)))
+        task = stream.task(cursor)
+        missing.update([*scorer.missing_columns(task), *(("judge", name) for name in judged - task.columns.keys())])
     for (function, column), count in missing.items():
         if count == num_rows:
             has = sorted(stream.task(0).columns)

@@ -1,8 +1,8 @@
 """Built-in rewards, in TRL's signature: `reward(completions, **columns) -> list[float | None]`, one number a rollout.
 
 Matches score 1.0 for right and 0.0 for wrong against the column `answer`. reasoning_gym reads a column of its own and
-may give partial credit; `environment` and `logged` pass on given rewards. A broken column raises UserError, as the data
-is at fault; a completion never does.
+may give partial credit; `environment`, `judge` and `logged` pass on given rewards. A broken column raises UserError, as
+the data is at fault; a completion never does.
 """
 
 from __future__ import annotations
@@ -90,8 +90,16 @@ def environment_sum(
     return list(environment_reward)
 
 
+def judge_score(
+    completions: Sequence[Completion], judge_reward: Sequence[float] | None = None, **_: Any
+) -> list[float | None]:
+    """The judge's scores (`reward/judge.py`); None where it had nothing to compare."""
+    return [None] * len(completions) if judge_reward is None else list(judge_reward)
+
+
 BUILT_IN: Mapping[str, Callable[..., list[float | None]]] = {
     "environment": environment_sum,
+    "judge": judge_score,
     "exact_match": exact_match,
     "numeric_match": numeric_match,
     "math": math_match,

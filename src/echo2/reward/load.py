@@ -21,6 +21,8 @@ from echo2.reward.functions import BUILT_IN, unusable
 from echo2.sandbox.plugins import load_named
 
 VERL_PARAMETERS = ("solution_str", "ground_truth")
+#: Rewards that are known before functions are called; a function receives them as `environment_reward` ...
+GIVEN = ("environment", "judge")
 _KEYWORD = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
@@ -86,7 +88,7 @@ def _takes_tokens(signature: inspect.Signature) -> bool:
 def _columns(signature: inspect.Signature) -> frozenset[str]:
     """Parameters of a function in TRL's style that only a task's columns can fill."""
     required = {p.name for p in signature.parameters.values() if p.kind in _KEYWORD and p.default is p.empty}
-    return frozenset(required - {"prompts", "completions", "completion_ids", "environment_reward"})
+    return frozenset(required - {"prompts", "completions", "completion_ids", *(f"{name}_reward" for name in GIVEN)})
 
 
 def _signature(function: Callable[..., Any], spec: str) -> inspect.Signature:
@@ -122,14 +124,14 @@ def _trl_style(
 def _trl_arguments(task: Task, rollouts: Sequence[Rollout]) -> dict[str, list[Any]]:
     """TRL's keyword arguments. Each rollout gets its own copy of shared values, since a function may modify them."""
     prompt = task.prompt if isinstance(task.prompt, str) else [asdict(message) for message in task.prompt]
-    played = [rollout.reward_parts["environment"] for rollout in rollouts if "environment" in rollout.reward_parts]
+    given = {name: [one.reward_parts[name] for one in rollouts if name in one.reward_parts] for name in GIVEN}
     answers = [r.text if prompt is task.prompt else [{"role": "assistant", "content": r.text}] for r in rollouts]
     return {
         **{name: [copy.deepcopy(value) for _ in rollouts] for name, value in task.columns.items()},
         "prompts": [copy.deepcopy(prompt) for _ in rollouts],
         "completions": answers,
         "completion_ids": [r.tokens.tolist() for r in rollouts],
-        **({"environment_reward": played} if len(played) == len(rollouts) else {}),
+        **{f"{name}_reward": values for name, values in given.items() if len(values) == len(rollouts)},
     }
 
 

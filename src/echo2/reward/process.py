@@ -21,6 +21,7 @@ from typing import Any
 from echo2.core.background import spawn
 from echo2.core.types import Rollout, Score, Task
 from echo2.reward import frames
+from echo2.reward.judge import Judge
 from echo2.reward.score import RewardFailure
 from echo2.sandbox.process import CodeFailure, CodeProcess
 
@@ -64,7 +65,8 @@ class RewardProcesses:
     `functions` as for `Scorer`; relative paths are relative to this process's working directory. `log_path`
     receives the output of the functions. `num_processes`: the maximum (default: one a core). A group whose function
     raised is scored again after each of `pauses`, unless the next try must fail, too (`score.FINAL`); `on_retry`
-    receives message and traceback of what was not the last try.
+    receives message and traceback of what was not the last try. `judge` is asked first; what it says is a part of each
+    rollout, which the function `judge` passes on.
     """
 
     def __init__(
@@ -75,10 +77,12 @@ class RewardProcesses:
         num_processes: int = 0,
         pauses: Sequence[float] = RETRY_PAUSES,
         on_retry: Callable[[str, str], None] = lambda message, traceback: None,
+        judge: Judge | None = None,
     ) -> None:
         setup = {"functions": list(functions), "timeout_seconds": timeout_seconds}
         self._process_arguments = ("The reward process", "echo2.reward.frames:make_handler", setup, log_path)
         self._timeout_seconds, self._pauses, self._on_retry = timeout_seconds, pauses, on_retry
+        self.judge = judge
         self._most = num_processes or groups_at_once(is_async=False)
         self._processes = [CodeProcess(*self._process_arguments)]
         self._alone: CodeProcess | None = None
@@ -143,8 +147,30 @@ class RewardProcesses:
         Raises:
             RewardFailure: a function raised at every try, returned no score, took over `timeout_seconds` or ended the
                 process; or no rollout has a score.
+            BudgetSpent: the judge's.
             UserError: the functions cannot be loaded.
         """
+        if self.judge is None:
+            return await self._by_functions(task, rollouts, texts)
+        judged, seconds = await self.judge.score(task, texts)
+        self._seconds_by_function["judge"] = self._seconds_by_function.get("judge", 0.0) + seconds
+        kept = list[Rollout]()
+        failures = {at: one for at, one in enumerate(judged) if isinstance(one, RewardFailure)}
+        for rollout, one in zip(rollouts, judged, strict=True):
+            if not isinstance(one, RewardFailure):
+                parts = {} if one is None else {"judge": one}
+                kept.append(replace(rollout, reward_parts={**rollout.reward_parts, **parts}))
+        if failures and not kept:
+            raise next(iter(failures.values()))
+        left = [text for at, text in enumerate(texts) if at not in failures]
+        scores, more = await self._by_functions(task, kept, left)
+        found = iter(scores)
+        return [failures[at] if at in failures else next(found) for at in range(len(texts))], seconds + more
+
+    async def _by_functions(
+        self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]
+    ) -> tuple[list[Score | RewardFailure], float]:
+        """As `scores`, after the judge was asked."""
         if self._is_async is None:
             await self.start()
         seconds, num_tries, scores = 0.0, 0, dict[int, Score]()
@@ -189,6 +215,8 @@ class RewardProcesses:
         await asyncio.gather(*self._requests, return_exceptions=True)
         for process in self._all():
             await process.close()
+        if self.judge is not None:
+            await self.judge.close()
 
     def _request_soon(self) -> None:
         """Let one request wait for a free process; groups that arrive meanwhile may join it."""

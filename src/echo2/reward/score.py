@@ -40,7 +40,10 @@ FINAL = (
 
 class RewardFailure(UserError):
     """A reward function raised, hung, died or returned an invalid score. The message is for its author. `seconds`:
-    duration of the scoring; `traceback`: the function's, if it raised; `may_pass`: another try may succeed."""
+    duration of the scoring; `traceback`: the function's, if it raised; `may_pass`: another try may succeed;
+    `cause`: what it is counted as."""
+
+    cause = "reward_failed"
 
     def __init__(self, message: str, seconds: float = 0.0, traceback: str = "", may_pass: bool = False) -> None:
         super().__init__(message)

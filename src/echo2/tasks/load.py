@@ -5,12 +5,12 @@
 from __future__ import annotations
 
 import inspect
-import string
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from echo2.config.values import template_pieces
 from echo2.core.errors import UserError, did_you_mean
 from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.tasks.base import TaskSource, digest_of, row_name
@@ -46,7 +46,7 @@ class TemplateRows:
                 'Rows that are read take the params {prompt = "text with {column}", chat = true or false}, '
                 f"teacher_prompt like prompt, and no others; got {dict(params)}."
             )
-        self._rows, self._parts = rows, {name: _parse(template) for name, template in templates.items()}
+        self._rows, self._parts = rows, {name: template_pieces(template) for name, template in templates.items()}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -75,18 +75,6 @@ class TemplateRows:
                 f"{self.where(index)}: no column {name!r} for the prompt (columns: {', '.join(map(str, row))})."
             )
         return str(row[name])
-
-
-def _parse(template: str) -> list[tuple[str, str | None]]:
-    """Split a template into pieces of text, each with the column that follows it (None: no column)."""
-    try:
-        pieces = list(string.Formatter().parse(template))
-    except ValueError as error:
-        raise UserError(f"The prompt {template!r} is no template: {error}. Write {{{{ for a brace.") from error
-    for _, name, form, conversion in pieces:
-        if name is not None and (not name.isidentifier() or form or conversion):
-            raise UserError(f"The prompt {template!r} may have plain column names in braces only, not {name!r}.")
-    return [(literal, name) for literal, name, _, _ in pieces]
 
 
 def load_tasks(source: str, params: Mapping[str, Any], seed: int) -> TaskSource:

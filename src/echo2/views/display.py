@@ -33,6 +33,8 @@ REASON_CHARS = 1000
 FAILURE_WORDS = {
     "reward_failed": ("rollouts or groups were lost to your reward function", "reward.log"),
     "reward_retried": ("calls of your reward function raised and were made again", "reward.log"),
+    "judge_failed": ("rollouts or groups were lost because the judge gave no verdict", "head.log"),
+    "judge_retried": ("requests to the judge brought no verdict and were made again", "head.log"),
     "environment_failed": ("rollouts or groups were lost to your environment", "head.log"),
     "bad_task": ("groups were lost to rows that are not valid tasks", "head.log"),
     "prompt_too_long": ("groups have prompts that are too long for the model", "head.log"),
@@ -370,6 +372,8 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
     published = f"snapshot {_version(status['published'])}, checkpoint {_version(status['checkpoint'])}"
     where, state = escape(status["directory"]), _safe(status["state"], REASON_CHARS)
     console.print(f"[bold]{where}[/bold]  {state}  {done}  {published}  ${status['cost_usd']:.4f}", highlight=False)
+    if judge := status.get("judge"):
+        console.print(f"judge: {judge['answers']} answers, ${judge['usd']:.4f}", highlight=False)
     if fleet := fleet_words(status.get("fleet")):
         console.print(f"fleet: {_safe('; '.join(fleet), REASON_CHARS)}", highlight=False)
     for line in failure_lines(status, with_tracebacks=True):

@@ -31,6 +31,7 @@ from echo2.engines.engine import Engine
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.model_size import model_config
+from echo2.reward.judge import open_judge
 from echo2.reward.process import RewardProcesses
 from echo2.rollouts import generate
 from echo2.rollouts.harness import HarnessEnvironment
@@ -80,7 +81,8 @@ async def reward_processes(config: configuration.Config) -> AsyncIterator[Reward
     """
     with TemporaryDirectory() as folder:
         log_path = Path(folder) / "reward.log"
-        processes = RewardProcesses(config.reward.functions, config.reward.timeout_seconds, log_path)
+        reward, judge = config.reward, open_judge(config)
+        processes = RewardProcesses(reward.functions, reward.timeout_seconds, log_path, judge=judge)
         try:
             await processes.start()
             yield processes

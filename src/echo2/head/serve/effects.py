@@ -15,6 +15,7 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.serve.connections import WorkerConnection
 from echo2.head.serve.head import Head
+from echo2.reward.judge import BudgetSpent
 from echo2.rollouts.generate import assignment_of
 from echo2.sandbox.plugins import traceback_of
 from echo2.transport import messages
@@ -170,7 +171,15 @@ class HeadEffects:
                 raise InvariantError(f"the head does not know {command}")
 
     async def _score(self, command: do.ScoreGroup) -> None:
-        await self._head.events.tell(await self._head.scoring.score(command))
+        head = self._head
+        try:
+            event = await head.scoring.score(command)
+        except BudgetSpent as error:
+            head.ending.stop(str(error))
+            return
+        if head.reward.judge is not None:
+            head.ledger.set_meta("judge_usd", head.reward.judge.spent_usd)
+        await head.events.tell(event)
 
     def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
         head = self._head

@@ -40,6 +40,7 @@ from echo2.head.serve.reading import RunTokenizer, TaskReader
 from echo2.head.serve.results import Deliveries, Scoring
 from echo2.head.store.contents import Kept
 from echo2.head.store.mirror import Mirror
+from echo2.reward.judge import open_judge
 from echo2.reward.process import RewardProcesses
 from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.transport import wire_pb2 as wire
@@ -245,6 +246,9 @@ class Head:
             config.reward.timeout_seconds,
             rundir.logs / "reward.log",
             on_retry=partial(self.books.failures.add, "reward_retried"),
+            judge=open_judge(
+                config, self.ledger.get_meta("judge_usd", 0.0), partial(self.books.failures.add, "judge_retried")
+            ),
         )
         teachers = config.distill.teachers
         self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks, teachers, identity)

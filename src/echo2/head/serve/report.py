@@ -38,6 +38,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         **{f"reward/source/{name}": mean(rewards) for name, rewards in sorted(head.books.take_rewards().items())},
         **{f"time/reward/{name}": seconds for name, seconds in sorted(head.reward.take_seconds().items())},
         "time/reward": head.planner.measurements.rewards.mean or 0.0,
+        **({"cost/judge_usd": head.reward.judge.spent_usd} if head.reward.judge else {}),
         "reward/retried": head.books.failures.count("reward_retried"),
         "off_policy/dropped": counts["retired"].get("stale", 0),
         "off_policy/bound": head.options.max_staleness,
@@ -127,7 +128,7 @@ def fleet_status(head: Head) -> dict[str, Any]:
 def status(head: Head) -> dict[str, Any]:
     """Return everything that `echo2 status` shows, as plain values."""
     now = head.clock.now()
-    planner, learner = head.planner, head.connections.learner
+    planner, learner, judge = head.planner, head.connections.learner, head.reward.judge
     training = planner.training
     workers, progress = [], head.distribution.origin.progress()
     suspects = head.distribution.origin.suspects
@@ -180,7 +181,8 @@ def status(head: Head) -> dict[str, Any]:
             **head.books.traffic(head.distribution.origin),
             "suspects": dict(suspects),
         },
-        "paused": planner.health.paused.reason if planner.health.paused else "",
+        "paused": planner.health.paused.reason if planner.health.paused else judge.trouble if judge else "",
+        "judge": {"answers": judge.num_answers, "usd": judge.spent_usd} if judge else None,
         "waits": [_told(head, asdict(wait)) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
         "cost_usd": head.books.costs.cum_usd(now),

@@ -32,6 +32,7 @@ from echo2.head.decide.planner import Planner
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.reading import CopiedRollouts, RunTokenizer, TaskReader
 from echo2.head.strangers.replay import EnvironmentReplay, Result
+from echo2.reward.judge import BudgetSpent
 from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.tasks.harness_process import is_harness
@@ -69,14 +70,20 @@ class Scoring:
         self._train_tasks, self._teachers, self._identity = train_tasks, teachers, identity
 
     async def score(self, command: do.ScoreGroup) -> ev.GroupScored | ev.GroupUnfit:
-        """Return the event with the rewards of a delivered group. A failure ends the group, not the run."""
+        """Return the event with the rewards of a delivered group. A failure ends the group, not the run.
+
+        Raises:
+            BudgetSpent: the judge's; the group waits for a head with more.
+        """
         ref, delivered = command.group, command.rollouts
         await self._reader.loaded()  # a restarted head may hold groups before it has a snapshot
         try:
             group = delivered.group if delivered is not None else None
             return await self._scored(group or parse_group(self._ledger.rollouts(ref.number)))
+        except BudgetSpent:
+            raise
         except RewardFailure as error:
-            return ev.GroupUnfit(ref, "reward_failed", str(error), error.seconds, error.traceback)
+            return ev.GroupUnfit(ref, error.cause, str(error), error.seconds, error.traceback)
         except UserError as error:
             return ev.GroupUnfit(ref, "reward_failed", str(error))
         except PeerError as error:  # a text is too long for a reward function
@@ -107,7 +114,7 @@ class Scoring:
             raise next(iter(failures.values()))
         scores = [one for one in results if not isinstance(one, RewardFailure)]
         numbers, left = group.sample_numbers, None
-        lost = tuple(LostRollout(numbers[at], "reward_failed", str(one)) for at, one in failures.items())
+        lost = tuple(LostRollout(numbers[at], one.cause, str(one)) for at, one in failures.items())
         if lost:
             group, texts = without(group, lost), [text for at, text in enumerate(texts) if at not in failures]
             left = Attachment(messages.encode_group(group).SerializeToString(), group)

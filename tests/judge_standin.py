@@ -1,0 +1,126 @@
+"""A stand-in for a judge: an OpenAI-compatible endpoint over real HTTP, with faults. It judges by a rule that tests
+know: the grade of an answer is the digits in it, and of two the one with more digits wins."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+#: Seconds that a request hangs, unless the server closes before.
+HANG_SECONDS = 60.0
+USAGE = {"prompt_tokens": 100, "completion_tokens": 10}
+#: What is asked when the judge was down.
+PROBE = "Say: yes."
+
+
+class JudgeStandIn:
+    """`fault(question, n)`: what goes wrong with the nth request for this question: "" (nothing), a status ("500"), a
+    status and its Retry-After ("429 1"), or a name below. `asked`: the questions in the order of their requests.
+    """
+
+    def __init__(self, fault: Callable[[str, int], str] = lambda question, n: "") -> None:
+        self.fault = fault
+        self.asked: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.keys: list[str] = []
+        self.num_asked, self.num_verdicts = Counter[str](), Counter[str]()
+        self.num_at_once = self.most_at_once = 0
+        self.closed, self._lock = threading.Event(), threading.Lock()
+        self.url = ""
+
+    def answer(self, body: dict[str, Any], key: str) -> tuple[int, dict[str, str], bytes]:
+        question = body["messages"][-1]["content"]
+        with self._lock:
+            self.asked.append(question)
+            self.bodies.append(body)
+            self.keys.append(key)
+            self.num_at_once += 1
+            self.most_at_once = max(self.most_at_once, self.num_at_once)
+            self.num_asked[question] += 1
+            fault = self.fault(question, self.num_asked[question])
+        try:
+            return self._answer(question, fault)
+        finally:
+            with self._lock:
+                self.num_at_once -= 1
+
+    def _answer(self, question: str, fault: str) -> tuple[int, dict[str, str], bytes]:
+        if fault == "hang":
+            self.closed.wait(HANG_SECONDS)
+        if fault[:3].isdigit():
+            status, _, retry_after = fault.partition(" ")
+            headers = {"retry-after": retry_after} if retry_after else {}
+            return int(status), headers, json.dumps({"error": {"message": f"as the test wants: {fault}"}}).encode()
+        if fault == "no json":
+            return 200, {}, b"\xff{" * 9
+        if fault == "oversized":
+            return 200, {}, b" " * (3 << 20)
+        text = verdict_of(question)
+        if fault == "garbage":
+            text = f"I like it. {text}\nBut who am I to judge?"
+        self.num_verdicts[question] += not fault
+        choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
+        return 200, {}, json.dumps({"choices": [choice], "usage": USAGE}).encode()
+
+
+def verdict_of(question: str) -> str:
+    """The whole reply, with a verdict on its last line."""
+    if question == PROBE:
+        return "yes"
+    answers = re.findall(r"^<answer[-\w]*>\n(.*?)\n</", question, re.DOTALL | re.MULTILINE)
+    digits = [sum(character.isdigit() for character in answer) for answer in answers]
+    if len(digits) == 1:
+        return f"Thinking of [[9]].\n**Grade: [[{min(10, digits[0])}]]**\n"
+    first, second = digits
+    return "[[A]]" if first > second else "[[B]]" if second > first else "[[C]]"
+
+
+@contextmanager
+def judge_standin(fault: Callable[[str, int], str] = lambda question, n: "", port: int = 0) -> Iterator[JudgeStandIn]:
+    """Serve a stand-in on this machine while the context lasts."""
+    judge = JudgeStandIn(fault)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            found = (404, {}, b"{}")
+            if self.path == "/v1/chat/completions":
+                found = judge.answer(body, self.headers.get("authorization", ""))
+            status, headers, data = found
+            try:
+                self.send_response(status)
+                for name, value in (*headers.items(), ("content-length", str(len(data)))):
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(data)
+            except OSError:
+                pass  # the caller has gone: it waited too long, or read enough
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        daemon_threads = True
+        request_queue_size = 128
+
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            pass  # a caller that closed its connection
+
+    with Server(("127.0.0.1", port), Handler) as server:
+        judge.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield judge
+        finally:
+            judge.closed.set()
+            server.shutdown()
+            thread.join()
