@@ -70,10 +70,10 @@ def test_a_judge_that_is_down_is_waited_for(tmp_path: Path, sort_model: Path) ->
 
 def test_a_run_whose_judge_has_spent_its_budget_continues_with_more(tmp_path: Path, sort_model: Path) -> None:
     with judge_standin() as standin:
-        run = run_with(standin, tmp_path / "run", sort_model, budget_usd=0.03).start()
+        run = run_with(standin, tmp_path / "run", sort_model, budget_usd=0.006).start()
         assert "Raise reward.judge.budget_usd and continue with --resume" in run.refused()
         spent = run.status()["judge"]["usd"]
-        assert 0.0 < spent <= 0.03
+        assert 0.0 < spent <= 0.006
         run = run_with(standin, tmp_path / "run", sort_model, budget_usd=1.0).start("--resume")
         run.finish()
         assert run.status()["judge"]["usd"] > spent
