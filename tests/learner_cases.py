@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from echo2.config import Config
@@ -99,9 +98,7 @@ def rollout(
     finish: str = "stop",
     support: Sequence[Sequence[int]] | None = None,
     version: int = 0,
-    top: Sequence[tuple[int, float]] = (),
 ) -> Rollout:
-    """`top`: token and logprob, as many for each sampled token."""
     offsets = [0]
     for piece in support or ():
         offsets.append(offsets[-1] + len(piece))
@@ -115,8 +112,6 @@ def rollout(
         reward=reward,
         support_tokens=array("i", [token for piece in support for token in piece]) if support else None,
         support_offsets=array("i", offsets) if support else None,
-        top_tokens=array("i", [token for token, _ in top]),
-        top_logprobs=np.array([logprob for _, logprob in top], dtype="<f2").tobytes(),
     )
 
 
@@ -124,9 +119,7 @@ def group(number: int, prompt: Sequence[int], rollouts: Sequence[Rollout], step:
     return RolloutGroup(GroupRef(RUN_POLICY, "train", number), step, 1, number, array("i", prompt), tuple(rollouts))
 
 
-def random_group(
-    rng: random.Random, number: int, samples: int = 4, longest: int = 7, top_k: int = 0, told: int = 0
-) -> RolloutGroup:
+def random_group(rng: random.Random, number: int, samples: int = 4, longest: int = 7, top_k: int = 0) -> RolloutGroup:
     """Few distinct tokens, so that rollouts share prefixes and are often equal; masks with holes; staleness noise."""
     rollouts = []
     for _ in range(samples):
@@ -140,9 +133,6 @@ def random_group(
                 loss_mask=mask,
                 finish=rng.choice(["stop", "length"]),
                 support=[[t, 3, 4, 5][: max(top_k - (t == 0), 1)] for t in tokens] if top_k else None,
-                top=[
-                    (token, rng.uniform(-4, -2)) for _ in range(sum(mask)) for token in rng.sample(range(VOCAB), told)
-                ],
             )
         )
     prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 5))]
@@ -159,7 +149,7 @@ def loss_tokens(
     teacher: Sequence[float] | None = None,
     top: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> LossTokens:
-    """In float64, with weights of 1; one source for each sequence, called a, b, c ... `top`: the sampler's and the
+    """In float64, with weights of 1; one source for each sequence, called a, b, c ... `top`: the teacher's and the
     policy's logprobs of the same k tokens, [n, k] each."""
     top = top or (torch.zeros(len(behaviour), 0, dtype=torch.float64),) * 2
     sequence, zeros = sequence or [0] * len(behaviour), [0] * len(behaviour)
@@ -175,7 +165,7 @@ def loss_tokens(
         reference_n=torch.tensor(reference or zeros, dtype=torch.float64),
         teacher_n=torch.tensor(teacher or zeros, dtype=torch.float64),
         top_tokens_nk=torch.zeros(top[0].shape, dtype=torch.long),
-        top_behaviour_nk=top[0],
+        top_teacher_nk=top[0],
         top_policy_nk=top[1],
         entropy_n=torch.ones(len(behaviour), dtype=torch.float64),
         clip_low_n=torch.full((len(behaviour),), math.nan, dtype=torch.float64),
@@ -197,8 +187,6 @@ def data_of(made: RolloutGroup, advantages: Sequence[float] | None = None, versi
             version=version,
             support_tokens=r.support_tokens,
             support_offsets=r.support_offsets,
-            top_tokens=r.top_tokens,
-            top_logprobs=r.top_logprobs,
         )
         for r, value in zip(made.rollouts, values, strict=True)
         if 1 in r.loss_mask

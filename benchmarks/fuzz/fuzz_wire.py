@@ -41,7 +41,6 @@ from echo2.head.serve import service
 from echo2.transport import codecs, identity, limits, messages, tickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
-from echo2.transport.codecs import check_top
 from echo2.weights.broadcast import origin, serving
 from echo2.weights.format.deltas import apply_items, encode_items
 from echo2.weights.format.manifest import DELTA, MAX_CHUNK_BYTES, Manifest, Record, compose
@@ -109,7 +108,6 @@ def _check(found: RolloutGroup) -> None:
     messages.check_lengths(found, 64)
     messages.check_vocabulary(found, VOCABULARY)
     messages.check_support(found, _PARAMS, VOCABULARY)
-    check_top(found, _PARAMS.top_logprobs, VOCABULARY)
     messages.check_turns(found, 4)
 
 

@@ -96,7 +96,7 @@ class Sampling:
                 ),
                 task,
                 encode_prompt(task, self._tokenizer),
-                self._params if kind == "train" else replace(self._params, top_logprobs=0),
+                self._params,
             )
             for ref, task in zip(refs, tasks, strict=True)
         ]

@@ -8,7 +8,7 @@
 A cell is a loss, a lag and a seed: the demo's job (src/echo2/demo/sort.toml) in one process, without network,
 every step t sampled by version max(0, t - S) alone (`staleness_cell.py`). Each has max(120, 10 S) steps, and one file
 in --out when it is done: a rerun skips it. Cells that matter most come first. `none` is the negative control: no
-correction at all, and no scaling of the learning rate. Score centering and the sequence gate come beside some losses.
+correction at all, and no scaling of the learning rate.
 """
 
 from __future__ import annotations
@@ -38,13 +38,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 WIDE = (0, 1, 2, 4, 8, 16, 32)
 NARROW = (0, 8, 32)
 FULL_LOSSES = ("dppo", "ppo", "none")
-OTHER_LOSSES = ("decoupled", "tis", "icepop", "cispo", "gspo", "m2po")
-#: Beside losses; on-policy they change nothing, or hardly.
-BESIDE = (
-    *(f"{loss},score_centering=1024" for loss in ("dppo", "ppo", "tis", "none")),
-    "tis,cap=1000,normalisation=sequence,max_binary_kl=0.01",
-    "dppo,max_binary_kl=0.02",
-)
+OTHER_LOSSES = ("decoupled", "tis", "icepop", "cispo", "gspo")
 FIRST = (("dppo", 0), ("dppo", 8), ("none", 8), ("dppo", 32), ("ppo", 8), ("ppo", 0), ("none", 0), ("ppo", 32))
 LEAST_STEPS = 120
 STEPS_PER_LAG = 10
@@ -92,8 +86,7 @@ def all_cells(seeds: Sequence[int]) -> list[Cell]:
     """Every cell once: the important pairs first, for all seeds; then short runs before long ones."""
     wide = [(loss, lag) for lag in WIDE for loss in FULL_LOSSES]
     narrow = [(loss, lag) for lag in (8, 32, 0) for loss in OTHER_LOSSES]
-    beside = [(loss, lag) for lag in (8, 32) for loss in BESIDE]
-    pairs = list(dict.fromkeys([*FIRST, *wide, *narrow, *beside]))
+    pairs = list(dict.fromkeys([*FIRST, *wide, *narrow]))
     return [Cell(loss, lag, seed) for loss, lag in pairs for seed in seeds]
 
 

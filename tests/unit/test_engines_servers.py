@@ -171,17 +171,6 @@ def test_what_a_narrowed_token_was_drawn_from_comes_back(tmp_path: Path, params:
     on_standin(tmp_path, doing)
 
 
-def test_the_most_likely_tokens_come_back_in_their_order(tmp_path: Path) -> None:
-    async def doing(engine: Engine, state: vllm_standin.Served) -> None:
-        completion = completed(await engine.submit(request(2, top_logprobs=3)))
-        assert completion.top_tokens.tolist() == [10, 11, 12, 11, 12, 13]
-        assert np.frombuffer(completion.top_logprobs, "<f2").tolist() == [-0.5, -1.5, -2.5] * 2
-        wide = completed(await engine.submit(request(1, top_logprobs=50)))
-        assert len(wide.top_tokens) == VOCAB
-
-    on_standin(tmp_path, doing)
-
-
 def test_new_weights_come_while_requests_run(tmp_path: Path) -> None:
     async def doing(engine: Engine, state: vllm_standin.Served) -> None:
         running = [engine.submit(request(8)) for _ in range(4)]

@@ -55,7 +55,7 @@ def test_its_loss_is_ppo_of_the_framework(example: ModuleType, seed: int) -> Non
         reference_n=nothing,
         teacher_n=nothing,
         top_tokens_nk=index[:, None][:, :0],
-        top_behaviour_nk=nothing[:, None][:, :0],
+        top_teacher_nk=nothing[:, None][:, :0],
         top_policy_nk=nothing[:, None][:, :0],
         entropy_n=nothing,
         clip_low_n=nothing * float("nan"),

@@ -142,10 +142,6 @@ def whole(tmp_path: Path) -> dict[str, Any]:
     ("sections", "words"),
     [
         ({"learner": {"advantage": "none"}}, "leaves nothing to learn"),
-        (
-            {"distill": {"teacher": "self"}, "learner": {"loss_params": {"score_centering": 8.0}}},
-            "a teacher gives each its own",
-        ),
         ({"distill": {"teacher": "self", "loss_top_k": 8}, "sampling": {"top_p": 0.9}}, "over the whole vocabulary"),
         (
             {"distill": {"teacher": "self"}, "reward": {}, "schedule": {"dynamic_sampling": True}},

@@ -107,20 +107,6 @@ def test_a_bad_row_is_named_with_file_and_line(raw: dict[str, Any], tmp_path: Pa
     assert f"{rows}:2" in refusal(raw)
 
 
-@pytest.mark.parametrize(("top", "is_refused"), [(0, False), (110, False), (112, True)])
-def test_likely_tokens_that_a_group_has_no_room_for_are_refused(
-    raw: dict[str, Any], top: int, is_refused: bool
-) -> None:
-    """8 rollouts of 10,700 tokens, 9 + 6 * 112 bytes each, are 55.6 MiB."""
-    config = Path(raw["model"]["path"]) / "config.json"
-    config.write_text(json.dumps({**LLAMA, "max_position_embeddings": 20_000}))
-    raw |= {"learner": {"loss_params": {"score_centering": top}}, "sampling": {"max_tokens": 10_700}}
-    if is_refused:
-        assert "56 MiB for 8 rollouts of 10700 tokens, where a group may have 55." in refusal(raw)
-    else:
-        check(build(raw, "my.toml"))
-
-
 def test_a_model_without_a_tokenizer_is_refused(raw: dict[str, Any]) -> None:
     (Path(raw["model"]["path"]) / "tokenizer.json").unlink()
     assert "holds no tokenizer" in refusal(raw)

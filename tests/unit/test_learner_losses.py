@@ -18,15 +18,7 @@ from torch import Tensor
 from echo2 import config
 from echo2.config.values import LOSS_PARAMS
 from echo2.core.errors import InvariantError, UserError
-from echo2.learner.core.losses import (
-    LOG_RATIO_LIMIT,
-    LOSSES,
-    RATIO_LIMIT,
-    LossTokens,
-    make_loss,
-    mean_binary_kl,
-    second_moment_cut,
-)
+from echo2.learner.core.losses import LOG_RATIO_LIMIT, LOSSES, RATIO_LIMIT, LossTokens, make_loss
 from echo2.learner.grpo.data import group_advantages
 from echo2.learner.grpo.loss_stats import LossStats, measure
 from echo2.learner.grpo.reference import token_kl
@@ -43,11 +35,11 @@ def ratios(values: Sequence[float], advantage: Sequence[float], **rest: object) 
 
 
 def evaluate(
-    name: str, logp: Tensor, tokens: LossTokens, memory: float | None = None, **params: float
+    name: str, logp: Tensor, tokens: LossTokens, **params: float
 ) -> tuple[list[float], LossStats, list[float]]:
     """Token losses, statistics and the gradient of the sum."""
     leaf = logp.clone().requires_grad_()
-    found = replace(make_loss(name, params), memory=memory)(leaf, tokens)
+    found = make_loss(name, params)(leaf, tokens)
     (grad,) = torch.autograd.grad(found.loss_n.sum(), leaf)
     stats = measure(found.loss_n.detach().sum(), logp, tokens, found, None)
     return found.loss_n.tolist(), stats, grad.tolist()
@@ -204,37 +196,6 @@ def test_gspo_over_the_length_has_the_gradient_of_the_sequence_ratio() -> None:
         assert grad[index] / 3 == pytest.approx(float(above - below) / 2e-6, rel=1e-6)
 
 
-def test_m2po_by_hand() -> None:
-    # cut 1/4: bounds exp(-1/2) and exp(1/2)
-    logs, advantage = [0.4, 0.6, -0.6, 0.6, -0.6], [1.0, 1.0, -1.0, -1.0, 1.0]
-    logp, tokens = ratios([math.exp(value) for value in logs], advantage)
-    losses, stats, grad = evaluate("m2po", logp, tokens, memory=0.25)
-    assert losses == close([-math.exp(0.4), -math.exp(0.5), math.exp(-0.5), math.exp(0.6), -math.exp(-0.6)])
-    assert grad == close([-math.exp(0.4), 0.0, 0.0, math.exp(0.6), -math.exp(-0.6)])
-    assert (stats.dropped_positive, stats.dropped_negative) == (1, 1)
-    # nothing is known of a step before: exp(+-0.2) would be narrower than 0.7 and 1.5
-    logp, tokens = ratios([1.4, 1.6, 0.75, 0.65], [1.0, 1.0, -1.0, -1.0])
-    assert evaluate("m2po", logp, tokens)[2] == close([-1.4, 0.0, 0.75, 0.0])
-
-
-def test_second_moment_cut_by_hand() -> None:
-    # l^2 of those moved the way A points: .01 .04 .09 1.  .01 + .04 + 2 * .055 = 4 * .04;  .14 + .66 = 4 * .2
-    log_ratio = torch.tensor([1.0, 0.1, 0.3, -0.2, -5.0, 5.0, 5.0], dtype=torch.float64)
-    advantage = torch.tensor([1.0, 0.5, 2.0, -3.0, 1.0, -1.0, 0.0], dtype=torch.float64)
-    budgets = (0.04, 0.2, 0.5, 0.001)
-    cuts = [second_moment_cut(log_ratio, advantage, {"second_moment": budget}) for budget in budgets]
-    assert cuts == close([0.055, 0.66, 400.0, 0.001])
-    assert second_moment_cut(log_ratio[4:], advantage[4:], {"second_moment": 0.04}) == 400.0
-
-
-@given(st.lists(st.floats(0.01, 5.0), min_size=1, max_size=20), st.floats(0.001, 5.0))
-def test_second_moment_after_the_cut_is_the_budget(values: list[float], budget: float) -> None:
-    log_ratio = torch.tensor(values, dtype=torch.float64)
-    cut = second_moment_cut(log_ratio, torch.ones_like(log_ratio), {"second_moment": budget})
-    mean = float(log_ratio.square().mean())
-    assert float(log_ratio.square().clamp(max=cut).mean()) == pytest.approx(min(mean, budget))
-
-
 def test_none_corrects_nothing() -> None:
     logp, tokens = ratios([9.0, 0.001, 1.0], [1.0, -2.0, 0.0])
     losses, stats, grad = evaluate("none", logp, tokens)
@@ -252,50 +213,6 @@ def test_on_policy_all_losses_are_the_policy_gradient(name: str) -> None:
     assert stats.ess_ratio == pytest.approx(1.0)
 
 
-def test_score_centering_by_hand() -> None:
-    # p = .5 .25 (.25 left), q = .25 .25 (.5 left): rho = 2. Without weights: A (q - 2 p) = 3 (-.75, -.25)
-    top = torch.tensor([[0.25, 0.25]], dtype=torch.float64).log()
-    leaf = torch.tensor([[0.5, 0.25]], dtype=torch.float64).log().requires_grad_()
-    tokens = loss_tokens([math.log(0.25)], [3.0], top=(top, leaf))
-    logp = torch.tensor([0.5], dtype=torch.float64).log()
-    for name, expected in (
-        ("none", [-2.25, -0.75]),
-        ("tis", [0.0, 0.0]),  # p - rho (p / q in the tail) p = p - p: below its cap, the weight itself centres
-    ):
-        (grad,) = torch.autograd.grad(make_loss(name, {"score_centering": 2})(logp, tokens).loss_n.sum(), leaf)
-        assert grad[0].tolist() == close(expected)
-    # capped at 1.5: q (1.5, 1) - rho .5 p
-    (grad,) = torch.autograd.grad(make_loss("tis", {"score_centering": 2, "cap": 1.5})(logp, tokens).loss_n.sum(), leaf)
-    assert grad[0].tolist() == close([3 * (0.375 - 0.5), 0.0])
-
-
-def test_a_vetoed_sequence_is_not_centred_either() -> None:
-    leaf = torch.tensor([[-1.0], [-1.0]], dtype=torch.float64, requires_grad=True)
-    top = torch.full((2, 1), -2.0, dtype=torch.float64)
-    tokens = loss_tokens([-0.1, -0.1], [1.0, 1.0], [0, 1], top=(top, leaf))
-    found = make_loss("dppo", {"score_centering": 1, "tv_high": 0.01})(torch.tensor([-12.0, -0.2]).double(), tokens)
-    (grad,) = torch.autograd.grad(found.loss_n.sum(), leaf)
-    assert grad[0].tolist() == [0.0]
-    assert grad[1].tolist() != [0.0]
-
-
-def test_sequences_beyond_the_mean_binary_kl_are_dropped_whole() -> None:
-    # KL(.5, .25) = .5 log 2 + .5 log(.5 / .75) = .1438; with a token that did not move, the mean is half of it
-    kl = 0.5 * math.log(2.0) + 0.5 * math.log(0.5 / 0.75)
-    tokens = loss_tokens([math.log(0.5)] * 4, [1.0, 1.0, 1.0, -1.0], [0, 0, 1, 2])
-    logp = torch.tensor([0.25, 0.5, 0.25, 0.5], dtype=torch.float64).log()
-    assert mean_binary_kl(logp, tokens).tolist() == close([kl / 2, kl, 0.0])
-    for limit, expected, vetoed in (
-        (0.99 * kl, [-0.5, -1.0, 0.0, 1.0], 1),
-        (1.01 * kl, [-0.5, -1.0, -0.5, 1.0], 0),
-        (0.49 * kl, [0.0, 0.0, 0.0, 1.0], 2),
-    ):
-        _, stats, grad = evaluate("tis", logp, tokens, max_binary_kl=limit)
-        assert grad == close(expected)
-        assert stats.vetoed_sequences == vetoed
-    assert evaluate("dppo", logp, tokens, max_binary_kl=0.49 * kl)[0][:3] == [0.0, 0.0, 0.0]  # its square neither
-
-
 #: The most that |d loss / d logp| of one token may be, for |A| = 1: from each loss's own parameters.
 INFLUENCE: dict[str, Callable[[Mapping[str, float]], float]] = {
     "dppo": lambda p: p["cap"],
@@ -305,7 +222,6 @@ INFLUENCE: dict[str, Callable[[Mapping[str, float]], float]] = {
     "icepop": lambda p: p["high"],
     "cispo": lambda p: p["cap"],
     "gspo": lambda p: max(RATIO_LIMIT, 1 + p["clip_high"]),
-    "m2po": lambda p: max(RATIO_LIMIT, 1 + p["clip_high"]),
     "none": lambda p: 1.0,
 }
 BEHAVIOURS = st.floats(limits.LOGPROB_MIN, 0.0, width=32) | st.sampled_from([limits.LOGPROB_MIN, limits.LOGPROB_SLACK])
@@ -314,19 +230,14 @@ ADVANTAGES = st.floats(-2, 2, width=32) | st.sampled_from([2 * limits.REWARD_MAX
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@given(
-    rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, ADVANTAGES, st.integers(0, 2), st.integers(-1, 9)), min_size=1),
-    memory=st.none() | st.floats(0, LOG_RATIO_LIMIT**2),
-)
+@given(rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, ADVANTAGES, st.integers(0, 2), st.integers(-1, 9)), min_size=1))
 @settings(max_examples=60, deadline=None)
-def test_no_token_has_more_influence_than_stated(
-    name: str, rows: list[tuple[float, float, float, int, int]], memory: float | None
-) -> None:
+def test_no_token_has_more_influence_than_stated(name: str, rows: list[tuple[float, float, float, int, int]]) -> None:
     """Whatever a worker says of its logprobs, in the precision that is trained in."""
     current, behaviour, advantage, sequence, lag = (list(column) for column in zip(*rows, strict=True))
     tokens = loss_tokens(behaviour, advantage, sequence, lag)
     tokens = replace(tokens, behaviour_n=tokens.behaviour_n.float(), advantage_n=tokens.advantage_n.float())
-    losses, stats, grad = evaluate(name, torch.tensor(current, dtype=torch.float32), tokens, memory)
+    losses, stats, grad = evaluate(name, torch.tensor(current, dtype=torch.float32), tokens)
     assert all(map(math.isfinite, (*losses, *grad, stats.loss, stats.k3, stats.abs_log_ratio, stats.ess_ratio)))
     params = LOSS_PARAMS[name]
     square = 2 * params.get("square", 0.0) * LOG_RATIO_LIMIT
@@ -337,7 +248,7 @@ def test_no_token_has_more_influence_than_stated(
 def test_a_forged_logprob_weighs_no_more_than_the_limit_where_the_ratio_has_the_gradient() -> None:
     # Sampled with probability 0.9, said to have had e^-12: without a bound, its slope would be 0.9 e^12 = 146,000.
     logp, tokens = torch.tensor([math.log(0.9)], dtype=torch.float64), loss_tokens([-12.0], [-1.0])
-    for name in ("ppo", "gspo", "m2po", "decoupled"):
+    for name in ("ppo", "gspo", "decoupled"):
         losses, stats, grad = evaluate(name, logp, tokens)
         assert (losses, grad, stats.capped) == (close([RATIO_LIMIT]), close([RATIO_LIMIT]), 1)
 
@@ -424,14 +335,8 @@ def test_what_a_loss_does_not_take_is_refused() -> None:
         make_loss("grpo")
     with pytest.raises(UserError, match="'tis' takes cap"):
         make_loss("tis", {"clip_low": 0.1})
-    with pytest.raises(UserError, match="'none' takes score_centering"):
+    with pytest.raises(UserError, match="'none' takes none"):
         make_loss("none", {"cap": 2.0})
-    with pytest.raises(UserError, match=r"score_centering = 0\.5: expected how many"):
-        make_loss("tis", {"score_centering": 0.5})
-    with pytest.raises(UserError, match="a whole number up to 1024"):
-        make_loss("tis", {"score_centering": 1025})
-    with pytest.raises(UserError, match='"gspo" has one weight'):
-        make_loss("gspo", {"score_centering": 8})
     with pytest.raises(UserError, match="low = 6"):
         make_loss("icepop", {"low": 6.0})
     with pytest.raises(UserError, match=">= 0"):

@@ -7,6 +7,8 @@ import random
 import resource
 import subprocess
 import sys
+from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,6 @@ from echo2.learner.core.batch import collate
 from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import (
-    VOCAB,
     config_of,
     data_of,
     gradient_of,
@@ -80,31 +81,19 @@ def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
             assert sorted(ours.tolist()) == pytest.approx(sorted(theirs), abs=1e-8)
 
 
-@given(st.integers(0, 10**6))
-@settings(max_examples=8, deadline=None)
-def test_score_centering_streams_too(seed: int) -> None:
-    """Groups whose workers told of more or fewer tokens, or of none, in any cut and layout."""
-    rng = random.Random(seed)
-    groups = [random_group(rng, number, told=told) for number, told in enumerate((0, 3, 5, VOCAB))]
-    options: Any = {"loss": "tis", "temperature": 0.7, "loss_params": {"score_centering": 5.0}}
-    whole = gradient_of([groups], layout="plain", **options)
-    assert not torch.allclose(whole, gradient_of([groups], loss="tis", temperature=0.7))
-    for layout in ("shared", "auto"):
-        streamed = gradient_of([groups[2:], groups[:2]], layout=layout, **options)
-        torch.testing.assert_close(streamed, whole, rtol=1e-9, atol=1e-11)
-
-
 def test_logprobs_of_likely_tokens_are_those_of_the_whole_vocabulary() -> None:
-    policy, tops = tiny_policy(), [(3, -1.0), (7, -1.5), (0, -2.0), (4, -0.25)]
-    made = group(0, [1, 2], [rollout([5, 6, 9], loss_mask=b"\1\0\1", top=tops), rollout([8])])
-    batch = collate(data_of(made), "plain", policy.pair_cost).to(policy.device, torch.float64)
+    policy, made = tiny_policy(), group(0, [1, 2], [rollout([5, 6, 9], loss_mask=b"\1\0\1"), rollout([8])])
+    taught, other = data_of(made)
+    logprobs = array("f", [-1.0, -1.5, -2.0, -0.25]).tobytes()
+    taught = replace(taught, top_tokens=array("i", [3, 7, 0, 4]), top_logprobs=logprobs)
+    batch = collate([taught, other], "plain", policy.pair_cost).to(policy.device, torch.float64)
     logits = policy.module(input_ids=torch.tensor([[1, 2, 5, 6, 9]])).logits[0]
     expected = (logits / 0.7).log_softmax(-1)
     found = policy.logprobs(batch, 0.7)[2]
-    rows = batch.loss_tokens.top_behaviour_nk.isfinite().all(1)
+    rows = batch.loss_tokens.top_teacher_nk.isfinite().all(1)
     torch.testing.assert_close(found[rows], torch.stack([expected[1, [3, 7]], expected[3, [0, 4]]]), rtol=0, atol=1e-9)
-    assert batch.loss_tokens.top_behaviour_nk[rows].tolist() == [[-1.0, -1.5], [-2.0, -0.25]]
-    assert rows.sum() == 2  # the second rollout's worker told of none
+    assert batch.loss_tokens.top_teacher_nk[rows].tolist() == [[-1.0, -1.5], [-2.0, -0.25]]
+    assert rows.sum() == 2  # nothing is known of the second rollout's
 
 
 def test_a_distribution_of_one_token_is_certain() -> None:

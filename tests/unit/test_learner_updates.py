@@ -1,4 +1,4 @@
-"""Whole updates: streamed equals batch for every loss and normalisation, the reference, what a loss remembers."""
+"""Whole updates: streamed equals batch for every loss and normalisation, the reference."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from learner_cases import (
     judge_resume,
     random_group,
     rollout,
-    steps,
     tiny_policy,
-    weights,
 )
 
 
@@ -183,30 +181,6 @@ def test_a_pull_towards_the_reference() -> None:
 
 def test_the_reference_is_the_model_and_not_the_checkpoint(tmp_path: Path) -> None:
     judge_resume(tmp_path, reference_kl=0.5)
-
-
-def test_what_a_loss_keeps_of_the_last_step_is_in_the_checkpoint(tmp_path: Path) -> None:
-    options = config_of(lr=1e-2, loss="m2po", loss_params={"second_moment": 2.0})
-    straight, resumed = GrpoClient(tiny_policy(), options), GrpoClient(tiny_policy(), options)
-    steps(straight, range(1))
-    straight.save_state(tmp_path / "step_1").result()
-    memory = resumed.load_state(tmp_path / "step_1").loss_memory
-    assert memory is not None
-    assert 0.0 < memory < 400.0
-    for trainer in (straight, resumed):
-        steps(trainer, range(1, 3))
-    assert weights(resumed) == weights(straight)
-
-
-def test_what_a_loss_keeps_of_the_last_step_is_used() -> None:
-    """The first cut lets no l^2 above 4 pass; the second one's mean may be 4, so more passes."""
-    groups = [random_group(random.Random(seed), seed) for seed in range(8)]
-    trainer = GrpoClient(tiny_policy(), config_of(lr=0.0, loss="m2po", loss_params={"second_moment": 4.0}))
-    first = trainer.forward_backward(groups)
-    trainer.optim_step()
-    second = trainer.forward_backward(groups)
-    dropped = [stats.dropped_positive + stats.dropped_negative for stats in (first, second)]
-    assert dropped[0] > dropped[1] > 0
 
 
 class Watched(tuple[Rollout, ...]):

@@ -40,7 +40,6 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
     ]
     offsets = [0, *itertools.accumulate(map(len, supports))]
     is_narrowed = draw(st.booleans())
-    tops = draw(st.lists(TOKEN_IDS, max_size=4))
     return Rollout(
         tokens=array("i", tokens),
         logprobs=array("f", [draw(st.floats(-100, 0, width=32)) if m else 0.0 for m in mask]),
@@ -51,8 +50,6 @@ def rollouts(draw: st.DrawFn, is_scored: bool) -> Rollout:
         reward_parts=draw(st.dictionaries(NAMES, FINITE, max_size=3)),
         support_tokens=array("i", [token for support in supports for token in support]) if is_narrowed else None,
         support_offsets=array("i", offsets) if is_narrowed else None,
-        top_tokens=array("i", tops),
-        top_logprobs=draw(st.binary(min_size=2 * len(tops), max_size=2 * len(tops))),
     )
 
 
@@ -275,9 +272,6 @@ BAD_ROLLOUTS: dict[str, Spoil] = {
     "token not in its support": lambda r: setattr(r, "support_tokens", ints(4, 6, 7)),
     "token in the other's support": lambda r: setattr(r, "support_tokens", ints(7, 6, 5)),
     "negative support": lambda r: setattr(r, "support_tokens", ints(5, -6, 7)),
-    "top tokens without logprobs": lambda r: setattr(r, "top_tokens", ints(5)),
-    "half a top logprob": lambda r: setattr(r, "top_logprobs", b"\0"),
-    "negative top token": lambda r: r.MergeFrom(wire.Rollout(top_tokens=ints(-1), top_logprobs=b"\0\0")),
 }
 
 
@@ -306,7 +300,6 @@ LARGE_ROLLOUTS: dict[str, Spoil] = {
     "spans": lambda r: set_spans(r, *((at, at) for at in range(limits.VERSION_SPANS_MAX + 1))),
     "offsets": lambda r: setattr(r, "support_offsets", bytes(4 * (limits.TOKENS_MAX + 2))),
     "support": lambda r: setattr(r, "support_tokens", bytes(TOO_MANY)),
-    "top tokens": lambda r: r.MergeFrom(wire.Rollout(top_tokens=bytes(TOO_MANY), top_logprobs=bytes(TOO_MANY // 2))),
 }
 
 

@@ -51,13 +51,11 @@ class Config:
     def sampling_params(self) -> SamplingParams:
         """How training rollouts are drawn."""
         sampling = self.sampling
-        top_logprobs = int(self.learner.loss_params.get("score_centering", 0))
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             top_k=sampling.top_k,
             max_tokens=sampling.max_tokens,
-            top_logprobs=top_logprobs,
             min_p=sampling.min_p,
             stop=tuple(sampling.stop),
             routes=self.learner.routing_replay,
@@ -139,23 +137,6 @@ def _check_logs(config: Config) -> None:
         raise UserError(f"tasks.environment = {config.tasks.environment!r} cannot answer rollouts from a log.")
 
 
-def _check_centering(config: Config) -> None:
-    """`score_centering` needs the sampler's own distribution, over the whole vocabulary."""
-    if not config.sampling_params.top_logprobs:
-        return
-    sampling = config.sampling
-    if config.sampling_params.is_narrow:
-        raise UserError(
-            f"learner.loss_params.score_centering with sampling.top_k = {sampling.top_k}, top_p = {sampling.top_p} and "
-            f"min_p = {sampling.min_p}: its tail is modelled over the whole vocabulary. Set 0, 1 and 0."
-        )
-    if any(source.startswith("logs:") for source in config.tasks.sources):
-        raise UserError(
-            f"learner.loss_params.score_centering with tasks.source = {config.tasks.source!r}: a log says nothing of "
-            "the tokens that were not drawn. Leave it out."
-        )
-
-
 def _check_routes(config: Config) -> None:
     """Routes are a mixture's, and come with sampled rollouts."""
     if not config.learner.routing_replay:
@@ -216,11 +197,6 @@ def _check_distill(config: Config) -> None:
         )
     if not teachers:
         return
-    if config.sampling_params.top_logprobs:
-        raise UserError(
-            f"learner.loss_params.score_centering with distill.teacher = {config.distill.teacher!r}: it needs one "
-            "advantage for all tokens that could have come, and a teacher gives each its own. Leave one of them out."
-        )
     if config.distill.loss_top_k and config.sampling_params.is_narrow:
         sampling = config.sampling
         raise UserError(
@@ -268,7 +244,6 @@ def check_together(config: Config) -> None:
     _check_forms(config)
     _check_logs(config)
     _check_min_group(config)
-    _check_centering(config)
     _check_routes(config)
     _check_stop(config)
     _check_lora(config)

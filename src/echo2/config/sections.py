@@ -224,7 +224,7 @@ class LearnerConfig:
     weight_decay: Annotated[float, _doc("AdamW weight decay.", ge=0.0)] = 0.0
     grad_clip: Annotated[float, _doc("Gradients are clipped to this norm.", gt=0.0)] = 1.0
     loss: Annotated[
-        Literal["dppo", "ppo", "decoupled", "tis", "icepop", "cispo", "gspo", "m2po", "none"],
+        Literal["dppo", "ppo", "decoupled", "tis", "icepop", "cispo", "gspo", "none"],
         _doc("Policy loss. See docs/losses.md."),
     ] = "dppo"
     loss_params: Annotated[

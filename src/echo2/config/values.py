@@ -55,12 +55,9 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
     "icepop": {"low": 0.5, "high": 5.0},
     "cispo": {"floor": 0.0, "cap": 5.0},
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
-    "m2po": {"second_moment": 0.04, "clip_low": 0.3, "clip_high": 0.5},
     "none": {},
 }
-#: What every loss takes beside its own; 0: off. docs/losses.md.
-SHARED_LOSS_PARAMS: Mapping[str, float] = {"score_centering": 0.0, "max_binary_kl": 0.0}
-#: Most of `score_centering`, 6 KiB a token, and of `distill.loss_top_k`.
+#: Most of `distill.loss_top_k`.
 TOP_LOGPROBS_MAX = 1024
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
@@ -74,28 +71,17 @@ def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:
     """
     if loss not in LOSS_PARAMS:
         raise UserError(f"learner.loss = {loss!r}: expected one of {', '.join(LOSS_PARAMS)}.")
-    known = {**LOSS_PARAMS[loss], **SHARED_LOSS_PARAMS}
+    known = LOSS_PARAMS[loss]
     for name, value in given.items():
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(known)}.{hint}")
+            raise UserError(f"learner.loss_params.{name}: the loss {loss!r} takes {', '.join(known) or 'none'}.{hint}")
         if not math.isfinite(value) or value < 0.0:
             raise UserError(f"learner.loss_params.{name} = {value}: expected a number >= 0.")
     values = {**known, **given}
     for low, high in (("low", "high"), ("floor", "cap")):
         if values.get(low, 0.0) > values.get(high, math.inf):
             raise UserError(f"learner.loss_params: {low} = {values[low]} is above {high} = {values[high]}.")
-    top = values["score_centering"]
-    if top % 1 or top > TOP_LOGPROBS_MAX:
-        raise UserError(
-            f"learner.loss_params.score_centering = {top}: expected how many of the sampler's most likely tokens it "
-            f"looks at, a whole number up to {TOP_LOGPROBS_MAX}; more than the vocabulary has is all of it."
-        )
-    if top and loss == "gspo":
-        raise UserError(
-            'learner.loss_params.score_centering: loss = "gspo" has one weight a sequence, and the correction needs '
-            "one for every token that could have come. Take another loss, or leave it out."
-        )
     return values
 
 

@@ -168,10 +168,6 @@ class Rollout:
     support_tokens, support_offsets
                   if top-k or top-p narrowed the distribution: the token ids that token t was drawn from are
                   support_tokens[support_offsets[t]:support_offsets[t + 1]]  (offsets have T + 1 entries); else None
-    top_tokens, top_logprobs
-                  if the run asks for them: the k most likely tokens of the distribution that each sampled token was
-                  drawn from, row by row [loss_mask.count(1) * k], and their logprobs (float16, little-endian); k is at
-                  most the vocabulary's size; else empty
     routes        the experts that a mixture chose for each token that was read, as bytes (`transport/routes.py`); empty
                   if nobody asked, or once they are packed in `RolloutGroup.routes`
     """
@@ -186,8 +182,6 @@ class Rollout:
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
-    top_tokens: array[int] = field(default_factory=lambda: array("i"))
-    top_logprobs: bytes = b""
     routes: bytes = b""
 
     @property
@@ -296,8 +290,7 @@ class Attachment:
 class SamplingParams:
     """How tokens are drawn. `min_p`: the least probability of a token, as a share of the most likely token's. With
     `top_k` = 0, `top_p` = 1.0 and `min_p` = 0.0 the distribution is not narrowed. `temperature` = 0.0: greedy (eval
-    only). `top_logprobs`: number of most likely tokens returned with each drawn token (only without narrowing).
-    `stop`: strings that end a rollout of one turn (`engines/tokenizer.py`). `routes`: whether the experts that a
+    only). `stop`: strings that end a rollout of one turn (`engines/tokenizer.py`). `routes`: whether the experts that a
     mixture chooses are returned with the tokens, if the engine can.
     """
 
@@ -305,7 +298,6 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     max_tokens: int = 256
-    top_logprobs: int = 0
     min_p: float = 0.0
     stop: tuple[str, ...] = ()
     routes: bool = False

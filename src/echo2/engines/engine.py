@@ -38,8 +38,6 @@ class Conversation:
     spans: list[tuple[int, int]] = field(default_factory=list)
     support_tokens: array[int] | None = None
     support_offsets: array[int] = field(default_factory=lambda: array("i", [0]))
-    top_tokens: array[int] = field(default_factory=lambda: array("i"))
-    top_logprobs: bytearray = field(default_factory=bytearray)
     routes: bytes = b""
     pending: array[int] = field(default_factory=lambda: array("i"))
     turns: int = 0
@@ -61,8 +59,6 @@ class Conversation:
             self.support_offsets.extend([before] * len(self.pending))
             self.support_offsets.extend(before + offset for offset in completion.support_offsets[1:])
             self.support_tokens = (self.support_tokens or array("i")) + completion.support_tokens
-        self.top_tokens += completion.top_tokens
-        self.top_logprobs += completion.top_logprobs
         # What a turn read again keeps the routes of the turn that drew the tokens.
         is_whole = completion.routes and (self.routes or not self.turns)
         self.routes = self.routes + completion.routes[len(self.routes) :] if is_whole else b""
@@ -78,8 +74,6 @@ class Conversation:
             finish,
             self.support_tokens,
             self.support_offsets if self.support_tokens is not None else None,
-            self.top_tokens,
-            bytes(self.top_logprobs),
             self.routes,
         )
 
@@ -95,8 +89,6 @@ class Conversation:
             reward_parts={"environment": self.reward},
             support_tokens=self.support_tokens,
             support_offsets=self.support_offsets if self.support_tokens is not None else None,
-            top_tokens=self.top_tokens,
-            top_logprobs=bytes(self.top_logprobs),
             routes=self.routes,
         )
 
@@ -194,8 +186,6 @@ class Completion:
     finish: FinishReason
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
-    top_tokens: array[int] = field(default_factory=lambda: array("i"))
-    top_logprobs: bytes = b""
     routes: bytes = b""
 
 

@@ -65,8 +65,6 @@ class FakeDecoder:
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         """See `Decoder.refusal`."""
         _, vocab, positions, _ = self._policy()
-        if request.params.top_logprobs:
-            return RequestFailure("engine_failed", "The fake engine has no distribution to tell of (score_centering).")
         return refuse_request(request, vocab, positions)
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 from echo2.core.types import FinishReason
 from echo2.engines.engine import Completion, SampleRequest
 from echo2.engines.random_streams import stream_keys
-from echo2.engines.sampler import Draw, Ints, Sampler, Top
+from echo2.engines.sampler import Draw, Ints, Sampler
 
 DROP_BELOW = 0.85
 """Ended rows are dropped when fewer than this share of the rows still runs: copying the cache costs about a third of a
@@ -48,7 +48,6 @@ class _Row:
     request: SampleRequest
     spans: list[tuple[int, int]] = field(default_factory=list)
     supports: list[npt.NDArray[np.int32]] = field(default_factory=list)
-    tops: list[Top] = field(default_factory=list)
 
 
 class RowTable:
@@ -185,17 +184,14 @@ class RowTable:
         self._tokens_BT[running, at] = drawn.tokens_B[running]
         self._logprobs_BT[running, at] = drawn.logprobs_B[running]
         self._length_B[running] += 1
-        if drawn.supports or drawn.tops:
+        if drawn.supports:
             for place in running.tolist():
                 if place in drawn.supports:
                     self._rows[place].supports.append(drawn.supports[place])
-                if place in drawn.tops:
-                    self._rows[place].tops.append(drawn.tops[place])
 
     def _completion(self, place: int, finish: FinishReason) -> Completion:
         row, length = self._rows[place], int(self._length_B[place])
         tokens, supports = array("i", self._tokens_BT[place, :length].tobytes()), row.supports
-        top_ids, top_logprobs = zip(*row.tops, strict=True) if row.tops else ((), ())
         return Completion(
             tokens=tokens,
             logprobs=array("f", self._logprobs_BT[place, :length].tobytes()),
@@ -205,8 +201,6 @@ class RowTable:
             support_offsets=array("i", np.cumsum([0, *map(len, supports)], dtype=np.int32).tobytes())
             if supports
             else None,
-            top_tokens=array("i", b"".join(ids.tobytes() for ids in top_ids)),
-            top_logprobs=b"".join(logprobs.tobytes() for logprobs in top_logprobs),
         )
 
 

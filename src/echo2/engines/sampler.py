@@ -23,24 +23,21 @@ from torch import Tensor
 from echo2.core.errors import PeerError
 from echo2.core.types import SamplingParams
 from echo2.engines.random_streams import Keys, uniforms
-from echo2.transport.limits import LOGPROB_MIN, SUPPORT_WIDTH_MAX
+from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 MAX_SAMPLER_ITEMS = 1 << 26
 """Logits worked on at once (rows x vocabulary); more rows are done in slices. Bounds the sampler's memory."""
 
 Ints = npt.NDArray[np.int64]
-Top = tuple[npt.NDArray[np.int32], npt.NDArray[np.float16]]
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token for each row. `supports[row]` exists only for narrowed rows. `tops[row]`, the most likely tokens and
-    their logprobs, exists only for rows that ask for it and are neither narrowed nor greedy."""
+    """One token for each row. `supports[row]` exists only for narrowed rows."""
 
     tokens_B: Ints
     logprobs_B: npt.NDArray[np.float32]
     supports: dict[int, npt.NDArray[np.int32]]
-    tops: dict[int, Top]
 
 
 class Sampler:
@@ -69,17 +66,16 @@ class Sampler:
         tokens_B = np.empty(num_rows, dtype=np.int64)
         logprobs_B = np.empty(num_rows, dtype=np.float32)
         supports: dict[int, npt.NDArray[np.int32]] = {}
-        tops: dict[int, Top] = {}
         slice_rows = max(1, MAX_SAMPLER_ITEMS // vocab)
         for kind, rows in self._rows.items():
             for start in range(0, len(rows), slice_rows):
                 part = rows[start : start + slice_rows]
-                drawn = self._draw_kind(kind, part, logits_BV, place_B, supports, tops)
+                drawn = self._draw_kind(kind, part, logits_BV, place_B, supports)
                 # One copy to the CPU for both: float64 holds every token id and every float32 exactly.
                 tokens_B[part], logprobs_B[part] = torch.stack([drawn[0].double(), drawn[1].double()]).cpu().numpy()
         if not np.isfinite(logprobs_B).all():
             raise PeerError("not_finite", "The policy gives logits that are not finite; its training has diverged.")
-        return Draw(tokens_B, logprobs_B, supports, tops)
+        return Draw(tokens_B, logprobs_B, supports)
 
     def _draw_kind(
         self,
@@ -88,9 +84,8 @@ class Sampler:
         logits_BV: Tensor,
         place_B: Ints,
         supports: dict[int, npt.NDArray[np.int32]],
-        tops: dict[int, Top],
     ) -> tuple[Tensor, Tensor]:
-        """Tokens and logprobs of `rows`, which are all of one kind; adds their supports and tops."""
+        """Tokens and logprobs of `rows`, which are all of one kind; adds their supports."""
         index = None if len(rows) == len(self._params) else torch.from_numpy(rows).to(self._device)
         logits_BV = logits_BV if index is None else logits_BV[index]
         if kind == "greedy":
@@ -101,9 +96,7 @@ class Sampler:
             logits_BV = logits_BV / (self._temperature_B1 if index is None else self._temperature_B1[index])
         uniform_B = torch.from_numpy(uniforms(self._keys[rows], place_B[rows])).to(self._device)
         if kind == "plain":
-            logprobs_BV = logits_BV.log_softmax(-1)
-            self._add_tops(rows, logprobs_BV, tops)
-            return invert(logprobs_BV, uniform_B)
+            return invert(logits_BV.log_softmax(-1), uniform_B)
         limits = self._top_k_B1, self._top_p_B1, self._min_p_B1
         logits_BW, ids_BW = narrow(logits_BV, *(limit if index is None else limit[index] for limit in limits))
         kept_BW = logits_BW.isfinite()
@@ -111,16 +104,6 @@ class Sampler:
         supports.update((int(row), ids[i][kept[i]]) for i, row in enumerate(rows))
         rank_B, logprob_B = invert(logits_BW.log_softmax(-1), uniform_B)
         return ids_BW.gather(1, rank_B[:, None])[:, 0], logprob_B
-
-    def _add_tops(self, rows: Ints, logprobs_BV: Tensor, tops: dict[int, Top]) -> None:
-        widest = min(max(self._params[row].top_logprobs for row in rows), logprobs_BV.shape[1])
-        if not widest:
-            return
-        logprobs_BW, ids_BW = logprobs_BV.topk(widest, dim=-1)
-        ids, logprobs = ids_BW.int().cpu().numpy(), logprobs_BW.clamp(min=LOGPROB_MIN).half().cpu().numpy()
-        for place, row in enumerate(rows.tolist()):
-            if width := self._params[row].top_logprobs:
-                tops[row] = ids[place, :width], logprobs[place, :width]
 
 
 def _kind(params: SamplingParams) -> str:

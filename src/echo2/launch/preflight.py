@@ -29,7 +29,6 @@ from echo2.engines.model_values import read_context, text_values
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.head import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
-from echo2.head.serve.results import GROUP_BYTES_MAX
 from echo2.launch.teachers import check_teaching
 from echo2.learner.core.fitting import settle
 from echo2.learner.core.model_size import model_config, model_shape
@@ -118,7 +117,6 @@ def check(config: Config, has_learner: bool = True) -> None:
     offers = read_offers(config)
     planner_options(config, 0, offers)
     check_budget(config, offers.values())
-    check_group_bytes(config)
     check_context(config)
 
 
@@ -131,24 +129,6 @@ def check_harness(config: Config) -> None:
         )
     if config.tasks.environment.startswith(OWN):
         load_harness(config.tasks.environment)
-
-
-def check_group_bytes(config: Config) -> None:
-    """Check that the longest possible group, with its likely tokens, does not exceed the size limit of a stored group:
-    it would be refused and sampled again without end.
-
-    Raises:
-        UserError: it exceeds the limit.
-    """
-    sampling, top = config.sampling, config.sampling_params.top_logprobs
-    token_bytes = 9 + 6 * top
-    num_bytes = sampling.group_size * sampling.max_tokens * token_bytes
-    if top and num_bytes > GROUP_BYTES_MAX:
-        raise UserError(
-            f"learner.loss_params.score_centering = {top} makes a token {token_bytes} bytes: {num_bytes / 2**20:.0f} "
-            f"MiB for {sampling.group_size} rollouts of {sampling.max_tokens} tokens, where a group may have "
-            f"{GROUP_BYTES_MAX / 2**20:.0f}. Lower one of the three (more than the vocabulary has is all of it)."
-        )
 
 
 def check_budget(config: Config, offers: Iterable[Offer]) -> None:

@@ -209,7 +209,5 @@ def _rollout(completion: Completion) -> Rollout:
         finish=completion.finish,
         support_tokens=completion.support_tokens,
         support_offsets=completion.support_offsets,
-        top_tokens=completion.top_tokens,
-        top_logprobs=completion.top_logprobs,
         routes=completion.routes,
     )

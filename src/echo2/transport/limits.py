@@ -99,8 +99,6 @@ VERSION_SPANS_MAX = 10_000
 #: Tokens in the support of one token: where top-k and top-p leave more, the sampler truncates the
 #: support to this size. The reported support is exact.
 SUPPORT_WIDTH_MAX = 4096
-#: Likely tokens reported with each sampled token; the bound of `learner.loss_params.score_centering`.
-TOP_WIDTH_MAX = 1024
 #: Turns of a rollout in an environment; as `sampling.max_turns`.
 TURNS_MAX = 10_000
 #: Largest whole number: fits SQLite, JSON readers and signed 64 bits alike.
@@ -112,10 +110,7 @@ DURATION_SECONDS_MAX = 1e7
 REWARD_MAX = 1e6
 #: Price that a worker may report; the most expensive machine for rent costs a hundredth of it.
 PRICE_MAX_USD_PER_HOUR = 10_000.0
-#: Smallest behaviour logprob. Sampling with 32 random bits gives about -25 at least; those of likely
-#: tokens and of logs are clipped here.
+#: Smallest behaviour logprob. Sampling with 32 random bits gives about -25 at least; those of logs are clipped here.
 LOGPROB_MIN = -100.0
 #: Rounding error by which a logprob may exceed 0.
 LOGPROB_SLACK = 1e-4
-#: Relative error of the logprobs of likely tokens, which travel as float16, and of the sum of their probabilities.
-TOP_ERROR = 5e-3

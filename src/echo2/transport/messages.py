@@ -104,8 +104,6 @@ def _encode_rollout(rollout: Rollout) -> wire.Rollout:
         loss_mask=rollout.loss_mask,
         version_spans=[wire.VersionSpan(start=start, version=version) for start, version in rollout.version_spans],
         finish=rollout.finish,
-        top_tokens=rollout.top_tokens.tobytes(),
-        top_logprobs=rollout.top_logprobs,
         reward_parts=rollout.reward_parts if rollout.reward is None else {},
     )
     if rollout.support_tokens is not None and rollout.support_offsets is not None:
@@ -265,8 +263,6 @@ def _rollout(message: wire.Rollout, score: wire.Score | None = None) -> Rollout:
         reward_parts=dict((message if score is None else score).reward_parts),
         support_tokens=array("i", message.support_tokens) if has_support else None,
         support_offsets=array("i", message.support_offsets) if has_support else None,
-        top_tokens=array("i", message.top_tokens),
-        top_logprobs=message.top_logprobs,
     )
 
 
@@ -289,8 +285,6 @@ def check_rollouts(messages: Sequence[wire.Rollout]) -> None:
         _check_spans(message.version_spans, length)
         if message.HasField("support_tokens") or message.HasField("support_offsets"):
             _check_support(message)
-        if message.top_tokens or message.top_logprobs:
-            _check_top(message)
     _check_tokens("tokens", b"".join(tokens))
     _check_logprobs(b"".join(logprobs), b"".join(masks))
 
@@ -317,12 +311,6 @@ def _check_spans(spans: Sequence[wire.VersionSpan], num_tokens: int) -> None:
         _require(span.version <= limits.NUMBER_MAX, "a version span's version is out of range")
         _require(version < span.version, "a version span's version is not above the one before it")
         last, version = span.start, span.version
-
-
-def _check_top(message: wire.Rollout) -> None:
-    _require(len(message.top_tokens) == 2 * len(message.top_logprobs), "not as many top tokens as logprobs")
-    _bound_entries("top_tokens", message.top_tokens, limits.MESSAGE_BYTES_MAX // 4)
-    _check_tokens("top_tokens", message.top_tokens)
 
 
 def _check_support(message: wire.Rollout) -> None:
@@ -367,7 +355,6 @@ def encode_assignment(assignment: Assignment) -> wire.Lease:
         top_k=params.top_k,
         min_p=params.min_p,
         stop=params.stop,
-        top_logprobs=params.top_logprobs,
         routes=params.routes,
         max_tokens=params.max_tokens,
         environment=assignment.environment,
@@ -406,11 +393,10 @@ def decode_assignment(message: wire.Lease) -> Assignment:
         seed=message.seed,
         first_sample=message.first_sample,
     )
-    _require(message.top_logprobs <= limits.TOP_WIDTH_MAX, f"{message.top_logprobs} top logprobs asked for")
     are_bounded = len(message.stop) <= STOP_STRINGS_MAX and all(0 < len(one) <= STOP_CHARS_MAX for one in message.stop)
     _require(are_bounded, "too many stop strings, or one that is empty or too long")
     drawn = message.temperature, message.top_p, message.top_k, message.max_tokens
-    params = SamplingParams(*drawn, message.top_logprobs, message.min_p, tuple(message.stop), message.routes)
+    params = SamplingParams(*drawn, message.min_p, tuple(message.stop), message.routes)
     return Assignment(
         lease,
         _token_ids("prompt_tokens", message.prompt_tokens),

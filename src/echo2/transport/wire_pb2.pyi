@@ -31,7 +31,7 @@ class VersionSpan(_message.Message):
     def __init__(self, start: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...
 
 class Rollout(_message.Message):
-    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "reward_parts", "support_tokens", "support_offsets", "top_tokens", "top_logprobs")
+    __slots__ = ("tokens", "logprobs", "loss_mask", "version_spans", "finish", "reward_parts", "support_tokens", "support_offsets")
     class RewardPartsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -47,8 +47,6 @@ class Rollout(_message.Message):
     REWARD_PARTS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SUPPORT_OFFSETS_FIELD_NUMBER: _ClassVar[int]
-    TOP_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     tokens: bytes
     logprobs: bytes
     loss_mask: bytes
@@ -57,9 +55,7 @@ class Rollout(_message.Message):
     reward_parts: _containers.ScalarMap[str, float]
     support_tokens: bytes
     support_offsets: bytes
-    top_tokens: bytes
-    top_logprobs: bytes
-    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ..., top_tokens: _Optional[bytes] = ..., top_logprobs: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, tokens: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., loss_mask: _Optional[bytes] = ..., version_spans: _Optional[_Iterable[_Union[VersionSpan, _Mapping]]] = ..., finish: _Optional[str] = ..., reward_parts: _Optional[_Mapping[str, float]] = ..., support_tokens: _Optional[bytes] = ..., support_offsets: _Optional[bytes] = ...) -> None: ...
 
 class Score(_message.Message):
     __slots__ = ("reward", "reward_parts")
@@ -123,7 +119,7 @@ class RouteShape(_message.Message):
     def __init__(self, layers: _Optional[int] = ..., chosen: _Optional[int] = ..., experts: _Optional[int] = ...) -> None: ...
 
 class Lease(_message.Message):
-    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "top_logprobs", "min_p", "stop", "routes", "first_sample")
+    __slots__ = ("lease_id", "kind", "number", "step", "cursor", "num_samples", "min_version", "exact_version", "deadline", "seconds", "seed", "temperature", "top_p", "top_k", "max_tokens", "environment", "max_turns", "prompt_tokens", "columns_json", "is_chat", "policy", "min_p", "stop", "routes", "first_sample")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -145,7 +141,6 @@ class Lease(_message.Message):
     COLUMNS_JSON_FIELD_NUMBER: _ClassVar[int]
     IS_CHAT_FIELD_NUMBER: _ClassVar[int]
     POLICY_FIELD_NUMBER: _ClassVar[int]
-    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     ROUTES_FIELD_NUMBER: _ClassVar[int]
@@ -171,12 +166,11 @@ class Lease(_message.Message):
     columns_json: str
     is_chat: bool
     policy: str
-    top_logprobs: int
     min_p: float
     stop: _containers.RepeatedScalarFieldContainer[str]
     routes: bool
     first_sample: int
-    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., top_logprobs: _Optional[int] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., routes: _Optional[bool] = ..., first_sample: _Optional[int] = ...) -> None: ...
+    def __init__(self, lease_id: _Optional[int] = ..., kind: _Optional[str] = ..., number: _Optional[int] = ..., step: _Optional[int] = ..., cursor: _Optional[int] = ..., num_samples: _Optional[int] = ..., min_version: _Optional[int] = ..., exact_version: _Optional[int] = ..., deadline: _Optional[float] = ..., seconds: _Optional[float] = ..., seed: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., max_tokens: _Optional[int] = ..., environment: _Optional[str] = ..., max_turns: _Optional[int] = ..., prompt_tokens: _Optional[bytes] = ..., columns_json: _Optional[str] = ..., is_chat: _Optional[bool] = ..., policy: _Optional[str] = ..., min_p: _Optional[float] = ..., stop: _Optional[_Iterable[str]] = ..., routes: _Optional[bool] = ..., first_sample: _Optional[int] = ...) -> None: ...
 
 class RunFacts(_message.Message):
     __slots__ = ("engine", "forms", "model_config", "slots", "max_tokens", "value_bytes", "has_adapter")

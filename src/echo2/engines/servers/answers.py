@@ -10,8 +10,6 @@ import io
 import itertools
 import json
 import logging
-import math
-import struct
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +21,7 @@ import numpy as np
 
 from echo2.core.errors import LinkError, PeerError
 from echo2.engines.engine import Completion, SampleRequest
-from echo2.transport.limits import LOGPROB_MIN, LOGPROB_SLACK, SUPPORT_WIDTH_MAX
+from echo2.transport.limits import LOGPROB_SLACK, SUPPORT_WIDTH_MAX
 from echo2.transport.routes import RouteShape, why_impossible
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
@@ -124,14 +122,13 @@ class Served:
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """A server's answer: T tokens, their logprobs, spans (first token, label of the weights), the support of each token
-    (None: not reported), the likely tokens of each with their logprobs, descending (None: not requested), and the
-    experts of each token that was read: an .npy file [prompt + T - 1, layers, chosen], base64 (None: not reported)."""
+    (None: not reported), and the experts of each token that was read: an .npy file [prompt + T - 1, layers, chosen],
+    base64 (None: not reported)."""
 
     tokens: Sequence[int]
     logprobs: Sequence[float]
     spans: Sequence[tuple[int, str]]
     supports: Sequence[Sequence[int]] | None = None
-    tops: Sequence[Sequence[tuple[int, float]]] | None = None
     routes: str | None = None
 
 
@@ -173,7 +170,6 @@ def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Compl
     wrong = next((x for x in drawn.logprobs if not NO_LOGPROB < x <= LOGPROB_SLACK), None)  # NaN is wrong, too
     _require(wrong is None, f"a logprob is {wrong}")
     supports, offsets = _supports(drawn, request, served) if request.params.is_narrow else (None, None)
-    top_tokens, top_logprobs = _tops(drawn, request, served)
     return Completion(
         tokens=array("i", tokens),
         logprobs=array("f", drawn.logprobs),
@@ -181,8 +177,6 @@ def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Compl
         finish="stop" if has_ended else "length",
         support_tokens=supports,
         support_offsets=offsets,
-        top_tokens=top_tokens,
-        top_logprobs=top_logprobs,
         routes=_routes(drawn, request, served),
     )
 
@@ -232,21 +226,6 @@ def _supports(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[arr
         _check_tokens(support, served)
     offsets = itertools.accumulate(map(len, supports), initial=0)
     return array("i", itertools.chain.from_iterable(supports)), array("i", offsets)
-
-
-def _tops(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[array[int], bytes]:
-    width = min(request.params.top_logprobs, served.vocab_size)
-    if not width or request.params.is_narrow or request.params.temperature == 0.0:
-        return array("i"), b""
-    tops = drawn.tops or ()
-    _require(len(tops) == len(drawn.tokens), "it does not say which tokens were most likely")
-    for top in tops:
-        _require(len(top) == width, f"{len(top)} of the {width} most likely tokens")
-        _check_tokens([token for token, _ in top], served)
-    flat = [entry for top in tops for entry in top]
-    _require(all(math.isfinite(logprob) and logprob <= LOGPROB_SLACK for _, logprob in flat), "a logprob is no logprob")
-    logprobs = struct.pack(f"<{len(flat)}e", *(max(LOGPROB_MIN, logprob) for _, logprob in flat))
-    return array("i", (token for token, _ in flat)), logprobs
 
 
 def _check_tokens(tokens: Sequence[int], served: Served) -> None:

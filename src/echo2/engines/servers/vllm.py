@@ -197,7 +197,7 @@ class VllmServer:
             raise LinkError("it has aborted the request")
         if len(choice.logprobs.content) != len(choice.token_ids):
             raise PeerError("bad_answer", "not as many logprobs as tokens")
-        return completion_of(_drawn(choice, request, num_candidates), request, served)
+        return completion_of(_drawn(choice, request), request, served)
 
     async def sleep(self) -> None:
         """See `TokenServer.sleep`. Weights go to the machine's memory; keys and values are read again afterwards."""
@@ -300,13 +300,9 @@ class VllmServer:
         return await self._running().call(path, body, seconds, method=method)
 
     def _num_candidates(self, request: SampleRequest, served: Served) -> int:
-        """Return how many likely tokens the server must report in place of each token. For narrowed requests: the whole
-        support, unless the server reports a sampling mask. Else: the number that the run asks for and one more, since
-        the list begins with the drawn token."""
-        if request.params.is_narrow:
-            return 0 if self._has_mask else width_of(request, served)
-        width = request.params.top_logprobs
-        return min(width + 1, served.vocab_size) if width else 0
+        """Return how many likely tokens the server must report in place of each token: the whole support of narrowed
+        requests, unless the server reports a sampling mask."""
+        return width_of(request, served) if request.params.is_narrow and not self._has_mask else 0
 
 
 def make_server(place: ServerPlace, device: str, slots: int) -> VllmServer:
@@ -344,20 +340,14 @@ def _sampling_params(request: SampleRequest, served: Served, num_candidates: int
     }
 
 
-def _drawn(choice: _Choice, request: SampleRequest, num_candidates: int) -> Drawn:
-    supports, tops = choice.sampling_mask, None
-    content = choice.logprobs.content
+def _drawn(choice: _Choice, request: SampleRequest) -> Drawn:
+    supports, content = choice.sampling_mask, choice.logprobs.content
     if request.params.is_narrow and supports is None:
         supports = [[one.token_id for one in token.top_logprobs if one.logprob > NO_LOGPROB] for token in content]
-    elif num_candidates:
-        width = request.params.top_logprobs
-        ranked = (sorted(token.top_logprobs, key=lambda one: one.rank or 0) for token in content)
-        tops = [[(one.token_id, one.logprob) for one in top if 0 < (one.rank or 0) <= width] for top in ranked]
     return Drawn(
         choice.token_ids,
         [token.logprob for token in content],
         [(span.start, span.version) for span in choice.weight_versions],
         supports,
-        tops,
         choice.routed_experts,
     )

@@ -40,7 +40,6 @@ from echo2.tasks.streams import Tasks
 from echo2.tasks.teaching import teacher_of
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.codecs import check_top
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
 from echo2.transport.messages import encode_scores, parse_group
@@ -210,7 +209,6 @@ class Deliveries:
         if self.vocab_size is not None:  # None only before the first learner, when no group is leased
             messages.check_support(group, params, self.vocab_size)
             messages.check_vocabulary(group, self.vocab_size)
-            check_top(group, params.top_logprobs, self.vocab_size)
         group = await self._with_routes(group, params.routes)
         if LOGGED_ROLLOUTS in task.columns:
             group = self._as_logged(task, group, params.max_tokens)

@@ -343,7 +343,7 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         return torch.from_numpy(np.concatenate(pieces))
 
     sources = tuple(sorted({datum.source for datum in data}))
-    top_tokens_nk, top_behaviour_nk = _top(data, losses)
+    top_tokens_nk, top_teacher_nk = _top(data, losses)
     loss_tokens = LossTokens(
         behaviour_n=column("behaviour_logprobs", np.float32),
         advantage_n=column("advantages", np.float64),
@@ -355,8 +355,8 @@ def _loss_side(strips: Sequence[_Strip]) -> tuple[Tensor, LossTokens, tuple[Supp
         reference_n=column("reference_logprobs", np.float64),
         teacher_n=column("teacher_logprobs", np.float64),
         top_tokens_nk=top_tokens_nk,
-        top_behaviour_nk=top_behaviour_nk,
-        top_policy_nk=top_behaviour_nk,
+        top_teacher_nk=top_teacher_nk,
+        top_policy_nk=top_teacher_nk,
         entropy_n=torch.zeros(sum(len(at) for at in losses)),
         clip_low_n=column("clip_low", np.float64, default=math.nan),
         clip_high_n=column("clip_high", np.float64, default=math.nan),
@@ -376,7 +376,7 @@ def _lags(datum: Datum, at: Ints) -> Ints:
 
 
 def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]:
-    """Return the most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
+    """Return a teacher's most likely tokens [n, k] and their logprobs, -inf where a datum has fewer than another."""
     widths = [len(datum.top_tokens) // len(at) for datum, at in zip(data, losses, strict=True)]
     shape = sum(map(len, losses)), max(widths)
     tokens_nk, logprobs_nk = np.zeros(shape, np.int64), np.full(shape, -np.inf, np.float32)
@@ -384,10 +384,7 @@ def _top(data: Sequence[Datum], losses: Sequence[Ints]) -> tuple[Tensor, Tensor]
     for datum, at, width in zip(data, losses, widths, strict=True):
         rows = slice(start, start + len(at))
         tokens_nk[rows, :width] = np.frombuffer(datum.top_tokens, np.int32).reshape(len(at), width)
-        is_whole = len(datum.top_logprobs) == 4 * len(datum.top_tokens)
-        logprobs_nk[rows, :width] = np.frombuffer(datum.top_logprobs, "<f4" if is_whole else "<f2").reshape(
-            len(at), width
-        )
+        logprobs_nk[rows, :width] = np.frombuffer(datum.top_logprobs, np.float32).reshape(len(at), width)
         start += len(at)
     return torch.from_numpy(tokens_nk), torch.from_numpy(logprobs_nk)
 

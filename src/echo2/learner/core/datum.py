@@ -24,8 +24,8 @@ class Datum:
     version             the policy version that is trained; lags count from it
     source              the worker that sampled the sequence, for statistics
     support_*           as in `types.Rollout`: the tokens that each was drawn from, where sampling was narrowed
-    top_*               as in `types.Rollout`: the sampler's most likely tokens and their logprobs, or (float32) those
-                        of a teacher; empty: not known
+    top_*               a teacher's k most likely tokens at each loss token, row by row, and their logprobs (float32);
+                        empty: not known
     targets             'i' [T], the token to predict in place of each token; None: the token itself
     routes              [P + T - 1, layers, chosen], the experts that the sampler's mixture chose; None: not known
     clip_low, clip_high 'd' [T], bounds of each token's ratio in a client's loss; None: the loss's bounds

@@ -14,12 +14,11 @@ gradient. Per token:
     icepop     -sg(r [low <= r <= high]) A log pi
     cispo      -sg(clip(r, floor, cap)) A log pi
     gspo       -min(s A, clip(s) A),  s = exp(mean of l over the sequence)
-    m2po       -min(r A, clip(r) A),  bounds: those that would have kept the previous step at second_moment
     none       -A log pi: no correction at all, the negative control
 
 The behaviour logprobs are a worker's unverified claim. Whatever their values, a loss is finite, and its gradient by the
 log pi of a token is at most the bound of the token's weight times |A|: `cap`, `high` or 1 where the table says so.
-Where r itself has the gradient (ppo, decoupled, gspo, m2po), r is limited to RATIO_LIMIT, or to the upper end of the
+Where r itself has the gradient (ppo, decoupled, gspo), r is limited to RATIO_LIMIT, or to the upper end of the
 clip if that is higher. `square` adds at most 2 * square * LOG_RATIO_LIMIT.
 
 Sources and reasons: docs/losses.md. A new loss: one entry in `LOSSES` and its parameters in `LOSS_PARAMS`
@@ -30,9 +29,9 @@ Shape suffixes: n = loss tokens of all sequences, flat; S = sequences.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -41,8 +40,6 @@ from echo2.config.values import loss_params
 
 LOG_RATIO_LIMIT = 20.0  # exp(20) is still far from overflow in float32
 RATIO_LIMIT = 10.0  # the largest weight of a token, relative to a token that the current policy sampled
-TAIL_LEAST = 1e-6  # least probability of the tail, where its true mass may be 0 up to rounding error
-TAIL_LOGPROB = -50.0  # logprob of any token in the tail: only the ratio matters
 LOGGED_LAG = -1  # lag of tokens from a log: no version of this run sampled them
 Params = Mapping[str, float]
 
@@ -58,9 +55,9 @@ class LossTokens:
     weight_n     factor of the token's loss in the sum (the loss itself may ignore it)
     reference_n  a reference policy's logprobs
     teacher_n    a teacher's logprobs
-    top_tokens_nk     the sampler's (or a teacher's) k most likely tokens at each drawn token; k may be 0
-    top_behaviour_nk  the sampler's (or teacher's) logprobs of these tokens, -inf where there are fewer
-    top_policy_nk     the policy's logprobs of these tokens, with gradient; set by the trainer after the forward pass
+    top_tokens_nk   a teacher's k most likely tokens at each drawn token; k may be 0
+    top_teacher_nk  the teacher's logprobs of these tokens, -inf where there are fewer
+    top_policy_nk   the policy's logprobs of these tokens, with gradient; set by the trainer after the forward pass
     entropy_n    entropy of the policy's distribution at the token; also set by the trainer
     clip_low_n, clip_high_n  bounds of the token's ratio that its datum names; NaN: it names none
     """
@@ -75,7 +72,7 @@ class LossTokens:
     reference_n: Tensor
     teacher_n: Tensor
     top_tokens_nk: Tensor
-    top_behaviour_nk: Tensor
+    top_teacher_nk: Tensor
     top_policy_nk: Tensor
     entropy_n: Tensor
     clip_low_n: Tensor
@@ -105,41 +102,8 @@ class TokenLosses:
 LossFunction = Callable[[Tensor, LossTokens, Params], TokenLosses]
 
 
-@dataclass(frozen=True, slots=True)
-class LossKind:
-    """One entry of the table; its parameters are in `config.rules.LOSS_PARAMS`.
-
-    `remember` reduces all log ratios and advantages of a step (in any order) to the number that the next step gets as
-    `PolicyLoss.memory`. It replaces statistics of the whole batch, which a streamed step does not have in time.
-    """
-
-    function: LossFunction
-    remember: Callable[[Tensor, Tensor, Params], float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyLoss:
-    """A loss with its parameters and its memory of the previous step: a pure function of its arguments."""
-
-    kind: LossKind
-    params: Params
-    memory: float | None = None
-
-    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> TokenLosses:
-        params = {**self.params, **({} if self.memory is None else {"memory": self.memory})}
-        found = self.kind.function(logp_n, tokens, params)
-        if params["score_centering"]:
-            centering_n = score_centering(self.kind.function, tokens, params)
-            found = replace(found, loss_n=found.loss_n + ~found.vetoed_S[tokens.sequence_n] * centering_n)
-        if params["max_binary_kl"]:
-            refused_S = mean_binary_kl(logp_n, tokens) > params["max_binary_kl"]
-            loss_n = ~refused_S[tokens.sequence_n] * found.loss_n
-            found = replace(found, loss_n=loss_n, vetoed_S=found.vetoed_S | refused_S)
-        return found
-
-    def remember(self, log_ratio_n: Tensor, advantage_n: Tensor) -> float | None:
-        """Return the memory for the next step; None if the loss has none."""
-        return None if self.kind.remember is None else self.kind.remember(log_ratio_n, advantage_n, self.params)
+#: A loss with its parameters.
+PolicyLoss = Callable[[Tensor, LossTokens], TokenLosses]
 
 
 def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
@@ -148,47 +112,7 @@ def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
     Raises:
         UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
     """
-    values = loss_params(name, params or {})
-    return PolicyLoss(LOSSES[name], values)
-
-
-def score_centering(function: LossFunction, tokens: LossTokens, p: Params) -> Tensor:
-    """Return the term that subtracts from each token's gradient its mean over tokens drawn from the sampler: the sum
-    over the top k tokens of sg(rho g' p - q g) log p. g is the slope that the loss would have at each of these tokens
-    had it been drawn, q and p are the sampler's and the policy's probabilities, and g' is the slope in the tail, where
-    q = rho p is assumed.
-
-    The regulariser and the veto of dppo are not part of the slope.
-    """
-    logp_nk, logq_nk = tokens.top_policy_nk.detach(), tokens.top_behaviour_nk
-    q_nk, p_nk = logq_nk.exp(), logp_nk.exp() * logq_nk.isfinite()
-    left_n = 1.0 - torch.stack([q_nk, p_nk]).sum(-1)
-    rho_n = (left_n[0] / left_n[1].clamp(min=TAIL_LEAST)).clamp(TAIL_LEAST, RATIO_LIMIT)
-    tail_n = torch.full_like(rho_n, TAIL_LOGPROB)
-    leaf_nk = torch.cat([logp_nk, (tail_n - rho_n.log())[:, None]], dim=1).requires_grad_()
-    width = leaf_nk.shape[1]
-    drawn = replace(
-        tokens,
-        behaviour_n=torch.cat([logq_nk, tail_n[:, None]], dim=1).flatten(),
-        advantage_n=tokens.advantage_n.repeat_interleave(width),
-        lag_n=tokens.lag_n.repeat_interleave(width),
-        sequence_n=torch.zeros_like(tokens.sequence_n).repeat_interleave(width),
-    )
-    with torch.enable_grad():
-        found = function(leaf_nk.flatten(), drawn, {**p, "square": 0.0, "veto": 0.0})
-        (slope_nk,) = torch.autograd.grad(found.loss_n.sum(), leaf_nk)
-    weight_nk = rho_n[:, None] * slope_nk[:, -1:] * p_nk - slope_nk[:, :-1] * q_nk
-    return (weight_nk * tokens.top_policy_nk).sum(-1)
-
-
-@torch.no_grad()
-def mean_binary_kl(logp_n: Tensor, tokens: LossTokens) -> Tensor:
-    """Return for each sequence [S] the mean KL(mu, pi) of the two outcomes "this token" and "another", whose
-    probabilities are raised to at least 1e-6.
-    """
-    mu_n, pi_n = (logprobs.exp().clamp(1e-6, 1.0 - 1e-6) for logprobs in (tokens.behaviour_n, logp_n))
-    kl_n = mu_n * (mu_n / pi_n).log() + (1.0 - mu_n) * ((1.0 - mu_n) / (1.0 - pi_n)).log()
-    return _sum_S(kl_n, tokens) / _sum_S(torch.ones_like(logp_n), tokens).clamp(min=1.0)
+    return partial(LOSSES[name], p=loss_params(name, params or {}))
 
 
 def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
@@ -267,33 +191,6 @@ def gspo(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     return TokenLosses(*_clipped(ratio_n * own_n, tokens.advantage_n, p), _none_S(tokens))
 
 
-def m2po(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
-    """Clipped surrogate, the clip as wide in l^2 as the second moment allows and never narrower than `clip_*`."""
-    cut = math.sqrt(p.get("memory", p["second_moment"]))
-    radii = {
-        "clip_low": max(p["clip_low"], 1.0 - math.exp(-cut)),
-        "clip_high": max(p["clip_high"], min(math.exp(cut), RATIO_LIMIT) - 1.0),
-    }
-    return TokenLosses(*_clipped(log_ratio(logp_n, tokens).exp(), tokens.advantage_n, radii), _none_S(tokens))
-
-
-def second_moment_cut(log_ratio_n: Tensor, advantage_n: Tensor, p: Params) -> float:
-    """Return the c for which the mean of min(l^2, c) is `second_moment`, over the tokens that the update has moved in
-    the direction of their advantage: only those are ever clipped. Return the limit of l^2 if the mean of l^2 itself is
-    no larger than `second_moment`.
-    """
-    moved_n = log_ratio_n.double()[log_ratio_n * advantage_n > 0]
-    squares_n = moved_n.square().sort().values
-    count, budget = len(squares_n), p["second_moment"] * len(squares_n)
-    if float(squares_n.sum()) <= budget:
-        return LOG_RATIO_LIMIT**2
-    left_n = torch.arange(count, 0, -1, dtype=torch.float64)
-    below_n = squares_n.cumsum(0) - squares_n
-    # The sum that remains after capping at each square is ascending.
-    first = min(count - 1, int((squares_n * left_n + below_n < budget).sum()))
-    return float((budget - below_n[first]) / left_n[first])
-
-
 def none(logp_n: Tensor, tokens: LossTokens, p: Params) -> TokenLosses:
     """Policy gradient as if the current policy had sampled the tokens."""
     return _weighted(logp_n, tokens, torch.ones_like(logp_n), _none_n(tokens), _none_n(tokens))
@@ -330,14 +227,13 @@ def _none_S(tokens: LossTokens) -> Tensor:
     return torch.zeros_like(tokens.source_S, dtype=torch.bool)
 
 
-LOSSES: Mapping[str, LossKind] = {
-    "dppo": LossKind(dppo),
-    "ppo": LossKind(ppo),
-    "decoupled": LossKind(decoupled),
-    "tis": LossKind(tis),
-    "icepop": LossKind(icepop),
-    "cispo": LossKind(cispo),
-    "gspo": LossKind(gspo),
-    "m2po": LossKind(m2po, second_moment_cut),
-    "none": LossKind(none),
+LOSSES: Mapping[str, LossFunction] = {
+    "dppo": dppo,
+    "ppo": ppo,
+    "decoupled": decoupled,
+    "tis": tis,
+    "icepop": icepop,
+    "cispo": cispo,
+    "gspo": gspo,
+    "none": none,
 }

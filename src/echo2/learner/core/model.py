@@ -9,8 +9,8 @@ sampler's probability is meaningful only if the learner does the same: a narrowe
 support in the rollout, because no token outside of it could have been drawn.
 
 Shape suffixes: B = rows, T = row length, D = hidden size, V = vocabulary, u = positions that predict something,
-n = loss tokens, m = loss tokens with a support, or without, W = widest support, k = the sampler's most likely tokens
-(score centering; only without a support).
+n = loss tokens, m = loss tokens with a support, or without, W = widest support, k = a teacher's most likely tokens
+(only without a support).
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Policy:
 
     def logprobs(self, batch: PackedBatch, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-probability [n] of each loss token of `batch`, the entropy [n] of the distribution at the
-        token, and the log-probabilities [n, k] of the sampler's most likely tokens (see `token_logprobs`).
+        token, and the log-probabilities [n, k] of a teacher's most likely tokens (see `token_logprobs`).
         `batch` is on this device; logits are divided by `temperature`.
         """
         with self._computing():

@@ -106,8 +106,6 @@ def group_data(
             source=group.worker_id,
             support_tokens=rollout.support_tokens,
             support_offsets=rollout.support_offsets,
-            top_tokens=rollout.top_tokens,
-            top_logprobs=rollout.top_logprobs,
             routes=routes.read(rollout.routes) if routes is not None and rollout.routes else None,
         )
         data.append((count, datum))

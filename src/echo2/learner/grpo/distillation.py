@@ -39,12 +39,15 @@ from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RolloutGroup
 from echo2.engines.tokenizer import refuse_other_tokenizer
 from echo2.learner.core.datum import Datum
-from echo2.learner.core.losses import LOG_RATIO_LIMIT, TAIL_LEAST, LossTokens
+from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.core.trainer import Trainer
 from echo2.learner.grpo.data import GroupData
 from echo2.learner.grpo.loss_stats import Taught
+
+#: Least probability of the rest, where its true mass may be 0 up to rounding error.
+TAIL_LEAST = 1e-6
 
 
 class Teachers:
@@ -167,7 +170,7 @@ def towards_teacher(logp_n: Tensor, tokens: LossTokens, weight: float) -> LossTo
 
 def joined_kl(tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
     """Return the divergence at each token, with the rest of the vocabulary joined; 0 in sequences that are vetoed."""
-    log_rho_nk, log_pi_nk = tokens.top_behaviour_nk, tokens.top_policy_nk
+    log_rho_nk, log_pi_nk = tokens.top_teacher_nk, tokens.top_policy_nk
     is_there_nk = log_rho_nk.isfinite()
     pi_nk, rho_nk = log_pi_nk.exp() * is_there_nk, log_rho_nk.exp()
     kl_nk = pi_nk * (log_pi_nk - log_rho_nk.masked_fill(~is_there_nk, 0.0))

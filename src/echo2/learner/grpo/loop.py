@@ -24,18 +24,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from echo2.config.sections import DistillConfig
 from echo2.core.types import RolloutGroup
-from echo2.learner.core.losses import LossTokens, PolicyLoss, log_ratio
+from echo2.learner.core.losses import LossTokens, PolicyLoss
 from echo2.learner.core.settings import learning_rate
 from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.distillation import joined_kl, towards_teacher
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, measure, merged
+from echo2.learner.grpo.loss_stats import LossStats, StepStats, measure, merged
 from echo2.learner.grpo.reference import token_kl
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
@@ -169,8 +168,7 @@ class GrpoClient(TrainedPolicy):
 class GrpoLoss:
     """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
     plus beta = `reference_kl` times KL(pi || pi_ref) (`reference.py`), and what a teacher adds (`distillation.py`).
-    Its output for each micro-batch: statistics, and
-    log ratios and advantages [2, n] for the loss's memory (None if the loss has no memory).
+    Its output for each micro-batch: statistics.
 
     Shape suffixes: n = loss tokens, S = sequences.
     """
@@ -179,7 +177,7 @@ class GrpoLoss:
     reference_kl: float
     distill: DistillConfig = field(default_factory=DistillConfig)
 
-    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, Output]:
+    def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, LossStats]:
         is_taught = bool(self.distill.teachers)
         if is_taught and not self.distill.loss_top_k:
             tokens = towards_teacher(logp_n, tokens, self.distill.weight)
@@ -190,8 +188,5 @@ class GrpoLoss:
         if self.reference_kl > 0.0:
             kl_n = token_kl(logp_n, tokens, found.vetoed_S)
             loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
-        remembered = None
-        if self.policy_loss.kind.remember is not None:
-            remembered = torch.stack([log_ratio(logp_n.detach(), tokens), tokens.advantage_n]).cpu()
         loss = (loss_n.detach() * tokens.weight_n).sum()
-        return loss_n, (measure(loss, logp_n, tokens, found, reference_kl), remembered)
+        return loss_n, measure(loss, logp_n, tokens, found, reference_kl)

@@ -139,10 +139,6 @@ class StepStats:
         )
 
 
-#: Output of a micro-batch: its statistics, and the data from which the loss's memory is made.
-Output = tuple[LossStats, Tensor | None]
-
-
 @torch.no_grad()
 def measure(
     loss: Tensor, logp_n: Tensor, tokens: LossTokens, found: TokenLosses, reference_kl: Tensor | None

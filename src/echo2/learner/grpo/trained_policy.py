@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-import torch
-from torch import Tensor
 
 from echo2.config import Config
 from echo2.core.devices import compute_deterministically
@@ -31,7 +29,7 @@ from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
 from echo2.learner.grpo.distillation import Teachers
-from echo2.learner.grpo.loss_stats import LossStats, Output, StepStats, Taught
+from echo2.learner.grpo.loss_stats import LossStats, StepStats, Taught
 from echo2.learner.grpo.reference import reference_of
 from echo2.transport.codecs import logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
@@ -41,32 +39,28 @@ POLICY, REFERENCE = "the policy", "its reference"
 
 @dataclass(frozen=True, slots=True)
 class RunPosition:
-    """Position of a run: completed training steps, lineage, the position in the task stream, and the loss's memory of
-    the last step (`LossKind.remember`). A checkpoint holds it beside the weights.
+    """Position of a run: completed training steps, lineage, and the position in the task stream. A checkpoint holds it
+    beside the weights.
     """
 
     version: int
     lineage: int = 0
     cursor: int = 0
-    loss_memory: float | None = None
 
 
 @dataclass(slots=True)
 class StepSums:
-    """What the groups since the last update add up to. `remembered`: log ratios, advantages for the loss's memory;
-    `taught`: by teacher.
-    """
+    """What the groups since the last update add up to. `taught`: by teacher."""
 
     num_tokens: int = 0
     num_rollouts: int = 0
     stats: LossStats = field(default_factory=LossStats)
-    remembered: list[Tensor] = field(default_factory=list)
     taught: Mapping[str, Taught] = field(default_factory=dict)
 
 
 class TrainedPolicy:
     """A policy, its reference and teachers, and its optimizer. `trainer` computes on all ranks of `mesh`, under the
-    names POLICY and REFERENCE; `loss`: with its memory; `sums`: of the groups since the last update.
+    names POLICY and REFERENCE; `sums`: of the groups since the last update.
     """
 
     def __init__(self, policy: Policy, config: Config, layout: Layout = "auto", mesh: Mesh | None = None) -> None:
@@ -155,20 +149,18 @@ class TrainedPolicy:
         return made if made is not None and of is group else self._data_of(group)
 
     def add_to_step(
-        self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData], done: ForwardBackward[Output]
+        self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData], done: ForwardBackward[LossStats]
     ) -> LossStats:
         """Add what a pass over the groups gave to the sums of the step. Return statistics of these groups alone."""
         self.sums.num_tokens += sum(part.num_tokens for part in parts)
         self.sums.num_rollouts += sum(part.num_rollouts for part in parts)
         self._keep_logprobs(groups, parts, done.logprobs)
         stats = LossStats()
-        for measured, remembered in self._of_all_ranks(done.outputs):
+        for measured in self._of_all_ranks(done.outputs):
             if self.is_within_step:  # the weights have moved since, though the version has not
                 measured = replace(measured, fresh={})
             stats += measured
             self.sums.stats += measured  # one by one: the same sums however the calls are cut
-            if remembered is not None:
-                self.sums.remembered.append(remembered)
         return stats
 
     def add_update(self, lr: float, divisor: float, step: OptimStep) -> None:
@@ -184,8 +176,6 @@ class TrainedPolicy:
             int(step.updated),
             taught=sums.taught,
         )
-        if self.sums.remembered:
-            self.loss = replace(self.loss, memory=self.loss.remember(*torch.cat(self.sums.remembered, dim=1)))
         self._forget_sums()
         self._before = done if self._before is None else self._before + done
 
@@ -215,7 +205,7 @@ class TrainedPolicy:
         """
         if self.is_within_step:
             raise InvariantError(f"a checkpoint within step {self.version} would be trained on its groups again")
-        position = RunPosition(self.version, lineage, cursor, self.loss.memory)
+        position = RunPosition(self.version, lineage, cursor)
         return self.trainer.save_state(POLICY, directory, asdict(position))
 
     def resume(self, checkpoints: Path) -> bool:
@@ -238,7 +228,7 @@ class TrainedPolicy:
             raise UserError(f"{directory} is no checkpoint of a run: {error}. Name a checkpoints/step_N.") from error
         self._forget_sums()
         self._before, self._logprobs = None, {}
-        self.version, self.loss = position.version, replace(self.loss, memory=position.loss_memory)
+        self.version = position.version
         return position
 
     def _keep_logprobs(
@@ -254,20 +244,12 @@ class TrainedPolicy:
                     array("f", next(of_data)[:room] if rollout.loss_mask.count(1) else ()) for rollout in group.rollouts
                 ]
 
-    def _of_all_ranks(self, outputs: list[Output]) -> list[Output]:
+    def _of_all_ranks(self, outputs: list[LossStats]) -> list[LossStats]:
         """Gather the loss's outputs of every share, the first one's first."""
         if self.mesh.size == 1:
             return outputs
-        rows = [(stats, None if kept is None else kept.tolist()) for stats, kept in outputs]
-        gathered = self.mesh.gather(msgspec.msgpack.encode(rows))
-        decoded = [
-            msgspec.msgpack.decode(data, type=list[tuple[LossStats, list[list[float]] | None]]) for data in gathered
-        ]
-        return [
-            (stats, None if kept is None else torch.tensor(kept, dtype=torch.float64))
-            for part in decoded
-            for stats, kept in part
-        ]
+        gathered = self.mesh.gather(msgspec.msgpack.encode(outputs))
+        return [stats for data in gathered for stats in msgspec.msgpack.decode(data, type=list[LossStats])]
 
     def _forget_sums(self) -> None:
         self.sums = StepSums()
