@@ -54,8 +54,8 @@ echo2.engines: decode_loop torch_engine snapshot_tensors
 FORWARD_BACKWARD = """
 echo2_service.front: app request_guard requests_api bodies data given dispatch database work
 echo2_service: decide.order backend calling tinker_pb2 fleet.machines
-echo2_service.learner: process models journal
-echo2.learner.core: tenants trainer
+echo2_service.learner: process models journal tenants
+echo2.learner.core: trainer
 """
 #: Words by which the files of a topic are found.
 TOPICS = {

@@ -53,10 +53,10 @@ SEAMS = frozenset(
     | {"echo2.head.serve.connections", "echo2.head.strangers.tickets"}
     | {
         "echo2.learner.core.adapters",
+        "echo2.learner.core.batch",
         "echo2.learner.core.checkpoint",
-        "echo2.learner.core.client_losses",
         "echo2.learner.core.datum",
-        "echo2.learner.core.tenants",
+        "echo2.learner.core.losses",
         "echo2.learner.core.trainer",
     }
     | {

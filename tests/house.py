@@ -26,7 +26,7 @@ MAX_FILE_LINES = 500
 FORBIDDEN_NAMES = frozenset({"utils", "util", "helpers", "helper", "manager", "misc", "common"})
 
 TORCH_ROOMS = frozenset({"learner", "engines", "demo"})
-TORCH_FILES = frozenset({"echo2.core.devices"})
+TORCH_FILES = frozenset({"echo2.core.devices", "echo2_service.learner.losses", "echo2_service.learner.tenants"})
 TORCH_PACKAGES = frozenset({"torch", "transformers", "accelerate", "peft", "vllm"})
 #: What deciders may import of the standard library: data types and arithmetic, nothing that waits, draws or writes.
 DECIDE_STDLIB = frozenset(

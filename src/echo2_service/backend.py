@@ -182,7 +182,7 @@ class CreateModelCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForwardBackwardCall(msgspec.Struct, frozen=True, tag=True):
-    """Add up the gradients of the *sum* of the data's token losses, never a mean (`client_losses.py`)."""
+    """Add up the gradients of the *sum* of the data's token losses, never a mean (`learner/losses.py`)."""
 
     model: str
     operation: int

@@ -14,10 +14,10 @@ import torch
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
 from echo2.learner.core.adapters import load_base
-from echo2.learner.core.client_losses import CLIENT_LOSSES
 from echo2.learner.core.datum import Datum
-from echo2.learner.core.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
+from echo2_service.learner.losses import CLIENT_LOSSES
+from echo2_service.learner.tenants import Tenants
 from learner_cases import VOCAB, model_directory
 
 ADAM = AdamParams(1e-2, (0.9, 0.95), 1e-12)

@@ -16,8 +16,7 @@ from echo2.cli import main
 from echo2.core.errors import UserError
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.learner.core.adapters import load_trained
-from echo2.learner.core.supervised import SupervisedClient
-from echo2.models.sft import Answers
+from echo2.models.sft import Answers, SupervisedClient
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import load_tasks
 from rollout_cases import END, tiny_directory, tokenizer_files

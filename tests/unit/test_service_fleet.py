@@ -10,10 +10,10 @@ import pytest
 from echo2.config.sections import LoraConfig
 from echo2.core.disk import num_bytes
 from echo2.learner.core.adapters import load_base
-from echo2.learner.core.tenants import Tenants
 from echo2.transport.identity import RunIdentity
 from echo2_service import limits
 from echo2_service.fleet.payloads import Payloads
+from echo2_service.learner.tenants import Tenants
 from learner_cases import model_directory
 
 

@@ -14,7 +14,7 @@ import pytest
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Backoff
 from echo2.learner.core.adapters import load_base
-from echo2.learner.core.tenants import Tenants
+from echo2_service.learner.tenants import Tenants
 from echo2_service import calling, limits
 from echo2_service.backend import (
     AdamSettings,

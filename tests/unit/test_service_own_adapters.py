@@ -18,9 +18,9 @@ from echo2.config.sections import LoraConfig as Lora
 from echo2.core.errors import PeerError, UserError
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.datum import Datum
-from echo2.learner.core.tenants import Tenants
 from echo2_service.backend import BaseInfo
 from echo2_service.front.own_adapters import take_adapter
+from echo2_service.learner.tenants import Tenants
 from front_service import Service
 from learner_cases import model_directory, tiny_module
 

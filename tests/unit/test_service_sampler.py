@@ -19,7 +19,7 @@ from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.datum import Datum
-from echo2.learner.core.tenants import Tenants
+from echo2_service.learner.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
 from echo2.weights.format.model_files import read_base_model
 from echo2_service.backend import Answer, Request, SampleCall, SampledSequence, SampleOutput, SampleSpec

@@ -5,7 +5,7 @@
     root/<model>/journal      the operations since
 
 To load a model into memory, its checkpoint is read and the operations since are carried out again; they give the same
-numbers, because they depend on nothing else (`learner/core/tenants.py`). A model is unloaded when others need the
+numbers, because they depend on nothing else (`tenants.py`). A model is unloaded when others need the
 memory.
 """
 
@@ -26,9 +26,9 @@ import msgspec
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import InvariantError, NoRoomError, UserError
 from echo2.learner.core import checkpoint
-from echo2.learner.core.client_losses import CLIENT_LOSSES, HIGH, LOW
+from echo2_service.learner.losses import CLIENT_LOSSES, HIGH, LOW
 from echo2.learner.core.datum import Datum
-from echo2.learner.core.tenants import Tenants
+from echo2_service.learner.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
 from echo2_service import limits
 from echo2_service.backend import (

@@ -1,7 +1,7 @@
 """The losses that a client of the service can name: sums over tokens, exactly as written here, without clamps.
 
 The client provides both the data and the behaviour logprobs, so these losses need not guard against forged input
-(those of `losses.py` do). Legend: lp = log pi of the target, q = the given behaviour logprob, A = advantage,
+(those of a run do). Legend: lp = log pi of the target, q = the given behaviour logprob, A = advantage,
 w = weight, r = exp(lp - q), sg = no gradient.
 
     cross_entropy        -w lp

@@ -19,10 +19,10 @@ from echo2.core.errors import UserError
 from echo2.learner.core.adapters import Adapter, BaseModel
 from echo2.learner.core.batch import microbatches
 from echo2.learner.core.checkpoint import write_checkpoint
-from echo2.learner.core.client_losses import client_loss
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.trainer import AdamParams, OptimStep, Trainer
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
+from echo2_service.learner.losses import client_loss
 
 #: Tokens in one pass: the longest work that another adapter's request waits for.
 TOKENS_PER_PASS = 4096
