@@ -25,7 +25,7 @@ from echo2.core.child import ChildProcess
 from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
 from echo2.core.objects import open_objects
-from echo2.learner.core import stored
+from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
@@ -175,7 +175,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card: str = "") -> i
         mesh.broadcast(others.meeting(here.first_host, ticket))
     url, _ = config.head.store_place
     if url and newest_checkpoint(rundir.checkpoints) is None:
-        stored.fetch(open_objects(url), rundir.checkpoints, config.run.max_steps)
+        checkpoint.fetch(open_objects(url), rundir.checkpoints, config.run.max_steps)
     resumed = client.resume(rundir.checkpoints)
     log.info("%s at version %d on %s", "resumed" if resumed else "fresh", client.version, policy.device)
 

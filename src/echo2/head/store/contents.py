@@ -25,7 +25,7 @@ from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.store.log import LogReader
 from echo2.head.store.mirror import LedgerFile, Mirror, write_claim
-from echo2.learner.core import stored
+from echo2.learner.core import checkpoint
 from echo2.transport.certificates import write_private
 from echo2.transport.identity import RunIdentity
 from echo2.weights.format.manifest import Manifest
@@ -199,7 +199,7 @@ def restore(rundir: RunDir, objects: Objects) -> None:
     """
     with closing(Ledger(rundir.ledger)) as ledger:
         version = ledger.recover().version
-        saved = stored.fetch(objects, rundir.checkpoints, version)
+        saved = checkpoint.fetch(objects, rundir.checkpoints, version)
         restore_snapshots(objects, ledger, ChunkStore(rundir.snapshots))
         restore_files(rundir, ledger)
     told = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"

@@ -27,7 +27,7 @@ from echo2.config.rundir import write_atomically
 from echo2.core.errors import LinkError, NoRoomError, PeerError, UserError
 from echo2.core.objects import open_objects
 from echo2.core.types import RolloutGroup
-from echo2.learner.core import checkpoint, stored
+from echo2.learner.core import checkpoint
 from echo2.learner.core.publication import NO_ROOM_SECONDS
 from echo2.learner.core.state import Saving
 from echo2.learner.grpo.trained_policy import TrainedPolicy
@@ -198,7 +198,7 @@ class Checkpoints:
     def _upload(self) -> None:
         if self._store is not None:
             directory = checkpoint.step_directory(self._root, checkpoint.versions(self._root)[0])
-            self._uploading = self._thread.submit(stored.upload, self._store, directory)
+            self._uploading = self._thread.submit(checkpoint.upload, self._store, directory)
 
     def _end_upload(self, waits: bool, tells_head: bool = True) -> None:
         """Report a checkpoint that has arrived in the store: before, the head must keep what an earlier one needs. If
@@ -210,7 +210,7 @@ class Checkpoints:
             folder = uploading.result()
             if tells_head:
                 self._report()
-                stored.keep_only(self._store, folder)
+                checkpoint.keep_only(self._store, folder)
         except (LinkError, OSError) as error:
             log.warning("a checkpoint is not in the store: %s", error)
 
