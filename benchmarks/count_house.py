@@ -35,7 +35,7 @@ echo2.rollouts: generate
 echo2.engines: tokenizer decode_loop torch_engine rows sampler compact
 echo2.reward: process frames score
 echo2.sandbox: process pipes child
-echo2.learner: link.head_client link.session grpo.loop grpo.feed grpo.data grpo.loss_stats
+echo2.learner: link.head_client link.session grpo.loop grpo.feed grpo.data grpo.step_meter
 echo2.learner.core: trainer mesh batch model output_layer losses
 """
 #: Files that a snapshot goes through from the optimizer to an engine.

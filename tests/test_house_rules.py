@@ -33,7 +33,7 @@ HEAVY_MODULES = re.compile(
 LIGHT_MODULES = (
     *("echo2.engines", "echo2.engines.engine", "echo2.engines.fake_engine", "echo2.engines.random_streams"),
     *("echo2.engines.tokenizer", "echo2.learner.grpo.data", "echo2.learner.core.checkpoint"),
-    *("echo2.learner.core.fitting", "echo2.learner.core.model_size"),
+    *("echo2.learner.core.fitting"),
 )
 
 Rule = Callable[[house.Source], list[str]]

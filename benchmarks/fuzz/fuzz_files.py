@@ -28,7 +28,7 @@ from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading
 from echo2.head.serve.head import planner_options
 from echo2.learner.core import checkpoint
-from echo2.learner.core.model_size import snapshot_bytes
+from echo2.learner.core.fitting import snapshot_bytes
 from echo2.planning.plan_inputs import read_past_run
 from echo2.planning.sim.scenario import load_study
 from echo2.reward import functions

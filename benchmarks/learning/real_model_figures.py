@@ -24,8 +24,7 @@ from echo2.config.rundir import RunDir, read_json, read_metrics
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
-from echo2.learner.core.fitting import learner_need, worker_need
-from echo2.learner.core.model_size import model_shape, snapshot_size
+from echo2.learner.core.fitting import learner_need, model_shape, snapshot_size, worker_need
 
 THRESHOLD = 0.7
 #: Steps at the beginning that count for no mean: the workers load the model, the learner's moments are made.

@@ -25,7 +25,7 @@ from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.model import DTYPES
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.loss_stats import StepStats
+from echo2.learner.grpo.step_meter import StepStats
 from echo2.reward.score import Scorer
 from echo2.rollouts.generate import assignment_of, sample_groups
 from echo2.tasks.streams import held_out_tasks, training_tasks

@@ -139,7 +139,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.core.types import RolloutGroup
     from echo2.learner import process as learner_process
     from echo2.learner.grpo.loop import GrpoClient
-    from echo2.learner.grpo.loss_stats import LossStats
+    from echo2.learner.grpo.step_meter import LossStats
 
     @paced_run.in_place_of(learner_process, GrpoClient)
     class SteadyTrainer(GrpoClient):

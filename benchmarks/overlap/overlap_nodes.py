@@ -279,7 +279,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
     from echo2.core.types import RolloutGroup
     from echo2.learner import process as learner_process
     from echo2.learner.grpo.loop import GrpoClient
-    from echo2.learner.grpo.loss_stats import LossStats, StepStats
+    from echo2.learner.grpo.step_meter import LossStats, StepStats
 
     token_seconds = settings["train_seconds"] / round_tokens(settings["seed"], settings["groups"])
 

@@ -369,7 +369,7 @@ def _settings(args: Any, tasks: Any) -> list[tuple[str, str, Any, str]]:
 def _vocab_size(directory: Path) -> int:
     """Return the number of rows of the model's embedding."""
     from echo2.engines.model_values import text_values
-    from echo2.learner.core.model_size import model_config
+    from echo2.learner.core.fitting import model_config
 
     num_tokens = text_values(model_config(str(directory)) or {}).get("vocab_size")
     if not isinstance(num_tokens, int):

@@ -20,7 +20,7 @@ from echo2.core.documents import DEPTH_MAX, parse_json, parse_toml
 from echo2.core.errors import Echo2Error, UserError
 from echo2.head.ledger.eventlog import replay
 from echo2.learner.core import checkpoint
-from echo2.learner.core.model_size import snapshot_bytes
+from echo2.learner.core.fitting import snapshot_bytes
 from echo2.planning.sim.scenario import load_study
 from echo2.tasks.load import load_tasks
 from echo2.weights.format.manifest import Manifest

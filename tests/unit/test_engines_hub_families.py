@@ -23,8 +23,8 @@ from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
 from echo2.engines.architecture import read_architecture
 from echo2.engines.hf_engine import make_engine
 from echo2.learner.core.adapters import Adapter, check_trained, load_trained
+from echo2.learner.core.fitting import model_shape
 from echo2.learner.core.model import Policy
-from echo2.learner.core.model_size import model_shape
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
 from hub_models import FAMILIES, MIXTURES, hub_model

@@ -15,7 +15,7 @@ from echo2.core.types import Snapshot, SnapshotRef, StoredTensor
 from echo2.engines.fake_engine import FakeDecoder
 from echo2.engines.model_values import all_values, read_context, text_values
 from echo2.engines.servers.models import HEAD, ModelDirectories
-from echo2.learner.core.model_size import model_config
+from echo2.learner.core.fitting import model_config
 from echo2.trl import _vocab_size
 from echo2.weights.format.model_files import read_base_model
 from hub_models import FAMILIES

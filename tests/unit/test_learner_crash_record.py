@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from echo2.config.rundir import CRASH_RECORD
 from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
-from echo2.launch.deaths import RESTARTS_MAX
+from echo2.launch.supervisor import RESTARTS_MAX
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.loss_stats import LossStats
 from echo2.learner.grpo.saving import ALONE_MAX, LEFT_OUT_MAX, TOGETHER_MAX, CrashRecord
+from echo2.learner.grpo.step_meter import LossStats
 from learner_cases import config_of, random_group, tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups, weights
 

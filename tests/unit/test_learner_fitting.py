@@ -18,8 +18,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import Hardware
 from echo2.launch import preflight
 from echo2.launch.preflight import check_memory, take_turns
-from echo2.learner.core.fitting import learner_need, learner_setup, row_tokens, settle, worker_need
-from echo2.learner.core.model_size import model_shape
+from echo2.learner.core.fitting import learner_need, learner_setup, model_shape, row_tokens, settle, worker_need
 from echo2.learner.decide.memory import GB, GRADIENTS, MOMENTS, PROCESS_BYTES
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning.memory_needs import learner_that_fits, offers_that_fit, worker_that_fits

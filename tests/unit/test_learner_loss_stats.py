@@ -11,7 +11,7 @@ import torch
 
 from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 from echo2.learner.core.losses import make_loss
-from echo2.learner.grpo.loss_stats import MAX_WORKERS_NAMED, LossStats, Mismatch, breakdown, measure
+from echo2.learner.grpo.step_meter import MAX_WORKERS_NAMED, LossStats, Mismatch, breakdown, measure
 from learner_cases import loss_tokens
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from echo2.config import Config
 from echo2.learner.core.datum import Datum
+from echo2.learner.core.fitting import fitted
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy
-from echo2.learner.core.settings import fitted
 from echo2.learner.core.trainer import AdamParams, Trainer
 from learner_cases import data_of, random_group, tiny_module, tiny_policy
 

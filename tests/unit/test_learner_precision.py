@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from echo2.core.errors import UserError
-from echo2.learner.core.model import Policy
-from echo2.learner.core.settings import computes_in_bfloat16, refuse_vanishing_updates
+from echo2.learner.core.model import Policy, computes_in_bfloat16
+from echo2.learner.core.optimizer import refuse_vanishing_updates
 from echo2.learner.grpo.loop import GrpoClient
 from learner_cases import config_of, random_group, tiny_module, tiny_policy
 

@@ -31,7 +31,7 @@ from echo2.learner.core.adapters import load_base
 from echo2.learner.core.mesh import Mesh, Place, join, place, shares
 from echo2.learner.core.model import load_policy, stored
 from echo2.learner.core.publication import share_of
-from echo2.learner.core.shard_files import file_name, open_tensors
+from echo2.learner.core.state import file_name, open_tensors
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.evaluate import copy_model
 from echo2.weights.format import segments

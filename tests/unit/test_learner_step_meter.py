@@ -9,8 +9,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.core.types import RolloutGroup
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.loss_stats import LossStats, StepStats
-from echo2.learner.grpo.step_meter import StepMeter
+from echo2.learner.grpo.step_meter import LossStats, StepMeter, StepStats
 from learner_cases import tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, step_groups
 

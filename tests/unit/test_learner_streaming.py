@@ -11,7 +11,7 @@ from typing import Any
 
 from echo2.core.types import RolloutGroup
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.loss_stats import LossStats
+from echo2.learner.grpo.step_meter import LossStats
 from echo2.transport import wire_pb2 as wire
 from learner_cases import config_of, random_group, tiny_policy
 from test_learner_loop import OPTIONS, ScriptedHead, run, weights, with_step

@@ -19,7 +19,7 @@ from echo2.core.types import Rollout, RolloutGroup
 from echo2.learner.core.batch import Layout
 from echo2.learner.core.losses import LOSSES
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.loss_stats import StepStats
+from echo2.learner.grpo.step_meter import StepStats
 from learner_cases import (
     config_of,
     gradient_of,

@@ -16,7 +16,7 @@ from echo2.cli import main
 from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import Candidate
-from echo2.learner.core.model_size import num_parameters, snapshot_bytes
+from echo2.learner.core.fitting import num_parameters, snapshot_bytes
 from echo2.planning import plan_command
 from echo2.planning.plan import NoPlanError, by_staleness, least_idle, make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs, read_past_run

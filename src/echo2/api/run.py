@@ -22,7 +22,7 @@ from echo2.config.rundir import STOP_WORDS, RunDir, check_directory, read_json
 from echo2.core.child import ChildProcess
 from echo2.core.errors import Echo2Error, UserError
 from echo2.head.ledger import rollout_log
-from echo2.launch.deaths import TAIL_BYTES, last_error
+from echo2.launch.supervisor import TAIL_BYTES, last_error
 from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
 

@@ -30,8 +30,7 @@ from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.head import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
 from echo2.launch.teachers import check_teaching
-from echo2.learner.core.fitting import settle
-from echo2.learner.core.model_size import model_config, model_shape
+from echo2.learner.core.fitting import model_config, model_shape, settle
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
 from echo2.reward.judge import read_key
 from echo2.reward.score import Scorer

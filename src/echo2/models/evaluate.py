@@ -216,7 +216,7 @@ def copy_model(source: Path, to: Path, dtype: str = "") -> None:
     left = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
     shutil.copytree(source, to, ignore=shutil.ignore_patterns(*left), dirs_exist_ok=True)
     if is_rewritten:
-        from echo2.learner.core.shard_files import write_whole  # imports torch, which a plain copy does not need
+        from echo2.learner.core.state import write_whole  # imports torch, which a plain copy does not need
 
         write_whole(source, weights, to / weights, dtype)
     if dtype and weights == MODEL_FILE:

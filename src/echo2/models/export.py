@@ -259,7 +259,7 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
 def _write_merged(config: Config, adapter: Path, to: Path, dtype: str) -> None:
     from echo2.learner.core.adapters import load_merged  # imports torch, which a plain copy does not need
     from echo2.learner.core.model import DTYPES, with_dtype
-    from echo2.learner.core.shard_files import cast
+    from echo2.learner.core.state import cast
 
     policy = load_merged(config.model.path, adapter, "cpu", config.learner.quantised == "base")
     for name, tensor in policy.held().items():

@@ -28,9 +28,10 @@ from echo2.engines.tokenizer import Tokenizer, encode_prompt, end_token, load_to
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import load_trained
 from echo2.learner.core.datum import Datum
+from echo2.learner.core.fitting import fitted
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.model import Policy
-from echo2.learner.core.settings import computes_in_bfloat16, fitted, learning_rate, refuse_vanishing_updates
+from echo2.learner.core.model import Policy, computes_in_bfloat16
+from echo2.learner.core.optimizer import learning_rate, refuse_vanishing_updates
 from echo2.learner.core.trainer import AdamParams, Trainer
 from echo2.models.evaluate import copy_model
 from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks

@@ -12,8 +12,7 @@ from echo2.config.offers import Offer
 from echo2.config.values import SELF
 from echo2.core.errors import UserError
 from echo2.core.printable import duration
-from echo2.learner.core.fitting import learner_need, machine_with
-from echo2.learner.core.model_size import SnapshotSize, model_shape
+from echo2.learner.core.fitting import SnapshotSize, learner_need, machine_with, model_shape
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (

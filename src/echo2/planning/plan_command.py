@@ -25,8 +25,17 @@ from echo2.engines.choice import chosen
 from echo2.head.fleet.machines import scaled_offers
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
-from echo2.learner.core.fitting import DoesNotFitError, LearnerMemoryNeed, MemoryNeed, machine_with, worker_need
-from echo2.learner.core.model_size import SnapshotSize, model_config, model_shape, snapshot_size
+from echo2.learner.core.fitting import (
+    DoesNotFitError,
+    LearnerMemoryNeed,
+    MemoryNeed,
+    SnapshotSize,
+    machine_with,
+    model_config,
+    model_shape,
+    snapshot_size,
+    worker_need,
+)
 from echo2.learner.decide.memory import GB
 from echo2.planning.estimates import GPUS, several
 from echo2.planning.first_plan import (

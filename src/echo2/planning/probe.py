@@ -22,7 +22,7 @@ from echo2 import config as configuration
 from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
 from echo2.engines.engine import Engine
-from echo2.learner.core.model_size import num_parameters
+from echo2.learner.core.fitting import num_parameters
 from echo2.worker.alone import LocalSampler, load_engine, local_engine, reward_processes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from echo2.config.offers import Offer
 from echo2.core.child import ChildProcess
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
-from echo2.learner.core.model_size import num_parameters
+from echo2.learner.core.fitting import num_parameters
 
 log = logging.getLogger(__name__)
 

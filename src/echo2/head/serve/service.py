@@ -28,7 +28,7 @@ from echo2.head.serve.effects import orders
 from echo2.head.serve.head import Head
 from echo2.head.serve.learner_calls import LearnerCalls
 from echo2.head.serve.results import check_own
-from echo2.learner.core.model_size import model_config
+from echo2.learner.core.fitting import model_config
 from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.sandbox.plugins import TRACEBACK_CHARS, traceback_of
 from echo2.tasks.harness_process import is_harness

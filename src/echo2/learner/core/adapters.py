@@ -1,7 +1,7 @@
 """LoRA: any number of adapters over one frozen model, which is held once.
 
 Each targeted linear layer computes W x + (alpha / rank) B A x (arXiv 2106.09685). `peft` puts its layers into the model
-in place, which stays of transformers' own class; experts are adapted by `expert_factors.py`. Each adapter is a `Policy`
+in place, which stays of transformers' own class; experts are adapted by `experts.py`. Each adapter is a `Policy`
 with parameters of its own; while one is engaged, the others have no effect. B begins as 0, so version 0 is the base
 model. Adapter parameters are float32 in whatever dtype the base model is stored, so that no update is rounded away.
 """
@@ -30,12 +30,11 @@ from echo2.engines.adapter import DOWN, PREFIX, UP, stacked
 from echo2.engines.expert_adapters import stacked_maps
 from echo2.engines.hub_layout import TensorPart, whole_place
 from echo2.engines.routing import Routing
-from echo2.learner.core.expert_factors import ExpertFactors
+from echo2.learner.core.experts import ExpertFactors
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy, outline_policy, stored
 from echo2.learner.core.quantised import Nf4Linear, layers_in_4_bits, num_weights, round_to_nf4
-from echo2.learner.core.shard_files import open_tensors
-from echo2.learner.core.state import load_weights
+from echo2.learner.core.state import load_weights, open_tensors
 from echo2.transport.routes import RouteShape
 from echo2.weights.format.adapter_files import (
     ADAPTER_CONFIG,

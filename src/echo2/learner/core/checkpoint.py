@@ -2,7 +2,7 @@
 
     config.json, tokenizer files, model.safetensors     a Hugging Face model directory
     optimizer.safetensors                               AdamW's moments and step counts, by parameter name
-    ... of several ranks, each its parts                model.0-of-2.safetensors ..., see `shard_files.py`
+    ... of several ranks, each its parts                model.0-of-2.safetensors ..., see `state.py`
     state.json                                          the data of the verbs' client (`client`), and the size and
                                                         BLAKE3 digest of every other file
 

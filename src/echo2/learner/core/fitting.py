@@ -1,5 +1,5 @@
-"""Checks whether a run's learner and workers fit in their machines' memory (`learner/decide/memory.py`), and sizes the
-micro-batch.
+"""The sizes of a model and its snapshots, from its configuration and safetensors headers, without torch; and whether a
+run's learner and workers fit in their machines' memory (`learner/decide/memory.py`), with what micro-batch.
 
 The learner takes the first GPU, local workers the next ones, modulo the number of GPUs (`devices.nth_device`); on a
 machine without a GPU all processes share its memory. The result depends only on the configuration, the model and the
@@ -8,15 +8,24 @@ machine's total memory, so it is the same on every start of a run.
 
 from __future__ import annotations
 
+import json
+import logging
+import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from echo2.config import Config
+from echo2.config.rundir import read_json
 from echo2.config.values import AUTO, FORMS, SELF
+from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
-from echo2.learner.core.model_size import model_shape
+from echo2.engines.model_values import all_values, values_of
 from echo2.learner.decide.memory import (
     BYTES_PER_VALUE,
+    CPU_MICROBATCH_TOKENS_MAX,
     GB,
     OFFLOADS,
     PROCESS_BYTES,
@@ -27,8 +36,15 @@ from echo2.learner.decide.memory import (
     settle_microbatch,
     worker_parts,
 )
-from echo2.learner.decide.model_shape import ModelShape
-from echo2.weights.format.adapter_files import EXPERTS
+from echo2.learner.decide.model_shape import ModelShape, read_shape
+from echo2.weights.format.adapter_files import EXPERTS, lora_targets
+from echo2.weights.format.model_files import linear_layers, tensor_shapes
+
+if TYPE_CHECKING:
+    from echo2.learner.core.mesh import Mesh
+    from echo2.learner.core.model import Policy
+
+log = logging.getLogger(__name__)
 
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
@@ -130,6 +146,38 @@ def settle(config: Config, shape: ModelShape, machine: Hardware) -> Microbatch:
     return tried[0]
 
 
+def fitted(policy: Policy, config: Config, mesh: Mesh) -> Microbatch:
+    """Return the micro-batch that fits; switch on activation checkpointing if the memory forecast says so. Both are the
+    same on every rank: those of the one with the least memory.
+    """
+    sized = replace(config, learner=replace(config.learner, ranks=mesh.size))  # torchrun may have set it
+    settled = _settled(policy, sized)
+    answers = mesh.gather(f"{settled.tokens} {int(settled.checkpointing)}".encode())
+    found = [tuple(map(int, answer.split())) for answer in answers]
+    tokens = min(each for each, _ in found)
+    checkpointing = any(each for _, each in found) and policy.checkpoint_activations()
+    how = "activations are computed again" if checkpointing else "activations are kept"
+    log.info("micro-batches of %d tokens at most; %s", tokens, how)
+    if settled.offloaded:
+        log.info("%s are in the machine's memory, and pass through the GPU in each step", settled.offloaded)
+    if settled.in_turns:
+        log.info("the GPU has no room for local workers beside this learner: they take turns (--card)")
+    return Microbatch(tokens, checkpointing, settled.offloaded, settled.in_turns)
+
+
+def _settled(policy: Policy, config: Config) -> Microbatch:
+    machine, given = this_machine(), config.learner.tokens_per_microbatch
+    if policy.device.type != "cuda":
+        machine = replace(machine, gpus=())
+    shape = read_shape(values_of(policy.module.config))
+    if shape is None:
+        tokens = CPU_MICROBATCH_TOKENS_MAX if given == "auto" else given
+        kind = policy.module.config.model_type
+        log.warning("no memory forecast for %s: micro-batches have at most %d tokens", kind, tokens)
+        return Microbatch(tokens, checkpointing=False)
+    return settle(config, shape, machine)
+
+
 def learner_bytes(config: Config, shape: ModelShape, machine: Hardware, in_turns: bool = False) -> int:
     """Return the bytes of the machine that head and local workers leave to one learner process. `in_turns`: workers
     leave the GPU to it, but for what a process has there without tensors."""
@@ -187,3 +235,87 @@ def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
         f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
         f"GB for it. {remedies}"
     )
+
+
+def model_config(path: str) -> dict[str, Any] | None:
+    """Return config.json of a model directory, or of a hub id in the local hub cache; None if there is none."""
+    config = Path(path) / "config.json"
+    if not config.is_file():
+        try:
+            from huggingface_hub import try_to_load_from_cache
+            from huggingface_hub.errors import HFValidationError
+        except ImportError:
+            return None
+        try:
+            cached = try_to_load_from_cache(path, "config.json")
+        except HFValidationError:
+            return None
+        if not isinstance(cached, str):
+            return None
+        config = Path(cached)
+    values = read_json(config)
+    return values if isinstance(values, dict) else None
+
+
+def model_shape(path: str) -> ModelShape | None:
+    """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
+    config = model_config(path)
+    return None if config is None else _shape_of(json.dumps(config, sort_keys=True))
+
+
+@lru_cache(maxsize=16)
+def _shape_of(config_json: str) -> ModelShape | None:
+    """A plan and its neighbours ask for the same one many times, and transformers takes long to answer."""
+    return read_shape(all_values(json.loads(config_json)))
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotSize:
+    """Bytes of a full snapshot. `base_bytes`: of the model under the adapter, which travels once; 0 without one."""
+
+    num_bytes: int
+    base_bytes: int = 0
+
+
+def num_parameters(path: str) -> int | None:
+    """Return the number of weights of a model directory, or of a hub id in the local cache; None if it is unknown."""
+    model = Path(path)
+    files = sorted(model.glob("*.safetensors")) if model.is_dir() else []
+    if count := sum(math.prod(shape) for file in files for shape in tensor_shapes(file).values()):
+        return count
+    shape = model_shape(path)
+    return None if shape is None else shape.parameters
+
+
+def snapshot_bytes(model: Path, snapshot_dtype: str) -> int:
+    """Return the bytes of tensors that a worker receives in a full snapshot of this model.
+
+    Raises:
+        UserError: it is no directory with safetensors files.
+    """
+    if not model.is_dir() or (count := num_parameters(str(model))) is None or not any(model.glob("*.safetensors")):
+        raise UserError(
+            f"The size of a snapshot is not known: model.path = {str(model)!r} is no local directory with "
+            "*.safetensors files. Give --snapshot-bytes (parameters x 2 for bfloat16, x 4 for float32; with "
+            "lora.rank, of the adapter's)."
+        )
+    return count * BYTES_PER_VALUE[snapshot_dtype]
+
+
+def snapshot_size(config: Config) -> SnapshotSize:
+    """Return what a worker receives in a full snapshot of this run: the model, or the adapter over it.
+
+    Raises:
+        UserError: as `snapshot_bytes`, or the adapter matches no layer.
+    """
+    model, dtype = Path(config.model.path), config.model.snapshot_dtype
+    whole = snapshot_bytes(model, dtype)
+    if not config.lora.rank:
+        return SnapshotSize(whole)
+    layers = linear_layers(model)
+    ends = tuple(f".{one}" for one in lora_targets(layers, config.lora.targets))
+    trained = sum(sum(shape) for name, shape in layers.items() if f".{name}".endswith(ends))
+    shape = model_shape(str(model)) if EXPERTS in config.lora.targets else None
+    trained += sum(layer.stacked for layer in shape.layers) if shape else 0
+    stored = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    return SnapshotSize(config.lora.rank * trained * BYTES_PER_VALUE[dtype], min(stored, whole))

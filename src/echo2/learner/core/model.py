@@ -23,7 +23,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -73,6 +73,13 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
+
+
+def computes_in_bfloat16(setting: Literal["auto", "float32", "bfloat16"], device: torch.device) -> bool:
+    """Whether matrix products on this device are bfloat16 under `model.compute_dtype`."""
+    if setting == "auto":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return setting == "bfloat16"
 
 
 def token_logprobs(scorer: Scorer, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:

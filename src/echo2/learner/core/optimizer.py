@@ -5,10 +5,15 @@ that would update them if they stayed: the results are the same. Gradients can g
 soon as the backward pass has made it.
 
 Moments of 8 bits (arXiv 2110.02861, bitsandbytes) have a factor for each block of 256, and are not the same.
+
+Weights and moments are float32; matrix products may be bfloat16 (autocast). Trained weights in bfloat16 have 8 bits:
+AdamW moves a weight by about the learning rate, and a change below half of the gap between two numbers is rounded away,
+every time.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from echo2.config.sections import LearnerConfig
 from echo2.core.devices import require_bitsandbytes
 from echo2.core.errors import UserError
 from echo2.learner.decide.memory import GRADIENTS
@@ -27,6 +33,38 @@ PLAIN = ("exp_avg", "exp_avg_sq", "step")
 IN_8_BITS = ("state1", "state2", "absmax1", "absmax2", "step")
 KINDS = tuple(dict.fromkeys((*PLAIN, *IN_8_BITS)))
 HOST = torch.device("cpu")
+#: Number of values of a tensor that are examined.
+SAMPLE = 100_000
+
+
+def learning_rate(learner: LearnerConfig, step: int, num_steps: int) -> float:
+    """Return the learning rate of step `step` (from 0) of `num_steps`."""
+    if step < learner.warmup_steps:
+        return learner.lr * (step + 1) / learner.warmup_steps
+    if learner.lr_schedule == "constant":
+        return learner.lr
+    done = (step - learner.warmup_steps) / max(1, num_steps - learner.warmup_steps)
+    left = 1.0 - min(1.0, done)
+    return learner.lr * (left if learner.lr_schedule == "linear" else 0.5 - 0.5 * math.cos(math.pi * left))
+
+
+def refuse_vanishing_updates(parameters: Mapping[str, Tensor], lr: float) -> None:
+    """Refuse to train weights in a precision in which the updates of this learning rate would mostly be rounded away.
+
+    Raises:
+        UserError: names the tensor, the numbers and what to do.
+    """
+    for name, parameter in parameters.items():
+        if parameter.dtype not in (torch.bfloat16, torch.float16):
+            continue
+        typical = float(parameter.detach().flatten()[:SAMPLE].float().abs().median())
+        least = typical * torch.finfo(parameter.dtype).eps / 4  # half of the gap is at least this
+        if 0.0 < lr < least:
+            raise UserError(
+                f"learner.lr = {lr:g} would change next to nothing: {name} is held in {parameter.dtype}, its weights "
+                f"are about {typical:.2g}, and changes below {least:.2g} are rounded away. Hold the weights in float32 "
+                "(products may be bfloat16: model.compute_dtype), or train an adapter (lora.rank), which is float32."
+            )
 
 
 class HostAdamW(torch.optim.AdamW):

@@ -250,10 +250,10 @@ class BasePayload(ChunkedPayload):
 
 class UnlinkedFile:
     """An unlinked file for any threads, as long as no thread reads or writes a range that another is writing.
-    `wait_for_room` returns when another attempt is worthwhile, or raises.
+    `wait_for_room` returns when another attempt is worthwhile, or raises; None: a full disk is an error.
     """
 
-    def __init__(self, directory: Path, wait_for_room: Callable[[NoRoomError], None]) -> None:
+    def __init__(self, directory: Path, wait_for_room: Callable[[NoRoomError], None] | None = None) -> None:
         """Raises: UserError, the directory can't be written."""
         self._directory, self._wait_for_room = directory, wait_for_room
         self._end = 0
@@ -285,7 +285,7 @@ class UnlinkedFile:
                 done = os.pwrite(self._file, rest, at)
             except OSError as error:
                 failure = self._failed(error)
-                if not isinstance(failure, NoRoomError):
+                if self._wait_for_room is None or not isinstance(failure, NoRoomError):
                     raise failure from error
                 self._wait_for_room(failure)
                 continue

@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 
 from echo2.core.devices import is_out_of_memory, map_large_blocks
-from echo2.core.errors import InvariantError, NoRoomError, UserError
+from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import StoredTensor
 from echo2.engines.hub_layout import TensorPart, whole_place
 from echo2.learner.core import checkpoint
@@ -61,8 +61,15 @@ from echo2.learner.core.model import DTYPES, Policy, stored
 from echo2.learner.core.optimizer import gradient_of, make_optimizer, moments_of
 from echo2.learner.core.publication import BorrowedWeights, UnlinkedFile, share_of
 from echo2.learner.core.quantised import num_weights
-from echo2.learner.core.shard_files import ShardedTensors, open_tensors
-from echo2.learner.core.state import OPTIMIZER_FILE, Saving, begin_saving, load_moments, load_weights
+from echo2.learner.core.state import (
+    OPTIMIZER_FILE,
+    Saving,
+    ShardedTensors,
+    begin_saving,
+    load_moments,
+    load_weights,
+    open_tensors,
+)
 from echo2.weights.format.segments import cut_stream, pieces, tensor_index
 from echo2.weights.format.snapshot_files import model_type
 
@@ -150,11 +157,9 @@ class Trainer:
         run = self._mesh.shard(policy.module)
         parameters = policy.trained_parameters()
         layout: Layout = self._layout if policy.honours_masks else "plain"
-        optimizer = None
-        if is_trained:
-            optimizer = make_optimizer(list(parameters.values()), policy.device, in_8_bits, offloaded)
-        num_parameters = num_weights(policy.module)
-        if policy.device.type == "cpu" and num_parameters >= LARGE_PARAMETERS:
+        kinds = in_8_bits, offloaded
+        optimizer = make_optimizer(list(parameters.values()), policy.device, *kinds) if is_trained else None
+        if policy.device.type == "cpu" and num_weights(policy.module) >= LARGE_PARAMETERS:
             map_large_blocks()
         trained = self._policies[name] = _Trained(policy, run, layout, parameters, optimizer)
         with policy.engaged():  # an adapter that is not engaged takes no gradients
@@ -301,7 +306,7 @@ class Trainer:
         for parts in itertools.islice(pieces(entries, cut_stream(entries)), first, None, step):
             for key, start, stop in parts:
                 wanted[key].append((start, stop))
-        file = UnlinkedFile(self._mesh.scratch, _no_room)
+        file = UnlinkedFile(self._mesh.scratch)
         for key, whole in self._one_by_one(policy, dtype):
             for start, stop in wanted[key]:
                 file.write(starts[key] + start, whole.read(start, stop))
@@ -476,10 +481,6 @@ def _gradients_left(reached: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for parameter in reached:
             parameter.requires_grad_(True)
-
-
-def _no_room(error: NoRoomError) -> None:
-    raise error
 
 
 def _too_large_for_rank(rank: int, tokens: int) -> UserError:

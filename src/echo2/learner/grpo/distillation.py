@@ -44,7 +44,7 @@ from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.core.trainer import Trainer
 from echo2.learner.grpo.data import GroupData
-from echo2.learner.grpo.loss_stats import Taught
+from echo2.learner.grpo.step_meter import Taught
 
 #: Least probability of the rest, where its true mass may be 0 up to rounding error.
 TAIL_LEAST = 1e-6

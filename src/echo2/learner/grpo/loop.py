@@ -29,14 +29,14 @@ from torch import Tensor
 from echo2.config.sections import DistillConfig
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.losses import LossTokens, PolicyLoss
-from echo2.learner.core.settings import learning_rate
+from echo2.learner.core.optimizer import learning_rate
 from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.distillation import joined_kl, towards_teacher
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.loss_stats import LossStats, StepStats, measure, merged
 from echo2.learner.grpo.reference import token_kl
 from echo2.learner.grpo.saving import Checkpoints
+from echo2.learner.grpo.step_meter import LossStats, StepStats, measure, merged
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
 from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.session import HeadSession

@@ -19,7 +19,7 @@ from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.publication import BorrowedWeights
 from echo2.learner.core.state import Saving
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.loss_stats import LossStats, StepStats
+from echo2.learner.grpo.step_meter import LossStats, StepStats
 from echo2.learner.grpo.trained_policy import RunPosition
 from echo2.transport.messages import encode_group, parse_group
 

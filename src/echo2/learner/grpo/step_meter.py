@@ -6,19 +6,33 @@ which itself waits for the previous publication) + `time/checkpoint` + a little 
 with workers also has `time/card_wait` and `time/card_move`.
 
 A mean over nothing is absent: 0 would be a measurement. Where all groups are flat, no token is in the loss.
+
+`LossStats` says what the loss did, and how far the data was from the policy; any split of a step adds up. k3 is
+Schulman's estimate of KL(mu || pi), r - 1 - l; all log ratios are clamped to +-20. Statistics are kept for the step,
+for each range of lags and for each worker: one bad machine, or one bad lag, does not show in a mean over all.
+
+Shape suffixes: n = loss tokens, S = sequences, q = quantities of `Mismatch`.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Self, TypeVar
+
+import torch
+from torch import Tensor
 
 from echo2.config import Config
+from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
-from echo2.learner.grpo.loss_stats import StepStats, breakdown, teacher_metrics
+from echo2.learner.core.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
+from echo2.transport.codecs import LearnerLogprobs
 from echo2.transport.routes import num_routed
 
 #: Maximum number of reward functions with a column of their own.
@@ -177,3 +191,220 @@ class StepMeter:
             "off_policy/mean": statistics.fmean(self._staleness),
             "off_policy/max": max(self._staleness),
         }
+
+
+LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
+LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
+LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence's log weight, in the effective sample size
+MAX_WORKERS_NAMED = 8
+TABLES = ("by_lag", "by_worker", "fresh")
+
+
+S = TypeVar("S", "Mismatch", "Taught")
+
+
+def merged(left: Mapping[str, S], right: Mapping[str, S]) -> dict[str, S]:
+    """Return both by name, added up."""
+    return {**left, **{name: left[name] + one if name in left else one for name, one in right.items()}}
+
+
+@dataclass(frozen=True, slots=True)
+class Mismatch:
+    """Sums over some of the tokens. `dropped_*`: tokens without a policy gradient, by sign of the advantage.
+    `surprise`: -logprob minus the entropy of the distribution that the token was drawn from; 0 on average if it was
+    drawn from the policy.
+    """
+
+    tokens: float = 0.0
+    abs_log_ratio: float = 0.0
+    k3: float = 0.0
+    dropped_positive: float = 0.0
+    dropped_negative: float = 0.0
+    surprise: float = 0.0
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+@dataclass(frozen=True, slots=True)
+class LossStats(Mismatch):
+    """Sums over loss tokens and sequences (and two maxima): `a + b` describes both parts together.
+
+    `loss` is weighted according to the normalisation. `weight*` are sums of the sequences' importance weights and their
+    squares, for the effective sample size. The keys of `by_lag` are from `LAG_NAMES`. `fresh` is by worker too, for
+    tokens at lag 0 only: under the weights that sampled them, the log ratio shows only how the engines differ.
+    """
+
+    sequences: float = 0.0
+    entropy: float = 0.0
+    loss: float = 0.0
+    capped: float = 0.0
+    vetoed_sequences: float = 0.0
+    weight: float = 0.0
+    weight_squared: float = 0.0
+    reference_kl: float = 0.0
+    ratio_max: float = 0.0
+    k3_max: float = 0.0
+    by_lag: Mapping[str, Mismatch] = field(default_factory=dict)
+    by_worker: Mapping[str, Mismatch] = field(default_factory=dict)
+    fresh: Mapping[str, Mismatch] = field(default_factory=dict)
+
+    def __add__(self, other: Self) -> Self:
+        maxima = {name: max(getattr(self, name), getattr(other, name)) for name in ("ratio_max", "k3_max")}
+        tables = {name: merged(getattr(self, name), getattr(other, name)) for name in TABLES}
+        special = maxima | tables
+        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self) if f.name not in special}
+        return type(self)(**sums, **special)
+
+    @property
+    def ess_ratio(self) -> float:
+        """Effective sample size over the number of sequences, (sum w)^2 / (B sum w^2), at most 1; 1 without
+        sequences.
+        """
+        if self.weight_squared == 0.0:
+            return 1.0
+        return min(1.0, self.weight**2 / (self.weight_squared * self.sequences))
+
+
+@dataclass(frozen=True, slots=True)
+class Taught:
+    """What a teacher said of some tokens: how many, the sum of log pi - log rho, and the seconds that it took."""
+
+    tokens: int = 0
+    log_ratio: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(self.tokens + other.tokens, self.log_ratio + other.log_ratio, self.seconds + other.seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
+    clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
+
+    `logprobs`: of the first groups of the step, under the policy as it was trained; 0 where a token is not trained on.
+    `taught`: by teacher.
+
+    `a + b` merges updates of one step: the later `lr`, the larger `grad_norm`, sums of the rest, no `logprobs`.
+    """
+
+    lr: float
+    grad_norm: float
+    num_tokens: int
+    skipped: bool
+    losses: LossStats
+    divisor: float = 1.0
+    num_updates: int = 1
+    logprobs: LearnerLogprobs = field(default_factory=dict)
+    taught: Mapping[str, Taught] = field(default_factory=dict)
+
+    def __add__(self, other: StepStats) -> StepStats:
+        return StepStats(
+            lr=other.lr,
+            grad_norm=max(self.grad_norm, other.grad_norm),
+            num_tokens=self.num_tokens + other.num_tokens,
+            skipped=self.skipped and other.skipped,
+            losses=self.losses + other.losses,
+            divisor=self.divisor + other.divisor,
+            num_updates=self.num_updates + other.num_updates,
+            taught=merged(self.taught, other.taught),
+        )
+
+
+@torch.no_grad()
+def measure(
+    loss: Tensor, logp_n: Tensor, tokens: LossTokens, found: TokenLosses, reference_kl: Tensor | None
+) -> LossStats:
+    """Return the statistics of one forward pass. `loss` and `reference_kl` are the sums of the pass."""
+    log_n = log_ratio(logp_n, tokens).double()
+    ratio_n = log_n.exp()
+    k3_n = ratio_n - 1.0 - log_n
+    up_n, down_n = found.dropped_n & (tokens.advantage_n > 0), found.dropped_n & (tokens.advantage_n < 0)
+    surprise_n = -logp_n.double() - tokens.entropy_n.double()
+    quantities_nq = torch.stack(
+        [torch.ones_like(log_n), log_n.abs(), k3_n, up_n.double(), down_n.double(), surprise_n], dim=1
+    )
+    bounds = torch.tensor(LAG_BOUNDS, device=log_n.device)
+    lags = _table(quantities_nq, torch.bucketize(tokens.lag_n, bounds), len(LAG_NAMES))
+    worker_n = tokens.source_S[tokens.sequence_n]
+    workers = _table(quantities_nq, worker_n, len(tokens.sources))
+    fresh = _table(quantities_nq * (tokens.lag_n == 0).unsqueeze(1), worker_n, len(tokens.sources))
+    log_weight_S = log_n.new_zeros(tokens.num_sequences).index_add_(0, tokens.sequence_n, log_n)
+    # Clamped: a single sequence of extreme weight must not stop the learning.
+    weight_S = log_weight_S.clamp(-LOG_WEIGHT_LIMIT, LOG_WEIGHT_LIMIT).exp()
+    scalars = {
+        "entropy": tokens.entropy_n.sum().double(),
+        "loss": loss.double(),
+        "capped": found.capped_n.sum().double(),
+        "vetoed_sequences": found.vetoed_S.sum().double(),
+        "weight": weight_S.sum(),
+        "weight_squared": weight_S.square().sum(),
+        "reference_kl": log_n.new_zeros(()) if reference_kl is None else reference_kl.double(),
+        "ratio_max": ratio_n.max(),
+        "k3_max": k3_n.max(),
+    }
+    # One transfer from the device for all of them.
+    values: list[float] = torch.cat(
+        [*map(torch.flatten, (lags, workers, fresh)), torch.stack([*scalars.values()])]
+    ).tolist()
+    by_lag, values = _take(values, LAG_NAMES)
+    by_worker, values = _take(values, tokens.sources)
+    of_fresh, values = _take(values, tokens.sources)
+    total = sum(by_lag.values(), Mismatch())
+    return LossStats(
+        sequences=float(tokens.num_sequences),
+        by_lag=by_lag,
+        by_worker=by_worker,
+        fresh=of_fresh,
+        **{f.name: getattr(total, f.name) for f in fields(Mismatch)},
+        **dict(zip(scalars, values, strict=True)),
+    )
+
+
+def breakdown(stats: LossStats) -> dict[str, float]:
+    """Return the mismatch by lag and by worker, as means per token, under the names of `metrics.jsonl`.
+
+    The workers that add most to the step's mismatch are named; the rest is `others`. At lag 0, the workers with the
+    largest mean mismatch plus surprise are named: the head judges their engines by these numbers.
+    """
+    ranked = sorted(stats.by_worker, key=lambda name: (-stats.by_worker[name].abs_log_ratio, name))
+    named = {name: stats.by_worker[name] for name in ranked[:MAX_WORKERS_NAMED]}
+    rest = sum((stats.by_worker[name] for name in ranked[MAX_WORKERS_NAMED:]), Mismatch())
+    parts = {f"lag_{name}": part for name, part in stats.by_lag.items()}
+    parts |= {f"worker/{name}": part for name, part in named.items()} | {"worker/others": rest}
+    row: dict[str, float] = {}
+    for name, part in parts.items():
+        if part.tokens:
+            row[f"mismatch_kl/{name}"] = part.k3 / part.tokens
+            row[f"mismatch/abs_log_ratio/{name}"] = part.abs_log_ratio / part.tokens
+            row[f"loss/dropped_positive/{name}"] = part.dropped_positive / part.tokens
+            row[f"loss/dropped_negative/{name}"] = part.dropped_negative / part.tokens
+    means = {name: part.abs_log_ratio / part.tokens for name, part in stats.fresh.items()}
+    odd = {name: means[name] + abs(part.surprise) / part.tokens for name, part in stats.fresh.items()}
+    for name in sorted(odd, key=lambda name: (-odd[name], name))[:MAX_WORKERS_NAMED]:
+        row[FRESH_MISMATCH + name] = means[name]
+        row[FRESH_TOKENS + name] = stats.fresh[name].tokens
+        row[FRESH_SURPRISE + name] = stats.fresh[name].surprise / stats.fresh[name].tokens
+    return row
+
+
+def teacher_metrics(told: Mapping[str, Taught]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of a step: the mean of log pi - log rho over tokens that pi sampled, an estimate of
+    KL(pi || rho), of all teachers and of each; and the seconds."""
+    total = sum(told.values(), Taught())
+    yield "time/teacher", total.seconds
+    for name, one in (("mean", total), *(sorted(told.items()) if len(told) > 1 else ())):
+        if one.tokens:
+            yield f"distill/reverse_kl/{name}", one.log_ratio / one.tokens
+
+
+def _table(quantities_nq: Tensor, row_n: Tensor, num_rows: int) -> Tensor:
+    return quantities_nq.new_zeros(num_rows, quantities_nq.shape[1]).index_add_(0, row_n, quantities_nq)
+
+
+def _take(values: list[float], names: tuple[str, ...]) -> tuple[dict[str, Mismatch], list[float]]:
+    """Return the first rows of `values` by name, without empty ones, and the rest of `values`."""
+    width = len(fields(Mismatch))
+    rows = {name: Mismatch(*values[i * width : (i + 1) * width]) for i, name in enumerate(names)}
+    return {name: row for name, row in rows.items() if row.tokens}, values[len(names) * width :]

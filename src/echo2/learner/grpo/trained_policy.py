@@ -20,17 +20,18 @@ from echo2.core.types import GroupRef, RolloutGroup
 from echo2.engines.routing import Routing
 from echo2.learner.core import checkpoint
 from echo2.learner.core.batch import Layout
+from echo2.learner.core.fitting import fitted
 from echo2.learner.core.losses import make_loss
 from echo2.learner.core.mesh import Mesh
-from echo2.learner.core.model import Policy
+from echo2.learner.core.model import Policy, computes_in_bfloat16
+from echo2.learner.core.optimizer import refuse_vanishing_updates
 from echo2.learner.core.publication import BorrowedWeights
-from echo2.learner.core.settings import computes_in_bfloat16, fitted, refuse_vanishing_updates
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
 from echo2.learner.grpo.distillation import Teachers
-from echo2.learner.grpo.loss_stats import LossStats, StepStats, Taught
 from echo2.learner.grpo.reference import reference_of
+from echo2.learner.grpo.step_meter import LossStats, StepStats, Taught
 from echo2.transport.codecs import logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
 
