@@ -20,10 +20,9 @@ from echo2.config.rundir import RunDir
 from echo2.core.printable import printable
 from echo2.head.ledger import rollout_log
 from echo2.transport.identity import RunIdentity
-from echo2.views.app import FILES, GROUPS_SHOWN, Dashboard
-from echo2.views.chart_points import POINTS_MAX, ChartPoints
 from echo2.views.run_view import RunView
-from echo2.views.watch import WORKERS_SHOWN, Watch, cost_data, run_data
+from echo2.views.serve import FILES, GROUPS_SHOWN, Dashboard
+from echo2.views.watch import POINTS_MAX, WORKERS_SHOWN, ChartPoints, Watch, cost_data, run_data
 from view_cases import HOSTILE
 
 TOKEN = "let-me-in"

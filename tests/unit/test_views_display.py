@@ -24,7 +24,7 @@ from echo2.config.rundir import RunDir, create
 from echo2.core.errors import UserError
 from echo2.views import display
 from echo2.views.display import RunDisplay, fleet_words, next_steps, show_status, show_summary, sparkline
-from echo2.views.status import read_status
+from echo2.views.run_view import read_status
 
 HERE = socket.gethostname()
 WIDTHS = (20, 40, 80, 200)

@@ -15,8 +15,7 @@ import pytest
 from echo2.config import Config
 from echo2.config.rundir import RunDir, create, read_metrics, write_atomically
 from echo2.core.errors import UserError
-from echo2.views.chart_points import MetricsFile
-from echo2.views.run_view import Forecast, RunView
+from echo2.views.run_view import Forecast, MetricsFile, RunView
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:

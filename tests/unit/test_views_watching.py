@@ -15,9 +15,9 @@ import view_cases
 from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.transport.tickets import TICKET_PREFIX
-from echo2.views.app import exposition
 from echo2.views.run_files import pack
 from echo2.views.run_view import RunView
+from echo2.views.serve import exposition
 
 ROOT = Path(__file__).parents[2]
 WATCHING = ROOT / "launch" / "watching"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import shlex
 import time
@@ -20,7 +22,7 @@ from echo2.config.rundir import RunDir
 from echo2.core.printable import LINE_CHARS_MAX, PLAIN_SECONDS, printable
 from echo2.head.fleet.decide.measurements import CAUSES
 from echo2.head.ledger.rollout_log import samples
-from echo2.views.run_view import RunView
+from echo2.views.run_view import RunView, read_status
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 
 #: Minimum seconds between two reads of the run directory.
@@ -29,6 +31,8 @@ REFRESH_SECONDS = 0.3
 PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: "remote"}
 #: Maximum length of a reason or state; echo2's own have at most half of that.
 REASON_CHARS = 1000
+#: Characters of a reason in the table; `--json` has them whole.
+TRUST_REASON_CHARS = 160
 #: By kind of failure: its description, and the log that lists every failure.
 FAILURE_WORDS = {
     "reward_failed": ("rollouts or groups were lost to your reward function", "reward.log"),
@@ -395,3 +399,45 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
         pid, weights, doing = str(process["pid"] or "-"), _safe(process.get("weights", "")), _safe(process["doing"])
         table.add_row(process["role"], _safe(process["id"]), pid, state, weights, doing)
     console.print(table)
+
+
+def trust_command(options: argparse.Namespace) -> int:
+    """Print the results of checks by ticket. Raises as `read_status`."""
+    found = trust_rows(read_status(RunDir(options.directory)))
+    if options.json:
+        print(json.dumps(found))
+    else:
+        show_trust(found, Console())
+    return 0
+
+
+def trust_rows(status: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each ticket of strangers that delivered groups, the least trusted first. Times are in seconds
+    before the status.
+    """
+    found = []
+    for ticket, trust in (status.get("trust") or {}).items():
+        history = [{"seconds_ago": status["time"] - at, "what": what} for at, what in trust["history"]]
+        found.append({"ticket": ticket, **trust, "history": history})
+    return sorted(found, key=lambda row: (row["score"], row["ticket"]))
+
+
+def show_trust(found: list[dict[str, Any]], console: Console) -> None:
+    """Print the rows as a table."""
+    if not found:
+        console.print("no stranger has delivered a group")
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("ticket", "trust", "groups", "passed", "failed", "no verdict", "stands", "last"):
+        table.add_column(name, no_wrap=name != "last")
+    for row in found:
+        stands = "in quarantine" if row["is_quarantined"] else "new" if row["is_new"] else "trusted"
+        last = row["history"][-1] if row["history"] else None
+        told = (
+            ""
+            if last is None
+            else f"{last['seconds_ago']:.0f} s ago: {escape(printable(last['what'], TRUST_REASON_CHARS))}"
+        )
+        numbers = (row[name] for name in ("num_groups", "num_passed", "num_failed", "num_missed"))
+        table.add_row(_safe(row["ticket"]), f"{row['score']:.2f}", *map(str, numbers), stands, told)
+    console.print(table, highlight=False)

@@ -7,20 +7,79 @@ from elsewhere. A file that is missing or half written counts as having no data 
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo2.config.rundir import RunDir, accuracies, read_json
+from echo2.config.rundir import RunDir, accuracies, newest_checkpoint, parse_row, read_json
+from echo2.core.disk import FLOOR_BYTES, free_bytes
 from echo2.core.errors import UserError
 from echo2.core.types import Wait
 from echo2.head.ledger.costs import report
-from echo2.views.chart_points import MetricsFile, Row
-from echo2.views.status import live_status
 
+Row = Mapping[str, Any]
 #: Number of the newest steps from which the time and cost of the remaining ones are extrapolated.
 FORECAST_STEPS = 50
+#: The largest process id of Linux.
+PID_MAX = 1 << 22
+#: A head on another machine (run directory copied or shared) counts as gone after this time without a new status.
+SILENT_SECONDS = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsFile:
+    """The rows of the file up to the first damaged one, and how far the file was read. The head appends rows; when a
+    late evaluation ends, and when the learner falls back, it replaces the file by one with the same older rows.
+    """
+
+    rows: tuple[Row, ...] = ()
+    _marks: tuple[tuple[int, int], ...] = ()  # offset and hash of each row's line
+    _seen: tuple[int, int, int] | None = None  # inode, size and modification time of the file
+
+    def newer(self, path: Path) -> MetricsFile:
+        """Return the current contents of the file; this object if they have not changed.
+
+        Reading stops at the size reported by the file system, because a device file has no end.
+        """
+        try:
+            with path.open("rb") as file:
+                stat = os.fstat(file.fileno())
+                seen = stat.st_ino, stat.st_size, stat.st_mtime_ns
+                if seen == self._seen:
+                    return self
+                if self._marks and self._seen is not None and self._seen[0] == seen[0]:
+                    start, known = self._marks[-1]
+                    file.seek(start)
+                    text = file.read(max(0, stat.st_size - start))
+                    if hash(text.partition(b"\n")[0]) == known:
+                        return self._read(text, start, len(self.rows) - 1, seen)
+                    file.seek(0)
+                return self._read(file.read(stat.st_size), 0, 0, seen)
+        except FileNotFoundError:
+            return self if self._seen is None else MetricsFile()
+
+    def _read(self, text: bytes, start: int, num_kept: int, seen: tuple[int, int, int]) -> MetricsFile:
+        """Return the first `num_kept` rows, followed by those of `text`, which begins at byte `start` of the file."""
+        rows, marks = list(self.rows[:num_kept]), list(self._marks[:num_kept])
+        for line in text.split(b"\n"):
+            mark = start, hash(line)
+            start += len(line) + 1
+            if not line:
+                continue
+            number = len(rows)
+            if number < len(self._marks) and self._marks[number] == mark:
+                rows.append(self.rows[number])
+            elif (row := parse_row(line)) is not None:
+                rows.append({sys.intern(name): value for name, value in row.items()})
+            else:
+                break
+            marks.append(mark)
+        return MetricsFile(tuple(rows), tuple(marks), seen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,3 +200,108 @@ def _identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return stat.st_ino, stat.st_mtime_ns
+
+
+def read_status(rundir: RunDir) -> dict[str, Any]:
+    """Return the head's status, plus `state`, `goes_on` (whether a head serves the run or is being started) and
+    `processes` (role, id, pid and whether each is alive).
+
+    Raises:
+        UserError: no run was started in this directory.
+    """
+    status: dict[str, Any] | None = read_json(rundir.status)
+    if status is None:
+        raise UserError(f"{rundir.path} has no status yet: no head was started there. `echo2 run` starts one.")
+    return live_status(rundir, status)
+
+
+def live_status(rundir: RunDir, told: Mapping[str, Any], with_workers: bool = True) -> dict[str, Any]:
+    """Return the status that the head `told`, with the current state and processes of the run. Worker processes, of
+    which there may be thousands, are included only with `with_workers`. Where no head serves the run, nobody waits, no
+    fleet is wanted, and the newest checkpoint is the one on the disk: the learner may have saved it last.
+
+    Raises:
+        UserError: a file of the run directory is damaged.
+    """
+    processes = _processes(rundir, told, with_workers)
+    head = processes[0]  # the head that wrote the status; a successor may be starting
+    lives = {process["role"] for process in processes if process["alive"]}
+    outcome = read_json(rundir.outcome)
+    is_going_on = outcome is None and (
+        head["alive"] or (head["alive"] is None and time.time() - told["time"] < SILENT_SECONDS)
+    )
+    if outcome is not None:
+        state = f"{outcome['kind']}: {outcome['reason']}"
+    elif is_going_on:
+        state = f"paused: {told['paused']}" if told.get("paused") else "running"
+    elif head["alive"] is None:
+        state = f"no news from the head on {head['host']} for {SILENT_SECONDS:.0f} s"
+    elif "supervisor" in lives:
+        room = free_bytes(rundir.path) >= FLOOR_BYTES
+        state = "starting" if room else f"paused: no room on the disk that holds {rundir.path}"
+    else:
+        state = "the head is not running; continue with `echo2 run ... --resume`"
+    goes_on = is_going_on or (outcome is None and "supervisor" in lives)
+    found = {**told, "directory": str(rundir.path), "processes": processes, "state": state, "goes_on": goes_on}
+    found["deaths"] = [] if outcome is not None else _deaths(rundir)
+    return found if is_going_on else {**found, "waits": [], "fleet": None, "checkpoint": _newest(rundir, told)}
+
+
+def _deaths(rundir: RunDir) -> list[dict[str, Any]]:
+    """Return the local processes that died and were started again, and have come no further since."""
+    return [entry for entry in read_json(rundir.processes) or [] if entry.get("deaths")]
+
+
+def _newest(rundir: RunDir, told: Mapping[str, Any]) -> int | None:
+    """Return the newest checkpoint: on this disk, or told by a learner that saves elsewhere."""
+    known = (newest_checkpoint(rundir.checkpoints), told.get("checkpoint"))
+    return max((version for version in known if version is not None and version >= 0), default=None)
+
+
+def _processes(rundir: RunDir, status: Mapping[str, Any], with_workers: bool) -> list[dict[str, Any]]:
+    """Return all known processes: those connected to the head, and those that a supervisor on this machine started."""
+    here = socket.gethostname()
+    known: list[dict[str, Any]] = [{"role": "head", "id": "head", **status["head"], "doing": "serving the run"}]
+    if status["learner"] is not None:
+        known.append({"role": "learner", "id": "learner", **status["learner"]})
+    pids = {entry["pid"] for entry in (*known, *status["workers"]) if entry.get("host") == here}
+    if with_workers:
+        known += [{"role": "worker", **worker} for worker in status["workers"]]
+    for entry in read_json(rundir.processes) or []:
+        if entry["pid"] not in pids and (with_workers or entry["role"] != "worker"):
+            known.append({"role": entry["role"], "id": entry["name"], "pid": entry["pid"], "host": here, "doing": ""})
+    return [_process(entry, here) for entry in known]
+
+
+def _process(entry: dict[str, Any], here: str) -> dict[str, Any]:
+    is_pid = 0 < (entry["pid"] or 0) <= PID_MAX  # workers report their own
+    alive = _is_alive(entry["pid"]) if entry["host"] == here and is_pid else None
+    doing = "stands by" if entry.get("standby") else entry.get("doing") or ""
+    named = {key: entry[key] for key in ("role", "id", "pid", "host")}
+    return {**named, "alive": alive, "doing": "" if alive is False else doing, "weights": _weights(entry)}
+
+
+def _weights(entry: dict[str, Any]) -> str:
+    """Describe a worker's weights in a few words: `v11, v12 63%, up 3.1 MB, down 9.8 MB`."""
+    words = [f"v{entry['installed'].rpartition('.')[2]}"] if entry.get("installed") else []
+    if (fetching := entry.get("fetching")) is not None:
+        share = fetching["bytes_stored"] / max(1, fetching["bytes_total"])
+        words.append(f"v{fetching['version']} {share:.0%}")
+    for word, key in (("up", "bytes_sent"), ("down", "bytes_received")):
+        if entry.get(key):
+            words.append(f"{word} {entry[key] / 1e6:.1f} MB")
+    if entry.get("mismatch") is not None:
+        words.append(f"logprobs {entry['mismatch']:.2g} nats from the learner's")
+    if entry.get("suspected"):
+        words.append(f"suspected: {entry['suspected']}")
+    return ", ".join(words)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # it is alive, but belongs to another user
+    return True
