@@ -17,8 +17,7 @@ import pytest
 
 import echo2
 from echo2 import config
-from echo2.api.inputs import sections, write_resumed, write_run
-from echo2.api.own_code import named_code
+from echo2.api.inputs import named_code, sections, write_resumed, write_run
 from echo2.config import Config
 from echo2.config.rundir import STOP_WORDS, create
 from echo2.core.child import ChildProcess

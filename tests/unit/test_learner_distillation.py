@@ -21,8 +21,8 @@ from echo2.core.types import RolloutGroup, Teaching
 from echo2.learner.core.losses import LOG_RATIO_LIMIT, make_loss
 from echo2.learner.core.model import load_policy
 from echo2.learner.core.output_layer import OutputLayer, plain_likely, tiled_likely
-from echo2.learner.grpo.distillation import joined_kl, towards_teacher
 from echo2.learner.grpo.loop import GrpoClient
+from echo2.learner.grpo.pulls import joined_kl, towards_teacher
 from learner_cases import (
     VOCAB,
     config_of,

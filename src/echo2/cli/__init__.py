@@ -9,11 +9,9 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 
 from echo2 import __version__, config
-from echo2.cli.adding import Command, add_command
-from echo2.cli.models import add_models
-from echo2.cli.planning import add_plan, add_planning
+from echo2.cli.adding import NOT_INSTALLED, Command, add_command, add_service
+from echo2.cli.planning import add_models, add_plan, add_planning
 from echo2.cli.running import add_demo, add_processes, add_run
-from echo2.cli.service import NOT_INSTALLED, add_service
 from echo2.cli.watching import add_tickets, add_views
 from echo2.core.devices import NO_TORCH
 from echo2.core.errors import Echo2Error, did_you_mean

@@ -6,15 +6,20 @@ import argparse
 import json
 import math
 import signal
+import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 
 from echo2 import config
-from echo2.cli.adding import Add, begin_process, module_command
-from echo2.cli.service import service_module
+from echo2.cli.adding import Add, begin_process, service_module
 from echo2.config.values import AUTO, ENGINES, NO_SLOT_LIMIT
 from echo2.core.printable import printable
+
+#: The demo's configuration, and its model as the configuration names it.
+DEMO = Path(__file__).parents[1] / "demo" / "sort.toml"
+DEMO_MODEL = Path("outputs/models/digit_sorting")
 
 
 def add_run(add: Add) -> None:
@@ -33,7 +38,7 @@ def add_run(add: Add) -> None:
 def add_demo(add: Add) -> None:
     """Add `demo`."""
     text = "Train a model of 7 M parameters to sort digits, on this machine: two minutes, no download."
-    parser = add("demo", text, module_command("echo2.demo.command"), has_json=True)
+    parser = add("demo", text, _demo, has_json=True)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
 
@@ -136,6 +141,25 @@ def _run(options: argparse.Namespace) -> int:
     options.config = _target(options, options.config)
     given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json
     return run(*given, has_page=options.view, has_learner=not options.no_learner)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    """Build the model unless it exists, in a separate process, and start an ordinary run.
+
+    Raises:
+        UserError: torch is not installed, or as `start.run`.
+    """
+    from echo2.core.devices import require_torch
+    from echo2.launch.start import how_to_continue, run
+
+    require_torch()
+    if not (DEMO_MODEL / "config.json").is_file():
+        print("Building the demo's model and warming it up (once; about a minute) ...", file=sys.stderr)
+        command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", DEMO_MODEL]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+    where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    options.interrupted = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
+    return run(DEMO, where, False, False, {}, options.json)
 
 
 def _target(options: argparse.Namespace, given: Path | None) -> Path:

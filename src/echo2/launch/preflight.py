@@ -29,7 +29,6 @@ from echo2.engines.model_values import read_context, text_values
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.head import planner_options, read_offers
 from echo2.head.serve.reading import RunTokenizer
-from echo2.launch.teachers import check_teaching
 from echo2.learner.core.fitting import model_config, model_shape, settle
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
 from echo2.reward.judge import read_key
@@ -39,6 +38,7 @@ from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.load import load_tasks
 from echo2.tasks.streams import training_tasks
+from echo2.tasks.teaching import check_teaching
 from echo2.transport.limits import ROUTES_BYTES_MAX
 from echo2.weights.format.adapter_files import (
     BEGINNING_REMEDY,

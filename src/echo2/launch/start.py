@@ -28,6 +28,7 @@ from echo2.core.child import LIFELINE_VARIABLE, ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.logs import keep_private
+from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, refuse_other_tokenizer
 from echo2.head.store.contents import fetch_run
 from echo2.launch.preflight import (
     check,
@@ -39,7 +40,6 @@ from echo2.launch.preflight import (
     take_turns,
 )
 from echo2.launch.supervisor import Supervisor
-from echo2.launch.teachers import check_tokenizers
 from echo2.planning.memory_needs import TURNS
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
@@ -233,6 +233,23 @@ def run(
         print(json.dumps({"error": reason, "status": status}) if as_json else f"error: {reason}", file=sys.stderr)
         return status
     return 0
+
+
+def check_tokenizers(config: Config) -> None:
+    """Check that teachers have the policy's tokenizer, as far as both are directories. Loads transformers if their
+    files differ.
+
+    Raises:
+        UserError: one has another.
+    """
+    policy = Path(config.model.path)
+    for path in config.distill.teachers.values():
+        if path != SELF and policy.is_dir() and Path(path).is_dir():
+            refuse_other_tokenizer(_tokenizer_files(policy), _tokenizer_files(Path(path)), path)
+
+
+def _tokenizer_files(where: Path) -> Mapping[str, bytes]:
+    return {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
 
 
 def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool) -> dict[str, str]:

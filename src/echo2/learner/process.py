@@ -1,6 +1,9 @@
 """`echo2 learner DIR`: runs the GRPO client from the newest checkpoint until the run is over, on as many ranks as there
 are devices, which it starts and watches as `torchrun` would.
 
+The first rank talks to the head and passes each verb to the others. All ranks hold the same client in the same state
+and run the same verbs in the same order on the same groups; the trainer divides the work of a call.
+
 All ranks end together: the others by the lifeline of the first, and the first as soon as one of the others dies. The
 supervisor then restarts the learner from its checkpoint.
 """
@@ -13,31 +16,39 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, newest_checkpoint
 from echo2.core.addresses import is_loopback
 from echo2.core.child import ChildProcess
 from echo2.core.devices import pick_device
-from echo2.core.errors import UserError
+from echo2.core.errors import InvariantError, UserError
 from echo2.core.objects import open_objects
+from echo2.core.types import RolloutGroup
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import Adapter, load_trained
 from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
-from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, Publisher, share_of
+from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, BorrowedWeights, Publisher, share_of
+from echo2.learner.core.state import Saving
 from echo2.learner.grpo.loop import GrpoClient, train
-from echo2.learner.grpo.ranks import LeadingClient, follow
+from echo2.learner.grpo.step_meter import LossStats, StepStats
+from echo2.learner.grpo.trained_policy import RunPosition
 from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.sending import OtherRanks, RankSender
 from echo2.learner.link.session import HeadSession
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import connect
+from echo2.transport.messages import encode_group, parse_group
 
 log = logging.getLogger(__name__)
 
@@ -197,3 +208,91 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card: str = "") -> i
     finally:
         session.close()
     return STOPPED_STATUS if reason == TOLD_TO_STOP else 0
+
+
+class Order(msgspec.Struct, frozen=True):
+    """A verb for all ranks, and its arguments."""
+
+    verb: str
+    groups: list[bytes] = []
+    directory: str = ""
+    lineage: int = 0
+    cursor: int = 0
+    ends_step: bool = True
+
+
+class LeadingClient(GrpoClient):
+    """The first rank's client. Each verb of `GrpoClient` is run by all ranks."""
+
+    def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
+        self.tell(Order("forward_backward", [encode_group(group).SerializeToString() for group in groups]))
+        return super().forward_backward(groups)
+
+    def optim_step(self, ends_step: bool = True) -> StepStats:
+        self.tell(Order("optim_step", ends_step=ends_step))
+        return super().optim_step(ends_step)
+
+    def save_weights_for_sampler(self) -> BorrowedWeights:
+        self.tell(Order("save_weights_for_sampler"))
+        return super().save_weights_for_sampler()
+
+    def save_state(self, directory: Path, lineage: int = 0, cursor: int = 0) -> Saving:
+        self.tell(Order("save_state", [], str(directory), lineage, cursor))
+        return _ToldSaving(self, super().save_state(directory, lineage, cursor))
+
+    def load_state(self, directory: Path) -> RunPosition:
+        self.tell(Order("load_state", [], str(directory)))
+        return super().load_state(directory)
+
+    def end(self) -> None:
+        """End the other ranks, and leave the mesh."""
+        self.tell(Order("end"))
+        self.mesh.leave()
+
+    def tell(self, order: Order) -> None:
+        """Have the other ranks carry out an order."""
+        self.mesh.broadcast(msgspec.msgpack.encode(order))
+
+
+@dataclass(frozen=True, slots=True)
+class _ToldSaving:
+    """A checkpoint under way. When the first rank waits for it, the other ranks are told to wait too."""
+
+    client: LeadingClient
+    saving: Saving
+
+    def result(self) -> None:
+        self.client.tell(Order("finish_saving"))
+        self.saving.result()
+
+
+def follow(client: GrpoClient, mesh: Mesh, lend: Callable[[int, BorrowedWeights], None]) -> None:
+    """Carry out the first rank's orders until the order to end. `lend` is given each version's weights, this rank's
+    share of them, when they are to be published.
+
+    Raises:
+        RuntimeError: the first rank has died.
+        UserError: see the verbs.
+    """
+    saving: Saving | None = None
+    while (order := msgspec.msgpack.decode(mesh.broadcast(), type=Order)).verb != "end":
+        if order.verb == "save_state":
+            saving = client.save_state(Path(order.directory), order.lineage, order.cursor)
+        elif order.verb == "finish_saving" and saving is not None:
+            saving.result()
+        elif order.verb == "save_weights_for_sampler":
+            lend(client.version, client.save_weights_for_sampler())
+        else:
+            _do(client, order)
+    mesh.leave()
+
+
+def _do(client: GrpoClient, order: Order) -> None:
+    verbs: dict[str, Any] = {
+        "forward_backward": lambda: client.forward_backward([parse_group(data) for data in order.groups]),
+        "load_state": lambda: client.load_state(Path(order.directory)),
+        "optim_step": lambda: client.optim_step(order.ends_step),
+    }
+    if order.verb not in verbs:
+        raise InvariantError(f"the first rank told {order.verb!r}")
+    verbs[order.verb]()

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
+from echo2.config import Config
 from echo2.config.values import SELF
 from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.core.types import Task
-from echo2.tasks.base import task_from_row
+from echo2.tasks.base import TaskSource, TaskStream, task_from_row
+from echo2.tasks.harness_process import is_harness
 
 TEACHER, TEACHER_PROMPT = "teacher", "teacher_prompt"
 
@@ -42,3 +45,30 @@ def task_for_teacher(task: Task) -> Task | None:
     if TEACHER_PROMPT not in task.columns:
         return None
     return task_from_row({"prompt": task.columns[TEACHER_PROMPT]}, task.cursor, f"Task {task.cursor}: {TEACHER_PROMPT}")
+
+
+def check_teaching(config: Config, tasks: TaskSource, source: str, num_rows: int) -> None:
+    """Find rows that name no teacher, or show it no prompt, among the first `num_rows`. Print a warning if it is some.
+
+    Raises:
+        UserError: it is all of them, or the run's prompts are a harness's.
+    """
+    teachers = config.distill.teachers
+    if SELF in teachers.values() and is_harness(config.tasks.environment):
+        raise UserError(
+            f"distill.teacher = {config.distill.teacher!r} with tasks.environment = {config.tasks.environment!r}: a "
+            "harness makes the prompts itself, so nothing can stand in their place. Name a model."
+        )
+    stream, problems = TaskStream(tasks, 0, False), list[str]()
+    for cursor in range(num_rows if teachers else 0):
+        task = stream.task(cursor)
+        try:
+            teacher_of(task, teachers)
+            task_for_teacher(task)
+        except UserError as error:
+            problems.append(str(error))
+    if problems and len(problems) == num_rows:
+        raise UserError(f"{problems[0]} So it is with all rows of {source} that were read.")
+    if problems:
+        told = f"{len(problems)} of {num_rows} rows of {source} can't be taught, and their groups will fail"
+        print(f"warning: {told}: {problems[0]}", file=sys.stderr)

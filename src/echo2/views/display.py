@@ -433,11 +433,7 @@ def show_trust(found: list[dict[str, Any]], console: Console) -> None:
     for row in found:
         stands = "in quarantine" if row["is_quarantined"] else "new" if row["is_new"] else "trusted"
         last = row["history"][-1] if row["history"] else None
-        told = (
-            ""
-            if last is None
-            else f"{last['seconds_ago']:.0f} s ago: {escape(printable(last['what'], TRUST_REASON_CHARS))}"
-        )
+        told = "" if last is None else f"{last['seconds_ago']:.0f} s ago: {_safe(last['what'], TRUST_REASON_CHARS)}"
         numbers = (row[name] for name in ("num_groups", "num_passed", "num_failed", "num_missed"))
         table.add_row(_safe(row["ticket"]), f"{row['score']:.2f}", *map(str, numbers), stands, told)
     console.print(table, highlight=False)

@@ -32,9 +32,8 @@ from echo2.learner.core.losses import LossTokens, PolicyLoss
 from echo2.learner.core.optimizer import learning_rate
 from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.data import divisor_of
-from echo2.learner.grpo.distillation import joined_kl, towards_teacher
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.reference import token_kl
+from echo2.learner.grpo.pulls import joined_kl, token_kl, towards_teacher
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.step_meter import LossStats, StepStats, measure, merged
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
@@ -117,7 +116,7 @@ def publish_if_due(client: GrpoClient, head: HeadSession) -> None:
 class GrpoClient(TrainedPolicy):
     """The arithmetic of a step: gradients of groups, and updates with them. `version` = completed training steps.
 
-    With several ranks each of them makes the same calls, and the trainer divides the work (`ranks.py`).
+    With several ranks each of them makes the same calls, and the trainer divides the work (`learner/process.py`).
     """
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:
@@ -130,7 +129,7 @@ class GrpoClient(TrainedPolicy):
         # Advantages: each rollout's reward against its group's (`data.py`). Tokens of environments are masked.
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
-        if self.teachers is not None:  # each token's part of the advantage, or of the loss (`distillation.py`)
+        if self.teachers is not None:  # each token's part of the advantage, or of the loss (`pulls.py`)
             data = self.teachers.taught(groups, parts)
         if learner.reference_kl > 0.0:
             own_routes = [replace(datum, routes=None) for datum in data]  # the reference is a policy of its own
@@ -167,7 +166,7 @@ class GrpoClient(TrainedPolicy):
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
     """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
-    plus beta = `reference_kl` times KL(pi || pi_ref) (`reference.py`), and what a teacher adds (`distillation.py`).
+    plus beta = `reference_kl` times KL(pi || pi_ref) (`pulls.py`), and what a teacher adds (`pulls.py`).
     Its output for each micro-batch: statistics.
 
     Shape suffixes: n = loss tokens, S = sequences.
