@@ -10,16 +10,10 @@ from rich.table import Table
 
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.core.errors import UserError
 from echo2.core.printable import size
 from echo2.core.types import Hardware
-from echo2.learner.core.fitting import (
-    DoesNotFitError,
-    LearnerMemoryNeed,
-    MemoryNeed,
-    check_fits,
-    learner_need,
-    worker_need,
-)
+from echo2.learner.core.fitting import LearnerMemoryNeed, MemoryNeed, learner_need, worker_need
 from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
 
@@ -29,6 +23,12 @@ CHANGES_MAX = 2
 TURNS = "learner and workers take turns on the GPU: a step takes the seconds of both, and those of moving their tensors"
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
+#: Of the learner and of a worker.
+Needs = tuple[LearnerMemoryNeed, MemoryNeed]
+
+
+class DoesNotFitError(UserError):
+    """A process needs more memory than its machine has."""
 
 
 def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> LearnerMemoryNeed:
@@ -38,7 +38,7 @@ def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> 
         UserError: the learner does not fit.
     """
     need = learner_need(config, shape, hardware)
-    check_fits("The learner", need, _learner_remedies(config))
+    _check_fits("The learner", need, _learner_remedies(config))
     return need
 
 
@@ -51,8 +51,24 @@ def worker_that_fits(config: Config, shape: ModelShape, hardware: Hardware, whic
     need = worker_need(config, shape, hardware)
     rounded = "" if config.model.snapshot_dtype == "bfloat16" else 'model.snapshot_dtype = "bfloat16", '
     remedies = f"Set {rounded}a lower sampling.groups_per_batch or sampling.max_tokens, or take larger machines."
-    check_fits(which, need, remedies)
+    _check_fits(which, need, remedies)
     return need
+
+
+def _check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
+    """Raise if the memory does not suffice.
+
+    Raises:
+        DoesNotFitError: names the memory needed, its largest parts, the memory available, and the remedies.
+    """
+    if need.total <= need.available:
+        return
+    largest = sorted(need.parts.items(), key=lambda part: -part[1])[:3]
+    told = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
+    raise DoesNotFitError(
+        f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
+        f"GB for it. {remedies}"
+    )
 
 
 def _learner_remedies(config: Config) -> str:

@@ -25,17 +25,7 @@ from echo2.engines.choice import chosen
 from echo2.head.fleet.machines import scaled_offers
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
-from echo2.learner.core.fitting import (
-    DoesNotFitError,
-    LearnerMemoryNeed,
-    MemoryNeed,
-    SnapshotSize,
-    machine_with,
-    model_config,
-    model_shape,
-    snapshot_size,
-    worker_need,
-)
+from echo2.learner.core.fitting import SnapshotSize, machine_with, model_config, model_shape, snapshot_size, worker_need
 from echo2.learner.decide.memory import GB
 from echo2.planning.estimates import GPUS, several
 from echo2.planning.first_plan import (
@@ -50,6 +40,8 @@ from echo2.planning.first_plan import (
 )
 from echo2.planning.market import Wanted, known_prices, market_offers, refresh, rent_commands
 from echo2.planning.memory_needs import (
+    DoesNotFitError,
+    Needs,
     learner_that_fits,
     needs_as_dict,
     needs_table,
@@ -83,7 +75,7 @@ class _Decided:
     plan: Plan
     inputs: PlanInputs
     sources: list[Basis]
-    needs: tuple[LearnerMemoryNeed, MemoryNeed] | None
+    needs: Needs | None
     open: Range | None
 
 
@@ -153,7 +145,7 @@ def _decide(
 
 def _ready(
     config: configuration.Config, options: argparse.Namespace, past: PastRun | None
-) -> tuple[PlanInputs, list[Basis], Estimated, tuple[LearnerMemoryNeed, MemoryNeed] | None]:
+) -> tuple[PlanInputs, list[Basis], Estimated, Needs | None]:
     """Return the inputs of the plan, with those offers that hold a worker, and the needs of memory.
 
     Raises: as `_decide`.

@@ -26,7 +26,6 @@ from echo2.engines.model_values import all_values, values_of
 from echo2.learner.decide.memory import (
     BYTES_PER_VALUE,
     CPU_MICROBATCH_TOKENS_MAX,
-    GB,
     OFFLOADS,
     PROCESS_BYTES,
     USABLE,
@@ -52,10 +51,6 @@ HEAD_BYTES = 500_000_000
 MACHINE_SHARES = 2
 #: Assumed tokens of a prompt, where the tasks have not been read.
 PROMPT_TOKENS = 128
-
-
-class DoesNotFitError(UserError):
-    """A process needs more memory than its machine has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,22 +214,6 @@ def learner_need(config: Config, shape: ModelShape, machine: Hardware) -> Learne
     host = setup.host_bytes if microbatch.offloaded or microbatch.in_turns else 0
     host += setup.parked_bytes if microbatch.in_turns else 0
     return LearnerMemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine", microbatch, host)
-
-
-def check_fits(what: str, need: MemoryNeed, remedies: str) -> None:
-    """Raise if the memory does not suffice.
-
-    Raises:
-        DoesNotFitError: names the memory needed, its largest parts, the memory available, and the remedies.
-    """
-    if need.total <= need.available:
-        return
-    largest = sorted(need.parts.items(), key=lambda part: -part[1])[:3]
-    told = ", ".join(f"{name} {num_bytes / GB:.1f}" for name, num_bytes in largest)
-    raise DoesNotFitError(
-        f"{what} needs {need.total / GB:.1f} GB ({told}, ...), and {need.place} has {max(0, need.available) / GB:.1f} "
-        f"GB for it. {remedies}"
-    )
 
 
 def model_config(path: str) -> dict[str, Any] | None:
