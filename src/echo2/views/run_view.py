@@ -131,7 +131,6 @@ class RunView:
 
     @property
     def name(self) -> str:
-        """The name of the run directory."""
         return self.rundir.path.resolve().name
 
     @property
@@ -141,7 +140,6 @@ class RunView:
 
     @property
     def steps(self) -> tuple[Row, ...]:
-        """The rows of training steps."""
         return tuple(row for row in self.rows if "time/step" in row or "reward/mean" in row)
 
     @property

@@ -106,7 +106,6 @@ class _Server(uvicorn.Server):
         self._pages = pages
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End the event streams of the pages before the server."""
         self._pages.stop()
         super().handle_exit(sig, frame)
 
@@ -304,7 +303,7 @@ def _number(request: Request, name: str) -> int:
 
 def asset(name: str) -> Response:
     """Return a file of `page/`."""
-    content = (files("echo2.views") / "page" / name).read_bytes()
+    content = (files("echo2") / "views" / "page" / name).read_bytes()
     return Response(content, media_type=TYPES[name.rpartition(".")[2]])
 
 

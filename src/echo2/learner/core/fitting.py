@@ -63,7 +63,6 @@ class MemoryNeed:
 
     @property
     def total(self) -> int:
-        """Bytes in all."""
         return sum(self.parts.values())
 
 

@@ -80,7 +80,6 @@ class LossTokens:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences, S."""
         return len(self.source_S)
 
 

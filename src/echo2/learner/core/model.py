@@ -161,7 +161,6 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
         dtype: torch.dtype = next(self.module.parameters()).dtype
         return dtype
 

@@ -85,7 +85,6 @@ class HostAdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure has a loss here
-        """Make one step."""
         (group,) = self.param_groups
         for parameter in group["params"]:
             gradient = gradient_of(self, parameter)
@@ -124,7 +123,6 @@ class HostAdamW(torch.optim.AdamW):
         state["step"] += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients."""
         super().zero_grad(set_to_none)
         self.gradients.clear()
 

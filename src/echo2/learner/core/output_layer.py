@@ -272,7 +272,6 @@ class _Logits:
 
     @property
     def sums(self) -> torch.dtype:
-        """Dtype of sums."""
         return torch.float64 if self.hidden_uD.dtype == torch.float64 else torch.float32
 
     def normalisers(self, wants_gradient: bool) -> tuple[Tensor, Tensor, Tensor | None]:

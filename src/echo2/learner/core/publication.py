@@ -170,7 +170,6 @@ class ChunkedPayload:
         return [*self._files, *self._reads]
 
     def chunk(self, name: bytes) -> bytes:
-        """The bytes of a chunk."""
         return bytes(self._files[name] if name in self._files else self._reads[name]())
 
 

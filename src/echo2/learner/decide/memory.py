@@ -111,7 +111,6 @@ class LearnerSetup:
 
     @property
     def trained(self) -> int:
-        """Parameters that are trained."""
         if not self.lora_rank:
             return self.shape.parameters
         return self.shape.adapter_parameters(self.lora_rank, self.adapts_experts)

@@ -64,7 +64,6 @@ class LayerShape:
 
     @property
     def parameters(self) -> int:
-        """Parameters in total."""
         return self.others + sum(rows * columns for rows, columns in self.linear)
 
     def __add__(self, other: LayerShape) -> LayerShape:
@@ -103,12 +102,10 @@ class ModelShape:
 
     @property
     def largest_layer(self) -> int:
-        """Parameters of the largest layer."""
         return max(layer.parameters for layer in self.layers)
 
     @property
     def parameters(self) -> int:
-        """Parameters in total."""
         embeddings = self.vocabulary * (1 if self.tied else 2)
         return embeddings + self.others + sum(layer.parameters for layer in self.layers)
 

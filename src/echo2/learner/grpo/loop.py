@@ -2,7 +2,8 @@
 
 The terms are those of ECHO-2 (arXiv 2602.02192). Step t trains version v_t = t of the policy on the R rollouts that are
 bound to it, which the versions t - S to t sampled, and makes version t + 1. Every kappa steps the weights are published
-as a snapshot. `feed.py` waits for groups, checks them, and cuts them into micro-batches; `losses.py` has the losses.
+as a snapshot. `feed.py` waits for groups, checks them, and cuts them into micro-batches; `data.py` has their
+advantages, `losses.py` the losses, `pulls.py` a reference and teachers, `trained_policy.py` what a step changes.
 
 Four rules of order must hold:
 

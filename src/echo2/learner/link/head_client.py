@@ -208,7 +208,6 @@ class HeadClient:
         await self._link.call("LearnerReport", wire.LearnerReport(doing=text, epoch=self._epoch), CALL_SECONDS)
 
     async def close(self) -> None:
-        """End the session and the link."""
         if self._session is not None:
             self._session.cancel()
         await self._link.close()

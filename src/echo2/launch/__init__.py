@@ -1,1 +1,0 @@
-"""Starts a run on this machine: checks its settings, supervises its processes, resumes it."""

@@ -1,1 +1,0 @@
-"""Gradients and weights: batches, losses, the model over its ranks, checkpoints, publication."""
