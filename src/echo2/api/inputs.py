@@ -261,7 +261,7 @@ class _Writing:
 
     def _add_source(self, name: str, value: Any) -> None:
         value = inspect.unwrap(value)
-        source, own = _source(value), value.__name__
+        source, own = _code(value), value.__name__
         self._added.setdefault(own, value)
         values = _names_seen(value)
         for used in sorted(_free_names(source) - {own}):
@@ -285,7 +285,7 @@ def _literal(name: str, value: Any, user: str) -> str:
     return text
 
 
-def _source(thing: Any) -> str:
+def _code(thing: Any) -> str:
     """Return the source of a function or class from its first decorator on, dedented.
 
     Raises:
@@ -314,7 +314,7 @@ def _places(thing: Any) -> Iterator[tuple[str, int | None]]:
     """Yield file and first line of a function or of a class's methods; for a class without methods, candidate files
     with line None.
     """
-    functions = list(_functions(thing))
+    functions = list(_methods(thing))
     yield from ((function.__code__.co_filename, function.__code__.co_firstlineno) for function in functions)
     module = sys.modules.get(thing.__module__)
     if isinstance(thing, type) and not functions:
@@ -323,7 +323,7 @@ def _places(thing: Any) -> Iterator[tuple[str, int | None]]:
         yield from ((file, None) for file, entry in reversed(cached.items()) if entry[1:2] == (None,))  # notebook cells
 
 
-def _functions(thing: Any) -> Iterator[FunctionType]:
+def _methods(thing: Any) -> Iterator[FunctionType]:
     """Yield a function itself, or the methods of a class."""
     for part in [thing] if isinstance(thing, FunctionType) else vars(thing).values():
         function = inspect.unwrap(getattr(part, "__func__", part))
@@ -334,7 +334,7 @@ def _functions(thing: Any) -> Iterator[FunctionType]:
 def _names_seen(thing: Any) -> Mapping[str, Any]:
     """Return the global and closure variables visible to a function or to the methods of a class, by name."""
     values: dict[str, Any] = dict(vars(sys.modules.get(thing.__module__, builtins)))
-    for function in _functions(thing):
+    for function in _methods(thing):
         around = inspect.getclosurevars(function).nonlocals
         values |= function.__globals__ | {name: value for name, value in around.items() if name != "__class__"}
     return values

@@ -155,7 +155,7 @@ def _demo(options: argparse.Namespace) -> int:
     require_torch()
     if not (DEMO_MODEL / "config.json").is_file():
         print("Building the demo's model and warming it up (once; about a minute) ...", file=sys.stderr)
-        command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", DEMO_MODEL]
+        command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(DEMO_MODEL)]
         subprocess.run(command, check=True, stdout=sys.stderr)
     where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
     options.interrupted = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])

@@ -31,7 +31,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,7 +110,8 @@ def make_loss(name: str, params: Params | None = None) -> PolicyLoss:
     Raises:
         UserError: no such loss or parameter, a value out of bounds, or bounds the wrong way round.
     """
-    return partial(LOSSES[name], p=loss_params(name, params or {}))
+    values = loss_params(name, params or {})
+    return lambda logp_n, tokens: LOSSES[name](logp_n, tokens, values)
 
 
 def log_ratio(logp_n: Tensor, tokens: LossTokens) -> Tensor:
