@@ -14,7 +14,6 @@ import pytest
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Backoff
 from echo2.learner.core.adapters import load_base
-from echo2_service.learner.tenants import Tenants
 from echo2_service import calling, limits
 from echo2_service.backend import (
     AdamSettings,
@@ -33,6 +32,7 @@ from echo2_service.decide.order import FairQueue
 from echo2_service.learner import models as models_module
 from echo2_service.learner.journal import Journal
 from echo2_service.learner.models import Models, learner_data
+from echo2_service.learner.tenants import Tenants
 from learner_cases import model_directory
 from service_cases import some_data
 

@@ -19,11 +19,11 @@ from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.datum import Datum
-from echo2_service.learner.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
 from echo2.weights.format.model_files import read_base_model
 from echo2_service.backend import Answer, Request, SampleCall, SampledSequence, SampleOutput, SampleSpec
 from echo2_service.calling import frame
+from echo2_service.learner.tenants import Tenants
 from echo2_service.sampler import process
 from echo2_service.sampler.process import BaseSampler, SampleCalls, base_sampler
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module

@@ -24,8 +24,7 @@ from starlette.routing import Route
 from echo2.config.rundir import read_json
 from echo2.core.errors import UserError
 from echo2.core.printable import printable
-from echo2.views.serve import TokenGuard, asset
-from echo2.views.serve import serve_pages
+from echo2.views.serve import TokenGuard, asset, serve_pages
 from echo2_service.commands.serve import open_database
 from echo2_service.fleet.server import STATUS_FILE
 from echo2_service.front.database import OPEN, Database, bills, models, requests, sessions

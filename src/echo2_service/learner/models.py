@@ -26,9 +26,7 @@ import msgspec
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import InvariantError, NoRoomError, UserError
 from echo2.learner.core import checkpoint
-from echo2_service.learner.losses import CLIENT_LOSSES, HIGH, LOW
 from echo2.learner.core.datum import Datum
-from echo2_service.learner.tenants import Tenants
 from echo2.learner.core.trainer import AdamParams
 from echo2_service import limits
 from echo2_service.backend import (
@@ -49,6 +47,8 @@ from echo2_service.backend import (
     UnloadCall,
 )
 from echo2_service.learner.journal import Journal
+from echo2_service.learner.losses import CLIENT_LOSSES, HIGH, LOW
+from echo2_service.learner.tenants import Tenants
 
 
 @dataclass(frozen=True, slots=True)

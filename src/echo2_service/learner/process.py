@@ -21,11 +21,11 @@ import msgspec
 from echo2.config.rundir import claimed
 from echo2.core.errors import Echo2Error
 from echo2.learner.core.adapters import load_base
-from echo2_service.learner.tenants import Tenants
 from echo2_service.backend import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall
 from echo2_service.calling import ProcessSettings, begin, failed, receive
 from echo2_service.decide.order import FairQueue
 from echo2_service.learner.models import Models, Slices
+from echo2_service.learner.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
