@@ -1,7 +1,7 @@
 """One thread per process: on two cores, OpenMP barriers make two threads several times slower. And no example of a
 property test fails for being slow: that is the machine's affair. Examples are the same in every run, so that a change
-is to blame for a failure; `HYPOTHESIS_PROFILE=explore` draws new ones. Tests import scripts of benchmarks/ by their
-names."""
+is to blame for a failure, and three times as many in `make test-all`; `HYPOTHESIS_PROFILE=explore` draws new ones.
+Tests import scripts of benchmarks/ by their names."""
 
 import os
 
@@ -22,7 +22,8 @@ from house import REPOSITORY
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path += [str(folder) for folder in (BENCHMARKS, *sorted(BENCHMARKS.iterdir())) if folder.is_dir()]
 
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
+settings.register_profile("same", deadline=None, derandomize=True, max_examples=20)
+settings.register_profile("all", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 

@@ -1,10 +1,17 @@
-"""Seeds of random worlds: a few at each commit, all of them in `make test-all`."""
+"""Seeds of random worlds and examples of properties: a few at each commit, all of them in `make test-all`."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+
+def examples(num_all: int) -> settings:
+    """Of a property that needs more of them than the profile has (`conftest.py`): a third at each commit."""
+    return settings(max_examples=num_all if "HYPOTHESIS_PROFILE" in os.environ else num_all // 3)
 
 
 def seeds(num_quick: int, num_all: int) -> list[Any]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from echo2.config.values import LOSS_PARAMS
 from echo2.learner.core.losses import LOSSES, RATIO_LIMIT, make_loss
 from echo2.transport import limits
 from learner_cases import loss_tokens
+from seeds import examples
 
 VOCAB = 6
 CENTRED = [name for name in LOSSES if name != "gspo"]
@@ -44,7 +45,6 @@ def both(policy: list[float], sampler: list[float]) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("name", CENTRED)
 @given(LOGITS, LOGITS, ADVANTAGES)
-@settings(max_examples=25, deadline=None)
 def test_of_every_token_the_mean_under_the_sampler_is_taken_away_exactly(
     name: str, policy: list[float], sampler: list[float], advantage: float
 ) -> None:
@@ -59,7 +59,6 @@ def test_of_every_token_the_mean_under_the_sampler_is_taken_away_exactly(
 
 @pytest.mark.parametrize("name", ["none", "tis", "icepop", "cispo", "ppo"])
 @given(LOGITS, st.floats(0.23, 1.9), st.integers(1, VOCAB - 1), ADVANTAGES)
-@settings(max_examples=25, deadline=None)
 def test_a_tail_that_is_the_policys_own_but_for_its_mass_needs_no_record(
     name: str, policy: list[float], ratio: float, width: int, advantage: float
 ) -> None:
@@ -79,7 +78,6 @@ def test_a_tail_that_is_the_policys_own_but_for_its_mass_needs_no_record(
 
 @pytest.mark.parametrize("name", CENTRED)
 @given(LOGITS, st.integers(0, VOCAB), st.integers(0, VOCAB - 1), ADVANTAGES)
-@settings(max_examples=25, deadline=None)
 def test_on_policy_it_changes_nothing(name: str, policy: list[float], width: int, drawn: int, advantage: float) -> None:
     logits, q = both(policy, policy)
     top = q.argsort(descending=True)[:width]
@@ -106,7 +104,7 @@ WEIGHTS = {"dppo": "cap", "tis": "cap", "icepop": "high", "cispo": "cap"}
 
 @pytest.mark.parametrize("name", CENTRED)
 @given(st.lists(records(), min_size=1, max_size=4))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_whatever_is_told_the_correction_is_finite_and_bounded(
     name: str, rows: list[tuple[list[float], list[float], float]]
 ) -> None:

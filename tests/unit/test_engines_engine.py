@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.devices import nth_device
@@ -117,7 +117,6 @@ def test_samples_differ_and_seeds_matter() -> None:
     assert tokens_of(first) != tokens_of(again)
 
 
-@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_whenever_requests_come_and_go_the_others_are_what_they_are_alone(data: st.DataObject) -> None:
     """Requests arrive at any token, some are aborted at any token: every other one is as if it had run alone."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
@@ -42,6 +42,7 @@ from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Comparison, Verdict, check_group, nearest, readings_of
 from engine_builders import BUILDERS
 from rollout_cases import END, VOCAB, Beside, Hooked, assigned, hf_logits, snapshot_of, tiny_module, tokenizer_files
+from seeds import examples
 
 TEMPLATE = (
     b"{% for m in messages %}{{ 'h' if m.role == 'user' else 'a' }}={{ m.content }}<eos>{% endfor %}"
@@ -363,7 +364,7 @@ def claimed(draw: st.DrawFn) -> tuple[Rollout, bool]:
     return rollout, ascends
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(claimed(), st.sets(st.integers(0, 12)), st.booleans(), st.booleans())
 def test_every_token_is_judged_once_by_few_prefills_whatever_is_claimed(
     case: tuple[Rollout, bool], held: set[int], in_turns: bool, is_chat: bool
