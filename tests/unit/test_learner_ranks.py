@@ -37,7 +37,7 @@ from echo2.models.evaluate import copy_model
 from echo2.weights.format import segments
 from learner_cases import config_of, data_of, model_directory, random_group
 
-STEPS = 20
+STEPS = 8
 pytestmark = pytest.mark.timeout(900)  # three processes that load torch
 #: m2po remembers a step's log ratios; the pull to the reference is a second, frozen policy.
 OPTIONS = config_of(lr=3e-3, weight_decay=0.1, tokens_per_microbatch=80, loss="m2po", reference_kl=0.05)
