@@ -263,7 +263,7 @@ def divergence(module: torch.nn.Module, teacher: torch.nn.Module) -> float:
     return float((pi.exp() * (pi - rho)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_k", [0, pytest.param(5, marks=pytest.mark.slow)])
 def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int) -> None:
     client = GrpoClient(tiny_policy(), config_of(teacher=teacher, loss_top_k=top_k, lr=2e-2))
     rho = load_policy(teacher, "float32", "cpu").module
