@@ -15,16 +15,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from house import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path += [str(folder) for folder in (BENCHMARKS, *sorted(BENCHMARKS.iterdir())) if folder.is_dir()]
 
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=20)
-settings.register_profile("all", deadline=None, derandomize=True, max_examples=60)
-settings.register_profile("explore", deadline=None)
+at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", at_any_speed, derandomize=True, max_examples=20)
+settings.register_profile("all", at_any_speed, derandomize=True, max_examples=60)
+settings.register_profile("explore", at_any_speed)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
