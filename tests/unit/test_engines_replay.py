@@ -371,7 +371,7 @@ def test_every_token_is_judged_once_by_few_prefills_whatever_is_claimed(
     assignment = replace(leased(0), environment="game" if in_turns else "", is_chat=is_chat)
     readings = list(readings_of(assignment, rollout, held))
     places = np.concatenate([np.zeros(0, dtype=np.int64), *(reading.places for reading in readings)])
-    parts = [Comparison(*(reading.places + number / 9 for _ in range(5))) for number, reading in enumerate(readings)]
+    parts = [Comparison(*(reading.places + number / 9 for _ in range(6))) for number, reading in enumerate(readings)]
     kept = nearest(readings, parts)
     assert sum(len(part.logprobs) for part in kept) == len(set(places.tolist()))
     assert len(set(places.tolist())) == len(places) or (in_turns and not is_chat)
