@@ -13,7 +13,7 @@ import gc
 import logging
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -164,15 +164,6 @@ def play(story: Story, strike: Strike, folder: Path, logs: pytest.LogCaptureFixt
     return heard
 
 
-@pytest.fixture
-def _little_to_collect() -> Iterator[None]:
-    """What a story leaves, and not all that the tests have imported."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("_little_to_collect")
 @pytest.mark.parametrize("name", STORIES)
 def test_an_unforeseen_failure_in_the_background_reaches_its_owner(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
