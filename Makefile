@@ -82,6 +82,7 @@ test-foreign: $(INSTALLED)
 	$(if $(filter browser,$(FOREIGN)),[ ! -e .venv-browser/.installed ] || .venv-browser/bin/python -m pytest $(IN_BROWSER))
 
 # What is too long for every commit: thousands of random worlds more, the papers' tables, every example, every package.
+test-all: export HYPOTHESIS_PROFILE := all
 test-all: FOREIGN += $(SELDOM)
 test-all: IN_BROWSER += tests/integration/test_api_real.py::test_a_notebook_trains
 test-all: test test-foreign
@@ -190,7 +191,7 @@ lint: $(INSTALLED)
 types: $(INSTALLED)
 	$(PY) -m mypy
 	@# Workers also run on Macs. What is for Linux alone is unreachable there.
-	$(PY) -m mypy --platform darwin --no-warn-unreachable src
+	$(PY) -m mypy --platform darwin --no-warn-unreachable --cache-dir .mypy_cache/darwin src
 
 proto: $(INSTALLED)
 	$(PY) -m grpc_tools.protoc -Isrc --python_out=src --pyi_out=src $(WIRE)/wire.proto src/echo2_service/tinker.proto

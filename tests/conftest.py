@@ -1,7 +1,7 @@
 """One thread per process: on two cores, OpenMP barriers make two threads several times slower. And no example of a
 property test fails for being slow: that is the machine's affair. Examples are the same in every run, so that a change
-is to blame for a failure; `HYPOTHESIS_PROFILE=explore` draws new ones. Tests import scripts of benchmarks/ by their
-names."""
+is to blame for a failure, and three times as many in `make test-all`; `HYPOTHESIS_PROFILE=explore` draws new ones.
+Tests import scripts of benchmarks/ by their names."""
 
 import os
 
@@ -15,15 +15,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from house import REPOSITORY
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path += [str(folder) for folder in (BENCHMARKS, *sorted(BENCHMARKS.iterdir())) if folder.is_dir()]
 
-settings.register_profile("same", deadline=None, derandomize=True, max_examples=50)
-settings.register_profile("explore", deadline=None)
+at_any_speed = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", at_any_speed, derandomize=True, max_examples=20)
+settings.register_profile("all", at_any_speed, derandomize=True, max_examples=60)
+settings.register_profile("explore", at_any_speed)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 

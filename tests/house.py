@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
+from typing import TypeAlias
 
 from floors import FLOOR_OF_ROOM, FOLDERS, ROOM_OF_FILE, SEAMS, SERVICE
 
@@ -50,6 +51,9 @@ STARTING_FILES = frozenset({"echo2.core.child", "echo2.engines.servers.guard"})
 UNSAFE_PACKAGES = frozenset({"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"})
 
 
+Rule: TypeAlias = "Callable[[Source], list[str]]"
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """One Python file: `module` is its dotted name (`echo2.head.decide.planner`), `path` what complaints call it."""
@@ -67,12 +71,16 @@ class Source:
         return "decide" in self.module.split(".")[1:-1]
 
     def parse(self) -> ast.Module:
-        return _parsed(self.text, self.path)
+        return _parsed(self.text, self.path)[0]
+
+    def nodes(self) -> tuple[ast.AST, ...]:
+        return _parsed(self.text, self.path)[1]
 
 
-@cache
-def _parsed(text: str, path: str) -> ast.Module:
-    return ast.parse(text, path)
+@lru_cache(maxsize=1)  # all rules read one file before the next: trees of all files slow down whoever collects garbage
+def _parsed(text: str, path: str) -> tuple[ast.Module, tuple[ast.AST, ...]]:
+    tree = ast.parse(text, path)
+    return tree, tuple(ast.walk(tree))
 
 
 @cache
@@ -96,13 +104,18 @@ def read_source(path: Path) -> Source:
     return Source(dotted, path.relative_to(REPOSITORY).as_posix(), path.read_text(encoding="utf-8"))
 
 
-def imports(source: Source) -> Iterator[tuple[int, str]]:
+@cache
+def imports(source: Source) -> tuple[tuple[int, str], ...]:
     """(line, dotted name) of everything imported anywhere in the file, inside functions and TYPE_CHECKING too.
 
     `from echo2.head.decide import events` yields `echo2.head.decide.events`: the most that the import could reach.
     """
+    return tuple(_imports(source))
+
+
+def _imports(source: Source) -> Iterator[tuple[int, str]]:
     package = source.module if source.path.endswith("__init__.py") else source.module.rpartition(".")[0]
-    for node in ast.walk(source.parse()):
+    for node in source.nodes():
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -116,7 +129,7 @@ def imports(source: Source) -> Iterator[tuple[int, str]]:
 
 
 def _is_dynamic_import(node: ast.Call) -> bool:
-    return ast.unparse(node.func) in {"__import__", "import_module", "importlib.import_module"}
+    return dotted(node.func) in {"__import__", "import_module", "importlib.import_module"}
 
 
 def room_of(name: str) -> str | None:
@@ -241,8 +254,8 @@ def decide_complaints(source: Source) -> list[str]:
         if not _may_be_known_by_deciders(name)
     ] + [
         f"{source.path}:{node.lineno}: decide/ calls {ast.unparse(node.func)}()"
-        for node in ast.walk(source.parse())
-        if isinstance(node, ast.Call) and ast.unparse(node.func) in DECIDE_CALLS
+        for node in source.nodes()
+        if isinstance(node, ast.Call) and dotted(node.func) in DECIDE_CALLS
     ]
 
 
@@ -256,12 +269,12 @@ def set_iteration_complaints(source: Source) -> list[str]:
     """In decide/ and sim/ nothing iterates over a set display: its order would not be the same in every process."""
     if not source.decides and not source.module.startswith("echo2.planning.sim."):
         return []
-    loops = (node for node in ast.walk(source.parse()) if isinstance(node, ast.For | ast.comprehension))
+    loops = (node for node in source.nodes() if isinstance(node, ast.For | ast.comprehension))
     return [
         f"{source.path}:{node.iter.lineno}: iterates over a set; sort it first"
         for node in loops
         if isinstance(node.iter, ast.Set | ast.SetComp)
-        or (isinstance(node.iter, ast.Call) and ast.unparse(node.iter.func) in {"set", "frozenset"})
+        or (isinstance(node.iter, ast.Call) and dotted(node.iter.func) in {"set", "frozenset"})
     ]
 
 
@@ -281,7 +294,7 @@ def size_complaints(source: Source) -> list[str]:
     """Functions and files small enough to be read in one go. A function's decorators and docstring count."""
     lines = source.text.count("\n") + (not source.text.endswith("\n"))
     found = [f"{source.path}:1: {lines} lines; split it"] if lines >= MAX_FILE_LINES else []
-    for function in functions(source.parse()):
+    for function in functions(source):
         length = (function.end_lineno or function.lineno) - function.lineno + 1
         if length >= MAX_FUNCTION_LINES:
             found.append(f"{source.path}:{function.lineno}: {function.name}() has {length} lines; split it")
@@ -294,7 +307,7 @@ def name_complaints(source: Source) -> list[str]:
     modules = [f"{source.path}:1: a module named {word}" for word in sorted(words & FORBIDDEN_NAMES)]
     return modules + [
         f"{source.path}:{node.lineno}: a class named {node.name}"
-        for node in ast.walk(source.parse())
+        for node in source.nodes()
         if isinstance(node, ast.ClassDef) and node.name.lower().endswith(tuple(sorted(FORBIDDEN_NAMES)))
     ]
 
@@ -313,9 +326,9 @@ def homonym_complaints(sources: Iterable[Source]) -> list[str]:
     """One noun, one meaning: no two public classes of the package have one name."""
     places: dict[str, list[str]] = {}
     for source in sources:
-        for node in source.parse().body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
+        for found in re.finditer(r"^class ([^\W_]\w*)", source.text, re.MULTILINE):
+            line = source.text.count("\n", 0, found.start()) + 1
+            places.setdefault(found[1], []).append(f"{source.path}:{line}")
     return [
         f"{where[-1]}: {name} is also at {', '.join(where[:-1])}"
         for name, where in sorted(places.items())
@@ -326,11 +339,11 @@ def homonym_complaints(sources: Iterable[Source]) -> list[str]:
 def except_complaints(source: Source) -> list[str]:
     """No bare `except:`, and nothing as broad that just passes on in silence."""
     found = []
-    for node in ast.walk(source.parse()):
+    for node in source.nodes():
         if not isinstance(node, ast.ExceptHandler):
             continue
-        kind = ast.unparse(node.type) if node.type else ""
-        if not kind:
+        kind = dotted(node.type) if node.type else ""
+        if not node.type:
             found.append(f"{source.path}:{node.lineno}: bare except")
         elif kind in {"Exception", "BaseException"} and all(isinstance(step, ast.Pass) for step in node.body):
             found.append(f"{source.path}:{node.lineno}: except {kind}: pass hides every mistake")
@@ -341,14 +354,13 @@ def ownership_complaints(source: Source) -> list[str]:
     """In the head, an object's fields are written in the file of its class, by its verbs. Other files read them."""
     if source.room != "head" or not (source.decides or ".serve." in source.module):
         return []
-    tree = source.parse()
-    stores = (n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
-    own = {store.attr for store in stores if ast.unparse(store.value) == "self"}
-    for node in ast.walk(tree):
+    stores = (n for n in source.nodes() if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store))
+    own = {store.attr for store in stores if dotted(store.value) == "self"}
+    for node in source.nodes():
         if isinstance(node, ast.ClassDef):
             own |= {ast.unparse(field.target) for field in node.body if isinstance(field, ast.AnnAssign)}
     found = []
-    for node in ast.walk(tree):
+    for node in source.nodes():
         target: ast.AST = node
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
             target = node.func.value
@@ -356,7 +368,7 @@ def ownership_complaints(source: Source) -> list[str]:
             continue
         while isinstance(target, ast.Subscript):
             target = target.value
-        if isinstance(target, ast.Attribute) and ast.unparse(target.value) != "self" and target.attr not in own:
+        if isinstance(target, ast.Attribute) and dotted(target.value) != "self" and target.attr not in own:
             found.append(f"{source.path}:{target.lineno}: writes a field of another file's object: {ast.unparse(node)}")
     return found
 
@@ -367,7 +379,7 @@ def child_complaints(source: Source) -> list[str]:
         return []
     return [
         f"{source.path}:{node.lineno}: {ast.unparse(node)}: use core/child.py"
-        for node in ast.walk(source.parse())
+        for node in source.nodes()
         if isinstance(node, ast.Attribute | ast.Name | ast.alias)
         and getattr(node, "attr", getattr(node, "id", getattr(node, "name", ""))) in PROCESS_STARTERS
     ]
@@ -379,22 +391,22 @@ def background_complaints(source: Source) -> list[str]:
     """
     if source.module == "echo2.core.background":
         return []
-    tree, found = source.parse(), []
+    found = []
     groups = {
         ast.unparse(item.optional_vars)
-        for node in ast.walk(tree)
+        for node in source.nodes()
         if isinstance(node, ast.AsyncWith)
         for item in node.items
         if item.optional_vars is not None and "TaskGroup(" in ast.unparse(item.context_expr)
     }
-    for node in ast.walk(tree):
-        if (isinstance(node, ast.Attribute) and node.attr in BARE_TASKS and ast.unparse(node.value) not in groups) or (
+    for node in source.nodes():
+        if (isinstance(node, ast.Attribute) and node.attr in BARE_TASKS and dotted(node.value) not in groups) or (
             isinstance(node, ast.Name | ast.alias) and getattr(node, "id", getattr(node, "name", "")) in BARE_TASKS
         ):
             found.append(f"{source.path}:{node.lineno}: {ast.unparse(node)}: use background.py")
-        elif isinstance(node, ast.Expr) and ast.unparse(node.value).startswith("awaited("):
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and dotted(node.value.func) == "awaited":
             found.append(f"{source.path}:{node.lineno}: nobody awaits {ast.unparse(node)}")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in {"spawn", "Background"}:
+        elif isinstance(node, ast.Call) and dotted(node.func) in {"spawn", "Background"}:
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             if any(isinstance(one, ast.Lambda) and isinstance(one.body, ast.Constant) for one in given):
                 found.append(f"{source.path}:{node.lineno}: the errors of {ast.unparse(node)} reach nobody")
@@ -404,7 +416,7 @@ def background_complaints(source: Source) -> list[str]:
 def annotation_complaints(source: Source) -> list[str]:
     """Public functions and methods say what they take and give back."""
     found = []
-    for function in functions(source.parse()):
+    for function in functions(source):
         if function.name.startswith("_") and not function.name.startswith("__"):
             continue
         named = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
@@ -421,7 +433,7 @@ def address_complaints(source: Source) -> list[str]:
     if source.module == "echo2.core.addresses":
         return []
     found = []
-    for node in ast.walk(source.parse()):
+    for node in source.nodes():
         if not isinstance(node, ast.JoinedStr):
             continue
         parts = node.values
@@ -438,15 +450,22 @@ def test_complaints(source: Source) -> list[str]:
         return []
     sleeps = [
         f"{source.path}:{node.lineno}: a test sleeps"
-        for node in ast.walk(source.parse())
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "time.sleep"
+        for node in source.nodes()
+        if isinstance(node, ast.Call) and dotted(node.func) == "time.sleep"
     ]
     mocks = [f"{source.path}:{line}: imports {name}" for line, name in imports(source) if "mock" in name.split(".")]
     return sleeps + mocks
 
 
-def functions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def functions(source: Source) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in source.nodes() if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of an expression that is one name after the other; else an empty text. `ast.unparse` is slow."""
+    if isinstance(node, ast.Attribute):
+        return f"{before}.{node.attr}" if (before := dotted(node.value)) else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 RULES = (
@@ -467,3 +486,7 @@ RULES = (
     address_complaints,
 )
 RULES_OUTSIDE = (size_complaints, name_complaints, except_complaints, test_complaints)
+
+
+def complaints(sources: Iterable[Source], rules: Iterable[Rule] = RULES) -> list[str]:
+    return [f"{rule.__name__}: {found}" for source in sources for rule in rules for found in rule(source)]

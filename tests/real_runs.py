@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -85,9 +86,16 @@ class Run:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self, *more: str) -> Run:
-        arguments = ["run", str(self.config), "--out", str(self.out), "--json", *self.settings, *more]
+        return self._run(str(self.config), *self.settings, *more)
+
+    def start_from(self, store: Path, out: Path) -> Run:
+        """Go on from the store, in another directory."""
+        self.out = out
+        return self._run("--resume-from", str(store))
+
+    def _run(self, *arguments: str) -> Run:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "echo2", *arguments],
+            [sys.executable, "-m", "echo2", "run", *arguments, "--out", str(self.out), "--json"],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -147,6 +155,14 @@ class Run:
 
     def kill(self, name: str) -> None:
         os.kill(self.pids()[name], signal.SIGKILL)
+
+    def burn(self) -> None:
+        """Kill every process, as a burning machine would, and delete the disk."""
+        for _, pid in sorted(self.pids().items(), key=lambda entry: entry[0] != "run"):  # first what would start others
+            os.kill(pid, signal.SIGKILL)
+        assert self.process is not None
+        self.process.communicate()
+        shutil.rmtree(self.out)
 
     def wait_version(self, version: int) -> None:
         """Until this many steps are trained."""

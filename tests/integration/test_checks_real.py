@@ -5,7 +5,6 @@ it; of one that names weights which nobody has nothing is taken. One whose engin
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,34 +44,39 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def invited(run: Run) -> str:
+    """A ticket for strangers."""
+    command = [sys.executable, "-m", "echo2", "invite", str(run.out)]
+    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+
+
 def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_supplies_nothing(
     tmp_path: Path, sort_model: Path
 ) -> None:
     settings = ("--schedule.max_staleness", "2", "--schedule.publish_every", "2", *ENDLESS)
     run = Run(tmp_path / "run", sort_model, "--workers.count", "1", *settings).start()  # ended below
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     workers, tickets = [], {}
     try:
         for name, program in (("honest", ["-m", "echo2"]), ("liar", ["-c", LIAR]), ("misnames", ["-c", MISNAMES])):
-            invited = [sys.executable, "-m", "echo2", "invite", str(run.out)]
-            ticket = subprocess.run(invited, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
+            ticket = invited(run)
             known = {row["id"]: row for row in run.command("tickets")}
             tickets[name] = next(one for one in known if not known[one]["own"] and one not in tickets.values())
             join = [sys.executable, *program, "worker", ticket, "--state", str(tmp_path / name)]
-            workers.append(subprocess.Popen(join, cwd=REPOSITORY, env=environment, stderr=subprocess.DEVNULL))
+            workers.append(subprocess.Popen(join, cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.DEVNULL))
 
         def told() -> dict[str, dict[str, int]]:
             return {row["ticket"]: row for row in run.command("trust")}
 
+        turned_away(run, tmp_path / "state")
         run.wait(lambda: told().get(tickets["honest"], {}).get("num_passed", 0) > 0, "a check of the honest worker")
         run.wait(lambda: told().get(tickets["liar"], {}).get("num_failed", 0) > 1, "two checks of the liar")
         events = run.out / "events.jsonl"
         run.wait(lambda: b"is not published" in events.read_bytes(), "a result of weights that nobody has")
-        assert run.process is not None
-        run.process.send_signal(signal.SIGINT)
-        _, errors = run.process.communicate(timeout=100)
-        assert run.process.returncode == 130, errors
+        run.stop()
     finally:
         for worker in workers:
             worker.kill()
@@ -86,24 +90,14 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
     assert run.command("replay")["num_different"] == 0
 
 
-def test_a_stranger_with_an_engine_that_nobody_can_check_is_told_why_it_does_not_get_in(
-    tmp_path: Path, sort_model: Path
-) -> None:
-    run = Run(tmp_path / "run", sort_model, "--workers.count", "0", *ENDLESS).start()
-    try:
-        run.wait_version(0)
-        invited = [sys.executable, "-m", "echo2", "invite", str(run.out)]
-        ticket = subprocess.run(invited, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
-        join = [sys.executable, "-m", "echo2", "worker", ticket, "--engine", "vllm", "--state", str(tmp_path / "state")]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        joined = subprocess.run(
-            join, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=100, check=False
-        )
-        assert joined.returncode != 0
-        for words in ("its engine is 'vllm'", "--engine compact", "workers.require_checks = false"):
-            assert words in joined.stderr
-        run.wait(lambda: "vllm" in str(run.status().get("turned_away")), "status that says so")
-    finally:
-        assert run.process is not None
-        run.process.terminate()
-        run.process.communicate(timeout=150)
+def turned_away(run: Run, state: Path) -> None:
+    """A stranger whose engine nobody can check does not get in, and is told why."""
+    run.wait_version(0)
+    join = [sys.executable, "-m", "echo2", "worker", invited(run), "--engine", "vllm", "--state", str(state)]
+    joined = subprocess.run(
+        join, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert joined.returncode != 0
+    for words in ("its engine is 'vllm'", "--engine compact", "workers.require_checks = false"):
+        assert words in joined.stderr
+    run.wait(lambda: "vllm" in str(run.status().get("turned_away")), "status that says so")

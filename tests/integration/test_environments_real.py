@@ -139,6 +139,7 @@ class Asking:
 """
 
 
+@pytest.mark.slow
 def test_a_harness_plays_on_own_machines_and_costs_what_it_fails_at(sort_model: Path, tmp_path: Path) -> None:
     own = tmp_path / "own.py"
     own.write_text(HARNESS)

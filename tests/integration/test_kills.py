@@ -1,5 +1,5 @@
-"""``kill -9`` of everything, in real runs: nothing is lost, nothing is doubled, and in deterministic mode the weights
-come out as if nobody had been killed.
+"""``kill -9`` of everything, and a disk that is lost, in real runs: nothing is lost, nothing is doubled, and in
+deterministic mode the weights come out as if nobody had been killed.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ def test_killed_runs_end_with_the_weights_of_unkilled_ones(
     calm = Run(tmp_path / "calm", sort_model, *settings).start()
     calm.finish()
 
-    killed = Run(tmp_path / "killed", sort_model, *settings).start()
+    store = tmp_path / "store"
+    killed = Run(tmp_path / "killed", sort_model, *settings, "--head.store", str(store)).start()
     killed.wait_version(3)
     killed.kill("worker-0")
-    killed.wait_version(7)
+    killed.wait_version(6)
     killed.kill("learner")
-    killed.wait_version(11)
+    killed.wait_version(9)
     killed.kill("head")
-    killed.wait_version(16)
+    killed.wait_version(12)
     for name in ("worker-1", "learner", "head"):
         killed.kill(name)
-    killed.wait_version(18)
+    killed.wait_version(14)
     _kill_supervisor(killed)
     assert killed.command("audit")["lost"] == 0
-    killed.start("--resume").finish()
+    killed.start("--resume").wait_version(18)
+    killed.burn()
+    killed.start_from(store, tmp_path / "elsewhere").finish()
 
     assert killed.weights() == calm.weights()
     _check_books(killed, STEPS * 16, max_staleness)

@@ -12,7 +12,7 @@ import pytest
 
 from real_runs import REPOSITORY, Run
 
-SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2")
+SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2", "--workers.count=1")
 
 
 def assert_whole(run: Run, num_groups: int) -> None:

@@ -52,7 +52,7 @@ def test_killed_under_load_the_numbers_are_those_of_an_undisturbed_run(tmp_path:
         await quiet.close()
         backend = LocalBackend({"tiny": str(tmp_path / "base")}, tmp_path / "killed", "cpu")
         training = [asyncio.create_task(train(backend, model)) for model in ("a", "b")]
-        for number in range(4):
+        for number in range(2):
             await backend.call(
                 CreateModelCall(f"m{number}", ModelSpec("tiny", owner="other", rank=2))
             )  # until it is up

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from weights_cases import apply_delta, encode, encode_delta, new_content
@@ -23,6 +23,7 @@ from echo2.weights.format.deltas import apply_items, encode_items
 from echo2.weights.format.manifest import DELTA, ITEM_BYTES, Record, Segment, compose
 from echo2.weights.format.planes import UNSIGNED, Reader
 from echo2.weights.format.segments import apply_segment, cut_record, merge_deltas
+from seeds import examples
 
 Array = NDArray[Any]
 # Infinities, NaNs with payloads, zeros of both signs, the smallest and the largest numbers, as bf16 and as fp32.
@@ -78,7 +79,7 @@ def changes(draw: st.DrawFn) -> tuple[Array, Array]:
     return base, changed(base, draw(st.sampled_from(KINDS)), draw(shares), seed)
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(changes())
 def test_a_record_makes_the_target_of_the_base(change: tuple[Array, Array]) -> None:
     base, target = change
@@ -91,7 +92,7 @@ def test_a_record_makes_the_target_of_the_base(change: tuple[Array, Array]) -> N
     assert shadow.tobytes() == target.tobytes()
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(changes(), st.data())
 def test_a_damaged_record_is_refused_or_read_within_bounds(change: tuple[Array, Array], data: st.DataObject) -> None:
     """No other error, and nothing written outside of the items: what came out wrong is the digest's to find."""
@@ -111,7 +112,6 @@ def test_a_damaged_record_is_refused_or_read_within_bounds(change: tuple[Array, 
     assert not room[8 + base.size :].any()
 
 
-@settings(max_examples=60, deadline=None)
 @given(changes(), st.lists(st.tuples(st.sampled_from(KINDS), shares, st.integers(0, 1 << 32)), min_size=1, max_size=6))
 def test_deltas_added_up_do_what_they_do_in_a_row(
     first: tuple[Array, Array], more: list[tuple[str, float, int]]
@@ -137,7 +137,6 @@ def test_deltas_added_up_do_what_they_do_in_a_row(
     assert result.tobytes() == target.tobytes()
 
 
-@settings(max_examples=60, deadline=None)
 @given(changes(), st.data())
 def test_damaged_deltas_are_not_added_up(change: tuple[Array, Array], data: st.DataObject) -> None:
     """Refused, or what the digest finds: memory stays within the segment's."""
@@ -201,7 +200,6 @@ def plain(snapshot: Snapshot) -> tuple[object, ...]:
     return snapshot.ref, tensors, dict(snapshot.files)
 
 
-@settings(max_examples=60, deadline=None)
 @given(histories(4))
 def test_deltas_one_after_the_other_come_to_the_same_as_joined_and_as_one_over_all(history: list[Snapshot]) -> None:
     encoded = [encode_delta(base, target, chunk_bytes=64) for base, target in pairwise(history)]
@@ -224,7 +222,6 @@ def test_deltas_one_after_the_other_come_to_the_same_as_joined_and_as_one_over_a
     assert over_all.root == from_nothing.root == encoded[-1][0].root
 
 
-@settings(max_examples=60, deadline=None)
 @given(histories(2), st.data())
 def test_a_damaged_record_never_gives_a_wrong_snapshot(history: list[Snapshot], data: st.DataObject) -> None:
     """Damage that a liar has given the right chunk hashes: only the digest of the segment is left to tell."""

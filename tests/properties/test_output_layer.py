@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from echo2.learner.core import output_layer
 from echo2.learner.core.output_layer import Choice, OutputLayer, plain_scores, tiled_scores
+from seeds import examples
 
 Cut = tuple[int, int]
 
@@ -49,7 +50,7 @@ def gradients(total: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     wants_total=st.booleans(),
     together=st.integers(1, 3),
 )
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_tiled_scores_equal_those_of_all_logits(
     seed: int,
     sizes: tuple[int, int, int],

@@ -20,6 +20,7 @@ from echo2.head.ledger.audit import audit
 from echo2.planning.simulate import run_scenario as run_unchecked
 from invariants import run_scenario
 from lying_worlds import judge_lying
+from seeds import seeds
 from worlds import HOSTILE, calm, hostile_scenario, judge_forging, judge_hostile, judge_seed, random_scenario
 
 SEEDS_A_BLOCK = 25
@@ -30,9 +31,9 @@ def judge_block(first: int, judge: Callable[[int], list[str]] = judge_seed, coun
     assert not wrong, "\n".join(f"seed {seed}: {found}" for seed, found in wrong.items())
 
 
-@pytest.mark.parametrize("first", range(0, 100, SEEDS_A_BLOCK))
-def test_every_rule_holds_in_random_worlds(first: int) -> None:
-    judge_block(first)
+@pytest.mark.parametrize("block", seeds(2, 4))
+def test_every_rule_holds_in_random_worlds(block: int) -> None:
+    judge_block(SEEDS_A_BLOCK * block)
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_every_rule_holds_in_more_random_worlds(first: int) -> None:
 
 
 def test_strangers_that_mean_harm_never_stop_a_run_and_supply_a_bounded_share() -> None:
-    judge_block(0, judge_hostile, 15)
+    judge_block(0, judge_hostile, 8)
 
 
 @pytest.mark.slow
@@ -52,7 +53,7 @@ def test_nor_do_they_in_more_worlds(first: int) -> None:
 
 
 def test_what_strangers_forge_is_not_trained_and_the_honest_stay() -> None:
-    judge_block(0, judge_forging, 15)
+    judge_block(0, judge_forging, 8)
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_nor_is_it_in_more_worlds(first: int) -> None:
 
 
 def test_no_lie_drawn_at_random_gets_past_the_checks_and_the_honest_are_found_honest() -> None:
-    judge_block(0, judge_lying, 10)
+    judge_block(0, judge_lying, 5)
 
 
 @pytest.mark.slow
@@ -88,8 +89,9 @@ def test_the_hostile_worlds_hold_every_kind_of_harm() -> None:
     assert {"accepted", "failed", "malformed", "expired", "superseded", "lost"} <= leases
 
 
-def test_no_group_is_lost_or_doubled_in_the_ledger_of_a_random_world(tmp_path: Path) -> None:
-    for seed in range(12):
+@pytest.mark.parametrize("half", seeds(1, 2))
+def test_no_group_is_lost_or_doubled_in_the_ledger_of_a_random_world(tmp_path: Path, half: int) -> None:
+    for seed in range(6 * half, 6 * half + 6):
         path = tmp_path / f"{seed}.sqlite"
         scenario = random_scenario(seed)
         report = run_scenario(scenario, seed, path)
@@ -101,9 +103,10 @@ def test_no_group_is_lost_or_doubled_in_the_ledger_of_a_random_world(tmp_path: P
         assert found.max_staleness == report.max_staleness <= scenario.max_staleness
 
 
-def test_faults_do_not_change_the_weights_of_a_deterministic_run() -> None:
+@pytest.mark.parametrize("half", seeds(1, 2))
+def test_faults_do_not_change_the_weights_of_a_deterministic_run(half: int) -> None:
     num_compared = 0
-    for seed in range(120):
+    for seed in range(60 * half, 60 * half + 60):
         scenario = random_scenario(seed)
         if not scenario.deterministic or scenario == calm(scenario):
             continue
@@ -111,11 +114,11 @@ def test_faults_do_not_change_the_weights_of_a_deterministic_run() -> None:
         if faulty.finished and not faulty.retired:
             num_compared += 1
             assert faulty.history.weights == run_unchecked(calm(scenario), seed).history.weights, f"seed {seed}"
-    assert num_compared > 15
+    assert num_compared > 5
 
 
 def test_the_same_seed_is_the_same_world() -> None:
-    for seed in (3, 10, 57):
+    for seed in (10, 57):
         assert run_scenario(random_scenario(seed), seed) == run_scenario(random_scenario(seed), seed)
 
 

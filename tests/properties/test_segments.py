@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weights_cases import bytes_of, decode, new_content, spoil
 
@@ -25,9 +25,10 @@ from echo2.weights.format.segments import Encoder, encode_segment, tensor_index
 from echo2.weights.store.archive import Archive
 from echo2.weights.store.content import InstalledContent
 from echo2.weights.store.store import ChunkStore
+from seeds import examples
 
-#: Steps of one story; stories.
-STEPS, STORIES = 70, 25
+#: Of one story.
+STEPS = 70
 ITEMS = 3000
 
 
@@ -158,7 +159,7 @@ class Story:
         return True
 
 
-@settings(max_examples=STORIES, deadline=None)
+@examples(25)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_whoever_installs_a_version_has_the_learners_weights_of_it(
     tmp_path_factory: pytest.TempPathFactory, seed: int
@@ -189,7 +190,6 @@ def test_the_stories_take_every_path(tmp_path: Path) -> None:
     assert asyncio.run(paths()) >= {"torn", "delta", "delta chain", "whole", "whole chain", "anchor after delta"}
 
 
-@settings(max_examples=40, deadline=None)
 @given(rows=st.integers(2, 9), columns=st.integers(1, 40), cut=st.data(), seed=st.integers(0, 2**32 - 1))
 def test_two_ranks_encode_their_shards_and_a_worker_applies_both(
     rows: int, columns: int, cut: st.DataObject, seed: int

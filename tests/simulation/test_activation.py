@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,13 @@ def peace() -> Scenario:
     return replace(load_study(CHURN).cases[0].scenario, max_steps=50)
 
 
+@cache
+def peaceful() -> Report:
+    return run_scenario(peace(), 1)
+
+
 def test_in_peace_the_cheapest_that_suffice_are_chosen_once() -> None:
-    report = run_scenario(peace(), 1)
+    report = peaceful()
     activated, released = changes(report)
     assert report.finished
     assert report.steady_idle_ratio <= 0.03
@@ -49,7 +55,7 @@ def test_a_zone_that_dies_is_replaced_and_its_cheaper_machines_come_back() -> No
     activated, _ = changes(report)
     assert report.finished
     assert [worker_id for at, worker_id in activated if 600.0 < at < 700.0]
-    assert report.idle_ratio < run_scenario(peace(), 1).idle_ratio + 0.05
+    assert report.idle_ratio < peaceful().idle_ratio + 0.05
 
 
 def test_machines_ten_times_slower_than_they_look_are_let_go_and_delay_nobody() -> None:
@@ -79,7 +85,7 @@ def test_connections_that_break_every_minute_make_nobody_come_and_go() -> None:
     assert report.leases["lost"] > 20  # else there is nothing to be seen
     assert report.steady_idle_ratio <= 0.1
     assert not released_soon(report)
-    assert len(changes(report)[1]) <= len(changes(run_scenario(scenario, 1))[1]) + 12
+    assert len(changes(report)[1]) <= len(changes(peaceful())[1]) + 12
 
 
 def test_machines_are_rented_when_those_that_attend_are_too_few() -> None:

@@ -52,7 +52,7 @@ from thread_orders import at_once, in_loop, search
 
 log = logging.getLogger(__name__)
 
-FEW, MANY = range(8), range(8, 224)
+FEW, MANY = range(4), range(4, 224)
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2 import config
@@ -96,7 +96,6 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("reader", READERS)
 @given(data=GARBAGE)
-@settings(max_examples=60, deadline=None)
 @example(data=b"")
 def test_files_of_others_raise_typed_errors_only(
     reader: str, data: bytes, tmp_path_factory: pytest.TempPathFactory

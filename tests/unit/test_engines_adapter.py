@@ -42,6 +42,7 @@ from rollout_cases import (
     tiny_module,
     tokenizer_files,
 )
+from seeds import pairs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # PEFT asks for it
 
@@ -90,9 +91,9 @@ def expected(whole: Any, prompt: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("engine", BUILDERS)
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "config", [{}, {"target_modules": ["v_proj", "down_proj"], "r": 1}, {"use_rslora": True, "r": 8}], ids=str
+    ("family", "config"),
+    pairs(FAMILIES, ({}, {"target_modules": ["v_proj", "down_proj"], "r": 1}, {"use_rslora": True, "r": 8})),
 )
 def test_an_adapter_gives_the_logprobs_of_peft(engine: str, family: str, config: dict[str, Any]) -> None:
     module = tiny_module(family)
@@ -201,8 +202,7 @@ REFUSED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
-@pytest.mark.parametrize("engine", BUILDERS)
+@pytest.mark.parametrize(("why", "engine"), pairs(REFUSED, BUILDERS))
 def test_an_adapter_that_does_not_fit_is_refused_and_the_old_one_stays(engine: str, why: str) -> None:
     module = tiny_module("qwen3")
     whole, good = adapted(module)

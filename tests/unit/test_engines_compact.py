@@ -16,6 +16,7 @@ from echo2.engines.architecture import read_architecture
 from echo2.engines.compact import build_compact
 from engine_builders import BUILDERS
 from rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
+from seeds import pairs
 
 CPU = torch.device("cpu")
 LLAMA3 = {
@@ -43,13 +44,13 @@ def filled(build: Any, snapshot: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", [*BUILDERS, "packed", "in blocks"])
-@pytest.mark.parametrize(("family", "changes"), VARIANTS)
+@pytest.mark.parametrize(("kind", "variant"), pairs([*BUILDERS, "packed", "in blocks"], VARIANTS))
 def test_prefill_and_steps_give_the_logprobs_of_transformers(
-    family: str, changes: dict[str, Any], kind: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, variant: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of different lengths, rows repeated, dropped and joined by others on the way, more steps than the cache
     first has room for."""
+    family, changes = variant
     module = tiny_module(family, **changes)
     model = filled(BUILDERS.get(kind, build_compact), snapshot_of(module))
     if kind == "in blocks":

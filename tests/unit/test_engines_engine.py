@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.devices import nth_device
@@ -43,6 +43,7 @@ from rollout_cases import (
     tiny_module,
     until,
 )
+from seeds import examples, pairs
 
 ENGINES = tuple(BUILDERS)
 
@@ -57,8 +58,9 @@ def tokens_of(completions: Any) -> list[list[int]]:
     return [completion.tokens.tolist() for completion in completions]
 
 
-@pytest.mark.parametrize("params", [{"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {}, {"temperature": 0.0}])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "params"), pairs(FAMILIES, ({"temperature": 0.7, "top_k": 9, "top_p": 0.8}, {}, {"temperature": 0.0}))
+)
 @pytest.mark.parametrize("name", ENGINES)
 def test_logprobs_are_those_of_transformers_from_scratch(name: str, family: str, params: dict[str, Any]) -> None:
     """After sampling, every sequence is run once more through transformers' forward, and its logprobs recomputed. Five
@@ -117,7 +119,7 @@ def test_samples_differ_and_seeds_matter() -> None:
     assert tokens_of(first) != tokens_of(again)
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_whenever_requests_come_and_go_the_others_are_what_they_are_alone(data: st.DataObject) -> None:
     """Requests arrive at any token, some are aborted at any token: every other one is as if it had run alone."""

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
@@ -27,7 +27,6 @@ def snapshot(version: int = 0, config: bytes = CONFIG) -> Snapshot:
     return Snapshot(SnapshotRef(RUN_POLICY, 1, version), {}, {"config.json": config})
 
 
-@settings(max_examples=50)
 @given(st.integers(0, 2**63), st.integers(1, 30), st.integers(1, 6), st.integers(0, 9))
 def test_every_completion_is_well_formed_and_repeatable(seed: int, max_tokens: int, samples: int, version: int) -> None:
     from echo2.engines.engine import SampleRequest

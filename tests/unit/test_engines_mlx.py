@@ -34,6 +34,7 @@ from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Verdict, check_group
 from engine_builders import HAS_MLX
 from rollout_cases import FAMILIES, Hooked, load, plain_tokenizer, requests, run, snapshot_of, tiny_module
+from seeds import pairs
 from test_engines_adapter import PROMPT, adapted, base_of
 
 if not HAS_MLX:
@@ -134,8 +135,7 @@ def test_a_group_does_not_depend_on_what_is_rounded_with_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
-@pytest.mark.parametrize("form", forms.AFFINE_BITS)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "form"), pairs(FAMILIES, forms.AFFINE_BITS))
 def test_the_form_that_is_sampled_is_the_one_that_compact_reads(family: str, form: str, dtype: str) -> None:
     """In 16 bits, 8 bits cannot be told from the published weights."""
     snapshot = in_dtype(snapshot_of(tiny_module(family, **FITS, initializer_range=0.1)), dtype)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.types import SamplingParams, Snapshot
@@ -25,6 +25,7 @@ from echo2.engines.engine import Completion, SampleRequest
 from echo2.engines.rows import PrefixCache
 from echo2.engines.torch_engine import TorchDecoder
 from rollout_cases import VOCAB, Hooked, load, requests, run, snapshot_of, tiny_module
+from seeds import examples
 
 Told = list[tuple[list[int], list[float], tuple[tuple[int, int], ...]]]
 
@@ -83,7 +84,7 @@ def assert_same(found: Told, wanted: Told) -> None:
         assert np.allclose(logprobs, others, atol=1e-5)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(data=st.data())
 def test_many_conversations_are_what_they_are_when_everything_is_read(data: st.DataObject) -> None:
     """They take turns in few slots, some are aborted at any moment, and some rows find no room to be kept."""
@@ -120,7 +121,7 @@ def test_many_conversations_are_what_they_are_when_everything_is_read(data: st.D
         assert_same(found[seed][:both], wanted[seed][:both])
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(seed=st.integers(0, 999), swaps=st.sets(st.integers(1, 25), max_size=3))
 def test_after_new_weights_all_is_read_again(seed: int, swaps: set[int]) -> None:
     """They come before any token, within turns and between them."""

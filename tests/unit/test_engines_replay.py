@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
@@ -42,6 +42,7 @@ from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Comparison, Verdict, check_group, nearest, readings_of
 from engine_builders import BUILDERS
 from rollout_cases import END, VOCAB, Beside, Hooked, assigned, hf_logits, snapshot_of, tiny_module, tokenizer_files
+from seeds import examples, pairs
 
 TEMPLATE = (
     b"{% for m in messages %}{{ 'h' if m.role == 'user' else 'a' }}={{ m.content }}<eos>{% endfor %}"
@@ -134,8 +135,7 @@ def num_spans(groups: Sequence[RolloutGroup]) -> set[int]:
     return {len(rollout.version_spans) for group in groups for rollout in group.rollouts}
 
 
-@pytest.mark.parametrize("params", [{}, {"temperature": 0.7}, {"top_k": 8, "top_p": 0.9}])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "params"), pairs(BUILDERS, ({}, {"temperature": 0.7}, {"top_k": 8, "top_p": 0.9})))
 def test_swaps_within_a_rollout_are_replayed_whichever_engine_samples_and_checks(
     name: str, params: dict[str, Any]
 ) -> None:
@@ -180,8 +180,7 @@ def talk(number: int, num_samples: int = 6, max_tokens: int = 48) -> Assignment:
     return assigned(lease, task, SamplingParams(max_tokens=max_tokens), "talking", 4, tokenizer)
 
 
-@pytest.mark.parametrize("slots", [3, 64])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(("name", "slots"), pairs(BUILDERS, (3, 64)))
 def test_swaps_within_and_between_turns_are_replayed(name: str, slots: int) -> None:
     """A later turn is read again, or kept if it was read, under the weights that draw its first token."""
     for every in (2, 5, 7):
@@ -245,8 +244,7 @@ def test_swaps_are_replayed_by_every_family(name: str, monkeypatch: pytest.Monke
             assert_honest(checker, assignment, group)
 
 
-@pytest.mark.parametrize("name", BUILDERS)
-@pytest.mark.parametrize("most", [1, 5, 64])
+@pytest.mark.parametrize(("name", "most"), pairs(BUILDERS, (1, 5, 64)))
 def test_a_sequence_read_in_parts_has_the_logits_of_the_whole(
     name: str, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,8 +299,9 @@ def with_true_logprobs(assignment: Assignment, group: RolloutGroup) -> RolloutGr
     return replace(group, rollouts=tuple(honest))
 
 
-@pytest.mark.parametrize("claim", CLAIMS)
-@pytest.mark.parametrize("params", [{"temperature": 0.9}, {"temperature": 0.7}, {"top_p": 0.9}])
+@pytest.mark.parametrize(
+    ("claim", "params"), pairs(CLAIMS, ({"temperature": 0.9}, {"temperature": 0.7}, {"top_p": 0.9}))
+)
 def test_a_claimed_swap_does_not_loosen_the_check(claim: str, params: dict[str, Any]) -> None:
     """The weights are so near to each other that honest tokens of one pass as the other's."""
     old, new = near(0, 1e-7), near(1, 1e-7)
@@ -363,7 +362,7 @@ def claimed(draw: st.DrawFn) -> tuple[Rollout, bool]:
     return rollout, ascends
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(claimed(), st.sets(st.integers(0, 12)), st.booleans(), st.booleans())
 def test_every_token_is_judged_once_by_few_prefills_whatever_is_claimed(
     case: tuple[Rollout, bool], held: set[int], in_turns: bool, is_chat: bool
@@ -372,7 +371,7 @@ def test_every_token_is_judged_once_by_few_prefills_whatever_is_claimed(
     assignment = replace(leased(0), environment="game" if in_turns else "", is_chat=is_chat)
     readings = list(readings_of(assignment, rollout, held))
     places = np.concatenate([np.zeros(0, dtype=np.int64), *(reading.places for reading in readings)])
-    parts = [Comparison(*(reading.places + number / 9 for _ in range(5))) for number, reading in enumerate(readings)]
+    parts = [Comparison(*(reading.places + number / 9 for _ in range(6))) for number, reading in enumerate(readings)]
     kept = nearest(readings, parts)
     assert sum(len(part.logprobs) for part in kept) == len(set(places.tolist()))
     assert len(set(places.tolist())) == len(places) or (in_turns and not is_chat)

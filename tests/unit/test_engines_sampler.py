@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
@@ -90,7 +90,6 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
     return p / p.sum()
 
 
-@settings(max_examples=60)
 @given(
     st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=12),
     st.floats(0.05, 3.0),

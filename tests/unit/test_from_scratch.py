@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from echo2.core.types import RUN_POLICY
 from echo2.learner.core.losses import LossTokens, make_loss
 from echo2.learner.grpo.data import group_advantages
+from rollout_cases import tiny_directory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "from_scratch.py"
 
@@ -68,13 +69,20 @@ def test_its_loss_is_ppo_of_the_framework(example: ModuleType, seed: int) -> Non
     assert torch.allclose(own.grad, theirs.grad, rtol=1e-12)
 
 
-def test_it_trains(example: ModuleType, sort_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """It knows digits, and sorts none: the tests reward something else."""
+    return str(tiny_directory(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def test_it_trains(example: ModuleType, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "GROUPS", 4)
-    asyncio.run(example.main(str(sort_model), num_steps=3, staleness=1))
+    monkeypatch.setattr(example, "reward", lambda text, task: float(len(text) % 2))
+    asyncio.run(example.main(model, num_steps=3, staleness=1))
 
 
-def test_a_step_moves_the_weights_towards_what_was_rewarded(example: ModuleType, sort_model: Path) -> None:
-    loop = example.Loop(str(sort_model))
+def test_a_step_moves_the_weights_towards_what_was_rewarded(example: ModuleType, model: str) -> None:
+    loop = example.Loop(model)
     asyncio.run(loop.publish(0))
     rng = random.Random(7)
     [group] = asyncio.run(loop.sample([{"prompt": "93172=", "answer": "12379"}], seed=3, group_size=8))

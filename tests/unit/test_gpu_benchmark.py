@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from house import REPOSITORY
 
 COMMAND = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu.py")]
@@ -22,6 +24,7 @@ def measured(out: Path, *flags: str, environment: dict[str, str] | None = None) 
     return done.returncode, json.loads(out.read_text()), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_every_section_gives_its_rows(tmp_path: Path) -> None:
     status, result, told = measured(tmp_path / "gpu.json", "--tiny", "--sections", ",".join(SECTIONS))
     assert status == 0, told

@@ -7,12 +7,13 @@ import math
 import random
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import ActivationLoop, Candidate, Selection, choose, num_short, reaches
 from greedy_choice import choose_greedy
+from seeds import examples
 
 POOLS = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 20)), min_size=1, max_size=10)
 
@@ -58,7 +59,7 @@ def test_vector_7_greedy_goes_by_price_per_rollout_and_random_costs_more() -> No
     assert sum(blind) / len(blind) > 1.15 * greedy
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(pairs=POOLS, share=st.floats(0.01, 1.3))
 def test_choose_finds_the_optimum_of_small_pools(pairs: list[tuple[int, int]], share: float) -> None:
     pool = pool_of(pairs)
@@ -178,7 +179,6 @@ FLEETS = st.tuples(st.integers(3, 14), st.integers(0, 10_000), st.floats(0.15, 0
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
 @given(case=FLEETS)
 @example(case=(13, 13, 0.28125))
 @example(case=(8, 8, 0.6925256373252848))
@@ -196,7 +196,6 @@ def test_steady_noise_does_not_make_it_flap(case: tuple[int, int, float]) -> Non
     assert len(fleet.changes) - settled <= 4, f"seed {seed}: {fleet.changes[settled:]}"
 
 
-@settings(max_examples=25, deadline=None)
 @given(case=FLEETS, churn=st.lists(st.tuples(st.floats(5.0, 600.0), st.integers(0, 99)), max_size=6))
 def test_lost_workers_are_replaced_at_once(case: tuple[int, int, float], churn: list[tuple[float, int]]) -> None:
     size, seed, share = case

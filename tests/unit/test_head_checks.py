@@ -21,6 +21,7 @@ from echo2.head.strangers.decide.checks import (
 )
 from echo2.head.strangers.decide.trust import CLEAN_TO_LEAVE, NEWCOMER_CHECKS
 from planner_cases import Desk, of
+from seeds import seeds
 
 
 def test_a_newcomers_first_groups_are_checked_and_not_fed_before_the_verdict() -> None:
@@ -259,7 +260,7 @@ def test_a_restarted_head_knows_quarantined_and_trusted_workers() -> None:
     assert [one.worker_id for one in of(do.ExpelWorker, answers(desk, asked, "again"))] == ["liar"]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(10, 40))
 def test_random_worlds_with_liars(seed: int) -> None:
     """Liars whose every group is faulty and honest strangers, checks that are answered, missed or forgotten in any
     order, own machines that come and go: invariants hold after every event, no honest ticket is in quarantine, each

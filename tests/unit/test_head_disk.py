@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.config.rundir import read_json, read_metrics, write_atomically
@@ -29,6 +29,7 @@ from echo2.learner.core import checkpoint
 from echo2.learner.core.checkpoint import write_checkpoint
 from echo2.weights.store.store import ChunkStore
 from planner_cases import OPTIONS, of, running
+from seeds import examples
 
 PAUSED = (do.GrantLeases, do.IssueGroup, do.FeedGroup, do.EndStep)
 
@@ -124,7 +125,7 @@ def test_a_pause_asks_for_no_timer_that_is_due_already() -> None:
 
 
 @given(pauses=st.lists(st.sampled_from(["full", "freed", "join", "tick", "expire"]), min_size=1, max_size=40))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_pauses_at_any_instant_delay_a_run_and_change_nothing_else(pauses: list[str]) -> None:
     desk, toggles = running(), iter(pauses)
     for step in range(OPTIONS.max_steps):

@@ -7,7 +7,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
@@ -92,7 +92,6 @@ def test_idle_staleness_and_seconds_are_those_of_the_simulator(
     assert predicted.max_staleness == found.max_staleness <= bound
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     bound=st.integers(0, 5),
     kappa=st.integers(0, 5),

@@ -8,12 +8,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.formulas import Demand, Links
+from seeds import examples
 
 #: Table 2 of the paper: R = 128 x 16 (inferred), S = 3, kappa = 2, workers pause during the broadcast.
 PAPER = Demand(128, 16, 2, 3, 1631.2, 1437.0, generate_during_broadcast=False)
@@ -150,7 +151,7 @@ DEMANDS = st.builds(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(demand=DEMANDS, rate=st.floats(0.2, 4.0))
 def test_the_closed_form_is_the_fluid_s_pace(demand: Demand, rate: float) -> None:
     mu = rate * demand.rollouts_per_step
@@ -162,7 +163,7 @@ def test_the_closed_form_is_the_fluid_s_pace(demand: Demand, rate: float) -> Non
         assert formula <= seconds * 1.01  # of a finite run
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(demand=DEMANDS.filter(lambda demand: demand.max_staleness > 0))
 def test_at_the_needed_rate_the_learner_never_waits_and_below_it_does(demand: Demand) -> None:
     try:
@@ -174,7 +175,7 @@ def test_at_the_needed_rate_the_learner_never_waits_and_below_it_does(demand: De
     assert play(demand, mu * 0.97, 240)[0] > 1.0
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(kappa=st.integers(1, 6), broadcast=st.floats(0.0, 5.0), extra=st.floats(1.0, 2.0), overlaps=st.booleans())
 def test_a_window_as_wide_as_equation_7_costs_no_waiting(
     kappa: int, broadcast: float, extra: float, overlaps: bool

@@ -122,6 +122,26 @@ def test_a_stranger_joins_with_an_engine_that_can_be_checked(
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
+def test_a_worker_is_turned_away_that_does_not_run_the_environment_or_is_not_trusted_with_a_harness(
+    tmp_path: Path,
+) -> None:
+    async def scenario() -> None:
+        harness = "harness:own.py:Asking"
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="), tasks={"environment": harness})
+        raw["reward"]["functions"] = ["environment"]
+        async with OpenHead(tmp_path, raw) as open_head:
+            hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=1)
+            with pytest.raises(PeerError, match=f"no_environment: .* --allow-environment {harness}"):
+                await anext(open_head.service.attend(open_head.peer("w-1"), hello))
+            hello.environments.append(harness)
+            with pytest.raises(PeerError, match=f"not_own: this run's rollouts are played by {harness}"):
+                await anext(open_head.service.attend(stranger_of(open_head, tmp_path), hello))
+            async with open_head.attending("w-1", environments=[harness]) as leases:
+                await until(lambda: leases)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(
     ("engine", "workers", "said"),
     [

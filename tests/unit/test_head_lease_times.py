@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.core.types import RUN_POLICY, SnapshotRef
@@ -162,7 +162,6 @@ def test_a_stranger_gains_little_by_being_slow(has_own: bool, most: float) -> No
     assert desk.planner.credits.of("t").num_rests == 1
 
 
-@settings(max_examples=30)
 @given(
     slowness=st.lists(st.floats(0.1, LEASE_STRETCH_MAX / 3), min_size=1, max_size=3),
     seed=st.integers(0, 999),

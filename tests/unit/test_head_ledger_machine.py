@@ -16,6 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from echo2.head.ledger.audit import audit
 from echo2.head.ledger.ledger import Ledger
+from seeds import examples
 
 MAX_STALENESS = 2
 
@@ -231,5 +232,5 @@ def audit_is_possible(path: Path) -> bool:
     return path.stat().st_size > 0
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(examples(30), stateful_step_count=40)
 TestLedgerMachine = LedgerMachine.TestCase

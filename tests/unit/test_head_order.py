@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.types import RUN_POLICY, SnapshotRef
@@ -98,7 +98,6 @@ def test_a_worker_that_has_begun_with_few_gets_more_once_one_is_in() -> None:
 
 
 @given(slots=st.lists(st.integers(1, 40), min_size=1, max_size=5), group_size=st.integers(1, 8), data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_every_slot_is_filled_while_there_is_work_and_no_worker_holds_more_than_twice_its_slots(
     slots: list[int], group_size: int, data: st.DataObject
 ) -> None:

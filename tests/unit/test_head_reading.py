@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 
 from echo2.core.child import child_environment
@@ -396,7 +395,6 @@ def test_the_head_reads_without_torch_and_without_a_word(tmp_path: Path) -> None
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-@hypothesis_settings(deadline=None, max_examples=50)
 @given(
     st.dictionaries(
         st.sampled_from(["tokenizer.json", "tokenizer_config.json", "config.json", "vocab.txt"]), st.binary(max_size=60)

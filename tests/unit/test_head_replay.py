@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError, UserError
@@ -29,6 +29,7 @@ from echo2.transport import messages
 from head_cases import OpenHead, delivery, rows, sample, until
 from head_cases import settings as head_settings
 from rollout_cases import END, Beside, assigned, load, snapshot_of, tiny_module, tokenizer_files
+from seeds import examples
 
 TEMPLATE = (
     b"{% for m in messages %}{{ 'h' if m.role == 'user' else 'a' }}={{ m.content }}<eos>{% endfor %}"
@@ -97,7 +98,6 @@ def gone_through(whim: int, rules: TurnRules, group: RolloutGroup, lease: Lease,
 
 @pytest.mark.parametrize("engine_name", ["fake", "compact"])
 @given(whim=st.integers(0, 10**6))
-@settings(max_examples=40, deadline=None)
 def test_an_honest_attempt_comes_out_the_same(engine_name: str, whim: int) -> None:
     rules, group, lease = played(whim, engine_name)
     messages.check_turns(group, rules.max_turns)
@@ -133,7 +133,7 @@ def forgeries(rollout: Rollout, rng: random.Random) -> list[Rollout]:
 
 
 @given(whim=st.integers(0, 10**6))
-@settings(max_examples=80, deadline=None)
+@examples(80)
 def test_no_other_attempt_does(whim: int) -> None:
     rules, group, lease = played(whim)
     rng = random.Random(whim)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from echo2.learner.grpo.pulls import token_kl
 from echo2.learner.grpo.step_meter import LossStats, measure
 from echo2.transport import limits
 from learner_cases import loss_tokens
+from seeds import examples
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "losses.md"
 
@@ -133,7 +134,6 @@ def test_decoupled_by_hand() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
-@settings(max_examples=30, deadline=None)
 def test_decoupled_is_ppo_on_data_of_the_last_version(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
     tokens = loss_tokens([row[1] for row in rows], [row[2] for row in rows], lag=[1] * len(rows))
@@ -231,7 +231,6 @@ ADVANTAGES = st.floats(-2, 2, width=32) | st.sampled_from([2 * limits.REWARD_MAX
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, ADVANTAGES, st.integers(0, 2), st.integers(-1, 9)), min_size=1))
-@settings(max_examples=60, deadline=None)
 def test_no_token_has_more_influence_than_stated(name: str, rows: list[tuple[float, float, float, int, int]]) -> None:
     """Whatever a worker says of its logprobs, in the precision that is trained in."""
     current, behaviour, advantage, sequence, lag = (list(column) for column in zip(*rows, strict=True))
@@ -254,7 +253,7 @@ def test_a_forged_logprob_weighs_no_more_than_the_limit_where_the_ratio_has_the_
 
 
 @given(rows=st.lists(st.tuples(CURRENT, BEHAVIOURS, st.floats(-1e9, 0)), min_size=1))
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_the_pull_towards_the_reference_is_bounded_too(rows: list[tuple[float, float, float]]) -> None:
     current, behaviour, reference = (list(column) for column in zip(*rows, strict=True))
     leaf = torch.tensor(current, dtype=torch.float64).requires_grad_()
@@ -266,7 +265,6 @@ def test_the_pull_towards_the_reference_is_bounded_too(rows: list[tuple[float, f
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
 def test_ppo_gradient_equals_finite_differences(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
     tokens = loss_tokens([row[1] for row in rows], [row[2] for row in rows])
@@ -284,7 +282,6 @@ def test_ppo_gradient_equals_finite_differences(rows: list[tuple[float, float, f
 
 
 @given(st.lists(st.tuples(st.floats(-5, -0.01), st.floats(-5, -0.01), st.floats(-2, 2)), min_size=1, max_size=8))
-@settings(max_examples=50, deadline=None)
 def test_dppo_gradient_equals_finite_differences_at_frozen_weights(rows: list[tuple[float, float, float]]) -> None:
     logp = torch.tensor([row[0] for row in rows], dtype=torch.float64)
     tokens = loss_tokens([row[1] for row in rows], [row[2] for row in rows])

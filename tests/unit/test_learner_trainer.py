@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from door_cases import peak_bytes
@@ -39,10 +39,11 @@ from learner_cases import (
     tiny_policy,
     weights,
 )
+from seeds import examples
 
 
 @given(st.integers(0, 10**6), st.sampled_from(["dppo", "ppo"]), st.booleans(), st.data())
-@settings(max_examples=12, deadline=None)
+@examples(12)
 def test_streamed_gradient_equals_batch_gradient_in_both_layouts(seed: int, loss: str, top_k: bool, data: Any) -> None:
     rng = random.Random(seed)
     groups = [random_group(rng, number, top_k=4 if top_k else 0) for number in range(6)]
@@ -56,7 +57,7 @@ def test_streamed_gradient_equals_batch_gradient_in_both_layouts(seed: int, loss
 
 
 @given(st.integers(0, 10**6), st.sampled_from([0, 3]))
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
     """Against the model called in the simplest way, with a log-softmax over the support written out."""
     rng = random.Random(seed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.model import load_policy
 from echo2.learner.core.trainer import AdamParams, Trainer
 from learner_cases import data_of, random_group, tiny_policy
+from seeds import examples
 
 ADAM = AdamParams(lr=1e-2)
 
@@ -152,7 +153,7 @@ def test_preferences_learned_from_logprobs_alone() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 60), st.data())
-@settings(max_examples=15, deadline=None)
+@examples(15)
 def test_gradients_do_not_depend_on_how_data_are_cut(seed: int, tokens: int, drawn: Any) -> None:
     """A group over several micro-batches, several groups in one, calls cut anywhere: one sum; logprobs in order."""
     data = random_data(random.Random(seed))
@@ -168,7 +169,6 @@ def test_gradients_do_not_depend_on_how_data_are_cut(seed: int, tokens: int, dra
 
 
 @given(st.integers(0, 10**6), st.integers(1, 80), st.booleans())
-@settings(max_examples=60, deadline=None)
 def test_a_microbatch_runs_no_more_tokens_than_allowed_unless_it_is_one_datum(
     seed: int, tokens: int, shares_prompts: bool
 ) -> None:
@@ -185,7 +185,6 @@ def test_a_microbatch_runs_no_more_tokens_than_allowed_unless_it_is_one_datum(
 
 
 @given(st.integers(0, 10**6), st.integers(3, 30))
-@settings(max_examples=60, deadline=None)
 def test_no_row_with_a_mask_is_longer_than_allowed_unless_it_is_one_datum(seed: int, most: int) -> None:
     """A mask takes the square of its row, so the bound in tokens is one in bytes a token."""
     data = random_data(random.Random(seed))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.cli import main
@@ -24,6 +24,7 @@ from echo2.planning.probe import Measured, as_offer
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
 from greedy_choice import choose_greedy
+from seeds import examples
 
 #: The paper's: 128 x 16 rollouts, 4 A100, RTX 5090 at $0.35; the rate of one is fitted (docs/capacity.md).
 CARD = Offer("rtx5090", 0.35, 0.3125, count=30)
@@ -75,7 +76,6 @@ def test_a_plan_is_what_its_rehearsal_shows() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
 @given(
     bound=st.integers(1, 4),
     broadcast=st.floats(0.0, 2.0),
@@ -417,7 +417,7 @@ def test_batches_that_are_too_slow_for_any_number_of_machines_are_refused_before
         make_plan(replace(inputs, broadcast=BroadcastInputs(seconds=5.0), generate_during_broadcast=True))
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @example(bound=2, batch=5, rate=1.0, spread=0.0)
 @given(bound=st.integers(1, 4), batch=st.integers(1, 8), rate=st.floats(0.5, 8.0), spread=st.floats(0.0, 0.3))
 def test_what_is_said_to_be_the_least_waiting_is_never_more_than_a_plan_has(

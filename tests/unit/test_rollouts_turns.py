@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
@@ -266,7 +266,6 @@ class Whimsical(Counting):
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=60, deadline=None)
 def test_what_comes_of_any_environment_is_what_the_head_accepts(seed: int) -> None:
     rng = random.Random(seed)
     engine, tokenizer = loaded("fake")

@@ -48,6 +48,10 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return server.new_database()
 
 
+#: Of tests that ask nothing of the database.
+ON_SQLITE = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
+
+
 @pytest.fixture
 def service(tmp_path: Path, url: str) -> Iterator[Service]:
     with closing(Service(tmp_path, url)) as made:
@@ -77,6 +81,7 @@ def test_a_model_is_trained_saved_and_sampled_from(service: Service) -> None:
     assert service.get("usage")["usage"]["sample"] == {"requests": 1, "tokens": 2 + 10, "usd": 0.0}
 
 
+@ON_SQLITE
 def test_what_is_wanted_beside_a_sample_comes_in_the_layout_of_the_request(service: Service) -> None:
     model = service.model(service.session())
     service.train(model, 1, [3, 3, 5])
@@ -111,35 +116,38 @@ def test_what_is_wanted_beside_a_sample_comes_in_the_layout_of_the_request(servi
     assert len(found[0].prompt_alt_tokens.tokens.dense) == 3 * 2 * 8
 
 
-@pytest.mark.parametrize(
-    ("wanted", "words"),
-    [
-        ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "int64"),
-        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, r"\[1, K\]"),
-        ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [1, 2]}}, "has 3 numbers"),
-        ({"target_prompt_logprobs": {"data": [1e300], "dtype": "int64", "shape": [1, 1]}}, "neither a token"),
-        ({"target_prompt_logprobs": {"data": [-2], "dtype": "int64", "shape": [1, 1]}}, "neither a token"),
-        (
-            {
-                "target_prompt_logprobs": {
-                    "data": [1],
-                    "dtype": "int64",
-                    "shape": [1, 1],
-                    "sparse_crow_indices": [0, 1],
-                    "sparse_col_indices": [7],
-                }
-            },
-            "do not fit",
-        ),
-        ({"topk_sample_logprobs": 64, "num_samples": 1024}, "are asked for"),
-        ({"topk_sample_logprobs": 65}, "<= 64"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(service: Service, wanted: dict[str, Any], words: str) -> None:
+#: What is wanted beside a sample, and the words of its refusal.
+UNSCORABLE: list[tuple[dict[str, Any], str]] = [
+    ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, "int64"),
+    ({"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [2, 1]}}, r"\[1, K\]"),
+    ({"target_prompt_logprobs": {"data": [1, 2, 3], "dtype": "int64", "shape": [1, 2]}}, "has 3 numbers"),
+    ({"target_prompt_logprobs": {"data": [1e300], "dtype": "int64", "shape": [1, 1]}}, "neither a token"),
+    ({"target_prompt_logprobs": {"data": [-2], "dtype": "int64", "shape": [1, 1]}}, "neither a token"),
+    (
+        {
+            "target_prompt_logprobs": {
+                "data": [1],
+                "dtype": "int64",
+                "shape": [1, 1],
+                "sparse_crow_indices": [0, 1],
+                "sparse_col_indices": [7],
+            }
+        },
+        "do not fit",
+    ),
+    ({"topk_sample_logprobs": 64, "num_samples": 1024}, "are asked for"),
+    ({"topk_sample_logprobs": 65}, "<= 64"),
+]
+
+
+@ON_SQLITE
+def test_what_cannot_be_scored_is_refused(service: Service) -> None:
     session = {"session_id": service.session(), "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}
     sampler = service.post("create_sampling_session", session)["sampling_session_id"]
-    body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1, 2]}]}, **wanted}
-    assert re.search(words, service.post("asample", body, status=400)["detail"])
+    body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1, 2]}]}}
+    for number, (wanted, words) in enumerate(UNSCORABLE):
+        body |= {"seq_id": number}
+        assert re.search(words, service.post("asample", body | wanted, status=400)["detail"])
 
 
 def test_chunks_that_come_last_first_are_carried_out_in_order(service: Service) -> None:
@@ -352,13 +360,13 @@ HOSTILE = [
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "headers", "status"), HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_bodies_are_refused(
-    service: Service, path: str, body: bytes, headers: dict[str, str], status: int
-) -> None:
-    service.post(path, body, status=status, headers=headers)
+@ON_SQLITE
+def test_hostile_bodies_are_refused(service: Service) -> None:
+    for path, body, headers, code in HOSTILE:
+        service.post(path, body, status=code, headers=headers)
 
 
+@ON_SQLITE
 @pytest.mark.parametrize("headers", [{}, {"content-encoding": "zstd"}], ids=["plain", "packed"])
 def test_all_bodies_together_are_bounded_as_they_came_and_unpacked(
     service: Service, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
@@ -406,6 +414,7 @@ def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of
     assert service.result(service.post("save_weights", body))["category"] == "user"
 
 
+@ON_SQLITE
 def test_what_is_not_served_is_refused_in_words_that_say_what_to_do(service: Service) -> None:
     for method, path in UNSERVED:
         url = "/api/v1/" + path.replace("{checkpoint:path}", "weights/a").format(model="m", session="s")

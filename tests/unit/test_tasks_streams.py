@@ -7,13 +7,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.config.sections import EvalConfig, TasksConfig
 from echo2.core.errors import UserError
 from echo2.tasks.base import TaskStream
 from echo2.tasks.streams import BLOCK, Mixture, held_out_tasks, quotas, training_tasks
+from seeds import examples
 
 
 def rows(directory: Path, name: str, size: int) -> str:
@@ -95,7 +96,7 @@ def test_one_source_is_named_by_nobody(tmp_path: Path) -> None:
     assert tasks.source_of(2) == ""
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=5), st.integers(0, 3))
 def test_no_cursor_is_lost_whatever_the_weights(weights: list[int], seed: int) -> None:
     """Each source's own cursors are 0, 1, 2 ... without a gap, over blocks."""

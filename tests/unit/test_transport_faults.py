@@ -14,7 +14,7 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import LinkError, PeerError
@@ -25,6 +25,7 @@ from echo2.transport.grpc_link import GrpcLink, connect
 from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.tickets import Ticket
+from seeds import examples
 
 ROUNDS = 40  # of a race: without the handling, about every fifth round went wrong
 CHUNK = wire.Chunk(hash=bytes(32), data=bytes(1 << 20))
@@ -99,7 +100,7 @@ def signing_request() -> bytes:
 REQUEST = signing_request()
 
 
-@settings(max_examples=1000, deadline=None)
+@examples(1000)
 @given(st.integers(0, len(REQUEST) - 1), st.integers(1, 255))
 def test_altered_signing_request_is_malformed_or_admits_the_key_that_signed(
     run: tuple[RunIdentity, str], place: int, mask: int

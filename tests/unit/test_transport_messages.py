@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
@@ -18,6 +18,7 @@ from echo2.core.types import RUN_POLICY, Assignment, GroupRef, Lease, Rollout, R
 from echo2.transport import limits, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, parse
+from seeds import examples
 
 NUMBERS = st.integers(0, limits.NUMBER_MAX)
 TOKEN_IDS = st.integers(0, 2**31 - 1)
@@ -437,7 +438,7 @@ def test_any_bytes_parse_or_are_malformed(method: str, data: bytes) -> None:
     refusal_or(lambda: parse(METHODS[method].request, data))
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(GROUPS, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
 def test_flipped_bits_of_a_delivery_are_refused_or_harmless(group: RolloutGroup, flips: list[tuple[int, int]]) -> None:
     data = flipped(messages.encode_delivery(3, group).SerializeToString(), flips)
@@ -448,7 +449,7 @@ def test_flipped_bits_of_a_delivery_are_refused_or_harmless(group: RolloutGroup,
         assert_usable(decoded)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(ASSIGNMENTS, st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 7)), min_size=1, max_size=4))
 def test_flipped_bits_of_a_lease_are_refused_or_harmless(leased: Assignment, flips: list[tuple[int, int]]) -> None:
     data = flipped(messages.encode_assignment(leased).SerializeToString(), flips)

@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 from cryptography import x509
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError, UserError
 from echo2.transport import certificates
 from echo2.transport.identity import Enrolment, PeerIdentity, RunIdentity
 from echo2.transport.tickets import TICKET_CHARS_MAX, Ticket
+from seeds import examples
 
 ADDRESS = "203.0.113.5:4700"
 HOUR = 1.0
@@ -164,7 +165,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.sampled_from(["ca", "cert", "key"]), st.integers(0, 2000), st.binary(min_size=1, max_size=4))
 def test_altered_certificates_are_a_ticket_or_the_users_mistake(
     ticket_text: str, field: str, place: int, piece: bytes
@@ -176,7 +177,7 @@ def test_altered_certificates_are_a_ticket_or_the_users_mistake(
     assert ticket.ticket_id == Ticket.parse(ticket_text).ticket_id or field == "cert"
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.sampled_from(["v", "addr", "ca", "cert", "key"]), JSON)
 def test_odd_fields_are_the_users_mistake(ticket_text: str, field: str, value: Any) -> None:
     try:

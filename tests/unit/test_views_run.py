@@ -16,6 +16,7 @@ from echo2.config import Config
 from echo2.config.rundir import RunDir, create, read_metrics, write_atomically
 from echo2.core.errors import UserError
 from echo2.views.run_view import Forecast, MetricsFile, RunView
+from seeds import seeds
 
 
 def row(step: int, **values: Any) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def text(rows: list[dict[str, Any]]) -> str:
     return "".join(json.dumps(each) + "\n" for each in rows)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", seeds(10, 40))
 def test_a_file_read_as_it_grows_holds_what_it_holds_when_read_at_once(seed: int, tmp_path: Path) -> None:
     rng, path = random.Random(seed), tmp_path / "metrics.jsonl"
     rows: list[dict[str, Any]] = []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weights_cases import (
     base_model,
@@ -299,7 +299,6 @@ def test_deltas_too_long_for_one_manifest_are_refused_and_a_whole_content_is_due
     asyncio.run(story())
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_what_is_kept_can_be_had(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Whatever is published whole or as a delta and dropped in whatever order: what is retained stays, and what is kept

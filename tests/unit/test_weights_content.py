@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from blake3 import blake3
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from weights_cases import bytes_of, decode, encode, holding, new_content
 
@@ -18,6 +18,7 @@ from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.format.manifest import ITEM_BYTES, Manifest
 from echo2.weights.format.segments import Encoder
 from echo2.weights.store.content import Content
+from seeds import examples
 
 REF = SnapshotRef(RUN_POLICY, lineage=2, version=7)
 
@@ -200,7 +201,7 @@ def test_wrong_tensors_are_refused_with_the_value(tensor: TensorBytes, words: st
     assert words in str(caught.value)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(st.sampled_from(["", ".hidden", "..", "a/b", "a\\b", "C:x", "new\nline", "n\x00l", "x" * 513]))
 def test_file_names_that_are_not_plain_are_refused(name: str) -> None:
     with pytest.raises(UserError):
