@@ -6,6 +6,7 @@ import io
 import json
 import sqlite3
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from echo2 import config
 from echo2.config.offers import load_offers
 from echo2.config.rundir import read_json
 from echo2.core import documents
+from echo2.core.documents import parse_json
 from echo2.core.types import Message, StoredTensor, Task
 from echo2.engines.architecture import read_architecture
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer
@@ -34,6 +36,8 @@ from echo2.planning.sim.scenario import load_study
 from echo2.reward import functions
 from echo2.reward.judge_words import NoVerdict, read_reply, verdict
 from echo2.reward.text_scorers import final_answer, tagged_answer
+from echo2.rollouts.chat_forms import ANTHROPIC, OPENAI, essence, message_of, plain
+from echo2.rollouts.recorded import CallRefused
 from echo2.sandbox import pipes
 from echo2.tasks.base import TaskStream
 from echo2.tasks.load import TemplateRows
@@ -63,7 +67,7 @@ TOML_WORDS = (
 
 def targets() -> list[Target]:
     """All of them, with their seeds."""
-    return [*_settings(), *_tasks(), *_run_files(), *_learner_files(), *_tokenizers(), *_texts()]
+    return [*_settings(), *_tasks(), *_run_files(), *_learner_files(), *_tokenizers(), *_texts(), _chats()]
 
 
 def _lines(*rows: dict[str, Any]) -> bytes:
@@ -386,3 +390,31 @@ def _texts() -> list[Target]:
         Target("answer", _find, answers, words=tags, share=2.0),
         Target("judge", _judge, (verdicts,), words=(*JSON_WORDS, b"[[", b"]]", b"10", b"\\n"), errors=(NoVerdict,)),
     ]
+
+
+def _read_chat(data: bytes) -> None:
+    """A body of a chat client, in each form; and the model's answer, which may be the same text."""
+    message_of(text(data), True, 1)
+    try:
+        body = parse_json(data)
+    except ValueError:
+        return
+    for form in (OPENAI, ANTHROPIC):
+        with suppress(CallRefused):
+            call = form.call(body if isinstance(body, dict) else {"messages": body})
+            assert [essence(plain(message)) for message in call.messages] == [essence(one) for one in call.messages]
+
+
+def _chats() -> Target:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    used = {"type": "tool_use", "id": "c", "name": "add", "input": {"a": 1}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "tool_call_id": "c"}
+    blocks = {"role": "assistant", "content": [used]}, {"role": "user", "content": [{"type": "tool_result"}]}
+    options = {
+        "tools": [{"type": "function", "name": "add", "input_schema": {}}],
+        "stop": ["x"],
+        "n": 2,
+        "max_tokens": 5,
+    }
+    bodies = ({**options, "messages": messages, "tool_choice": {"type": "none"}} for messages in (said, blocks))
+    return Target("chat", _read_chat, tuple(json.dumps(one).encode() for one in bodies), words=JSON_WORDS, share=2.0)

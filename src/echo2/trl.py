@@ -299,11 +299,11 @@ class RolloutFleet:
 
         from echo2.learner.grpo.data import group_advantages
 
-        rewards = [rollout.reward for rollout in group.rollouts]
-        advantages = group_advantages(rewards, self._rules.learner.advantage)
-        std = float(np.std([reward for reward in rewards if reward is not None], ddof=1))
+        advantages = group_advantages(group.rewards, self._rules.learner.advantage)
+        std = float(np.std(group.rewards, ddof=1))
         prompt = np.frombuffer(group.prompt_tokens, np.int32).astype(np.int64)
-        for rollout, advantage in zip(group.rollouts, advantages, strict=True):
+        pairs = zip(group.by_rollout, advantages, strict=True)
+        for rollout, advantage in ((row, value) for rows, value in pairs for row in rows):
             none = np.zeros(len(prompt), np.int64)
             parts = {f"rewards/{name}": value for name, value in rollout.reward_parts.items()}
             yield RolloutSample(

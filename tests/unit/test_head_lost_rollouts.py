@@ -152,6 +152,19 @@ def test_lost_rollouts_that_were_not_leased_or_all_of_them_are_malformed(numbers
         decode_delivery(sent, lease, array("i", [5]), "w")
 
 
+def test_rows_of_a_rollout_are_refused_where_no_harness_plays(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            several = delivery(leases[0], [sample([5, 7, 1])] * 5, rows=[2, 1, 1, 1])
+            ((is_accepted, reason),) = await open_head.deliver(several)
+            assert not is_accepted
+            assert "a rollout of several rows" in reason
+
+    asyncio.run(scenario())
+
+
 def test_the_head_joins_what_several_leases_gave(tmp_path: Path) -> None:
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))

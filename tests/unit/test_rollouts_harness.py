@@ -7,15 +7,15 @@ import json
 import random
 import re
 from array import array
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from agent_cases import sampled, trained
 from echo2.core.errors import PeerError, UserError
-from echo2.core.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, SamplingParams, Task
-from echo2.engines.engine import Engine, RequestFailure
+from echo2.core.types import RolloutGroup, SamplingParams, SnapshotRef, Task
+from echo2.engines.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.rollouts import endpoint as http
@@ -23,6 +23,8 @@ from echo2.rollouts.generate import sample_group
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.loopback_model import LoopbackModel
 from echo2.transport import messages
+from harness_cases import LEASE, Own, Plays, failure_of, group_of
+from harness_cases import played as played_by
 from rollout_cases import END, VOCAB, assigned, load, snapshot_of, tiny_module, tokenizer_files, until
 
 TEMPLATE = (
@@ -32,25 +34,35 @@ TEMPLATE = (
 TOKENIZER = load_tokenizer(
     {**tokenizer_files(), "chat_template.jinja": TEMPLATE, "config.json": b'{"max_position_embeddings": 64}'}
 )
-LEASE = Lease(3, GroupRef(RUN_POLICY, "train", 5), 2, 5, 3, 0, None, 9e9, 60.0, 77)
-Plays = Callable[[LoopbackModel, random.Random], Awaitable[Any]]
 
 
-class Own:
-    """A harness in this process: what a test gives it to play."""
+def played(engine: Any, plays: Plays, max_tokens: int = 40, max_turns: int = 8) -> RolloutGroup | RequestFailure:
+    return played_by(engine, plays, TOKENIZER, max_tokens, max_turns)
 
-    def __init__(self, plays: Plays) -> None:
-        self._plays = plays
-        self.models: list[LoopbackModel] = []
 
-    async def start(self) -> None: ...
+class Overheard:
+    """An engine that keeps every request and its answer, as nobody else sees them."""
 
-    async def play(self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float) -> Any:
-        self.models.append(LoopbackModel(**model))
-        outcome = await self._plays(self.models[-1], random.Random(seed))
-        return outcome if isinstance(outcome, tuple) else (outcome, ())
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.heard: list[tuple[SampleRequest, Completion]] = []
 
-    async def close(self) -> None: ...
+    @property
+    def installed(self) -> SnapshotRef | None:
+        return self._engine.installed
+
+    def refusal(self, request: SampleRequest) -> Any:
+        return self._engine.refusal(request)
+
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        asked = self._engine.submit(request)
+
+        def keep(done: asyncio.Future[Outcome]) -> None:
+            if not done.cancelled() and isinstance(done.result(), Completion):
+                self.heard.append((request, done.result()))
+
+        asked.add_done_callback(keep)
+        return asked
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +70,6 @@ def engine() -> Engine:
     made = make_engine("compact", "cpu", 8)
     load(made, snapshot_of(tiny_module("qwen3")))
     return made
-
-
-def played(engine: Engine, plays: Plays, max_tokens: int = 40, max_turns: int = 8) -> RolloutGroup | RequestFailure:
-    task = Task(5, "12+3=", {"a": 1})
-    leased = assigned(LEASE, task, SamplingParams(max_tokens=max_tokens), "harness:own", max_turns, TOKENIZER)
-
-    async def play() -> RolloutGroup | RequestFailure:
-        environment = HarnessEnvironment(Own(plays))
-        await environment.start()
-        try:
-            return await sample_group(engine, TOKENIZER, leased, "w", {"harness:own": environment})
-        finally:
-            await environment.close()
-
-    return asyncio.run(play())
-
-
-def group_of(outcome: RolloutGroup | RequestFailure) -> RolloutGroup:
-    assert isinstance(outcome, RolloutGroup), outcome
-    return outcome
-
-
-def failure_of(outcome: RolloutGroup | RequestFailure) -> RequestFailure:
-    assert isinstance(outcome, RequestFailure)
-    return outcome
 
 
 async def tokens_only(model: LoopbackModel, rng: random.Random) -> float:
@@ -118,6 +105,25 @@ def test_what_a_harness_asked_is_one_rollout(engine: Engine) -> None:
         messages.check_turns(group, 2, is_played=True)
     again = group_of(played(engine, tokens_only))
     assert [one.tokens for one in again.rollouts] == [one.tokens for one in group.rollouts]  # seeded by the lease
+
+
+async def forking(model: LoopbackModel, rng: random.Random) -> float:
+    """Two answers at the same time to what was said, a history that forgets the first turn, and a judge."""
+    said = [2, 3, *(await model.generate([2, 3], max_tokens=5))["token_ids"], 7]
+    first, _ = await asyncio.gather(*(model.generate(said, max_tokens=4) for _ in range(2)))
+    said += [*first["token_ids"], 8]
+    await model.untrained.generate(said, max_tokens=1)
+    await model.generate(said, max_tokens=4)
+    await model.generate([2, *said[4:]], max_tokens=4)
+    return rng.random()
+
+
+def test_what_an_engine_drew_is_trained_on_exactly_once(engine: Engine) -> None:
+    overheard = Overheard(engine)
+    group = group_of(played(overheard, forking))
+    assert [len(rows) for rows in group.by_rollout] == [3] * LEASE.num_samples
+    judged = [(request, made) for request, made in overheard.heard if request.params.max_tokens == 1]
+    assert trained(group) == sampled(overheard.heard) - sampled(judged)
 
 
 def test_prompt_and_rewards_of_a_harness_travel(engine: Engine) -> None:
@@ -164,23 +170,14 @@ def test_chat_messages_are_tokenised_once(engine: Engine) -> None:
 
 
 def test_tools_are_called_in_the_form_of_openai(engine: Engine) -> None:
-    from echo2.rollouts.endpoint import _message
+    from echo2.rollouts.chat_forms import message_of
 
     text = 'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><tool_call>{"x": 1}</tool_call>'
-    (call,) = _message(text, True)["tool_calls"]
+    message = message_of(text, True, 3)
+    (call,) = message["tool_calls"]
+    assert (call["id"], message["content"]) == ("call_3_0", 'so <tool_call>{"x": 1}</tool_call>')
     assert call["function"] == {"name": "add", "arguments": '{"a": 1}'}
-    assert "tool_calls" not in _message(text, False)
-
-
-async def elsewhere(model: LoopbackModel, rng: random.Random) -> float:
-    await model.generate([2, 3, 4], max_tokens=5)
-    await model.generate([2, 3, 5], max_tokens=5)
-    return 1.0
-
-
-async def twice(model: LoopbackModel, rng: random.Random) -> float:
-    await asyncio.gather(*(model.generate([2, 3, 4], max_tokens=30) for _ in range(2)), return_exceptions=True)
-    return 1.0
+    assert message_of(text, False, 3) == {"role": "assistant", "content": text}
 
 
 async def silent(model: LoopbackModel, rng: random.Random) -> float:
@@ -197,24 +194,6 @@ async def raising(model: LoopbackModel, rng: random.Random) -> float:
     raise UserError("the harness is out of order")
 
 
-async def changed(model: LoopbackModel, rng: random.Random) -> float:
-    talk = [{"role": "user", "content": "1"}]
-    answer = await model.chat(talk, max_tokens=3)
-    await model.chat([*talk, {**answer, "content": "better"}, {"role": "user", "content": "2"}])
-    return 1.0
-
-
-async def misnamed(model: LoopbackModel, rng: random.Random) -> tuple[float, list[int]]:
-    await model.generate([2, 3, 4], max_tokens=5)
-    return 1.0, [9, 9, 9]
-
-
-async def many(model: LoopbackModel, rng: random.Random) -> float:
-    for first in range(100):
-        await model.generate([2, first % 20, 3 + first // 20], max_tokens=1)
-    return 1.0
-
-
 async def no_token(model: LoopbackModel, rng: random.Random) -> float:
     await model.generate([VOCAB + 5], max_tokens=1)
     return 1.0
@@ -223,14 +202,9 @@ async def no_token(model: LoopbackModel, rng: random.Random) -> float:
 @pytest.mark.parametrize(
     ("plays", "reason", "complaint"),
     [
-        (elsewhere, "environment_failed", r"held 2 conversations \(the second leaves the first at token 2 of \d+"),
-        (twice, "environment_failed", "held 2 conversations"),
-        (silent, "environment_failed", "without having called the model"),
+        (silent, "environment_failed", "without a call of the model"),
         (huge, "environment_failed", "add up to 1e"),
         (raising, "environment_failed", "out of order"),
-        (changed, "environment_failed", "held 2 conversations"),
-        (misnamed, "environment_failed", "named tokens to train on that 0"),
-        (many, "environment_failed", "more than 64 conversations"),
         (no_token, "engine_failed", "outside 0..30"),
     ],
 )
@@ -239,23 +213,6 @@ def test_what_is_no_rollout_costs_its_group(engine: Engine, plays: Plays, reason
     assert failure.reason == reason
     assert re.search(complaint, failure.detail), failure.detail
     group_of(played(engine, tokens_only))  # the engine goes on
-
-
-def test_a_harness_says_which_of_its_conversations_is_the_rollout(engine: Engine) -> None:
-    """Two players by turns, and the same model is both: the second one is trained."""
-
-    async def duel(model: LoopbackModel, rng: random.Random) -> tuple[float, list[int]]:
-        said = [[2, 3], [2, 4]]
-        for turn in range(4):
-            choice = await model.generate(said[turn % 2], max_tokens=3)
-            said[turn % 2] += [*choice["token_ids"], 7, 8]
-        return 0.5, said[1]
-
-    group = group_of(played(engine, duel))
-    assert list(group.prompt_tokens) == [2, 4]
-    for rollout in group.rollouts:
-        assert 1 + rollout.loss_mask.count(b"\x00\x01") == 2
-        assert rollout.reward_parts == {"environment": 0.5}
 
 
 def test_a_rollout_ends_at_its_bounds_and_keeps_what_it_has(engine: Engine) -> None:

@@ -30,6 +30,7 @@ class Own:
             said += [*choice["token_ids"], 7]
             if turn == 1:
                 match self.do:
+                    case "pair": return 1.0, [2, 3]
                     case "raise": raise KeyError("nothing here")
                     case "never": await asyncio.Event().wait()
                     case "die": os._exit(7)
@@ -59,7 +60,7 @@ def test_names_say_what_is_a_harness(own: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["raise", "die", "word", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("never", "hang"))]
+    "bad", ["raise", "die", "word", "pair", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("never", "hang"))]
 )
 def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.tasks.harness_process.GRACE_SECONDS", 1.0)
@@ -87,5 +88,5 @@ def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch:
     assert outcomes[7].reason == "environment_failed"
     for n, outcome in enumerate(outcomes):
         if n != 7:
-            parts: Mapping[str, float] = outcome.rollout.reward_parts
+            parts: Mapping[str, float] = outcome.rows[0][1].reward_parts
             assert parts == {"environment": 0.5}

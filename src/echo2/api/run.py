@@ -96,7 +96,8 @@ class Run:
         """Return rollouts of a few groups of a step (default: the newest step with rollouts), one mapping each:
         `prompt`, `text`, `columns` (of the task, as text, cut at 500 characters), `reward`, `reward_parts`, `finish`,
         `versions` ([first token, policy version] pairs), `group` and `worker`; of the first tokens their text
-        (`tokens`), `logprobs` and, once the step is trained, `learner_logprobs`.
+        (`tokens`), `logprobs` and, once the step is trained, `learner_logprobs`. A rollout of several rows has them one
+        behind the other, and their lengths as `rows`.
 
         Raises:
             UserError: no rollouts of that step were written.

@@ -16,6 +16,7 @@ import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, TypeAlias
 
 GroupKind = Literal["train", "eval"]
@@ -151,7 +152,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One rollout at one task, exactly as sampled (never tokenised again).
+    """One rollout at one task, exactly as sampled (never tokenised again); or one row of it (`RolloutGroup`).
 
     T = number of tokens after the prompt, including tokens that an environment wrote between turns.
 
@@ -219,8 +220,9 @@ class RolloutGroup:
     """The rollouts at one task that are compared with each other: K, or fewer if some failed. `prompt_tokens` is shared
     by all of them. `worker_id`: the worker that sampled them, or the last of several.
 
-    `samples`: the numbers of the samples that the rollouts are; empty: 0, 1, ... `lost`: those that failed under the
-    present lease; only between the worker and the ledger.
+    `samples`: the numbers of the samples that the rollouts are; empty: 0, 1, ... A rollout that is several token
+    sequences is several entries of `rollouts`, its *rows*: they stand side by side with the number of one sample, and
+    have one reward. `lost`: the samples that failed under the present lease; only between the worker and the ledger.
 
     `logged`: the rollouts come from a log and not from a policy of this run; their versions do not measure staleness.
     `by_harness`: a harness produced the rollouts, so prompt and rewards are the worker's unverified claims. This flag
@@ -245,8 +247,24 @@ class RolloutGroup:
 
     @property
     def sample_numbers(self) -> Sequence[int]:
-        """The number of the sample that each rollout is."""
+        """The number of the sample that each row belongs to."""
         return self.samples or range(len(self.rollouts))
+
+    @property
+    def by_rollout(self) -> list[tuple[Rollout, ...]]:
+        """The rows of each rollout."""
+        pairs = zip(self.sample_numbers, self.rollouts, strict=True)
+        return [tuple(row for _, row in rows) for _, rows in groupby(pairs, key=lambda pair: pair[0])]
+
+    @property
+    def num_rollouts(self) -> int:
+        """How many rollouts there are, however many rows each has."""
+        return len(set(self.sample_numbers))
+
+    @property
+    def rewards(self) -> list[float]:
+        """The rewards of the rollouts that have one."""
+        return [rows[0].reward for rows in self.by_rollout if rows[0].reward is not None]
 
     @property
     def oldest_version(self) -> int:

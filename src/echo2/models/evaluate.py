@@ -246,7 +246,7 @@ async def _scored(config: configuration.Config, sampler: LocalSampler, file: IO[
         except RewardFailure as failure:
             sampler.failures.append(str(failure))
         else:
-            scored.append(replace(group, rollouts=rollouts))
+            scored.append(replace(group, rollouts=rollouts, samples=()))
             if file is not None:
                 record = group_record(scored[-1], sampler.tasks.task(group.cursor))
                 _write(file, json.dumps(record, ensure_ascii=False))

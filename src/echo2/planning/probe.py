@@ -154,8 +154,8 @@ async def _measure(
             groups = await _batch(sampler, range(first, first + size))
             batches.append((groups, max(1e-9, clock() - began)))
     groups, took = [group for batch, _ in batches for group in batch], sum(took for _, took in batches)
-    num_rollouts = sum(len(group.rollouts) for group in groups)
-    rates = [sum(len(group.rollouts) for group in batch) / took for batch, took in batches]
+    num_rollouts = sum(group.num_rollouts for group in groups)
+    rates = [sum(group.num_rollouts for group in batch) / took for batch, took in batches]
     return Measured(
         rollouts_per_second=num_rollouts / took,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),

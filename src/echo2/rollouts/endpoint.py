@@ -2,39 +2,53 @@
 
     POST /inference/v1/generate   vLLM's token form: token ids in, token ids with their logprobs and versions out
     POST /v1/chat/completions     OpenAI's form, with the token ids of prompt and answer and the logprobs beside it
+    POST /v1/messages             Anthropic's form
     GET  /v1/models               the model's name and context length
 
 The key is checked before a body is read. Bodies, calls, tokens and seconds are bounded. Other sampling options of a
-call are refused, or the run's settings replace them (docs/tasks.md). Logprobs name their token twice, as `token_id`
-(vLLM) and as the text `token_id:N` (read by renderers).
+call are refused, or the run's settings replace them (docs/tasks.md). An answer is forgotten if its caller has gone.
 
 Chat clients send the whole conversation with every call. Each message is tokenised once, when it appears: the model's
 own answers are recognised and keep the tokens that were sampled; only the messages after them are tokenised. A
-conversation with a changed message counts as a new conversation.
+conversation with a changed message is tokenised anew, and begins a row (`recorded.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
-import re
 import secrets
 import socket
-import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from echo2.core.addresses import LOOPBACK, join
 from echo2.core.background import spawn
 from echo2.core.documents import parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2.engines.engine import Completion
-from echo2.engines.tokenizer import decoded, following_tokens, rendered_tokens
-from echo2.rollouts.recorded import CallRefused, RecordedRollout
+from echo2.engines.tokenizer import decoded, following_tokens, rendered_tokens, stop_rule
+from echo2.rollouts.chat_forms import (
+    ANTHROPIC,
+    MODEL_NAME,
+    OPENAI,
+    ChatAnswer,
+    ChatCall,
+    ChatForm,
+    Json,
+    bad,
+    essence,
+    longest,
+    message_of,
+    openai_error,
+    plain,
+    tokens_of,
+)
+from echo2.rollouts.recorded import CallBounds, CallRefused, RecordedRollout
+from echo2.tasks.loopback_model import UNTRAINED
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -42,13 +56,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MESSAGES_MAX = 10_000
-TOOLS_MAX = 128
-#: The syntax of tool calls in the Qwen and Hermes families.
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-MODEL_NAME = "policy"
 #: A rollout's key, from a library that keeps one client, and so one Authorization, for all rollouts.
 KEY_HEADER = "X-Echo2-Rollout-Key"
+#: Clients of OpenAI and Anthropic try most refusals again, which would be refused again.
+NO_RETRY = {"x-should-retry": "false"}
 #: A million token ids take about 7 MB as JSON.
 BODY_BYTES_MAX = 16 << 20
 BODY_SECONDS = 30.0
@@ -64,17 +75,8 @@ CLOSE_SECONDS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class ChatAnswer:
-    """An answer of the model: its tokens, the prompt they were sampled after, and the message they form."""
-
-    completion: Completion
-    prompt: array[int]
-    message: dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class _Said:
-    """A conversation up to and including an answer: its messages (as `_essence`), its tools and its tokens."""
+    """A conversation up to and including an answer: its messages (as `essence`), its tools and its tokens."""
 
     essences: list[tuple[Any, ...]]
     tools: Any
@@ -88,24 +90,34 @@ class ChatRollout:
         self.recorded = recorded
         self._said: list[_Said] = []
 
-    async def answer(self, messages: Any, tools: Any, max_tokens: int | None) -> ChatAnswer:
-        """Sample the model's next message.
+    async def answers(self, call: ChatCall, bounds: CallBounds) -> list[ChatAnswer]:
+        """Sample the model's next message, as often as the call asks for.
 
         Raises:
-            CallRefused: the messages are malformed; or as `RecordedRollout.complete`.
+            CallRefused: the chat template refuses the messages; or as `RecordedRollout.complete`.
         """
-        said = _checked(messages)
-        if tools and not (isinstance(tools, list) and len(tools) <= TOOLS_MAX):
-            raise CallRefused(400, "malformed", f"tools is no list of at most {TOOLS_MAX}")
-        prompt = self._prompt(said, tools or None)
-        completion = await self.recorded.complete(prompt, max_tokens)
-        message = _message(decoded(self.recorded.tokenizer, completion.tokens), bool(tools))
-        essences = [_essence(one) for one in [*said, message]]
-        self._said.append(_Said(essences, tools or None, prompt + completion.tokens))
-        return ChatAnswer(completion, prompt, message)
+        if call.stop:
+            stop = await asyncio.to_thread(stop_rule, self.recorded.tokenizer, call.stop)
+            bounds = replace(bounds, stop=stop)
+        prompt = self._prompt(call.messages, call.tools)
+        try:
+            async with asyncio.TaskGroup() as together:
+                asked = [together.create_task(self._answer(call, prompt, bounds)) for _ in range(call.num_answers)]
+        except ExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        return [one.result() for one in asked]
 
-    def _prompt(self, said: list[dict[str, Any]], tools: Any) -> array[int]:
-        tokenizer, essences = self.recorded.tokenizer, [_essence(one) for one in said]
+    async def _answer(self, call: ChatCall, prompt: array[int], bounds: CallBounds) -> ChatAnswer:
+        completion = await self.recorded.complete(prompt, bounds)
+        text = decoded(self.recorded.tokenizer, completion.tokens)
+        at, stop = min(((text.find(one), one) for one in call.stop if one in text), default=(len(text), ""))
+        message = message_of(text[:at], bool(call.tools), self.recorded.num_calls)
+        essences = [essence(one) for one in [*call.messages, plain(message)]]
+        self._said.append(_Said(essences, call.tools, prompt + completion.tokens))
+        return ChatAnswer(completion, prompt, message, stop)
+
+    def _prompt(self, said: list[Json], tools: Any) -> array[int]:
+        tokenizer, essences = self.recorded.tokenizer, [essence(one) for one in said]
         known = [one for one in self._said if one.tools == tools and essences[: len(one.essences)] == one.essences]
         before = max(known, key=lambda one: len(one.essences), default=None)
         try:
@@ -113,48 +125,7 @@ class ChatRollout:
                 return rendered_tokens(tokenizer, said, tools)
             return before.tokens + following_tokens(tokenizer, said[len(before.essences) :], before.tokens[-1])
         except UserError as error:
-            raise CallRefused(400, "malformed", str(error)) from error
-
-
-def _checked(messages: Any) -> list[dict[str, Any]]:
-    if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
-        raise CallRefused(400, "malformed", f"messages is no list of 1 to {MESSAGES_MAX}")
-    return [_plain(message) for message in messages]
-
-
-def _plain(message: Any) -> dict[str, Any]:
-    """Return the message with its content as one text: OpenAI's clients may send the content in parts."""
-    content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise CallRefused(400, "malformed", "a message has no role")
-    if not isinstance(content, str | None):
-        raise CallRefused(400, "malformed", "the content of a message is no text")
-    return {**message, "content": content or ""}
-
-
-def _essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the fields by which messages are compared. Other fields, which clients may add, are ignored."""
-    calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
-    return message["role"], message["content"], [call.get("function") for call in calls], message.get("tool_call_id")
-
-
-def _message(text: str, has_tools: bool) -> dict[str, Any]:
-    """Return the answer as an OpenAI message. Tool calls are parsed only if the request named tools."""
-    calls: list[dict[str, Any]] = []
-    for found in TOOL_CALL.finditer(text) if has_tools else ():
-        try:
-            call = parse_json(found.group(1))
-        except ValueError:
-            continue  # not a valid call: it stays in the text, and the harness decides what to reply
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
-            function = {"name": call["name"], "arguments": json.dumps(call.get("arguments") or {})}
-            calls.append({"id": f"call_{len(calls)}", "type": "function", "function": function})
-    message: dict[str, Any] = {"role": "assistant", "content": text}
-    if calls:
-        message["tool_calls"] = calls
-    return message
+            raise bad(str(error)) from error
 
 
 class LoopbackEndpoint:
@@ -189,9 +160,10 @@ class LoopbackEndpoint:
                 yield  # the worker handles signals
 
         routes = [
-            Route("/inference/v1/generate", self._handler(self._generate), methods=["POST"]),
-            Route("/v1/chat/completions", self._handler(self._chat), methods=["POST"]),
-            Route("/v1/models", self._handler(self._models), methods=["GET"]),
+            Route("/inference/v1/generate", self._handler(_generate), methods=["POST"]),
+            Route("/v1/chat/completions", self._handler(partial(_chat, OPENAI)), methods=["POST"]),
+            Route("/v1/messages", self._handler(partial(_chat, ANTHROPIC), ANTHROPIC.error), methods=["POST"]),
+            Route("/v1/models", self._handler(_models), methods=["GET"]),
         ]
         listening = socket.socket()
         listening.bind((LOOPBACK, 0))
@@ -238,88 +210,72 @@ class LoopbackEndpoint:
             await self._serving
             self._listening.close()  # the server may have ended before closing it
 
-    def _handler(
-        self, answer: Callable[[ChatRollout, dict[str, Any]], Awaitable[dict[str, Any]]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        from starlette.responses import JSONResponse
+    def _handler(self, answer: Answer, told: Callable[[int, str, str], Json] = openai_error) -> Handler:
+        from starlette.responses import JSONResponse, Response
+
+        def error(status: int, code: str, message: str) -> Response:
+            return JSONResponse(told(status, code, message), status, NO_RETRY)
 
         async def handle(request: Request) -> Response:
-            scheme, _, secret = request.headers.get("authorization", "").partition(" ")
-            key = request.headers.get(KEY_HEADER) or (secret if scheme.lower() == "bearer" else "")
-            rollout = self._rollouts.get(key)
+            headers = request.headers
+            scheme, _, secret = headers.get("authorization", "").partition(" ")
+            key = headers.get(KEY_HEADER) or headers.get("x-api-key") or (secret if scheme.lower() == "bearer" else "")
+            rollout = self._rollouts.get(key.removesuffix(UNTRAINED))
             if rollout is None:
-                return JSONResponse(_error("unknown_rollout", "no rollout has this key, or it is over"), 401)
+                return error(401, "unknown_rollout", "no rollout has this key, or it is over")
+
+            async def is_heard() -> bool:
+                return not await request.is_disconnected()
+
+            bounds = CallBounds(is_trained=not key.endswith(UNTRAINED), is_heard=is_heard)
             try:
-                return JSONResponse(await answer(rollout, await _read(request)))
-            except CallRefused as error:
-                return JSONResponse(_error(error.code, str(error)), error.status)
-            except (UserError, PeerError) as error:
-                rollout.recorded.fail("engine_failed", str(error))
-                return JSONResponse(_error("engine_failed", str(error)), 500)
+                found = await answer(rollout, await _read(request), bounds)
+            except CallRefused as refused:
+                return error(refused.status, refused.code, str(refused))
+            except (UserError, PeerError) as failure:
+                rollout.recorded.fail("engine_failed", str(failure))
+                return error(500, "engine_failed", str(failure))
+            return Response(found, media_type="text/event-stream") if isinstance(found, str) else JSONResponse(found)
 
         return handle
 
-    async def _models(self, rollout: ChatRollout, _: dict[str, Any]) -> dict[str, Any]:
-        card: dict[str, Any] = {"id": MODEL_NAME, "object": "model", "owned_by": "echo2"}
-        if (longest := rollout.recorded.tokenizer.model_max_length) <= TOKENS_MAX:  # else unknown
-            card["max_model_len"] = longest
-        return {"object": "list", "data": [card]}
 
-    async def _generate(self, rollout: ChatRollout, body: dict[str, Any]) -> dict[str, Any]:
-        sampling = body.get("sampling_params") or {}
-        if not isinstance(sampling, dict):
-            raise _bad("sampling_params is no object")
-        for refused in ("features", "content_parts", "stop"):
-            if body.get(refused) or sampling.get(refused):
-                raise _bad(f"{refused} is not supported: tokens go in, and stop tokens end them")
-        if body.get("stream") or sampling.get("n", 1) != 1:
-            raise _bad("one answer at a time, and whole: no stream, n = 1")
-        prompt = _token_ids("token_ids", body.get("token_ids"))
-        stops = _token_ids("stop_token_ids", sampling.get("stop_token_ids") or [])
-        if not prompt or len(stops) > STOP_TOKENS_MAX:
-            raise _bad(f"token_ids may not be empty, and stop_token_ids not more than {STOP_TOKENS_MAX}")
-        longest = _longest(sampling.get("max_tokens"))
-        completion = await rollout.recorded.complete(prompt, longest, frozenset(stops))
-        choice = {
-            "index": 0,
-            "token_ids": completion.tokens.tolist(),
-            "finish_reason": completion.finish,
-            "logprobs": {"content": _logprobs(completion)},
-            "weight_versions": _versions(completion),
-        }
-        return {"request_id": _request_id(body), "model": MODEL_NAME, "choices": [choice]}
+#: Answers a call: by an object, or by the text of a stream of events.
+Answer = Callable[[ChatRollout, Json, CallBounds], Awaitable[Json | str]]
+Handler = Callable[["Request"], Awaitable["Response"]]
 
-    async def _chat(self, rollout: ChatRollout, body: dict[str, Any]) -> dict[str, Any]:
-        for refused in ("stop", "functions", "response_format"):
-            if body.get(refused):
-                raise _bad(f"{refused} is not supported")
-        if body.get("stream") or body.get("n", 1) not in (None, 1):
-            raise _bad("one answer at a time, and whole: no stream, n = 1")
-        longest = _longest(body.get("max_completion_tokens", body.get("max_tokens")))
-        answer = await rollout.answer(body.get("messages"), body.get("tools"), longest)
-        completion = answer.completion
-        choice = {
-            "index": 0,
-            "message": answer.message,
-            "finish_reason": "tool_calls" if "tool_calls" in answer.message else completion.finish,
-            "token_ids": completion.tokens.tolist(),
-            "logprobs": {"content": _logprobs(completion)},
-            "weight_versions": _versions(completion),
-        }
-        num_read, num_written = len(answer.prompt), len(completion.tokens)
-        return {
-            "id": _request_id(body),
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": MODEL_NAME,
-            "prompt_token_ids": answer.prompt.tolist(),
-            "choices": [choice],
-            "usage": {
-                "prompt_tokens": num_read,
-                "completion_tokens": num_written,
-                "total_tokens": num_read + num_written,
-            },
-        }
+
+async def _models(rollout: ChatRollout, _: Json, bounds: CallBounds) -> Json:
+    card: Json = {"id": MODEL_NAME, "object": "model", "owned_by": "echo2"}
+    if (most := rollout.recorded.tokenizer.model_max_length) <= TOKENS_MAX:  # else unknown
+        card["max_model_len"] = most
+    return {"object": "list", "data": [card]}
+
+
+async def _generate(rollout: ChatRollout, body: Json, bounds: CallBounds) -> Json:
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise bad("sampling_params is no object")
+    for refused in ("features", "content_parts", "stop"):
+        if body.get(refused) or sampling.get(refused):
+            raise bad(f"{refused} is not supported: tokens go in, and stop tokens end them")
+    if body.get("stream") or sampling.get("n", 1) != 1:
+        raise bad("one answer at a time, and whole: no stream, n = 1")
+    prompt = _token_ids("token_ids", body.get("token_ids"))
+    stops = _token_ids("stop_token_ids", sampling.get("stop_token_ids") or [])
+    if not prompt or len(stops) > STOP_TOKENS_MAX:
+        raise bad(f"token_ids may not be empty, and stop_token_ids not more than {STOP_TOKENS_MAX}")
+    bounds = replace(bounds, max_tokens=longest(sampling.get("max_tokens")), stop_tokens=frozenset(stops))
+    completion = await rollout.recorded.complete(prompt, bounds)
+    choice = {"index": 0, "finish_reason": completion.finish, **tokens_of(completion)}
+    return {"request_id": _request_id(body), "model": MODEL_NAME, "choices": [choice]}
+
+
+async def _chat(form: ChatForm, rollout: ChatRollout, body: Json, bounds: CallBounds) -> Json | str:
+    call = form.call(body)
+    answers = await rollout.answers(call, replace(bounds, max_tokens=call.max_tokens))
+    answer = form.answer(_request_id(body), answers)
+    return form.streamed(answer, call) if call.is_streamed else answer
 
 
 async def _read(request: Request) -> dict[str, Any]:
@@ -336,51 +292,19 @@ async def _read(request: Request) -> dict[str, Any]:
     try:
         body = parse_json(data) if data else {}
     except ValueError as error:
-        raise _bad(f"the body is not JSON: {error}") from error
+        raise bad(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise _bad("the body is no JSON object")
+        raise bad("the body is no JSON object")
     return body
-
-
-def _bad(complaint: str) -> CallRefused:
-    return CallRefused(400, "malformed", complaint)
-
-
-def _error(code: str, message: str) -> dict[str, Any]:
-    """An error in OpenAI's format."""
-    return {"error": {"message": message, "type": "invalid_request_error", "code": code}}
 
 
 def _token_ids(name: str, value: Any) -> array[int]:
     is_ids = isinstance(value, list) and all(type(one) is int and 0 <= one <= TOKEN_ID_MAX for one in value)
     if not is_ids:
-        raise _bad(f"{name} is no list of token ids")
+        raise bad(f"{name} is no list of token ids")
     return array("i", value)
-
-
-def _longest(value: Any) -> int | None:
-    if value is not None and (type(value) is not int or value < 1):
-        raise _bad("max_tokens is no whole number above 0")
-    return value
 
 
 def _request_id(body: Mapping[str, Any]) -> str:
     given = body.get("request_id")
     return given if isinstance(given, str) and len(given) <= 200 else secrets.token_hex(8)
-
-
-def _logprobs(completion: Completion) -> list[dict[str, Any]]:
-    pairs = zip(completion.tokens, completion.logprobs, strict=True)
-    return [
-        {"token": f"token_id:{token}", "token_id": token, "logprob": logprob, "top_logprobs": []}
-        for token, logprob in pairs
-    ]
-
-
-def _versions(completion: Completion) -> list[dict[str, int]]:
-    starts = [start for start, _ in completion.version_spans]
-    ends = [*starts[1:], len(completion.tokens)]
-    return [
-        {"version": version, "start": start, "end": end}
-        for (start, version), end in zip(completion.version_spans, ends, strict=True)
-    ]

@@ -27,10 +27,11 @@ from echo2.core.types import (
 )
 from echo2.engines.engine import Completion, Engine, RequestFailure, SampleRequest
 from echo2.engines.tokenizer import Tokenizer, stop_rule
-from echo2.rollouts.harness import HarnessEnvironment, as_group
+from echo2.rollouts.harness import HarnessEnvironment
 from echo2.rollouts.logged import read_log, without_rewards
 from echo2.rollouts.recorded import Played
 from echo2.rollouts.turns import Environment, Lockstep, play
+from echo2.transport.regroup import with_one_prompt
 from echo2.transport.routes import packed
 
 #: Environments and harnesses by their name in `Assignment.environment`.
@@ -74,15 +75,15 @@ async def sample_group(
     lease, before = assignment.lease, engine.installed
     is_logged = not is_sampled(assignment)
     lost: list[LostRollout] = []
-    outcome: tuple[array[int], list[Rollout]] | RequestFailure
+    outcome: tuple[array[int], list[Rollout], tuple[int, ...]] | RequestFailure
     if is_logged:
         logged = await asyncio.to_thread(read_log, engine, tokenizer, assignment)
-        outcome = logged if isinstance(logged, RequestFailure) else (assignment.prompt_tokens, logged)
+        outcome = logged if isinstance(logged, RequestFailure) else (assignment.prompt_tokens, logged, ())
     else:
         outcome = await _rollouts(engine, tokenizer, assignment, environments, on_rollout, lost)
     if isinstance(outcome, RequestFailure):
         return outcome
-    prompt, rollouts = outcome
+    prompt, rollouts, samples = outcome
     installed = engine.installed
     if before is None or installed is None or installed.history != before.history:
         detail = f"the group was sampled with {before}, and then with {installed}"
@@ -97,6 +98,7 @@ async def sample_group(
         worker_id=worker_id,
         logged=is_logged,
         by_harness=isinstance(environments.get(assignment.environment), HarnessEnvironment),
+        samples=samples,
         lost=tuple(sorted(lost, key=lambda one: one.sample)),
     )
     return await asyncio.to_thread(packed, group) if assignment.params.routes else group
@@ -109,9 +111,10 @@ async def _rollouts(
     environments: Environments,
     on_rollout: Callable[[], None],
     lost: list[LostRollout],
-) -> tuple[array[int], list[Rollout]] | RequestFailure:
-    """Return the prompt and the rollouts of a group, or the first failure, which aborts the other rollouts. A rollout
-    whose environment fails is added to `lost`, and the others go on: unless it is the last one, or of an evaluation.
+) -> tuple[array[int], list[Rollout], tuple[int, ...]] | RequestFailure:
+    """Return the prompt, the rows and their samples of a group (none: each rollout is one row), or the first failure,
+    which aborts the other rollouts. A rollout whose environment fails is added to `lost`, and the others go on: unless
+    it is the last one, or of an evaluation.
     """
     strings = assignment.params.stop
     stop = await asyncio.to_thread(stop_rule, tokenizer, strings) if strings else None
@@ -145,10 +148,14 @@ async def _rollouts(
             if failure.reason != "environment_failed" or len(lost) == spares:
                 return failure
             lost.append(LostRollout(sample, failure.reason, f"{failure.detail}\n{failure.traceback}".rstrip()))
-        results = [task.result()[1] for task in tasks]
-        if played := [result for result in results if isinstance(result, Played)]:
-            return as_group(played)  # a harness makes the prompt of each rollout
-        return assignment.prompt_tokens, [result for result in results if isinstance(result, Rollout)]
+        results = [task.result() for task in tasks]
+        played = [(sample, row) for sample, one in results if isinstance(one, Played) for row in one.rows]
+        if not played:
+            return assignment.prompt_tokens, [one for _, one in results if isinstance(one, Rollout)], ()
+        prompt, rollouts = with_one_prompt([row for _, row in played])  # a harness makes the prompt of each row
+        if not prompt:
+            return RequestFailure("environment_failed", "The rows of the group do not begin with the same token.")
+        return prompt, rollouts, tuple(sample for sample, _ in played)
     finally:
         for task in tasks:
             task.cancel()

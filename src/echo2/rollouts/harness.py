@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from echo2.core.errors import UserError
-from echo2.core.types import Assignment, Rollout
+from echo2.core.types import Assignment
 from echo2.engines.engine import Engine, RequestFailure
 from echo2.engines.random_streams import derived_seed
 from echo2.engines.tokenizer import Tokenizer
@@ -32,11 +30,8 @@ class Harness(Protocol):
     async def start(self) -> None:
         """Load the harness. Raises UserError if it cannot be loaded."""
 
-    async def play(
-        self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
-    ) -> tuple[float, Sequence[int]]:
-        """Play one rollout. Returns its reward, and the tokens of the conversation to train on if there are several.
-        `model`: how to call the model. Raises UserError if the harness fails."""
+    async def play(self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float) -> float:
+        """Play one rollout. Returns its reward. `model`: how to call the model. Raises UserError if it fails."""
 
     async def close(self) -> None:
         """Stop the harness; rollouts under way are abandoned."""
@@ -88,7 +83,7 @@ class HarnessEnvironment:
         seed = derived_seed(assignment.lease.seed, sample, ENVIRONMENT_SAMPLE)
         try:
             seconds = assignment.lease.seconds or PLAY_SECONDS
-            return recorded.played(*await self._harness.play(assignment.columns, seed, model, seconds))
+            return recorded.played(await self._harness.play(assignment.columns, seed, model, seconds))
         except UserError as error:
             if isinstance(error, CodeFailure) and error.is_shared:
                 raise
@@ -103,35 +98,3 @@ class HarnessEnvironment:
         await self._harness.close()
         await self._endpoint.close()
         self._folder.cleanup()
-
-
-def as_group(played: Sequence[Played]) -> tuple[array[int], list[Rollout]] | RequestFailure:
-    """Return the prefix that all prompts share, and the rollouts with the rest of their prompts in front, which is
-    masked out of the loss."""
-    prompt = _shared([one.prompt for one in played])
-    if not prompt:
-        return RequestFailure("environment_failed", "The rollouts of the group do not begin with the same token.")
-    return prompt, [_behind(one.prompt[len(prompt) :], one.rollout) for one in played]
-
-
-def _shared(prompts: Sequence[array[int]]) -> array[int]:
-    first, length = prompts[0], min(map(len, prompts))
-    for prompt in prompts:
-        if prompt[:length] != first[:length]:
-            length = next(i for i in range(length) if prompt[i] != first[i])
-    return first[:length]
-
-
-def _behind(rest: array[int], rollout: Rollout) -> Rollout:
-    if not rest:
-        return rollout
-    (_, version), *spans = rollout.version_spans
-    offsets = rollout.support_offsets
-    return replace(
-        rollout,
-        tokens=rest + rollout.tokens,
-        logprobs=array("f", bytes(4 * len(rest))) + rollout.logprobs,
-        loss_mask=bytes(len(rest)) + rollout.loss_mask,
-        version_spans=((0, version), *((len(rest) + start, later) for start, later in spans)),
-        support_offsets=None if offsets is None else array("i", [0] * len(rest)) + offsets,
-    )

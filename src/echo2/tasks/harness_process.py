@@ -20,7 +20,7 @@ from echo2.core.errors import UserError
 from echo2.sandbox.child import Handler
 from echo2.sandbox.plugins import innermost_line, load_named, own_python
 from echo2.sandbox.process import CodeProcess
-from echo2.tasks.loopback_model import LoopbackModel, Outcome, Play
+from echo2.tasks.loopback_model import LoopbackModel, Play
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +51,8 @@ class HarnessProcess:
         """
         await self._process.start()
 
-    async def play(
-        self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float
-    ) -> tuple[float, list[int]]:
-        """Play one rollout; returns its reward and the tokens of its conversation (empty if the harness names none). If
-        the caller is cancelled, the rollout continues until its next call of the model.
+    async def play(self, columns: Mapping[str, Any], seed: int, model: Mapping[str, str], seconds: float) -> float:
+        """Play one rollout; return its reward. If the caller is cancelled, it goes on until its next call of the model.
 
         Raises:
             UserError: the rollout failed, took over `seconds`, or its process died.
@@ -63,8 +60,8 @@ class HarnessProcess:
         request = {"columns": dict(columns), "seed": seed, "model": dict(model), "seconds": seconds}
         playing = self._process.call(request, seconds + GRACE_SECONDS, "playing a rollout")
         call = spawn(playing, unforeseen(log, "playing a rollout"))  # its caller may be gone
-        answer = await asyncio.shield(call)
-        return answer["reward"], answer["tokens"]
+        reward: float = (await asyncio.shield(call))["reward"]
+        return reward
 
     async def close(self) -> None:
         """End the child; rollouts under way are abandoned."""
@@ -72,8 +69,7 @@ class HarnessProcess:
 
 
 def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
-    """Make the handler for `sandbox/child.py`. It answers {"columns", "seed", "model", "seconds"} by {"reward",
-    "tokens"}.
+    """Make the handler for `sandbox/child.py`. It answers {"columns", "seed", "model", "seconds"} by {"reward"}.
 
     Raises:
         UserError: the harness cannot be loaded.
@@ -85,9 +81,11 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         seconds = request["seconds"]
         try:
             async with asyncio.timeout(seconds):
-                outcome = await play(request["columns"], request["seed"], LoopbackModel(**request["model"]))
-            reward, tokens = outcome if isinstance(outcome, tuple) else (outcome, ())
-            return {"reward": float(reward), "tokens": [int(token) for token in tokens]}
+                reward: Any = await play(request["columns"], request["seed"], LoopbackModel(**request["model"]))
+            if isinstance(reward, tuple):  # as of older harnesses, which named the tokens to train on
+                told = "Return the reward alone, and make calls that are not to be trained on with `policy.untrained`."
+                raise UserError(f"{spec} returned {len(reward)} values. {told}")
+            return {"reward": float(reward)}
         except UserError:
             raise
         except TimeoutError as error:
@@ -116,8 +114,8 @@ def load_harness(spec: str) -> Play:
     if not isinstance(kind, type) or not inspect.iscoroutinefunction(getattr(kind, "run", None)):
         raise UserError(f"{spec}: it must be a class with `async def run(self, model) -> reward`.")
 
-    async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> Outcome:
-        outcome: Outcome = await kind(columns, seed).run(model)
-        return outcome
+    async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> float:
+        reward: float = await kind(columns, seed).run(model)
+        return reward
 
     return play

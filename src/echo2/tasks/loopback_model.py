@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 
-#: A harness's result: a reward, and the tokens of the conversation that is the rollout, if the harness held several.
-Outcome = float | tuple[float, Sequence[int]]
+#: Ends the key of calls that are not trained on.
+UNTRAINED = ".untrained"
 
 
 class OutOfRoomError(UserError):
@@ -29,6 +29,11 @@ class LoopbackModel:
     api_key: str
     model: str
     tokenizer_path: str
+
+    @property
+    def untrained(self) -> LoopbackModel:
+        """The same model, whose answers are not trained on: for an opponent, a judge, a user who is played."""
+        return replace(self, api_key=self.api_key + UNTRAINED)
 
     async def generate(self, token_ids: Sequence[int], **sampling_params: Any) -> dict[str, Any]:
         """Sample a continuation of these tokens; returns the first choice of vLLM's `/inference/v1/generate`.
@@ -78,5 +83,5 @@ class LoopbackModel:
         return found
 
 
-#: Plays one rollout, given its columns, seed and model.
-Play = Callable[[Mapping[str, Any], int, LoopbackModel], Awaitable[Outcome]]
+#: Plays one rollout, given its columns, seed and model; returns its reward.
+Play = Callable[[Mapping[str, Any], int, LoopbackModel], Awaitable[float]]

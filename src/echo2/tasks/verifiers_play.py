@@ -4,7 +4,7 @@ A taskset's environment is served once in this process, and plays many rollouts 
 too, with a chat loop of our own: verifiers' harnesses start a script for each rollout and fetch its packages. (Its
 contract allows a loop in this process as long as every call goes to the rollout's own endpoint. It finds a harness by
 the name of its module, which `register` makes.) All agents call the policy; if there are several, `agent` names the one
-whose conversation is trained on.
+that is trained.
 """
 
 from __future__ import annotations
@@ -20,19 +20,18 @@ from typing import TYPE_CHECKING, Any
 
 from echo2.core.background import Shared
 from echo2.core.errors import UserError
-from echo2.tasks.loopback_model import LoopbackModel
+from echo2.tasks.loopback_model import UNTRAINED, LoopbackModel
 
 if TYPE_CHECKING:
     from echo2.tasks.loopback_model import Play
 
 
 HARNESS_ID = "echo2_chat"
-#: Key in `trace.info` of the tokens of the trace's conversation.
-TOKENS = "echo2_tokens"
 #: The endpoint's header for a rollout's key.
 KEY_HEADER = "X-Echo2-Rollout-Key"
-#: The key of the rollout that the current asyncio task plays.
+#: The key of the rollout that the current asyncio task plays, and the agent that is trained (empty: any).
 ROLLOUT_KEY: ContextVar[str] = ContextVar("ROLLOUT_KEY")
+TRAINED: ContextVar[str] = ContextVar("TRAINED")
 
 
 def register() -> None:
@@ -68,7 +67,8 @@ def register() -> None:
             if mcp_urls:
                 raise NotImplementedError(f"the task brings tool servers ({', '.join(mcp_urls)}): not supported here")
             client = caller.with_options(base_url=endpoint, api_key=secret)
-            return await _asked(self.resolve_prompt(data), ctx.model, trace, client)
+            key = ROLLOUT_KEY.get() + ("" if TRAINED.get() in ("", trace.agent.name) else UNTRAINED)
+            return await _asked(self.resolve_prompt(data), ctx.model, client, key)
 
     # One for all calls: a client of its own for each would read the machine's certificates anew.
     caller = AsyncOpenAI(base_url="http://127.0.0.1", api_key="none", max_retries=0, timeout=None)
@@ -77,17 +77,15 @@ def register() -> None:
     sys.modules[HARNESS_ID] = module
 
 
-async def _asked(prompts: tuple[Any, Any], model: str, trace: Any, client: Any) -> Any:
-    """Make one chat call at the rollout's own endpoint, and keep its tokens in the trace."""
+async def _asked(prompts: tuple[Any, Any], model: str, client: Any, key: str) -> Any:
+    """Make one chat call at the rollout's own endpoint."""
     from verifiers.v1.dialects.chat import message_to_wire
     from verifiers.v1.runtimes import ProgramResult
 
     system, prompt = prompts
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(map(message_to_wire, prompt))
     messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
-    key = {KEY_HEADER: ROLLOUT_KEY.get()}
-    answer = (await client.chat.completions.create(model=model, messages=messages, extra_headers=key)).model_dump()
-    trace.info[TOKENS] = [*answer["prompt_token_ids"], *answer["choices"][0]["token_ids"]]
+    await client.chat.completions.create(model=model, messages=messages, extra_headers={KEY_HEADER: key})
     return ProgramResult(exit_code=0, stdout="", stderr="")
 
 
@@ -108,8 +106,9 @@ def make_play() -> Play:
     stack = AsyncExitStack()
     stages = Shared[str, Any](lambda key: _stage(json.loads(key)[0], stack))
 
-    async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> tuple[float, list[int]]:
+    async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> float:
         row = columns[COLUMN]
+        TRAINED.set(row["agent"])
         env = await stages.get(json.dumps([row["taskset"], row["agent"]], sort_keys=True))
         episode = await _episode(env, row["data"], model)
         return _outcome(episode, row["agent"])
@@ -168,8 +167,8 @@ async def _episode(env: Any, data: dict[str, Any], model: LoopbackModel) -> Any:
     return await env.run_slot(slot, ModelContext(model=model.model, client=client, sampling=SamplingConfig()))
 
 
-def _outcome(episode: Any, agent: str) -> tuple[float, list[int]]:
-    """Return the trained agent's reward, and the tokens of its conversation."""
+def _outcome(episode: Any, agent: str) -> float:
+    """Return the trained agent's reward."""
     traces = [trace for trace in episode.traces if not agent or trace.agent.name == agent]
     if not traces and episode.errors:  # the episode failed before the agent said anything
         raise _failure(episode.errors[-1])
@@ -180,12 +179,10 @@ def _outcome(episode: Any, agent: str) -> tuple[float, list[int]]:
         )
     (trace,) = traces
     if errors := [*episode.errors, *trace.errors]:
-        if CUT in errors[-1].message and TOKENS in trace.info:
-            return 0.0, trace.info[TOKENS]  # turns or tokens are used up, and the environment cannot continue
+        if CUT in errors[-1].message:
+            return 0.0  # turns or tokens are used up, and the environment cannot continue
         raise _failure(errors[-1])
-    if len(trace.branches) != 1:
-        raise UserError(f"The trace has {len(trace.branches)} branches, and a rollout is one conversation.")
-    return float(trace.reward), trace.info[TOKENS]
+    return float(trace.reward)
 
 
 def _failure(error: Any) -> UserError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Protocol version of both ends; a peer with another version is refused at hello.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 #: Size of one message: a group of 64 rollouts of 64k tokens (12 bytes a token with logprob, mask and text) fits.
 MESSAGE_BYTES_MAX = 64 << 20
 #: Size of one message to a worker: a chunk, or a request for 4,096 chunks, with room to spare.
@@ -88,8 +88,12 @@ BUCKETS_MAX = 10_000
 # ---- messages --------------------------------------------------------------------------------------------------------
 #: Rollouts in one group; as `sampling.group_size`.
 SAMPLES_MAX = 1024
-#: Tokens of a prompt, or of a rollout; beyond any context length in use.
+#: Tokens of a prompt, of a row, or of all rows of a rollout; beyond any context length in use.
 TOKENS_MAX = 1 << 20
+#: Rows of one rollout. An agent that shortens its history with every call begins one with every call.
+ROWS_MAX = 256
+#: Tokens in all rows of a group, an equal share for each rollout of several rows: they fit into a message, at 9 bytes.
+GROUP_TOKENS_MAX = 4 << 20
 #: Characters of a rollout's text, or of a JSON object such as a task's columns.
 TEXT_CHARS_MAX = 8 << 20
 #: Characters of a name.

@@ -33,7 +33,7 @@ from echo2.core.types import (
 )
 from echo2.transport import limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.regroup import lost_of
+from echo2.transport.regroup import samples_of
 
 # ---- snapshots -------------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,8 @@ def encode_delivery(lease_id: int, group: RolloutGroup) -> wire.Delivery:
         rollout.ClearField("reward_parts")
     if group.by_harness:
         message.prompt_tokens = group.prompt_tokens.tobytes()
-        message.rewards.extend(rollout.reward_parts["environment"] for rollout in group.rollouts)
+        message.rewards.extend(rows[0].reward_parts["environment"] for rows in group.by_rollout)
+        message.rows.extend(map(len, group.by_rollout if group.num_rollouts < len(group.rollouts) else ()))
     return message
 
 
@@ -174,9 +175,7 @@ def decode_delivery(
         PeerError: "oversized" or "malformed", saying what is wrong.
     """
     message.DiscardUnknownFields()
-    lost, samples = lost_of(message, lease)
-    told = f"{len(message.rollouts)}{f', and {len(lost)} lost' if lost else ''}"
-    _require(len(message.rollouts) == len(samples), f"leased {lease.num_samples} rollouts, got {told}")
+    lost, samples = samples_of(message, lease)
     _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
     check_rollouts(message.rollouts)
     return RolloutGroup(
@@ -189,7 +188,7 @@ def decode_delivery(
         worker_id=worker_id,
         generate_seconds=min(message.generate_seconds, seconds_max),
         routes=message.routes,
-        samples=samples if lost or lease.first_sample else (),
+        samples=samples if lost or lease.first_sample or message.rows else (),
         lost=lost,
     )
 
@@ -203,10 +202,10 @@ def decode_played(message: wire.Delivery, lease: Lease, worker_id: str, seconds_
     prompt = _token_ids("prompt_tokens", message.prompt_tokens)
     group = decode_delivery(message, lease, prompt, worker_id, seconds_max)
     _require(len(prompt) > 0, "a harness's rollouts without a prompt")
-    _require(len(message.rewards) == len(group.rollouts), f"{len(message.rewards)} rewards for the rollouts")
+    _require(len(message.rewards) == group.num_rollouts, f"{len(message.rewards)} rewards for the rollouts")
     _require(all(abs(one) <= limits.REWARD_MAX for one in message.rewards), "a reward is not finite, or beyond measure")
-    pairs = zip(group.rollouts, message.rewards, strict=True)
-    rollouts = tuple(replace(rollout, reward_parts={"environment": reward}) for rollout, reward in pairs)
+    pairs = zip(group.by_rollout, message.rewards, strict=True)
+    rollouts = tuple(replace(row, reward_parts={"environment": reward}) for rows, reward in pairs for row in rows)
     return replace(group, rollouts=rollouts)
 
 
@@ -218,14 +217,13 @@ def check_lengths(group: RolloutGroup, max_tokens: int) -> None:
 
 
 def check_turns(group: RolloutGroup, max_turns: int, is_played: bool = False) -> None:
-    """Raises PeerError("malformed") if a rollout does not begin and end with the policy's tokens, or has more turns
-    than were leased. With one turn, no token is the environment's. A harness's rollouts (`is_played`) may begin with
-    tokens that were not sampled."""
-    for rollout in group.rollouts:
-        mask = rollout.loss_mask
-        _require(mask[-1] == 1, "a rollout does not end with a sampled token")
-        _require(mask[0] == 1 or is_played, "a rollout does not begin with a sampled token")
-        turns = mask[0] + mask.count(b"\x00\x01")
+    """Raises PeerError("malformed") if a rollout does not begin and end with the policy's tokens, or has more turns, in
+    all its rows, than were leased. With one turn, no token is the environment's. A harness's rollouts (`is_played`) may
+    begin with tokens that were not sampled."""
+    for masks in ([row.loss_mask for row in rows] for rows in group.by_rollout):
+        _require(all(mask[-1] == 1 for mask in masks), "a rollout does not end with a sampled token")
+        _require(is_played or all(mask[0] == 1 for mask in masks), "a rollout does not begin with a sampled token")
+        turns = sum(mask[0] + mask.count(b"\x00\x01") for mask in masks)
         _require(turns <= max_turns, f"a rollout of {turns} turns; {max_turns} were leased")
 
 

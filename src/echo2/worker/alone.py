@@ -38,6 +38,7 @@ from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess
 from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.tasks.streams import held_out_tasks, training_tasks
+from echo2.transport.regroup import as_one_row
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
@@ -140,13 +141,13 @@ class LocalSampler:
         return groups
 
     async def score(self, processes: RewardProcesses, group: RolloutGroup) -> tuple[tuple[Rollout, ...], float]:
-        """Return the group's rollouts with texts and rewards, and the seconds that scoring took.
+        """Return the group's rollouts with texts and rewards, each as one row, and the seconds that scoring took.
 
         Raises:
             RewardFailure: as `RewardProcesses.score`.
         """
-        rollouts = with_texts(group.rollouts, self._tokenizer)
-        return await processes.score(self.tasks.task(group.cursor), rollouts)
+        read = replace(group, rollouts=with_texts(group.rollouts, self._tokenizer))
+        return await processes.score(self.tasks.task(group.cursor), as_one_row(read))
 
     async def aclose(self) -> None:
         """End the process of the environment."""

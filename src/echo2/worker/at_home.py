@@ -43,7 +43,7 @@ class Delivered:
     def add(self, group: wire.Delivery) -> None:
         """Count an accepted group."""
         self.num_groups += 1
-        self.num_rollouts += len(group.rollouts)
+        self.num_rollouts += len(group.rows) or len(group.rollouts)
         self.num_tokens += sum(len(rollout.tokens) // TOKEN_BYTES for rollout in group.rollouts)
 
     def __str__(self) -> str:

@@ -215,15 +215,15 @@ def eval_metrics(groups: Iterable[RolloutGroup], num_failed: int, set_of: Callab
     each.
     """
     found = list(groups)
-    means = [statistics.fmean(_rewards(group)) for group in found]
-    lengths = [len(rollout.tokens) for group in found for rollout in group.rollouts]
+    means = [statistics.fmean(group.rewards) for group in found]
+    lengths = [sum(len(row.tokens) for row in rows) for group in found for rows in group.by_rollout]
     metrics: dict[str, Any] = {"eval/num_tasks": len(means), "eval/num_failed": num_failed}
     if not means:
         return metrics
     metrics |= {"eval/accuracy": statistics.fmean(means), "eval/mean_length": statistics.fmean(lengths)}
-    num_samples = min(len(group.rollouts) for group in found)
+    num_samples = min(group.num_rollouts for group in found)
     for k in (1 << power for power in range(1, num_samples.bit_length())):
-        solved = (pass_at_k(len(group.rollouts), sum(one >= SOLVED for one in _rewards(group)), k) for group in found)
+        solved = (pass_at_k(group.num_rollouts, sum(one >= SOLVED for one in group.rewards), k) for group in found)
         metrics[f"eval/pass@{k}"] = statistics.fmean(solved)
     by_set: dict[str, list[float]] = {}
     for group, mean in zip(found, means, strict=True):
@@ -237,10 +237,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     solved: 1 - C(n - c, k) / C(n, k). 1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
     """
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
-
-
-def _rewards(group: RolloutGroup) -> list[float]:
-    return [rollout.reward for rollout in group.rollouts if rollout.reward is not None]
 
 
 #: Maximum age of the prediction of the learner's idle time.

@@ -23,6 +23,7 @@ from echo2.core.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
 from echo2.learner.grpo.data import Advantage, group_advantages
 from echo2.transport.codecs import LearnerLogprobs, logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
+from echo2.transport.regroup import as_one_row
 
 log = logging.getLogger(__name__)
 
@@ -228,11 +229,13 @@ class RolloutLog:
 def group_record(
     group: RolloutGroup, task: Task, advantage: Advantage = "grpo", pieces: Pieces | None = None
 ) -> dict[str, Any]:
-    """Return what is written of a group: its texts, and its tokens if `pieces` is given."""
+    """Return what is written of a group: its texts, and its tokens if `pieces` is given. A rollout of several rows is
+    one entry, with the rows one behind the other, and their lengths in tokens as `rows`."""
     prompt = task.prompt
     is_train = group.group.kind == "train"
-    advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
-    room = logged_tokens(len(group.rollouts))
+    rollouts, room = as_one_row(group), logged_tokens(group.num_rollouts)
+    advantages = group_advantages([rollout.reward for rollout in rollouts], advantage)
+    lengths = [[len(row.tokens) for row in rows] for rows in group.by_rollout]
     return {
         "group": group.group.number,
         "task": group.cursor,
@@ -249,9 +252,10 @@ def group_record(
                 "finish": rollout.finish,
                 "versions": [list(span) for span in rollout.version_spans],
                 **({"advantage": advantage} if is_train else {}),
+                **({"rows": rows} if len(rows) > 1 else {}),
                 **({"num_tokens": len(rollout.tokens), **_tokens(rollout, room, pieces)} if pieces else {}),
             }
-            for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+            for rollout, advantage, rows in zip(rollouts, advantages, lengths, strict=True)
         ],
     }
 

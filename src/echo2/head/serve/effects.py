@@ -210,7 +210,7 @@ class HeadEffects:
             head.books.evals.keep(group)
             head.spawn(self._log_answers(group))
         elif name := head.train_tasks.source_of(group.cursor):
-            head.books.add_rewards(name, [one.reward for one in group.rollouts if one.reward is not None])
+            head.books.add_rewards(name, group.rewards)
 
     async def _log_answers(self, group: RolloutGroup) -> None:
         head = self._head

@@ -43,7 +43,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import MESSAGE_BYTES_MAX, TEXT_CHARS_MAX, TOKENS_MAX
 from echo2.transport.messages import encode_scores, parse_group
-from echo2.transport.regroup import joined, with_scores, without
+from echo2.transport.regroup import as_one_row, by_row, joined, with_scores, without
 from echo2.transport.routes import RouteShape, check_routes
 
 #: Maximum bytes of groups sent to the learner in one message, unless a single group is larger.
@@ -101,10 +101,12 @@ class Scoring:
     async def _scored(self, group: RolloutGroup) -> ev.GroupScored:
         """Return the event with the rewards of a group, and the seconds that they took."""
         task = await self._tasks.task(group.group, group.cursor)
-        texts = self._reader.texts(group, task)
+        group = self._reader.read(group, task)
+        whole = as_one_row(group)
+        texts = [one.text for one in whole]
         if (longest := max(map(len, texts))) > TEXT_CHARS_MAX:
             raise PeerError("oversized", f"a rollout's text has {longest} characters; the limit is {TEXT_CHARS_MAX}")
-        results, seconds = await self._reward.scores(task, group.rollouts, texts)
+        results, seconds = await self._reward.scores(task, whole, texts)
         failures = {at: one for at, one in enumerate(results) if isinstance(one, RewardFailure)}
         is_one = group.group.kind == "eval" or not (
             group.worker_id == SEVERAL or self._identity.member(group.worker_id).is_own
@@ -112,16 +114,17 @@ class Scoring:
         if failures and is_one:  # a stranger could put a text that fails in the place of an answer that it dislikes
             raise next(iter(failures.values()))
         scores = [one for one in results if not isinstance(one, RewardFailure)]
-        numbers, left = group.sample_numbers, None
+        numbers, left = list(dict.fromkeys(group.sample_numbers)), None
         lost = tuple(LostRollout(numbers[at], one.cause, str(one)) for at, one in failures.items())
         if lost:
-            group, texts = without(group, lost), [text for at, text in enumerate(texts) if at not in failures]
+            group = without(group, lost)
             left = Attachment(messages.encode_group(group).SerializeToString(), group)
         is_flat = len({reward for reward, _ in scores}) == 1
         # The scored group is attached only if `HeadEffects` uses it; the ledger stores just the scores.
         is_read = group.group.kind == "eval" or self._train_tasks.source_of(group.cursor)
-        whole = with_scores(group, texts, scores) if is_read else None
-        scored = Attachment(encode_scores(scores, self.teaching(group.group.kind, task)), whole)
+        of_rows = by_row(group, scores)
+        found = with_scores(group, of_rows) if is_read else None
+        scored = Attachment(encode_scores(of_rows, self.teaching(group.group.kind, task)), found)
         return ev.GroupScored(group.group, is_flat, seconds, scored, lost, len(scores), left)
 
 
@@ -195,6 +198,8 @@ class Deliveries:
         if by_harness := is_harness(config.tasks.environment):
             check_own(self._config, self._identity, worker_id)
             group = messages.decode_played(delivery, lease, worker_id, seconds)
+        elif delivery.rows:
+            raise PeerError("malformed", "a rollout of several rows, which only a harness plays")
         else:
             prompt = self._reader.prompt(lease.group.kind, task)
             group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
@@ -261,7 +266,7 @@ class Deliveries:
             versions_between=tuple(few),
             logged=group.logged,
             is_own=self._identity.member(worker_id).is_own,
-            num_rollouts=len(group.rollouts),
+            num_rollouts=group.num_rollouts,
             lost=lost,
         )
 

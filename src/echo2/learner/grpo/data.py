@@ -8,13 +8,15 @@ K rollouts of one group:
     rloo     R_i - mean of the other K - 1  =  K / (K - 1) * (R_i - mean)
     none     0: a teacher's part alone is trained on (`pulls.py`), which is added in the pass over the tokens
 
+A rollout of several rows counts as one: K, mean, std and B count rollouts, and each row has its rollout's advantage.
+
 Plain float64 arithmetic with `math.fsum`, so that the result does not depend on the order of the rollouts.
 
 The normalisation has two parts, so that a step can be streamed: a weight for each token, known from its own sequence,
 and one divisor, known when the step has all its groups. The divisors:
 
     token      N, the loss tokens of the step
-    sequence   B, the rollouts of the step; each token is weighted by 1 / (loss tokens of its rollout)
+    sequence   B, the rollouts of the step; each token is weighted by 1 / (loss tokens of all rows of its rollout)
     constant   B * max_tokens
 """
 
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from echo2.core.errors import InvariantError
-from echo2.core.types import RolloutGroup
+from echo2.core.types import Rollout, RolloutGroup
 from echo2.learner.core.datum import Datum
 from echo2.transport.routes import RouteShape, unpacked
 
@@ -88,30 +90,39 @@ def group_data(
         InvariantError: the group is unscored.
     """
     group = group if routes is None else unpacked(group)
-    advantages = group_advantages([rollout.reward for rollout in group.rollouts], advantage)
-    data = []
-    for rollout, value in zip(group.rollouts, advantages, strict=True):
-        length, count = len(rollout.tokens), rollout.loss_mask.count(1)
-        if not count:
-            continue
-        datum = Datum(
-            prompt_tokens=group.prompt_tokens,
-            tokens=rollout.tokens,
-            loss_mask=rollout.loss_mask,
-            weights=array("d", [1.0 / count]) * length if normalisation == "sequence" else None,
-            advantages=array("d", [value]) * length,
-            behaviour_logprobs=rollout.logprobs,
-            version_spans=() if group.logged else rollout.version_spans,
-            version=version,
-            source=group.worker_id,
-            support_tokens=rollout.support_tokens,
-            support_offsets=rollout.support_offsets,
-            routes=routes.read(rollout.routes) if routes is not None and rollout.routes else None,
-        )
-        data.append((count, datum))
+    by_rollout = group.by_rollout
+    advantages = group_advantages([rows[0].reward for rows in by_rollout], advantage)
+    counts = [sum(row.loss_mask.count(1) for row in rows) for rows in by_rollout]
     has_gradient = keeps_flat or any(advantages)
     return GroupData(
-        sum(count for count, _ in data), len(data), tuple(datum for _, datum in data) if has_gradient else ()
+        sum(counts),
+        sum(1 for count in counts if count),
+        tuple(
+            _datum(group, row, version, value, 1.0 / count if normalisation == "sequence" else None, routes)
+            for rows, value, count in zip(by_rollout, advantages, counts, strict=True)
+            for row in rows
+            if has_gradient and 1 in row.loss_mask
+        ),
+    )
+
+
+def _datum(
+    group: RolloutGroup, row: Rollout, version: int, advantage: float, weight: float | None, routes: RouteShape | None
+) -> Datum:
+    length = len(row.tokens)
+    return Datum(
+        prompt_tokens=group.prompt_tokens,
+        tokens=row.tokens,
+        loss_mask=row.loss_mask,
+        weights=None if weight is None else array("d", [weight]) * length,
+        advantages=array("d", [advantage]) * length,
+        behaviour_logprobs=row.logprobs,
+        version_spans=() if group.logged else row.version_spans,
+        version=version,
+        source=group.worker_id,
+        support_tokens=row.support_tokens,
+        support_offsets=row.support_offsets,
+        routes=routes.read(row.routes) if routes is not None and row.routes else None,
     )
 
 

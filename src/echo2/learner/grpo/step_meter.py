@@ -33,6 +33,7 @@ from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
 from echo2.transport.codecs import LearnerLogprobs
+from echo2.transport.regroup import as_one_row
 from echo2.transport.routes import num_routed
 
 #: Maximum number of reward functions with a column of their own.
@@ -99,15 +100,15 @@ class StepMeter:
             self._num_unfit += 1
             return
         if group.logged:
-            self._num_logged += len(group.rollouts)
+            self._num_logged += group.num_rollouts
         else:
             self._staleness += staleness
         if group.routes:
-            self._num_replayed += len(group.rollouts)
+            self._num_replayed += group.num_rollouts
             self._num_routed += sum(num_routed(group))
             self._route_bytes += len(group.routes)
-        self._rewards.append([rollout.reward for rollout in group.rollouts if rollout.reward is not None])
-        for rollout in group.rollouts:
+        self._rewards.append(group.rewards)
+        for rollout in as_one_row(group):
             self._lengths.append(len(rollout.tokens))
             self._num_truncated += rollout.finish == "length"
             for name, value in rollout.reward_parts.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -239,9 +240,10 @@ class TrainedPolicy:
         for group, part in zip(groups, parts, strict=True):
             of_data = iter([next(found) for _ in part.data])
             if part.data and len(self._logprobs) < LOGGED_GROUPS:
-                room = logged_tokens(len(group.rollouts))
+                room = logged_tokens(group.num_rollouts)
                 self._logprobs[group.group.number] = [
-                    array("f", next(of_data)[:room] if rollout.loss_mask.count(1) else ()) for rollout in group.rollouts
+                    array("f", chain.from_iterable(next(of_data) for row in rows if 1 in row.loss_mask))[:room]
+                    for rows in group.by_rollout
                 ]
 
     def _of_all_ranks(self, outputs: list[LossStats]) -> list[LossStats]:

@@ -168,7 +168,7 @@ export class Rollouts {
     if (parts.length > 1) about.append(` (${parts.map(([part, value]) => `${part} ${round(value)}`).join(", ")})`);
     if (each.advantage !== undefined) about.append(` · advantage ${round(each.advantage)}`);
     const versions = each.versions.map(([, version]) => version);
-    about.append(` · version ${versions.join(" → ")} · ended by ${each.finish}`);
+    about.append(` · version ${versions.join(" → ")} · ended by ${each.finish}` + (each.rows ? ` · ${each.rows.length} rows` : ""));
     words.tabIndex = 0;
     words.setAttribute("role", "group");
     words.setAttribute("aria-label", `Rollout ${index + 1}, reward ${round(each.reward)}`);
@@ -225,8 +225,11 @@ function inEnvironment(rollout, index) {
 }
 
 function spans(rollout, colour) {
+  let start = 0;
+  const later = new Set((rollout.rows ?? []).slice(0, -1).map((length) => (start += length)));
   return rollout.tokens.map((piece, index) => {
     const span = make("span", piece, inEnvironment(rollout, index) ? "environment" : shade(rollout, index, colour));
+    if (later.has(index)) span.classList.add("row");
     span.dataset.index = index;
     return span;
   });
