@@ -100,7 +100,6 @@ class CompactModel(Model):
         self._forms: dict[str, CompactModel] = {}  # of these weights; shared by all models over them
 
     def adapted(self, adapter: Adapter) -> CompactModel:
-        """See `Model.adapted`."""
 
         def fused(prefix: str, *names: str) -> LowRank | None:
             return join([(adapter.get(prefix + name), self.linears[prefix + name][0]) for name in names])
@@ -115,7 +114,6 @@ class CompactModel(Model):
         return model
 
     def formed(self, form: str) -> CompactModel:
-        """See `Model.formed`."""
         if form not in self._forms:
             if trait := forms.misfit(self._arch.tensor_shapes(), form):
                 raise PeerError("unknown_form", f"there is no form {form} of this model: {trait}")
@@ -139,12 +137,10 @@ class CompactModel(Model):
         return self._with([LayerAdapters(*(of_rows(at, one) for one in places)) for at in range(len(self._layers))])
 
     def pack(self) -> None:
-        """See `Model.pack`."""
         for linear in self._linear_maps():
             linear.pack()
 
     def unpack(self) -> None:
-        """See `Model.unpack`."""
         self._forms.clear()
         for linear in self._linear_maps():
             linear.unpack()
@@ -215,7 +211,6 @@ class CompactModel(Model):
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
     ) -> tuple[Cache, Iterator[Tensor]]:
-        """See `Model.extend`."""
         if cache is None:
             arch = self._arch
             kv = self._embed_VD.new_zeros((arch.num_layers, 2, 1, arch.num_kv_heads, 0, arch.head_dim))
@@ -236,7 +231,6 @@ class CompactModel(Model):
                     yield self._logits(tile_ND)
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
-        """See `Model.logits`."""
         tokens_RT = right_padded(sequences).to(self._embed_VD.device)
         cos_sin = self._rotation(torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None])
         hidden_RTD = self._run(self._embed_VD[tokens_RT], cos_sin, causal)

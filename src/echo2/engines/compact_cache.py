@@ -42,11 +42,9 @@ class CompactCache:
 
     @property
     def num_bytes(self) -> int:
-        """See `Cache.num_bytes`."""
         return self.kv.nbytes
 
     def copy(self, row: int, length: int) -> CompactCache:
-        """See `Cache.copy`."""
         place = int(self.place_B[row])
         kv = self.kv[:, :, place : place + 1, :, :length].clone()
         return CompactCache(kv, self.lengths_B.new_tensor([length]), length)

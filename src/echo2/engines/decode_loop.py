@@ -108,31 +108,25 @@ class DecodeLoop:
 
     @property
     def installed(self) -> SnapshotRef | None:
-        """See `Engine.installed`."""
         return self._decoder.installed
 
     @property
     def base_model(self) -> SnapshotRef | None:
-        """See `Engine.base_model`."""
         return self._decoder.base_model
 
     @property
     def held(self) -> tuple[SnapshotRef, ...]:
-        """See `PrefillEngine.held`."""
         return self._decoder.held
 
     @property
     def free_slots(self) -> int:
-        """See `Engine.free_slots`."""
         with self._changed:
             return max(0, self.slots - len(self._running) - len(self._queue))
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
-        """See `Engine.refusal`."""
         return self._decoder.refusal(request)
 
     def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
-        """See `Engine.submit`."""
         return self._submit([request], 0)[0]
 
     def submit_together(self, requests: Sequence[SampleRequest]) -> list[asyncio.Future[Outcome]]:
@@ -169,7 +163,6 @@ class DecodeLoop:
         return pause_seconds if is_sampling else time.perf_counter() - started
 
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """See `PrefillEngine.prefill`."""
         return await asyncio.to_thread(self._decoder.prefill, ref, requests)
 
     async def sleep(self) -> None:
@@ -185,7 +178,6 @@ class DecodeLoop:
         self._decoder.sleep()
 
     async def wake_up(self) -> None:
-        """See `Engine.wake_up`."""
         if self._is_asleep:
             await asyncio.to_thread(self._decoder.wake_up)
             with self._changed:

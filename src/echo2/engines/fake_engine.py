@@ -59,16 +59,13 @@ class FakeDecoder:
 
     @property
     def installed(self) -> SnapshotRef | None:
-        """See `Decoder.installed`."""
         return self._installed[0] if self._installed else None
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
-        """See `Decoder.refusal`."""
         _, vocab, positions, _ = self._policy()
         return refuse_request(request, vocab, positions)
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
-        """See `Decoder.load`."""
         config = read_text_values(snapshot.files)
         vocab = _positive(config, "vocab_size", DEFAULT_VOCAB_SIZE)
         positions = context_length(config) or DEFAULT_MAX_POSITIONS
@@ -78,7 +75,6 @@ class FakeDecoder:
         return 0.0
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
-        """See `Decoder.step`."""
         ref, vocab, positions, end = self._policy()
         for number in dropped:
             del self._rows[number]
@@ -97,7 +93,6 @@ class FakeDecoder:
         raise PeerError("snapshot_gone", "the fake engine holds no weights")
 
     def clear(self) -> None:
-        """See `Decoder.clear`."""
         self._rows.clear()
 
     def sleep(self) -> None:

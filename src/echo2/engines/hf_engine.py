@@ -77,7 +77,6 @@ class HfCache:
         """See `Cache.copy`. Always None: the format of the layers' caches is not known here."""
 
     def routes(self, row: int, length: int) -> bytes:
-        """See `Cache.routes`."""
         return b"" if self.chosen is None else self.chosen.read(row, self.mask_BT[row] == 1, length)
 
     def select(self, rows: Tensor) -> HfCache:
@@ -196,7 +195,6 @@ class HfModel(Model):
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
     ) -> tuple[Cache, Iterator[Tensor]]:
-        """See `Model.extend`."""
         if cache is None:
             mask_1T = torch.ones((1, 0), dtype=torch.long, device=self._device)
             cache = HfCache(DynamicCache(config=self._module.config), mask_1T)

@@ -130,7 +130,6 @@ class LlamaCppCache:
 
     @property
     def num_bytes(self) -> int:
-        """See `Cache.num_bytes`."""
         return self._token_bytes * sum(self._sequences.length(row) for row in self.rows)
 
     def copy(self, row: int, length: int) -> LlamaCppCache | None:
@@ -143,11 +142,9 @@ class LlamaCppCache:
         return b""
 
     def select(self, rows: Tensor) -> LlamaCppCache:
-        """See `Cache.select`."""
         return LlamaCppCache(self._sequences, self._taken(rows), self._token_bytes)
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> LlamaCppCache:
-        """See `Cache.join`."""
         assert isinstance(other, LlamaCppCache)
         return LlamaCppCache(self._sequences, self._taken(rows) + other._taken(other_rows), self._token_bytes)
 
@@ -187,7 +184,6 @@ class LlamaCppModel(Model):
         self._token_bytes = 4 * arch.num_layers * arch.num_kv_heads * arch.head_dim
 
     def adapted(self, adapter: Adapter) -> LlamaCppModel:
-        """See `Model.adapted`."""
         model = copy.copy(self)
         model._adapter = self._loaded(adapter) if adapter else None
         return model
@@ -202,7 +198,6 @@ class LlamaCppModel(Model):
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
     ) -> LlamaCppCache:
-        """See `Model.prefill`."""
         self._sequences.use(self._weights, self._adapter)
         rows, parts = list[int](), list["array[int]"]()
         for prompt, one in zip(prompts, known or [None] * len(prompts), strict=True):
@@ -215,7 +210,6 @@ class LlamaCppModel(Model):
         return LlamaCppCache(self._sequences, rows, self._token_bytes)
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
-        """See `Model.step`."""
         assert isinstance(cache, LlamaCppCache)
         self._sequences.use(self._weights, self._adapter)
         return self._sequences.step(cache.rows, tokens_B.tolist())

@@ -131,7 +131,6 @@ class MlxModel(Model):
         self._net, self._adapter = Net(model_type, outline.architecture[0]), dict[str, LowRank]()
 
     def fill(self, snapshot: Snapshot) -> None:
-        """See `Model.fill`."""
         for name in taken(snapshot, self.places):
             parts = [piece.to(self.dtype, copy=True) for piece in pieces_of(snapshot, name)]
             place = EMBEDDING if self._tied and name == OUTPUT else name
@@ -139,7 +138,6 @@ class MlxModel(Model):
             self._net.set(place, torch.cat(parts).view(self.places[name][0].shape), kind)
 
     def adapted(self, adapter: Adapter) -> MlxModel:
-        """See `Model.adapted`."""
         model = copy.copy(self)
         model._adapter = dict(adapter)
         return model
@@ -147,7 +145,6 @@ class MlxModel(Model):
     def prefill(
         self, prompts: Sequence[array[int]], known: Sequence[Cache | None] = (), keeps_routes: bool = False
     ) -> MlxCache:
-        """See `Model.prefill`."""
         from echo2.engines.mlx_net import MlxCache
 
         self._net.use(self._adapter)
@@ -163,14 +160,12 @@ class MlxModel(Model):
         return cache
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
-        """See `Model.step`."""
         self._net.use(self._adapter)
         return self._net.logits(self._net.read(tokens_B[:, None], cache)[:, 0])
 
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
     ) -> tuple[Cache, Iterator[Tensor]]:
-        """See `Model.extend`."""
         if self._form:
             return super().extend(cache, tokens, first, most)
         from echo2.engines.mlx_net import MlxCache

@@ -83,7 +83,6 @@ class Embedding(Matrix):
     """An embedding: as a function, it gives rows."""
 
     def __call__(self, x: Any) -> Any:
-        """See `rows`."""
         return self.rows(x)
 
 
@@ -191,11 +190,9 @@ class MlxCache:
 
     @property
     def num_bytes(self) -> int:
-        """See `Cache.num_bytes`."""
         return sum(layer.nbytes for layer in self.layers)
 
     def copy(self, row: int, length: int) -> MlxCache:
-        """See `Cache.copy`."""
         layers = self._only(row)
         for layer in layers:
             layer.trim(layer.offset - length)
@@ -212,13 +209,11 @@ class MlxCache:
         return b""
 
     def select(self, rows: Tensor) -> MlxCache:
-        """See `Cache.select`."""
         for layer in self.layers:
             layer.filter(mx.array(rows))
         return self
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> MlxCache:
-        """See `Cache.join`."""
         assert isinstance(other, MlxCache)
         for layer, more in zip(self.select(rows).layers, other.select(other_rows).layers, strict=True):
             layer.extend(more)

@@ -191,27 +191,22 @@ class TorchDecoder:
 
     @property
     def installed(self) -> SnapshotRef | None:
-        """See `Decoder.installed`."""
         current = self._current
         return current[0] if current else None
 
     @property
     def held(self) -> tuple[SnapshotRef, ...]:
-        """See `Decoder.held`."""
         return tuple(one[0] for one in (self._current, self._before) if one is not None)
 
     @property
     def can_join(self) -> bool:
-        """See `Decoder.can_join`."""
         return self._cache is None or self._cache.can_join
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
-        """See `Decoder.refusal`."""
         limits = self._policy()[2]
         return refuse_request(request, limits.vocab_size, limits.max_positions)
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
-        """See `Decoder.load`."""
         whole, before = snapshot if snapshot.base_model is None else base, self._current
         self._before = None  # freed first: there is no room for three sets of weights
         with torch.inference_mode():
@@ -279,7 +274,6 @@ class TorchDecoder:
         return seconds
 
     def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
-        """See `Decoder.step`."""
         with self._next:
             self._using.acquire()
         try:
@@ -338,7 +332,6 @@ class TorchDecoder:
         return self._kept.take(prompt[:-1].tobytes())
 
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
-        """See `Decoder.prefill`."""
         self._checks = True
         self._held(ref)
         found: dict[int, Prefill] = {}
@@ -384,7 +377,6 @@ class TorchDecoder:
         raise PeerError("snapshot_gone", f"the engine does not hold {ref}")
 
     def clear(self) -> None:
-        """See `Decoder.clear`."""
         self._let_go()
         self._kept = None
 
@@ -395,7 +387,6 @@ class TorchDecoder:
             self._parked = Parked(self._device, self._current, self._before, self._cache)
 
     def wake_up(self) -> None:
-        """See `Decoder.wake_up`."""
         if self._parked is not None:
             self._parked.fetch()
             self._parked = None

@@ -61,7 +61,6 @@ class TaskStream:
         return ""
 
     def digests(self) -> list[str]:
-        """See `Tasks.digests`."""
         return [digest_of(self._source)]
 
     def task(self, cursor: int) -> Task:

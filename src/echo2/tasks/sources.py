@@ -76,7 +76,6 @@ class JsonlRows:
         return self._parse(line, self._lines[index])
 
     def digest(self) -> str:
-        """See `TaskSource`."""
         return hashlib.blake2b(self._marks.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
     def where(self, index: int) -> str:
@@ -154,7 +153,6 @@ class ParquetRows:
         return row
 
     def digest(self) -> str:
-        """See `TaskSource`."""
         return self._digest
 
     def where(self, index: int) -> str:

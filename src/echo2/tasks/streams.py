@@ -121,16 +121,13 @@ class Mixture:
         return sum(map(len, self._streams.values()))
 
     def task(self, cursor: int) -> Task:
-        """See `Tasks.task`."""
         name, own = self._place(cursor)
         return replace(self._streams[name].task(own), cursor=cursor)
 
     def digests(self) -> list[str]:
-        """See `Tasks.digests`."""
         return [digest for stream in self._streams.values() for digest in stream.digests()]
 
     def source_of(self, cursor: int) -> str:
-        """See `Tasks.source_of`."""
         return self._place(cursor)[0]
 
     def _place(self, cursor: int) -> tuple[str, int]:
@@ -165,11 +162,9 @@ class Sets:
         return replace(list(self._streams.values())[at].task(cursor - start), cursor=cursor)
 
     def digests(self) -> list[str]:
-        """See `Tasks.digests`."""
         return [digest for stream in self._streams.values() for digest in stream.digests()]
 
     def source_of(self, cursor: int) -> str:
-        """See `Tasks.source_of`."""
         return list(self._streams)[bisect_right(self._ends, cursor)]
 
 

@@ -101,23 +101,19 @@ class ServerEngine:
 
     @property
     def installed(self) -> SnapshotRef | None:
-        """See `Engine.installed`."""
         model = self._model
         return None if model is None else model.ref
 
     @property
     def base_model(self) -> SnapshotRef | None:
-        """See `Engine.base_model`."""
         model = self._model
         return None if model is None else model.base_model
 
     @property
     def free_slots(self) -> int:
-        """See `Engine.free_slots`."""
         return max(0, self.slots - len(self._open))
 
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
-        """See `Engine.refusal`."""
         model = self._installed()
         return refuse_request(request, model.vocab_size, model.max_positions)
 

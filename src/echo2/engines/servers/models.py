@@ -69,7 +69,6 @@ class ServedModel:
 
     @property
     def has_two_ropes(self) -> bool:
-        """See `model_config.has_two_ropes`."""
         return has_two_ropes(read_config({"config.json": self.config}))
 
     @property

@@ -126,7 +126,6 @@ class VllmServer:
         return not self._on_gpu and not self._place.url
 
     async def start(self, model: ServedModel) -> int:
-        """See `TokenServer.start`."""
         if self._place.url:
             key = os.environ.get("VLLM_API_KEY", "")
             self._link = ServerLink(self._place.url, key=key)
@@ -148,7 +147,6 @@ class VllmServer:
         return min(lengths)
 
     async def load(self, model: ServedModel) -> float:
-        """See `TokenServer.load`."""
         started = time.perf_counter()
         await self._call("/pause?mode=keep&clear_cache=false", None, LOAD_SECONDS)
         if model.adapter is not None:
@@ -173,7 +171,6 @@ class VllmServer:
             raise PeerError("other_weights", f"it serves {found!r}, and should serve {model.label!r}")
 
     async def sample(self, request: SampleRequest, served: Served) -> Completion:
-        """See `TokenServer.sample`."""
         num_candidates = self._num_candidates(request, served)
         body = {
             "token_ids": request.prompt_tokens.tolist(),
@@ -204,11 +201,9 @@ class VllmServer:
         await self._call("/sleep?level=1&mode=keep", None, LOAD_SECONDS)
 
     async def wake_up(self) -> None:
-        """See `TokenServer.wake_up`."""
         await self._call("/wake_up", None, LOAD_SECONDS)
 
     async def stop(self) -> None:
-        """See `TokenServer.stop`."""
         if self._process is not None:
             await self._process.kill()
         if self._link is not None:
