@@ -30,7 +30,7 @@ HEAVY_MODULES = re.compile(
     r"|echo2\.demo\.(digit_sorting|small_models)|echo2_service\.(learner|sampler)(\..*)?"
 )
 LIGHT_MODULES = (
-    *("echo2.engines", "echo2.engines.engine", "echo2.engines.fake_engine", "echo2.engines.random_streams"),
+    *("echo2.engines", "echo2.engines.engine", "echo2.engines.fake_engine"),
     *("echo2.engines.tokenizer", "echo2.learner.grpo.data", "echo2.learner.core.checkpoint"),
     *("echo2.learner.core.fitting"),
 )

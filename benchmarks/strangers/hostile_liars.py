@@ -21,8 +21,7 @@ import numpy.typing as npt
 
 from echo2.core.errors import PeerError
 from echo2.core.types import Assignment, Lease, Rollout, RolloutGroup, SamplingParams, SnapshotRef
-from echo2.engines.engine import Prefill, PrefillRequest
-from echo2.engines.random_streams import stream_keys, uniforms
+from echo2.engines.engine import Prefill, PrefillRequest, stream_keys, uniforms
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.planning.sim.fleet import SimWorker

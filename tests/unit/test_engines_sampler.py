@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
 from echo2.core.types import SamplingParams
-from echo2.engines.random_streams import stream_keys, uniforms
+from echo2.engines.engine import stream_keys, uniforms
 from echo2.engines.sampler import Draw, Sampler, invert, narrow
 from echo2.transport.limits import SUPPORT_WIDTH_MAX
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import RUN_POLICY, GroupRef, Lease, Message, Reply, Rollout, RolloutGroup, SamplingParams, Task
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import derived_seed
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer, tokens_with
 from echo2.head.decide.granting import LEASE_STRETCH_MAX

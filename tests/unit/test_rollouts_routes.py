@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from echo2.core.types import Assignment, Rollout, RolloutGroup
-from echo2.engines.random_streams import stream_keys, uniforms
+from echo2.engines.engine import stream_keys, uniforms
 from echo2.engines.routing import LIVE, Routing
 from echo2.rollouts.verification import Verdict, check_group
 from echo2.transport.routes import Routes, packed, unpacked

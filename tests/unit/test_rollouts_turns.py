@@ -28,8 +28,7 @@ from echo2.core.types import (
     SamplingParams,
     Task,
 )
-from echo2.engines.engine import RequestFailure
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import RequestFailure, derived_seed
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import decoded, encode_prompt, load_tokenizer, reply_tokens, tokens_with
 from echo2.rollouts.generate import sample_group, sample_groups

@@ -28,9 +28,8 @@ from echo2.core.types import (
     TensorBytes,
 )
 from echo2.engines import torch_engine
-from echo2.engines.engine import PrefillRequest
+from echo2.engines.engine import Keys, PrefillRequest, derived_seed, uniforms
 from echo2.engines.prefill import measure
-from echo2.engines.random_streams import Keys, derived_seed, uniforms
 from echo2.engines.registry import make_engine
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import (

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from echo2.core.types import FinishReason
-from echo2.engines.engine import Completion, SampleRequest
-from echo2.engines.random_streams import stream_keys
+from echo2.engines.engine import Completion, SampleRequest, stream_keys
 from echo2.engines.sampler import Draw, Ints, Sampler
 
 DROP_BELOW = 0.85

@@ -5,7 +5,7 @@ logprob is that of the distribution actually drawn from; where it was narrowed, 
 are reported too, because a learner can only repeat the computation if it knows them. Greedy rows (temperature 0) report
 the logprob under the untempered, unnarrowed distribution.
 
-Drawing is by inversion: the first token whose cumulative probability exceeds u * total, with u from `random_streams`.
+Drawing is by inversion: the first token whose cumulative probability exceeds u * total, with u from `uniforms`.
 
 Shape suffixes: B = rows, V = vocabulary, W = candidates kept for narrowing.
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from echo2.core.errors import PeerError
 from echo2.core.types import SamplingParams
-from echo2.engines.random_streams import Keys, uniforms
+from echo2.engines.engine import Keys, uniforms
 from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 MAX_SAMPLER_ITEMS = 1 << 26

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from echo2.core.errors import UserError
-from echo2.engines.random_streams import stream_keys, uniforms
+from echo2.engines.engine import stream_keys, uniforms
 from echo2.engines.sampler import invert
 from echo2.engines.torch_engine import Model
 

@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment
-from echo2.engines.engine import Engine, RequestFailure
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import Engine, RequestFailure, derived_seed
 from echo2.engines.tokenizer import Tokenizer
 from echo2.rollouts.endpoint import LoopbackEndpoint
 from echo2.rollouts.recorded import Played, RecordedRollout

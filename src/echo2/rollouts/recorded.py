@@ -19,8 +19,7 @@ from dataclasses import dataclass, field, replace
 
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment, Rollout, SamplingParams
-from echo2.engines.engine import Completion, Conversation, Engine, Outcome, RequestFailure, SampleRequest
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import Completion, Conversation, Engine, Outcome, RequestFailure, SampleRequest, derived_seed
 from echo2.engines.tokenizer import StopRule, Tokenizer
 from echo2.rollouts.turns import Lockstep, check_sum
 from echo2.transport.limits import GROUP_TOKENS_MAX, ROWS_MAX, TOKENS_MAX

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment, Reply, Rollout, SnapshotRef
-from echo2.engines.engine import Conversation, Engine, Outcome, RequestFailure, SampleRequest
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import Conversation, Engine, Outcome, RequestFailure, SampleRequest, derived_seed
 from echo2.engines.tokenizer import Tokenizer, decoded, reply_tokens, tokens_with
 from echo2.sandbox.plugins import traceback_of
 from echo2.transport.limits import REWARD_MAX

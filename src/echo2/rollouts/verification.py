@@ -1,6 +1,6 @@
 """Checks whether rollouts were drawn as their worker says, with one prefill under the same snapshot.
 
-echo2's own engines draw by inversion from a stream of random numbers that the head chose (`sampler`, `random_streams`).
+echo2's own engines draw by inversion from a stream of random numbers that the head chose (`sampler`, `engine`).
 So the random number of each token must lie in that token's interval of the policy's cumulative distribution, up to
 rounding. The check does not depend on the worker, its batches or its kernels. Engines that draw otherwise are checked
 by their logprobs, and by their surprise: the mean of -logprob must be close to the mean entropy.
@@ -22,8 +22,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from echo2.core.types import Assignment, Rollout, RolloutGroup, SnapshotRef
-from echo2.engines.engine import Floats, Ints, Prefill, PrefillRequest, Spans
-from echo2.engines.random_streams import derived_seed, stream_keys, uniforms
+from echo2.engines.engine import Floats, Ints, Prefill, PrefillRequest, Spans, derived_seed, stream_keys, uniforms
 from echo2.transport.routes import unpacked
 
 #: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million

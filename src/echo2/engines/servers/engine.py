@@ -22,8 +22,15 @@ from echo2.core.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.core.loop_thread import LoopThread
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, Snapshot, SnapshotRef
-from echo2.engines.engine import Completion, Conversation, Outcome, RequestFailure, SampleRequest, refuse_request
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import (
+    Completion,
+    Conversation,
+    Outcome,
+    RequestFailure,
+    SampleRequest,
+    derived_seed,
+    refuse_request,
+)
 from echo2.engines.servers.answers import Served
 from echo2.engines.servers.models import ModelDirectories, ServedModel
 from echo2.engines.tokenizer import StopRule

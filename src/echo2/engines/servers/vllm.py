@@ -23,8 +23,7 @@ import msgspec
 from echo2.config.values import ServerPlace
 from echo2.core.devices import nth_device
 from echo2.core.errors import LinkError, PeerError, UserError
-from echo2.engines.engine import Completion, SampleRequest
-from echo2.engines.random_streams import stream_keys
+from echo2.engines.engine import Completion, SampleRequest, stream_keys
 from echo2.engines.servers.answers import (
     NO_LOGPROB,
     Drawn,

@@ -18,7 +18,7 @@ from functools import partial
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Lease, LostRollout, Reply, Rollout, RolloutGroup, Task
-from echo2.engines.random_streams import derived_seed
+from echo2.engines.engine import derived_seed
 from echo2.engines.tokenizer import Tokenizer, decoded, reply_tokens
 from echo2.head.decide import events as ev
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, check_sum
