@@ -61,7 +61,7 @@ echo2.learner.core: trainer
 TOPICS = {
     "broadcast": r"\b(Fetcher|OriginNode|PeerNode|Broadcast|plan_routes|stripes?)\b",
     "strangers": r"\b(strangers?|Trust|TicketCredits|penalt(y|ies)|quarantine)\b",
-    "engines": r"\b(Engine|TokenServer|make_engine)\b",
+    "engines": r"\b(Engine|make_engine)\b",
     "losses": r"\b(LOSS_PARAMS|loss_params|policy_loss|TokenLoss)\b",
 }
 

@@ -15,8 +15,15 @@ import transformers
 
 from echo2.config import Config, build
 from echo2.config.values import ServerPlace
-from echo2.engines.choice import EngineChoice, _has_own_gpu, chosen, in_worker, servers_here
-from echo2.engines.registry import load_or_replace, make_engine
+from echo2.engines.registry import (
+    EngineChoice,
+    _has_own_gpu,
+    chosen,
+    in_worker,
+    load_or_replace,
+    make_engine,
+    servers_here,
+)
 from hub_models import FAMILIES
 from rollout_cases import load, requests, run, snapshot_of, tiny_module
 

@@ -24,11 +24,10 @@ from echo2.core.types import (
     TensorBytes,
 )
 from echo2.engines import forms
-from echo2.engines.auto import AutoBuilder
-from echo2.engines.choice import EngineChoice
 from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.mlx import MlxBuilder, MlxModel
+from echo2.engines.registry import AutoBuilder, EngineChoice
 from echo2.engines.torch_engine import TorchDecoder
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Verdict, check_group
@@ -234,7 +233,7 @@ def test_who_has_rounded_weights_checks_nobody_and_who_has_others_rounds_none() 
 
 
 def test_the_engine_auto_builds_it_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.engines.auto.in_worker", lambda config: EngineChoice("mlx", "this is a Mac"))
+    monkeypatch.setattr("echo2.engines.registry.in_worker", lambda config: EngineChoice("mlx", "this is a Mac"))
     engine = DecodeLoop(TorchDecoder(builder := AutoBuilder("cpu"), "cpu"))
     load(engine, snapshot := snapshot_of(tiny_module("qwen3", **FITS)))
     assert isinstance(builder(snapshot, torch.device("cpu")), MlxModel)

@@ -20,8 +20,8 @@ from echo2.config.values import AUTO, FORMS, LLAMACPP_FORMS
 from echo2.core.background import Background
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
-from echo2.engines import choice as engines
 from echo2.engines import forms
+from echo2.engines import registry as engines
 from echo2.learner.decide.memory import FORM_BITS, GB
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.transport import wire_pb2 as wire

@@ -10,12 +10,9 @@ from pathlib import Path
 
 from echo2.core.errors import UserError, did_you_mean
 
-#: Token servers, which run beside the worker. `engines/registry.py` calls `make_server(place, device, slots)` of their
-#: modules.
-SERVERS: Mapping[str, str] = {
-    "vllm": "echo2.engines.servers.vllm",
-}
-#: The engine that is chosen by the model and the machine (`engines/choice.py`).
+#: Token servers, which run beside the worker.
+SERVERS: Mapping[str, str] = {"vllm": "echo2.engines.servers.engine"}
+#: The engine that is chosen by the model and the machine (`engines/registry.py`).
 AUTO = "auto"
 #: Engines that round the published weights, and to which form (`engines/forms.py`). The most bits first, and of equal
 #: bits Macs' own.
@@ -25,10 +22,10 @@ MLX_FORMS, LLAMACPP_FORMS = (
 )
 #: Those that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
 CHECKED_FORMS = ("q8_0",)
-#: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS` as
-#: third argument.
+#: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS`, or
+#: the `ServerPlace` of one of `SERVERS`, as third argument.
 ENGINES: Mapping[str, str] = {
-    AUTO: "echo2.engines.auto",
+    AUTO: "echo2.engines.registry",
     "compact": "echo2.engines.compact",
     "transformers": "echo2.engines.hf_engine",
     **dict.fromkeys(LLAMACPP_FORMS, "echo2.engines.llamacpp"),

@@ -1,41 +1,186 @@
-"""Makes an engine by its name. The names stand in `config/values.py`, each with a module that has a function
-`make_engine(device, slots)` (a token server: `make_server(place, device, slots)`).
+"""Chooses an engine where `workers.engine` leaves that open ("auto"), and makes it. No torch here: an engine's module
+is imported when it is made, since torch takes a second to import and transformers' models take three more.
+
+`compact` where it knows the model, on a Mac `mlx` in its place, else `transformers`: a model's config.json decides it,
+and the engine `auto` does so once the first snapshot is there. vLLM comes before all where it is installed and has a
+GPU for itself; the head allows it to machines of the owner alone, because nobody can check it
+(`head/serve/claims.py`).
+
+The names stand in `config/values.py`, each with a module that has a function `make_engine(device, slots)`. That of
+`FORMS` takes the form, too, and that of `SERVERS` the place.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
+import importlib.util
 import logging
-from importlib import import_module
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from echo2.config.values import AUTO, ENGINES, FORMS, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.config import Config
+from echo2.config.values import AUTO, ENGINES, FORMS, MLX_FORMS, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.core.devices import this_machine
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
-from echo2.engines.decode_loop import DEFAULT_SLOTS
+from echo2.engines.architecture import UnsupportedError, read_architecture
+from echo2.engines.decode_loop import DEFAULT_SLOTS, DecodeLoop
 from echo2.engines.engine import Engine
-from echo2.engines.servers.engine import ServerEngine
+from echo2.weights.format.snapshot_files import read_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from echo2.engines.torch_engine import Model
 
 log = logging.getLogger(__name__)
 
 #: The default: the server runs in this Python, with temporary files.
 NO_PLACE = ServerPlace()
+#: What an engine's module needs beside torch.
+PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "echo2.engines.llamacpp": ("llama_cpp", "gguf"),
+    "echo2.engines.mlx": ("mlx", "mlx_lm"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChoice:
+    """An engine's name, and why it was chosen."""
+
+    name: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"engine {self.name}: {self.why}"
+
+
+def in_worker(config: Mapping[str, Any]) -> EngineChoice:
+    """Return the engine within the worker for a model with this config.json."""
+    try:
+        read_architecture(config)
+    except UnsupportedError as error:
+        return EngineChoice("transformers", f"compact does not support {error.trait}")
+    except UserError:
+        return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
+    known = f"it knows {config['model_type']} models"
+    if is_mac() and not missing_packages("mlx"):
+        return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
+    return EngineChoice("compact", known)
+
+
+def is_mac() -> bool:
+    """Whether this is a Mac with Apple silicon, whose GPU only MLX uses."""
+    return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def rounding_engines() -> tuple[str, ...]:
+    """Return the engines of `FORMS` that a machine of this kind may choose by itself, the most bits first: MLX's on a
+    Mac only, for on other processors it is a test bed."""
+    return tuple(engine for engine in FORMS if is_mac() or engine not in MLX_FORMS)
+
+
+def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[str]) -> EngineChoice:
+    """Return the engine of a run's worker. `model`: the model's config.json, None if it is not here; `servers`: that
+    the worker has (`servers_here`)."""
+    if config.workers.engine != AUTO:
+        return EngineChoice(config.workers.engine, "workers.engine names it")
+    if servers and not config.run.deterministic:
+        return EngineChoice(servers[0], "it is installed, and there is a GPU for it alone")
+    if model is None:
+        return EngineChoice(AUTO, "compact if it knows the model, else transformers; the model is not here yet")
+    return in_worker(model)
+
+
+def obstacle(engine: str, model: Mapping[str, Any]) -> str:
+    """Return why an engine of `FORMS` can't sample with a model of this config.json here; empty: it can."""
+    if missing := missing_packages(engine):
+        return missing
+    try:
+        importlib.import_module(ENGINES[engine]).check_model(model, FORMS[engine])
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def missing_packages(engine: str) -> str:
+    """Return what an engine lacks here, of those that need more than torch; empty: nothing."""
+    missing = [package for package in PACKAGES[ENGINES[engine]] if importlib.util.find_spec(package) is None]
+    extra = engine.partition("-")[0]
+    return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')" if missing else ""
+
+
+def uses_gpu(engine: str, device: str) -> bool:
+    """Whether an engine of `FORMS`, whose packages are here, would compute on a GPU."""
+    return device != "cpu" and bool(importlib.import_module(ENGINES[engine]).has_gpu())
+
+
+def servers_here(device: str, python: str = "", url: str = "") -> tuple[str, ...]:
+    """Return the token servers that a worker on this device can start with a GPU for itself. `python`: of another
+    environment, which has vLLM; else ECHO2_ENGINE_PYTHON or this one counts. `url`: of a server that runs already."""
+    if url:
+        return ("vllm",)
+    python = python or os.environ.get("ECHO2_ENGINE_PYTHON", "")
+    is_there = shutil.which(python) is not None if python else importlib.util.find_spec("vllm") is not None
+    return ("vllm",) if is_there and _has_own_gpu(device, len(this_machine().gpus)) else ()
+
+
+def _has_own_gpu(device: str, num_gpus: int) -> bool:
+    """Whether a device is a GPU that the other processes of `echo2 run` do not use (`devices.nth_device`)."""
+    kind, _, number = device.partition(":")
+    at = int(number) if number.isdecimal() else 0
+    return at < num_gpus if kind == "auto" else kind != "cpu" and num_gpus > 0
 
 
 def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, place: ServerPlace = NO_PLACE) -> Engine:
     """Make the engine `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at a
-    time. `place`: where a token server is. An engine's module is imported only here, since torch takes a second to
-    import and transformers' models take three more.
+    time. `place`: where a token server is.
 
     Raises:
         UserError: there is no such engine or device.
     """
     refuse_unknown_engine(name)
-    module = import_module(ENGINES[name])
-    if name in SERVERS:
-        return ServerEngine(module.make_server(place, device, slots), slots, place.directory)
-    form = [FORMS[name]] if name in FORMS else []
-    engine: Engine = module.make_engine(device, slots, *form)
+    if name == AUTO:
+        from echo2.engines.torch_engine import TorchDecoder
+
+        return DecodeLoop(TorchDecoder(AutoBuilder(device), device), slots)
+    more = [FORMS[name]] if name in FORMS else [place] if name in SERVERS else []
+    engine: Engine = importlib.import_module(ENGINES[name]).make_engine(device, slots, *more)
     return engine
+
+
+class AutoBuilder:
+    """Builds the models of snapshots, and logs the engine once. Implements `torch_engine.BuildModel`."""
+
+    def __init__(self, device: str = "auto") -> None:
+        self._device, self._choice = device, EngineChoice("", "")
+
+    def __call__(self, snapshot: Snapshot, device: torch.device) -> Model:
+        """Build the model of a snapshot; its weights are not loaded yet.
+
+        Raises: as `build_compact` and `build_transformers`.
+        """
+        choice = in_worker(read_config(snapshot.files))
+        if choice != self._choice:
+            self._choice = choice
+            log.info("%s", choice)
+        if choice.name == "compact":
+            from echo2.engines.compact import build_compact
+
+            return build_compact(snapshot, device)
+        if choice.name == "mlx":
+            from echo2.engines.mlx import MlxBuilder
+
+            return MlxBuilder(device=self._device)(snapshot, device)
+        from echo2.engines.hf_engine import build_transformers
+
+        return build_transformers(snapshot, device)
 
 
 async def load_or_replace(

@@ -33,7 +33,7 @@ from echo2.core.addresses import is_loopback, split
 from echo2.core.devices import NVIDIA_DRIVER, this_machine
 from echo2.core.disk import FLOOR_BYTES, free_bytes
 from echo2.core.types import Hardware
-from echo2.engines.choice import missing_packages, rounding_engines
+from echo2.engines.registry import missing_packages, rounding_engines
 from echo2.learner.decide.memory import FORM_BITS, PROCESS_BYTES, USABLE
 from echo2.transport import certificates, grpc_options
 from echo2.transport.identity import SERVER_NAME

@@ -21,7 +21,7 @@ from echo2.config.offers import Offer, load_offers
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
-from echo2.engines.choice import chosen
+from echo2.engines.registry import chosen
 from echo2.head.fleet.machines import scaled_offers
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE

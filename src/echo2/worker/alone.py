@@ -26,9 +26,8 @@ from echo2.core.types import (
     Snapshot,
     SnapshotRef,
 )
-from echo2.engines.choice import EngineChoice, chosen, servers_here
 from echo2.engines.engine import Engine
-from echo2.engines.registry import make_engine
+from echo2.engines.registry import EngineChoice, chosen, make_engine, servers_here
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.fitting import model_config
 from echo2.reward.judge import open_judge

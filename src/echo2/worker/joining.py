@@ -15,7 +15,7 @@ from echo2.core.devices import limit_memory, this_machine
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.retries import Retries
 from echo2.core.types import Snapshot
-from echo2.engines import choice as engines
+from echo2.engines import registry as engines
 from echo2.engines.model_values import all_values
 from echo2.learner.core.fitting import PROMPT_TOKENS
 from echo2.learner.decide.memory import GB, USABLE

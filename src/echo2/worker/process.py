@@ -26,9 +26,8 @@ from echo2.core.background import Background
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
-from echo2.engines.choice import servers_here
 from echo2.engines.engine import Engine
-from echo2.engines.registry import load_or_replace, make_engine
+from echo2.engines.registry import load_or_replace, make_engine, servers_here
 from echo2.engines.tokenizer import load_tokenizer, prepare_tokenizers
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess

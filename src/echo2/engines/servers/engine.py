@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from echo2.config.values import ServerPlace
 from echo2.core.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.core.loop_thread import LoopThread
 from echo2.core.retries import Retries
@@ -25,6 +26,7 @@ from echo2.core.types import Backoff, Snapshot, SnapshotRef
 from echo2.engines.engine import (
     Completion,
     Conversation,
+    Engine,
     Outcome,
     RequestFailure,
     SampleRequest,
@@ -33,6 +35,7 @@ from echo2.engines.engine import (
 )
 from echo2.engines.servers.answers import Served
 from echo2.engines.servers.models import ModelDirectories, ServedModel
+from echo2.engines.servers.vllm import VllmServer
 from echo2.engines.tokenizer import StopRule
 
 log = logging.getLogger(__name__)
@@ -46,53 +49,15 @@ CLOSED = "The engine is closed."
 LABELS_MAX = 1000
 
 
-class TokenServer(Protocol):
-    """One kind of server. All methods are called from one event loop."""
-
-    @property
-    def unties(self) -> bool:
-        """Whether the server loads new weights of a tied output layer only from a tensor of its own."""
-
-    async def start(self, model: ServedModel) -> int:
-        """Start the server with this model, or attach to it and load the model. Returns its context length in tokens.
-
-        Raises:
-            UserError: it cannot be started, or lacks a feature that echo2 needs; the message says what it reported.
-            LinkError, PeerError: it does not answer, or refused.
-        """
-
-    async def load(self, model: ServedModel) -> float:
-        """Replace the old weights by these, between two tokens. Returns the seconds for which nothing could be sampled.
-
-        Raises:
-            LinkError, PeerError: as `start`; the server's weights are unknown then.
-        """
-
-    async def check(self, model: ServedModel) -> None:
-        """Raises LinkError or PeerError if the server is dead, hangs, or has other weights than these."""
-
-    async def sample(self, request: SampleRequest, served: Served) -> Completion:
-        """Sample one request. Cancelling aborts it.
-
-        Raises:
-            LinkError: the server died, or is unreachable.
-            PeerError: the server refused, or its answer is not valid.
-        """
-
-    async def sleep(self) -> None:
-        """Take all tensors off the GPU; requests in the server wait. Raises LinkError or PeerError: it did not."""
-
-    async def wake_up(self) -> None:
-        """Put the tensors back, and go on with the requests. Raises LinkError or PeerError: it did not."""
-
-    async def stop(self) -> None:
-        """End the process, if the worker started it, and close connections."""
+def make_engine(device: str, slots: int, place: ServerPlace) -> Engine:
+    """The engine `vllm`."""
+    return ServerEngine(VllmServer(place, device, slots), slots, place.directory)
 
 
 class ServerEngine:
     """An `Engine` over a token server. `directory`: where model directories are written; None: a temporary one."""
 
-    def __init__(self, server: TokenServer, slots: int, directory: Path | None) -> None:
+    def __init__(self, server: VllmServer, slots: int, directory: Path | None) -> None:
         self._server, self.slots = server, slots
         self._temporary = tempfile.TemporaryDirectory(prefix="echo2-") if directory is None else None
         root = directory or Path(self._temporary.name) / "models"  # type: ignore[union-attr]

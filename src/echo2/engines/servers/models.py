@@ -84,7 +84,7 @@ class ServedModel:
 
 class ModelDirectories:
     """The model directories below `root`, which nothing else writes to. `unties`: a tied output layer is written as a
-    tensor of its own beside the embedding (`TokenServer.unties`)."""
+    tensor of its own beside the embedding (`VllmServer.unties`)."""
 
     def __init__(self, root: Path, unties: bool = False) -> None:
         self._root, self._count, self._unties = root, 0, unties

@@ -10,10 +10,12 @@ Source: vLLM 0.32.0, `entrypoints/scale_out/token_in_token_out` (requests and an
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from typing import Any
 import msgspec
 
 from echo2.config.values import ServerPlace
+from echo2.core.child import ChildProcess
 from echo2.core.devices import nth_device
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.engines.engine import Completion, SampleRequest, stream_keys
+from echo2.engines.servers import guard
 from echo2.engines.servers.answers import (
     NO_LOGPROB,
     Drawn,
@@ -35,7 +39,6 @@ from echo2.engines.servers.answers import (
     width_of,
 )
 from echo2.engines.servers.models import ServedModel
-from echo2.engines.servers.process import ServerProcess
 from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 #: Seconds until a started server must answer: it loads torch and weights, and on a GPU captures its graphs.
@@ -61,6 +64,13 @@ VARIABLES = {
 }
 #: On a CPU: no pinned cores, since learner and workers share them; KV cache in GiB. The user's own values win.
 CPU_VARIABLES = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+#: Limits of the log excerpt in an error message.
+LAST_LINES, LAST_CHARS = 6, 1200
+LOG_BYTES_READ = 16 << 20
+#: A message quotes the first error. Later lines (shutdown messages, stacks of other processes) say less.
+ERROR_LINE = re.compile(rb"(?:^|[\])(] ?)(?:[\w.]*(?:Error|Exception)|error): ")
+#: Variables of the worker's Python environment. They are not passed on: the server has other modules.
+OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 
 
 class _Candidate(msgspec.Struct):
@@ -107,8 +117,45 @@ class _Cards(msgspec.Struct):
     data: list[_Card]
 
 
+class ServerProcess:
+    """One process of the server: a command, with these environment variables in addition to the worker's. Its output
+    goes to `log_path`.
+    """
+
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str], log_path: Path) -> None:
+        """Raises: UserError, there is no such program."""
+        if not os.access(command[0], os.X_OK):
+            raise UserError(f"--engine-python {command[0]}: there is no such program. Name the Python of the server.")
+        others = {name: value for name, value in os.environ.items() if name not in OWN_VARIABLES}
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._log_path = log_path
+        guarded = (sys.executable, "-S", guard.__file__, *command)
+        environment = {**others, **variables}
+        self.child = ChildProcess(guarded, log_path=log_path, environment=environment, has_lifeline=True)
+
+    def check(self) -> None:
+        """Raises LinkError if the process has ended, with its status and last output."""
+        status = self.child.status
+        if status is not None:
+            how = f"signal {256 - status}" if status > 192 else f"status {status}"
+            raise LinkError(f"its process has ended ({how}). {self.last_words()}")
+
+    def last_words(self) -> str:
+        """The last lines of its output, or the first error of this process."""
+        lines = [line for line in self.child.said(LOG_BYTES_READ).splitlines() if b" WARNING " not in line]
+        first = next((place for place, line in enumerate(lines) if ERROR_LINE.search(line)), None)
+        told = lines[-LAST_LINES:] if first is None else lines[first : first + 1]
+        text = b" | ".join(line.strip() for line in told if line.strip()).decode(errors="replace")
+        return f"Its log {self._log_path} says: {text[:LAST_CHARS]}"
+
+    async def kill(self) -> None:
+        """Kill the server and all processes that it started."""
+        self.child.end_lifeline()
+        await self.child.ended()
+
+
 class VllmServer:
-    """A `TokenServer`: started by the worker, or running at `place.url`."""
+    """A server that the worker starts, or that runs at `place.url`. Methods are called from one event loop."""
 
     def __init__(self, place: ServerPlace, device: str, slots: int) -> None:
         self._place, self._slots = place, slots
@@ -120,11 +167,17 @@ class VllmServer:
 
     @property
     def unties(self) -> bool:
-        """See `TokenServer.unties`. On a CPU vLLM 0.32 packs a copy of the output layer when it starts, and a reload
-        packs it again only if the checkpoint has it."""
+        """Whether it loads new weights of a tied output layer only from a tensor of its own. On a CPU vLLM 0.32 packs a
+        copy of the output layer when it starts, and a reload packs it again only if the checkpoint has it."""
         return not self._on_gpu and not self._place.url
 
     async def start(self, model: ServedModel) -> int:
+        """Start the server with this model, or attach to it and load the model. Returns its context length in tokens.
+
+        Raises:
+            UserError: it cannot be started, or lacks a feature that echo2 needs; the message says what it reported.
+            LinkError, PeerError: it does not answer, or refused.
+        """
         if self._place.url:
             key = os.environ.get("VLLM_API_KEY", "")
             self._link = ServerLink(self._place.url, key=key)
@@ -146,6 +199,11 @@ class VllmServer:
         return min(lengths)
 
     async def load(self, model: ServedModel) -> float:
+        """Replace the old weights by these, between two tokens. Returns the seconds for which nothing could be sampled.
+
+        Raises:
+            LinkError, PeerError: as `start`; the server's weights are unknown then.
+        """
         started = time.perf_counter()
         await self._call("/pause?mode=keep&clear_cache=false", None, LOAD_SECONDS)
         if model.adapter is not None:
@@ -158,7 +216,8 @@ class VllmServer:
         return time.perf_counter() - started
 
     async def check(self, model: ServedModel) -> None:
-        """See `TokenServer.check`. The version comes from the computing process, not from the listening one."""
+        """Raises LinkError or PeerError if the server is dead, hangs, or has other weights. Their version comes from
+        the computing process, not from the listening one."""
         if self._process is not None:
             self._process.check()
         try:
@@ -170,6 +229,12 @@ class VllmServer:
             raise PeerError("other_weights", f"it serves {found!r}, and should serve {model.label!r}")
 
     async def sample(self, request: SampleRequest, served: Served) -> Completion:
+        """Sample one request. Cancelling aborts it.
+
+        Raises:
+            LinkError: the server died, or is unreachable.
+            PeerError: the server refused, or its answer is not valid.
+        """
         num_candidates = self._num_candidates(request, served)
         body = {
             "token_ids": request.prompt_tokens.tolist(),
@@ -196,13 +261,17 @@ class VllmServer:
         return completion_of(_drawn(choice, request), request, served)
 
     async def sleep(self) -> None:
-        """See `TokenServer.sleep`. Weights go to the machine's memory; keys and values are read again afterwards."""
+        """Take all tensors off the GPU: weights go to the machine's memory, keys and values are read again afterwards.
+        Requests in the server wait. Raises LinkError or PeerError: it did not.
+        """
         await self._call("/sleep?level=1&mode=keep", None, LOAD_SECONDS)
 
     async def wake_up(self) -> None:
+        """Put the tensors back, and go on with the requests. Raises LinkError or PeerError: it did not."""
         await self._call("/wake_up", None, LOAD_SECONDS)
 
     async def stop(self) -> None:
+        """End the process, if the worker started it, and close connections."""
         if self._process is not None:
             await self._process.kill()
         if self._link is not None:
@@ -297,11 +366,6 @@ class VllmServer:
         """Return how many likely tokens the server must report in place of each token: the whole support of narrowed
         requests, unless the server reports a sampling mask."""
         return width_of(request, served) if request.params.is_narrow and not self._has_mask else 0
-
-
-def make_server(place: ServerPlace, device: str, slots: int) -> VllmServer:
-    """Make the server for `engines/registry.py`."""
-    return VllmServer(place, device, slots)
 
 
 def _place_on(device: str) -> tuple[dict[str, str], bool]:

@@ -141,8 +141,8 @@ def with_engine(joined: ev.WorkerJoined, engine: str) -> ev.WorkerJoined:
 
 def engine_of(head: Head, peer_id: str, hello: wire.WorkerHello) -> tuple[str, str]:
     """Return the engine that the worker will use: the one that its owner named, else the run's. Where the run leaves
-    the choice (`engines/choice.py`), a token server of the worker's is taken, if nobody must check it and the worker is
-    not needed to check others; then also return its name for the worker.
+    the choice (`engines/registry.py`), a token server of the worker's is taken, if nobody must check it and the worker
+    is not needed to check others; then also return its name for the worker.
     """
     config = head.config
     if hello.engine == AUTO == config.workers.engine and not config.run.deterministic:
