@@ -17,7 +17,7 @@ from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Completion, PrefillRequest, SampleRequest
 from echo2.engines.hf_engine import build_transformers
-from echo2.engines.llamacpp_sequences import library
+from echo2.engines.llamacpp import library
 from echo2.engines.registry import make_engine
 from echo2.engines.torch_engine import TorchDecoder
 from rollout_cases import load, requests, run, snapshot_of, tiny_module

@@ -12,7 +12,7 @@ import torch
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import RUN_POLICY, Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, SnapshotRef
-from echo2.engines import llamacpp_sequences
+from echo2.engines import llamacpp
 from echo2.engines.compact import build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Completion, PrefillRequest
@@ -93,7 +93,7 @@ def judged(engine: Any, checker: Any, form: str, ref: SnapshotRef) -> tuple[Roll
 
 def test_rows_under_way_go_on_with_new_weights_and_the_check_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few cells that the sequences move to more of them on the way, too."""
-    monkeypatch.setattr(llamacpp_sequences, "FIRST_CELLS", 64)
+    monkeypatch.setattr(llamacpp, "FIRST_CELLS", 64)
     old, new = (snapshot_of(tiny_module("llama", seed=seed, **FITS), seed) for seed in (0, 1))
     decoder = LlamaCppDecoder("q8_0", "cpu", 8)
     decoder.load(old)
@@ -142,7 +142,7 @@ def test_aborted_rollouts_leave_their_sequences_to_others() -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "said"),
     [
-        ("llama", {"intermediate_size": 48}, "intermediate_size = 48, which is no multiple of 32"),
+        ("llama", {"intermediate_size": 48}, "rows of 48 items in model.layers.0.mlp.down_proj.weight"),
         ("qwen3", {"attention_bias": True}, "attention_bias in a qwen3 model"),
         ("qwen2", {"rope_parameters": LLAMA3}, "rope_type = 'llama3' in a qwen2 model"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),

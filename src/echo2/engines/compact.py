@@ -30,9 +30,9 @@ from echo2.engines.architecture import Architecture, Rope, read_architecture
 from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
-from echo2.engines.rows import Limits
+from echo2.engines.rows import Cache, Limits
 from echo2.engines.snapshot_tensors import computing_dtype
-from echo2.engines.torch_engine import Cache, Model, TorchDecoder
+from echo2.engines.torch_engine import Model, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 QKV, GATE_UP = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from echo2.engines.torch_engine import Cache
+from echo2.engines.rows import Cache
 
 GROW_COLUMNS = 32
 """The cache grows by half its columns, but at least by this many: few copies, little unused memory."""
@@ -22,15 +22,13 @@ Block = tuple[int, int, int]
 """(first place, end place (exclusive), columns in use)"""
 
 
-class CompactCache:
+class CompactCache(Cache):
     """Keys and values, [L, 2, B, K, C, E]. A row's tokens fill its first columns. The columns behind them are masked,
     since rows differ in length; their values are finite.
 
     Where lengths differ much, rows are sorted by length and grouped into blocks, and attention of a block runs over its
     own columns only. `order_B`: the row of the batch at each place; `place_B`: the place of each row.
     """
-
-    can_join = True
 
     def __init__(self, kv: Tensor, lengths_B: Tensor, longest: int) -> None:
         self.kv = kv
@@ -48,10 +46,6 @@ class CompactCache:
         place = int(self.place_B[row])
         kv = self.kv[:, :, place : place + 1, :, :length].clone()
         return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
-
-    def routes(self, row: int, length: int) -> bytes:
-        """See `Cache.routes`. The models of this engine have no experts."""
-        return b""
 
     def select(self, rows: Tensor) -> CompactCache:
         """Keep these rows; they may repeat."""

@@ -49,7 +49,7 @@ def misfit(shapes: Mapping[str, tuple[int, ...]], form: str) -> str:
     """Return why a model whose tensors have these shapes has no such form; empty: it has."""
     for name, shape in shapes.items():
         if format_of(name, form) and shape[1] % BLOCK:
-            return f"{name} has rows of {shape[1]} items, which is no multiple of {BLOCK}"
+            return f"rows of {shape[1]} items in {name}, which is no multiple of {BLOCK}"
     return ""
 
 

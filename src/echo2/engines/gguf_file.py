@@ -29,18 +29,11 @@ FREQUENCIES = "rope_freqs.weight"
 
 def check_fits(model_type: str, arch: Architecture) -> None:
     """Raise UserError for a model of `compact` that llama.cpp, or a form, has no place for."""
-    trait = ""
+    trait = forms.misfit(arch.tensor_shapes(), "q8_0")  # blocks of all forms are as long
     if model_type != "llama" and arch.rope.kind != "default":
         trait = f"rope_type = {arch.rope.kind!r} in a {model_type} model"
     if model_type != "llama" and (arch.out_bias or arch.ffn_bias):
         trait = f"attention_bias in a {model_type} model"
-    for key, size in (
-        ("hidden_size", arch.hidden_size),
-        ("intermediate_size", arch.ffn_size),
-        ("num_attention_heads * head_dim", arch.num_heads * arch.head_dim),
-    ):
-        if size % forms.BLOCK:
-            trait = f"{key} = {size}, which is no multiple of {forms.BLOCK}"
     if trait:
         raise UserError(f"The engine llamacpp does not support {trait}. Start the worker with --engine auto.")
 

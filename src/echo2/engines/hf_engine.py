@@ -36,9 +36,9 @@ from echo2.engines.expert_adapters import adapt, stacked_maps
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
 from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.routing import LIVE, Recorded, routing_of
-from echo2.engines.rows import Limits
+from echo2.engines.rows import Cache, Limits
 from echo2.engines.snapshot_tensors import computing_dtype
-from echo2.engines.torch_engine import Cache, Model, TorchDecoder
+from echo2.engines.torch_engine import Model, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 NO_POSITION_LIMIT = 1 << 20
@@ -56,9 +56,9 @@ def make_engine(device: str, slots: int) -> Engine:
     return DecodeLoop(TorchDecoder(build_transformers, device), slots)
 
 
-class HfCache:
+class HfCache(Cache):
     """transformers' own cache, the mask of its columns, and the experts that a mixture chose in them (None: they are
-    not recorded). Padding (0) is on the left of each row."""
+    not recorded). It cannot be copied: the format of its layers is not known here. Padding (0) is on the left of each row."""
 
     def __init__(self, past: Any, mask_BT: Tensor, chosen: Recorded | None = None) -> None:
         self.past = past
@@ -70,11 +70,6 @@ class HfCache:
         """Whether all layers keep all keys and values: sliding windows and recurrent states of two caches cannot be
         joined."""
         return all(type(layer) is DynamicLayer for layer in self.past.layers)
-
-    num_bytes = 0
-
-    def copy(self, row: int, length: int) -> None:
-        """See `Cache.copy`. Always None: the format of the layers' caches is not known here."""
 
     def routes(self, row: int, length: int) -> bytes:
         return b"" if self.chosen is None else self.chosen.read(row, self.mask_BT[row] == 1, length)

@@ -17,8 +17,8 @@ from echo2.core.types import Snapshot
 from echo2.engines.adapter import read_adapter
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.engine import SampleRequest
-from echo2.engines.rows import Limits
-from echo2.engines.torch_engine import Cache, Model, TorchDecoder
+from echo2.engines.rows import Cache, Limits
+from echo2.engines.torch_engine import Model, TorchDecoder
 
 
 @dataclass(frozen=True, slots=True)

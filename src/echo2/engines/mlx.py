@@ -29,8 +29,9 @@ from echo2.engines.architecture import UnsupportedError, read_architecture
 from echo2.engines.compact import CompactModel, build_compact, right_padded
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
+from echo2.engines.rows import Cache
 from echo2.engines.snapshot_tensors import pieces_of, taken
-from echo2.engines.torch_engine import META, Cache, Model, TorchDecoder
+from echo2.engines.torch_engine import META, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from echo2.engines import forms
 from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.architecture import Architecture
 from echo2.engines.compact import rope_frequencies
-from echo2.engines.torch_engine import Cache
+from echo2.engines.rows import Cache
 
 
 class Matrix:
@@ -171,10 +171,8 @@ def _arguments(model_type: str, arch: Architecture) -> dict[str, Any]:
     }
 
 
-class MlxCache:
+class MlxCache(Cache):
     """Keys and values of rows, each padded at its beginning: one cache of mlx-lm for each layer."""
-
-    can_join = True
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self.layers = list(layers)
@@ -203,10 +201,6 @@ class MlxCache:
     def compute(self) -> None:
         """Compute all that was asked for."""
         mx.eval([layer.state for layer in self.layers if not layer.empty()])
-
-    def routes(self, row: int, length: int) -> bytes:
-        """See `Cache.routes`. The models of this engine have no experts."""
-        return b""
 
     def select(self, rows: Tensor) -> MlxCache:
         for layer in self.layers:

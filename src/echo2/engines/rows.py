@@ -7,10 +7,10 @@ rules that end a completion.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -203,27 +203,47 @@ class RowTable:
         )
 
 
-class RowCache(Protocol):
-    """Keys and values of one row."""
+class Cache(ABC):
+    """Keys and values of the tokens read so far, one row per sequence."""
+
+    @property
+    def can_join(self) -> bool:
+        """Whether `join` works."""
+        return True
 
     @property
     def num_bytes(self) -> int:
-        """Memory of this cache, bytes."""
+        """Memory of this cache, bytes, if it can be copied."""
+        return 0
+
+    def copy(self, row: int, length: int) -> Cache | None:
+        """Copy the first `length` columns of one row into a new cache; None: this kind of cache cannot be copied."""
+        return None
+
+    def routes(self, row: int, length: int) -> bytes:
+        """Return the experts that were chosen for the first `length` tokens of a row; empty: not known of each."""
+        return b""
+
+    @abstractmethod
+    def select(self, rows: Tensor) -> Cache:
+        """Return the cache of these rows, which may repeat. This cache must not be used afterwards."""
+
+    @abstractmethod
+    def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> Cache:
+        """Return the cache of these rows, followed by those rows of another cache; rows may repeat. Neither cache may
+        be used afterwards."""
 
 
-C = TypeVar("C", bound=RowCache)
-
-
-class PrefixCache(Generic[C]):
+class PrefixCache:
     """Caches by the tokens that were read, oldest first. Above the memory limit the oldest are dropped, so rollouts
     that never continue do not pile up."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._rows: dict[bytes, C] = {}
+        self._rows: dict[bytes, Cache] = {}
         self.num_bytes = 0
 
-    def keep(self, tokens: bytes, cache: C) -> None:
+    def keep(self, tokens: bytes, cache: Cache) -> None:
         """Keep the cache of these tokens."""
         self._drop(tokens)
         self._rows[tokens] = cache
@@ -231,12 +251,12 @@ class PrefixCache(Generic[C]):
         while self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._rows)))
 
-    def take(self, tokens: bytes) -> C | None:
+    def take(self, tokens: bytes) -> Cache | None:
         """Remove and return the cache of the longest prefix of these tokens that is kept."""
         longest = max(filter(tokens.startswith, self._rows), key=len, default=None)
         return None if longest is None else self._drop(longest)
 
-    def _drop(self, tokens: bytes) -> C | None:
+    def _drop(self, tokens: bytes) -> Cache | None:
         cache = self._rows.pop(tokens, None)
         self.num_bytes -= 0 if cache is None else cache.num_bytes
         return cache

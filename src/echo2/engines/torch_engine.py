@@ -25,7 +25,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -47,7 +46,7 @@ from echo2.engines.engine import (
 )
 from echo2.engines.parking import Parked
 from echo2.engines.prefill import TILE_ITEMS, batches, measure, sequence_of
-from echo2.engines.rows import KEPT_SHARE, Limits, PrefixCache, RowTable
+from echo2.engines.rows import KEPT_SHARE, Cache, Limits, PrefixCache, RowTable
 from echo2.engines.snapshot_tensors import Places, check_layout, check_values, copy_tensors
 
 log = logging.getLogger(__name__)
@@ -59,31 +58,6 @@ CPU_SHARE = 1 / 32
 #: The same in main memory for an engine that checks, which needs the weights before, too.
 CHECKING_SHARE = 1 / 8
 META = torch.device("meta")
-
-
-class Cache(Protocol):
-    """Keys and values of the tokens read so far, one row per sequence."""
-
-    @property
-    def can_join(self) -> bool:
-        """Whether `join` works."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of this cache, bytes."""
-
-    def copy(self, row: int, length: int) -> Cache | None:
-        """Copy the first `length` columns of one row into a new cache; None: this kind of cache cannot be copied."""
-
-    def routes(self, row: int, length: int) -> bytes:
-        """Return the experts that were chosen for the first `length` tokens of a row; empty: not known of each."""
-
-    def select(self, rows: Tensor) -> Cache:
-        """Return the cache of these rows, which may repeat. This cache must not be used afterwards."""
-
-    def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> Cache:
-        """Return the cache of these rows, followed by those rows of another cache; rows may repeat. Neither cache may
-        be used afterwards."""
 
 
 class Model(ABC):
@@ -179,7 +153,7 @@ class TorchDecoder:
         self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
-        self._kept: PrefixCache[Cache] | None = None
+        self._kept: PrefixCache | None = None
         self._parked: Parked | None = None
         self._keeps_routes = False  # since a request asked for them
         # Rows from this number on were read with the policy of `_read_with` from their first token.
