@@ -47,7 +47,7 @@ SEAMS = frozenset(
         "echo2.engines.engine",
         "echo2.engines.many_policies",
         "echo2.engines.model_values",
-        "echo2.engines.text_scores",
+        "echo2.engines.prefill",
         "echo2.engines.tokenizer",
     }
     | {"echo2.head.serve.connections", "echo2.head.strangers.tickets"}

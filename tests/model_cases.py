@@ -8,7 +8,7 @@ from pathlib import Path
 
 from echo2.core.documents import safetensors_pieces
 from echo2.core.types import TensorBytes
-from echo2.engines.architecture import read_architecture
+from echo2.engines.model_values import read_architecture
 from rollout_cases import tokenizer_files
 
 LLAMA = {

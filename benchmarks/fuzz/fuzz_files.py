@@ -19,7 +19,7 @@ from echo2.config.rundir import read_json
 from echo2.core import documents
 from echo2.core.documents import parse_json
 from echo2.core.types import Message, StoredTensor, Task
-from echo2.engines.architecture import read_architecture
+from echo2.engines.model_values import read_architecture
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner

@@ -12,7 +12,7 @@ import pytest
 from echo2.core.background import awaited
 from echo2.worker import joining, process
 from echo2.worker.at_home import Measurement
-from echo2.worker.decide.presence import CALM_SECONDS
+from echo2.worker.decide.home import CALM_SECONDS
 from echo2.worker.process import WorkerOptions
 from real_runs import Run, run_without_workers
 

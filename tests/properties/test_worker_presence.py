@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from echo2.worker.decide.presence import BUSY_SECONDS, BUSY_SHARE, CALM_SECONDS, CALM_SHARE, Presence
+from echo2.worker.decide.home import BUSY_SECONDS, BUSY_SHARE, CALM_SECONDS, CALM_SHARE, Presence
 
 Measured = tuple[float, float, bool]  # seconds since the one before, share of others, on battery
 measured = st.tuples(st.floats(0.1, 30.0), st.floats(0.0, 1.0), st.sampled_from([False, False, False, True]))

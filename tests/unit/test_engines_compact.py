@@ -12,8 +12,8 @@ import torch
 
 from echo2.core.errors import UserError
 from echo2.engines import adapter, compact_cache
-from echo2.engines.architecture import read_architecture
 from echo2.engines.compact import build_compact
+from echo2.engines.model_values import read_architecture
 from engine_builders import BUILDERS
 from rollout_cases import FAMILIES, VOCAB, hf_logits, snapshot_of, tiny_module
 from seeds import pairs

@@ -11,8 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from echo2.engines.adapter import LowRank, stacked
-from echo2.engines.expert_adapters import adapt, stacked_maps
+from echo2.engines.adapter import LowRank, adapt, stacked, stacked_maps
 from hub_models import FAMILIES
 
 #: Gate and upper values one behind the other; transposed, with biases and mixed; no gate.

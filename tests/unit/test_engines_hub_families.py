@@ -20,8 +20,8 @@ from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
-from echo2.engines.architecture import read_architecture
 from echo2.engines.hf_engine import make_engine
+from echo2.engines.model_values import read_architecture
 from echo2.learner.core.adapters import Adapter, check_trained, load_trained
 from echo2.learner.core.fitting import model_shape
 from echo2.learner.core.model import Policy

@@ -26,10 +26,10 @@ from echo2.core.errors import PeerError
 from echo2.core.types import Snapshot
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, Linear, LowRank, RowAdapters, join
-from echo2.engines.architecture import Architecture, Rope, read_architecture
 from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
+from echo2.engines.model_values import Architecture, Rope, read_architecture
 from echo2.engines.rows import Cache, Limits
 from echo2.engines.snapshot_tensors import computing_dtype
 from echo2.engines.torch_engine import Model, TorchDecoder

@@ -18,8 +18,8 @@ from echo2.core.errors import UserError
 from echo2.core.types import Snapshot
 from echo2.engines import forms
 from echo2.engines.adapter import LowRank
-from echo2.engines.architecture import Architecture, Rope
 from echo2.engines.compact import rope_frequencies
+from echo2.engines.model_values import Architecture, Rope
 from echo2.engines.snapshot_tensors import pieces_of
 
 QUERY, KEY = "self_attn.q_proj", "self_attn.k_proj"

@@ -29,10 +29,9 @@ from transformers.pytorch_utils import Conv1D
 from echo2.core.decide.model_config import context_length
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
-from echo2.engines.adapter import Adapter, LowRank
+from echo2.engines.adapter import Adapter, LowRank, adapt, stacked_maps
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
-from echo2.engines.expert_adapters import adapt, stacked_maps
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
 from echo2.engines.model_values import transformers_config, values_of
 from echo2.engines.routing import LIVE, Recorded, routing_of
@@ -58,7 +57,8 @@ def make_engine(device: str, slots: int) -> Engine:
 
 class HfCache(Cache):
     """transformers' own cache, the mask of its columns, and the experts that a mixture chose in them (None: they are
-    not recorded). It cannot be copied: the format of its layers is not known here. Padding (0) is on the left of each row."""
+    not recorded). It cannot be copied: the format of its layers is not known here. Padding (0) is on the left of
+    each row."""
 
     def __init__(self, past: Any, mask_BT: Tensor, chosen: Recorded | None = None) -> None:
         self.past = past

@@ -40,11 +40,11 @@ from torch import Tensor
 from echo2.core.errors import UserError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.adapter import Adapter
-from echo2.engines.architecture import Architecture, UnsupportedError, read_architecture
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, OutOfMemoryError
 from echo2.engines.gguf_file import check_fits, write_adapter, write_model
+from echo2.engines.model_values import Architecture, UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
 from echo2.engines.torch_engine import META, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config

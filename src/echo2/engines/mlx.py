@@ -25,10 +25,10 @@ from echo2.core.errors import UserError
 from echo2.core.types import Snapshot
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, LowRank
-from echo2.engines.architecture import UnsupportedError, read_architecture
 from echo2.engines.compact import CompactModel, build_compact, right_padded
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
+from echo2.engines.model_values import UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
 from echo2.engines.snapshot_tensors import pieces_of, taken
 from echo2.engines.torch_engine import META, Model, TorchDecoder

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, LowRank
-from echo2.engines.architecture import Architecture
 from echo2.engines.compact import rope_frequencies
+from echo2.engines.model_values import Architecture
 from echo2.engines.rows import Cache
 
 

@@ -1,22 +1,31 @@
-"""The values of a text model, as transformers builds it: from config.json, and from its class what the file leaves out.
+"""What config.json says of a model: its values, as transformers builds it, and, of a Llama, Qwen2 or Qwen3 model, the
+architecture that `compact` and its kin compute; variants unknown to these are refused. No torch here.
 
 Gemma 3 on the hub names neither its vocabulary nor its context: its class has them. transformers is asked only then; it
 takes up to three seconds to import, of which a process that loads a tokenizer spends most anyway.
+
+Source: transformers' configuration and modelling files (`models/{llama,qwen2,qwen3}`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from echo2.core.decide.model_config import context_length, text_part
+from echo2.core.errors import UserError
 from echo2.weights.format.snapshot_files import read_config
 
 #: Some classes compute these, and leave them out of what they write (Nemotron-H counts its list of layers).
 COMPUTED = ("num_hidden_layers", "layer_types")
+MODEL_TYPES = ("llama", "qwen2", "qwen3")
+ROPE_TYPES = ("default", "linear", "llama3")
+#: Eight times as many as the deepest models have. `tensor_shapes` lists every layer that a config.json claims.
+LAYERS_MAX = 1000
 
 
 def read_text_values(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -77,3 +86,163 @@ def values_of(config: Any) -> dict[str, Any]:
             values[usual] = getattr(text, usual, None)
     tied = getattr(config, "tie_word_embeddings", None)
     return values if tied is None else {**values, "tie_word_embeddings": tied}
+
+
+class UnsupportedError(UserError):
+    """`compact` does not support a model's variant. `trait`: what it is that it does not support."""
+
+    def __init__(self, message: str, trait: str) -> None:
+        super().__init__(message)
+        self.trait = trait
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary position embedding. Of the last four fields, `llama3` uses all and `linear` uses only `factor`."""
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_positions: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes and variants. Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values."""
+
+    vocab_size: int
+    hidden_size: int
+    ffn_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    rms_eps: float
+    rope: Rope
+    tied: bool
+    qkv_bias: bool
+    out_bias: bool
+    ffn_bias: bool
+    qk_norm: bool
+
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of every parameter by its Hugging Face name."""
+        d, f, heads, kv = (
+            self.hidden_size,
+            self.ffn_size,
+            self.num_heads * self.head_dim,
+            self.num_kv_heads * self.head_dim,
+        )
+        shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (self.vocab_size, d),
+            "model.norm.weight": (d,),
+        }
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab_size, d)
+        linears = [
+            ("self_attn.q_proj", (heads, d), self.qkv_bias),
+            ("self_attn.k_proj", (kv, d), self.qkv_bias),
+            ("self_attn.v_proj", (kv, d), self.qkv_bias),
+            ("self_attn.o_proj", (d, heads), self.out_bias),
+            ("mlp.gate_proj", (f, d), self.ffn_bias),
+            ("mlp.up_proj", (f, d), self.ffn_bias),
+            ("mlp.down_proj", (d, f), self.ffn_bias),
+        ]
+        norms = {"input_layernorm": d, "post_attention_layernorm": d}
+        if self.qk_norm:
+            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            for name, shape, has_bias in linears:
+                shapes[f"{prefix}{name}.weight"] = shape
+                if has_bias:
+                    shapes[f"{prefix}{name}.bias"] = shape[:1]
+            shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+        return shapes
+
+
+def read_architecture(config: Mapping[str, Any]) -> Architecture:
+    """Return the architecture that config.json describes.
+
+    Raises:
+        UserError: `compact` does not support the model type or the variant (the message names the engine that does),
+            or config.json is incomplete.
+    """
+    try:
+        _check_variant(config)
+        return _architecture(config)
+    except UserError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise UserError(f"The model's config.json is incomplete or wrong: {type(error).__name__} {error}.") from error
+
+
+def _check_variant(config: Mapping[str, Any]) -> None:
+    model_type = config.get("model_type")
+    _require(model_type in MODEL_TYPES, "model_type", model_type)
+    _require(config.get("hidden_act", "silu") == "silu", "hidden_act", config.get("hidden_act"))
+    _require(set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}, "layer_types", "not all full")
+    has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
+    _require(not has_window, "sliding_window", config.get("sliding_window"))
+    _require(not config.get("quantization_config"), "quantization_config", "set")
+
+
+def _architecture(config: Mapping[str, Any]) -> Architecture:
+    model_type, heads = config["model_type"], int(config["num_attention_heads"])
+    layers = int(config["num_hidden_layers"])
+    if layers > LAYERS_MAX:
+        raise ValueError(f"num_hidden_layers = {layers}; the limit is {LAYERS_MAX}")
+    attention_bias = bool(config.get("attention_bias", False))
+    return Architecture(
+        vocab_size=int(config["vocab_size"]),
+        hidden_size=int(config["hidden_size"]),
+        ffn_size=int(config["intermediate_size"]),
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else int(config["hidden_size"]) // heads)),
+        max_positions=int(config["max_position_embeddings"]),
+        rms_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        qkv_bias=attention_bias or model_type == "qwen2",
+        out_bias=attention_bias and model_type != "qwen2",
+        ffn_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
+        qk_norm=model_type == "qwen3",
+    )
+
+
+def _rope(config: Mapping[str, Any]) -> Rope:
+    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`."""
+    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = values.get("rope_type") or values.get("type") or "default"
+    _require(kind in ROPE_TYPES, "rope_type", kind)
+    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    _require(partial == 1.0, "partial_rotary_factor", partial)
+    theta = float(values.get("rope_theta") or config.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return Rope(kind, theta)
+    if kind == "linear":
+        return Rope(kind, theta, float(values["factor"]))
+    return Rope(
+        kind,
+        theta,
+        float(values["factor"]),
+        float(values["low_freq_factor"]),
+        float(values["high_freq_factor"]),
+        int(values["original_max_position_embeddings"]),
+    )
+
+
+def _require(is_known: bool, key: str, value: object) -> None:
+    if not is_known:
+        trait = f"{key} = {value!r}"
+        raise UnsupportedError(
+            f"The compact engine supports {', '.join(MODEL_TYPES)} models with full attention and "
+            f"{' or '.join(ROPE_TYPES)} "
+            f'rotary embeddings; this model has {trait}. Set workers.engine = "auto" or "transformers".',
+            trait,
+        )

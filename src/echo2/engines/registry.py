@@ -29,9 +29,9 @@ from echo2.config.values import AUTO, ENGINES, FORMS, MLX_FORMS, SERVERS, Server
 from echo2.core.devices import this_machine
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
-from echo2.engines.architecture import UnsupportedError, read_architecture
 from echo2.engines.decode_loop import DEFAULT_SLOTS, DecodeLoop
 from echo2.engines.engine import Engine
+from echo2.engines.model_values import UnsupportedError, read_architecture
 from echo2.weights.format.snapshot_files import read_config
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ from echo2.core.decide.model_config import context_length
 from echo2.core.devices import require_bitsandbytes, this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef
-from echo2.engines.architecture import read_architecture
-from echo2.engines.model_values import read_context, text_values
+from echo2.engines.model_values import read_architecture, read_context, text_values
 from echo2.engines.registry import EngineChoice, chosen, servers_here
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.serve.head import planner_options, read_offers

@@ -14,10 +14,10 @@ from echo2.config.values import template_pieces
 from echo2.core.errors import UserError, did_you_mean
 from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.tasks.base import TaskSource, digest_of, row_name
+from echo2.tasks.teaching import TEACHER_PROMPT
 from echo2.tasks.digit_sorting import DigitSorting
 from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.sources import HfRows, JsonlRows, ParquetRows, ReasoningGymRows
-from echo2.tasks.teaching import TEACHER_PROMPT
 from echo2.tasks.verifiers_rows import VerifiersRows
 
 BUILT_IN = {"digit_sorting": DigitSorting}

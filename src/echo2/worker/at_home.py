@@ -16,7 +16,7 @@ from echo2.core.background import Background
 from echo2.core.devices import num_cores
 from echo2.core.errors import UserError
 from echo2.transport import wire_pb2 as wire
-from echo2.worker.decide.presence import Presence
+from echo2.worker.decide.home import Presence
 
 log = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class WorkerOptions:
     run's; `engine_python`, `engine_url`, `engine_args`: where its token server is, if it is one. `slots`: maximum
     number of rollouts decoded at once (0: as the run asks). `base`: directory or hub id of the base model of the run's
     adapters (empty: it is fetched from the run). `at_home`: it samples only while the machine's owner needs it little
-    (`decide/presence.py`), in half its memory; `max_memory_gb`: another limit (0: none). `card`: directory of the locks
+    (`decide/home.py`), in half its memory; `max_memory_gb`: another limit (0: none). `card`: directory of the locks
     of a GPU that the run's learner uses, too.
     """
 

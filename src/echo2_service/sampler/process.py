@@ -28,7 +28,7 @@ from echo2.engines.compact import CompactModel
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Outcome, RequestFailure
 from echo2.engines.many_policies import ManyPolicies, PolicyRequest
-from echo2.engines.text_scores import ScoreRequest, TextScores, score
+from echo2.engines.prefill import ScoreRequest, TextScores, score
 from echo2.engines.tokenizer import StopRule, Tokenizer, load_tokenizer, stop_rule
 from echo2.learner.core import checkpoint
 from echo2.weights.format.model_files import read_adapter, read_base_model
@@ -138,7 +138,7 @@ def _sequence(outcome: Outcome) -> SampledSequence:
 
 def _prompt_scores(policy: CompactModel, spec: SampleSpec) -> TextScores:
     return score(
-        policy,
+        policy.logits,
         ScoreRequest(
             spec.prompt,
             top_k=spec.top_prompt_logprobs,
@@ -155,7 +155,7 @@ async def _with_tops(policy: CompactModel, spec: SampleSpec, sequence: SampledSe
     """Add the most likely tokens, from a second forward pass over the sequence. Threads are few: other calls get their
     turn between two sequences, and a cancelled call ends there."""
     request = ScoreRequest(spec.prompt + sequence.tokens, len(spec.prompt), spec.top_sample_logprobs, spec.temperature)
-    tops = await asyncio.to_thread(score, policy, request)
+    tops = await asyncio.to_thread(score, policy.logits, request)
     return replace(sequence, top_tokens=tops.top_tokens, top_logprobs=tops.top_logprobs)
 
 

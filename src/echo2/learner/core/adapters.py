@@ -26,8 +26,7 @@ from echo2.core.devices import pick_device, require_bitsandbytes
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor
-from echo2.engines.adapter import DOWN, PREFIX, UP, stacked
-from echo2.engines.expert_adapters import stacked_maps
+from echo2.engines.adapter import DOWN, PREFIX, UP, stacked, stacked_maps
 from echo2.engines.hub_layout import TensorPart, whole_place
 from echo2.engines.routing import Routing
 from echo2.learner.core.experts import ExpertFactors

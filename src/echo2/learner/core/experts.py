@@ -18,7 +18,7 @@ from torch import nn
 from torch.func import functional_call
 
 from echo2.engines.adapter import LowRank, stacked
-from echo2.engines.expert_adapters import StackedMap, adapt, stacked_maps
+from echo2.engines.adapter import StackedMap, adapt, stacked_maps
 
 
 def follow_autocast(module: nn.Module) -> None:
