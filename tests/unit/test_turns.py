@@ -57,8 +57,9 @@ def test_a_lock_is_free_when_its_holder_is_killed_and_workers_share_it(tmp_path:
     with holder(tmp_path / "card" / "card.lock", "shared") as other:
         assert lock.take(shared=True)
         assert not lock.is_taken()
-        lock.give_back()
+        lock.take(shared=True)
         assert not lock.take()
+        assert not lock.is_held
         other.kill()
         other.wait()
         assert lock.take()
@@ -90,6 +91,21 @@ def test_tensors_come_back_as_they_were_with_all_that_refers_to_them() -> None:
     assert torch.equal(other, wanted[2])
     weight.data[3, 0] = 5.0
     assert view[0, 0] == 5.0
+
+
+def test_tensors_stay_where_they_are_if_the_machine_has_no_room_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [torch.randn(9) for _ in range(3)]
+    wanted, made, room = [one.clone() for one in tensors], torch.UntypedStorage, iter(range(2))
+
+    def storage(num_bytes: int) -> Any:
+        if next(room, None) is None:
+            raise MemoryError("no room")
+        return made(num_bytes)
+
+    monkeypatch.setattr(torch, "UntypedStorage", storage)
+    with pytest.raises(MemoryError):
+        Parked(CPU, tensors)
+    assert all(torch.equal(one, other) for one, other in zip(tensors, wanted, strict=True))
 
 
 def trained(turns: bool, offloaded: str = "", in_8_bits: bool = False) -> dict[str, Tensor]:
@@ -201,6 +217,23 @@ def test_an_engine_sleeps_in_the_middle_of_rollouts_and_goes_on(build: BuildMode
     assert len(slept) == 5
     if not swaps:
         assert slept == asyncio.run(sampled(False))
+
+
+def test_an_engine_that_cannot_put_its_tensors_away_goes_on() -> None:
+    class Full(Watched):
+        def sleep(self) -> None:
+            raise MemoryError("no room")
+
+    async def sampled() -> None:
+        engine = DecodeLoop(Full(build_compact))
+        await engine.update_weights(snapshot(0, 1))
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                await engine.sleep()
+        assert isinstance(await engine.submit(requests(1)[0]), Completion)
+        await engine.close()
+
+    asyncio.run(sampled())
 
 
 @pytest.mark.parametrize("has_rows", [False, True])

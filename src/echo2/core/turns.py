@@ -27,9 +27,10 @@ class FileLock:
         try:
             fcntl.flock(self._file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
-            return self.is_held
-        self.is_held = True
-        return True
+            self.is_held = False  # the system lets go of a shared lock before it finds that it can't be held alone
+        else:
+            self.is_held = True
+        return self.is_held
 
     def give_back(self) -> None:
         """Let others have it."""

@@ -175,14 +175,21 @@ class DecodeLoop:
                 return
             self._is_asleep = True
             self._changed.wait_for(lambda: not self._is_at_work)
-        self._decoder.sleep()
+        try:
+            self._decoder.sleep()
+        except BaseException:
+            self._go_on()
+            raise
 
     async def wake_up(self) -> None:
         if self._is_asleep:
             await asyncio.to_thread(self._decoder.wake_up)
-            with self._changed:
-                self._is_asleep = False
-                self._changed.notify_all()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        with self._changed:
+            self._is_asleep = False
+            self._changed.notify_all()
 
     def _check_open(self) -> None:
         if self._is_closed:

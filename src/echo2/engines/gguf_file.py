@@ -20,7 +20,7 @@ from echo2.engines import forms
 from echo2.engines.adapter import LowRank
 from echo2.engines.compact import rope_frequencies
 from echo2.engines.model_values import Architecture, Rope
-from echo2.engines.snapshot_tensors import pieces_of
+from echo2.engines.snapshot_tensors import fill, pieces_of
 
 QUERY, KEY = "self_attn.q_proj", "self_attn.k_proj"
 #: The rotary frequencies of a Llama model that are not the default ones; llama.cpp's name.
@@ -104,11 +104,12 @@ def write_model(
 
 def _read(snapshot: Snapshot, name: str, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> Tensor:
     """Return the rows of a tensor: blocks of bytes [rows, bytes] if the form rounds it, else float32."""
-    kind, found = forms.format_of(name, form), list[Tensor]()
-    for piece in pieces_of(snapshot, name):
-        values = piece.to(dtype).float()
-        found.append(forms.encode(values, kind).view(-1) if kind else values.clone())
-    return torch.cat(found).view(shape[0], -1) if kind else torch.cat(found).view(shape)
+    if kind := forms.format_of(name, form):
+        pieces = (piece.to(dtype) for _, piece in pieces_of(snapshot, name))
+        return torch.cat([forms.encode(piece, kind) for piece in pieces]).view(shape[0], -1)
+    whole = torch.empty(shape, dtype=dtype)
+    fill(snapshot, name, [whole])
+    return whole.float()
 
 
 def write_adapter(path: Path, adapter: Mapping[str, LowRank], model_type: str, arch: Architecture) -> None:

@@ -30,7 +30,7 @@ from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.model_values import UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
-from echo2.engines.snapshot_tensors import pieces_of, taken
+from echo2.engines.snapshot_tensors import fill, taken
 from echo2.engines.torch_engine import META, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
 
@@ -133,10 +133,11 @@ class MlxModel(Model):
 
     def fill(self, snapshot: Snapshot) -> None:
         for name in taken(snapshot, self.places):
-            parts = [piece.to(self.dtype, copy=True) for piece in pieces_of(snapshot, name)]
+            weight = torch.empty(self.places[name][0].shape, dtype=self.dtype)
+            fill(snapshot, name, [weight])
             place = EMBEDDING if self._tied and name == OUTPUT else name
             kind = forms.format_of(name, self._form) if self._form else ""
-            self._net.set(place, torch.cat(parts).view(self.places[name][0].shape), kind)
+            self._net.set(place, weight, kind)
 
     def adapted(self, adapter: Adapter) -> MlxModel:
         model = copy.copy(self)

@@ -41,7 +41,8 @@ class Matrix:
         self._low: Any = None
 
     def set(self, weight_OI: Tensor, kind: str) -> None:
-        """Take these weights, rounded to a format; "": as they are."""
+        """Take these weights, rounded to a format; "": as they are. Those before make room first."""
+        self._weight = self._steps = self._edges = None
         if not kind:
             self._weight = mx.array(weight_OI)
             return

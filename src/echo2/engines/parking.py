@@ -22,7 +22,8 @@ PASSED_OVER = (
 
 
 class Parked:
-    """The memory of all tensors on a `device` that objects refer to, in the machine's memory until `fetch`."""
+    """The memory of all tensors on a `device` that objects refer to, in the machine's memory until `fetch`. If the
+    machine has no room, they are where they were."""
 
     def __init__(self, device: torch.device, *holders: Any) -> None:
         self._device = device
@@ -30,10 +31,14 @@ class Parked:
             torch.cuda.synchronize(device)  # streams beside this thread's, too
         found = {one.data_ptr(): one for one in map(_memory, _tensors(holders, set())) if one is not None}
         self._kept = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]()
-        for memory in found.values():
-            if memory.device == device and memory.resizable():
-                self._kept.append((memory, _copy(memory)))
-                memory.resize_(0)
+        try:
+            for memory in found.values():
+                if memory.device == device and memory.resizable():
+                    self._kept.append((memory, _copy(memory)))
+                    memory.resize_(0)
+        except BaseException:  # the machine has no room
+            self.fetch()
+            raise
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from echo2.core.errors import PeerError
-from echo2.core.types import Snapshot, TensorSource
+from echo2.core.types import Snapshot
 
 FLOAT_DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPES = FLOAT_DTYPES | {
@@ -72,10 +72,9 @@ def check_values(snapshot: Snapshot, places: Places) -> None:
     Raises:
         PeerError: a value is not finite, or the snapshot's bytes can no longer be read.
     """
-    buffer = _buffer()
     for name in taken(snapshot, places):
-        for _, piece in _pieces(snapshot.tensors[name], buffer):
-            _check_finite(name, piece)
+        for _ in pieces_of(snapshot, name):
+            pass
 
 
 def copy_tensors(snapshot: Snapshot, places: Places) -> None:
@@ -84,33 +83,39 @@ def copy_tensors(snapshot: Snapshot, places: Places) -> None:
     Raises:
         PeerError: as `check_values`; some places are filled then, others not.
     """
-    buffer = _buffer()
     for name in taken(snapshot, places):
-        into = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places[name]]
-        for start, piece in _pieces(snapshot.tensors[name], buffer):
-            _check_finite(name, piece)
-            for place in into:
-                place.view(-1)[start : start + piece.numel()].copy_(piece)
-        for place, whole in zip(places[name], into, strict=True):
-            if whole is not place:
-                place.copy_(whole)
+        fill(snapshot, name, places[name])
 
 
-def pieces_of(snapshot: Snapshot, name: str) -> Iterator[Tensor]:
-    """Yield consecutive items of a tensor, flat, in one buffer: each piece is gone when the next is taken.
+def fill(snapshot: Snapshot, name: str, places: Sequence[Tensor]) -> None:
+    """Copy one tensor into its places. Raises: as `copy_tensors`."""
+    into = [place if place.is_contiguous() else torch.empty_like(place).contiguous() for place in places]
+    for start, piece in pieces_of(snapshot, name):
+        for place in into:
+            place.view(-1)[start : start + piece.numel()].copy_(piece)
+    for place, whole in zip(places, into, strict=True):
+        if whole is not place:
+            place.copy_(whole)
+
+
+def pieces_of(snapshot: Snapshot, name: str) -> Iterator[tuple[int, Tensor]]:
+    """Yield (first item, items) of consecutive pieces of a tensor, flat, in one buffer: each piece is gone when the
+    next is taken.
 
     Raises:
         PeerError: as `check_values`.
     """
-    for _, piece in _pieces(snapshot.tensors[name], _buffer()):
-        _check_finite(name, piece)
-        yield piece
-
-
-def _check_finite(name: str, piece: Tensor) -> None:
-    """Minimum and maximum are NaN if any value is: thirty times as fast as checking each value."""
-    if piece.is_floating_point() and not all(math.isfinite(float(end)) for end in torch.aminmax(piece)):
-        raise PeerError("bad_snapshot", f"{name} holds NaN or infinity")
+    source = snapshot.tensors[name]
+    dtype, buffer = DTYPES[source.dtype], torch.empty(min(PIECE_BYTES, source.num_bytes), dtype=torch.uint8)
+    for start in range(0, source.num_bytes, PIECE_BYTES):
+        part = buffer[: source.num_bytes - start]
+        read = source.read(start, start + len(part))
+        part.numpy()[:] = np.frombuffer(read, np.uint8)  # a copy: these are read-only and unaligned
+        piece = part.view(dtype)
+        # Minimum and maximum are NaN if any value is: thirty times as fast as checking each value.
+        if piece.is_floating_point() and not all(math.isfinite(float(end)) for end in torch.aminmax(piece)):
+            raise PeerError("bad_snapshot", f"{name} holds NaN or infinity")
+        yield start // dtype.itemsize, piece
 
 
 def taken(snapshot: Snapshot, places: Places) -> list[str]:
@@ -127,17 +132,3 @@ def taken(snapshot: Snapshot, places: Places) -> list[str]:
         if names:
             raise PeerError("bad_snapshot", f"{len(names)} tensors {complaint}, first {min(names)}")
     return taken
-
-
-def _buffer() -> Tensor:
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8)
-
-
-def _pieces(source: TensorSource, buffer: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (first item, items) of consecutive pieces of a tensor, all in the same buffer."""
-    dtype = DTYPES[source.dtype]
-    for start in range(0, source.num_bytes, PIECE_BYTES):
-        stop = min(source.num_bytes, start + PIECE_BYTES)
-        part = buffer[: stop - start]
-        part.numpy()[:] = np.frombuffer(source.read(start, stop), np.uint8)  # a copy: these are read-only and unaligned
-        yield start // dtype.itemsize, part.view(dtype)
