@@ -33,7 +33,6 @@ from echo2.core.types import RUN_POLICY, GroupRef, StoredTensor, TensorBytes
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Completion, Engine, SampleRequest
 from echo2.engines.fake_engine import FakeDecoder
-from echo2.engines.servers.answers import Served
 from echo2.engines.servers.engine import ServerEngine
 from echo2.engines.servers.models import ServedModel
 from echo2.head.ledger.metrics import Copy, Sink
@@ -258,7 +257,7 @@ class Server:
     async def check(self, model: ServedModel) -> None:
         await self._work()
 
-    async def sample(self, request: SampleRequest, served: Served) -> Completion:
+    async def sample(self, request: SampleRequest, model: ServedModel, versions: dict[str, int]) -> Completion:
         await self._work()
         return Completion(array("i", [4]), array("f", [-0.5]), ((0, 0),), "length")
 

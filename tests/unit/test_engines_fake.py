@@ -56,16 +56,6 @@ def test_versions_follow_a_swap_and_change_the_tokens_from_there() -> None:
     assert all(c.version_spans == ((0, 1), (3, 2)) for c in long)
 
 
-def test_it_tells_the_clock_how_long_it_would_have_taken() -> None:
-    from rollout_cases import requests, run
-
-    elapsed: list[float] = []
-    decoder = FakeDecoder(tokens_per_second=50.0, advance=elapsed.append)
-    decoder.load(snapshot())
-    completions = run(DecodeLoop(decoder), requests(0, samples=4))
-    assert sum(elapsed) == pytest.approx(sum(len(c.tokens) for c in completions) / 50.0)
-
-
 @pytest.mark.parametrize("config", [b"", b"[]", b'{"vocab_size": 0}', b'{"eos_token_id": "x"}'])
 def test_a_torn_snapshot_is_refused_and_the_old_one_stays(config: bytes) -> None:
     engine = fake(3)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,9 +46,22 @@ def config() -> configuration.Config:
     )
 
 
+class Paced(FakeDecoder):
+    """Takes as long as an engine that makes 50 tokens a second, by this clock."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def step(self, added: Any, dropped: Any) -> Any:
+        num_rows = len(self._rows) + len(added) - len(dropped)
+        self._clock.advance(num_rows / 50.0)
+        return super().step(added, dropped)
+
+
 def test_the_rate_is_the_engine_s() -> None:
     clock = Clock()
-    decoder = FakeDecoder(tokens_per_second=50.0, advance=clock.advance)
+    decoder = Paced(clock)
     files = {**tokenizer_files(), "config.json": b'{"vocab_size": 64, "max_position_embeddings": 512}'}
     decoder.load(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), {}, files))
     tokenizer = load_tokenizer({name: bytes(data) for name, data in files.items()})

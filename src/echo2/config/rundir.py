@@ -15,7 +15,6 @@ Small files are replaced whole (`write_atomically`), so that a reader never sees
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
@@ -31,6 +30,7 @@ from typing import Any
 from echo2 import config as configuration
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError, write_failed
+from echo2.core.turns import FileLock
 
 #: Prefixes of keys in metrics.jsonl, before a worker's name. For the worker's tokens at lag 0: their mean surprise,
 #: their mean |log ratio|, and their number.
@@ -96,23 +96,18 @@ def claimed(path: Path, role: str) -> Iterator[None]:
     Raises:
         UserError: another process holds the claim, or the directory cannot be written.
     """
-    lock, give_up_at = path / f".{role}.lock", time.monotonic() + CLAIM_SECONDS
+    give_up_at = time.monotonic() + CLAIM_SECONDS
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        file = open(lock, "a+", encoding="utf-8")  # noqa: SIM115 (closed below)
+        lock = FileLock(path / f".{role}.lock")
     except OSError as error:
         raise UserError(f"Cannot write the run directory {path}: {error.strerror}.") from error
-    with file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > give_up_at:
-                    see = ["serve", "status", "--out"] if role == "serve" else ["status"]
-                    command = shlex.join(["echo2", *see, str(path)])
-                    detail = f"Another `echo2 {role}` works on {path}: see `{command}`."
-                    raise UserError(f"{detail} Stop it first, or choose another --out.") from None
+    with closing(lock):
+        while not lock.take():
+            if time.monotonic() > give_up_at:
+                see = ["serve", "status", "--out"] if role == "serve" else ["status"]
+                command = shlex.join(["echo2", *see, str(path)])
+                detail = f"Another `echo2 {role}` works on {path}: see `{command}`."
+                raise UserError(f"{detail} Stop it first, or choose another --out.")
             time.sleep(0.1)
         yield
 

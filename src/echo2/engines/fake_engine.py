@@ -1,19 +1,18 @@
 """An engine without a model: tokens, lengths and logprobs are a hash of (seed, sample, position, version).
 
-For tests and benchmarks. It costs next to nothing, never sleeps (it tells an injected clock how long it would have
-taken), and gives the same answer in every process. It takes any snapshot that has a config.json.
+For tests and benchmarks. It costs next to nothing, never sleeps, and gives the same answer in every process. It takes
+any snapshot that has a config.json.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from echo2.core.decide.model_config import context_length
-from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.core.errors import InvariantError, PeerError
 from echo2.core.types import FinishReason, Snapshot, SnapshotRef
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import (
@@ -40,19 +39,12 @@ def make_engine(device: str, slots: int) -> Engine:
 class FakeDecoder:
     """A `Decoder`. Each sample ends after a hashed number of tokens, spread evenly over 1..max_tokens, or earlier at a
     stop token or stop string among its hashed tokens.
-
-    `tokens_per_second`: speed of all rows together. `advance(seconds)` is called once for each step, in the decode
-    thread, with the time that this speed would take.
     """
 
     can_join = True
     held: tuple[SnapshotRef, ...] = ()
 
-    def __init__(self, tokens_per_second: float = math.inf, advance: Callable[[float], None] | None = None) -> None:
-        if not tokens_per_second > 0:
-            raise UserError(f"tokens_per_second = {tokens_per_second}: must be above 0.")
-        self._tokens_per_second = tokens_per_second
-        self._advance = advance
+    def __init__(self) -> None:
         self._installed: tuple[SnapshotRef, int, int, int] | None = None
         self._rows: dict[int, _Row] = {}
         self.base_model: SnapshotRef | None = None
@@ -83,8 +75,6 @@ class FakeDecoder:
             self._rows[number] = _Row(request, room, end)
         for row in self._rows.values():
             row.step(ref.version, vocab)
-        if self._advance is not None:
-            self._advance(len(self._rows) / self._tokens_per_second)
         ended = [number for number, row in self._rows.items() if row.is_ended]
         return [(number, self._rows.pop(number).completion()) for number in ended]
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,12 +86,12 @@ def write_model(
         if kind:
             bytes_shape = (shape[0], shape[1] // forms.BLOCK * forms.BLOCK_BYTES[kind])
             raw = gguf.GGMLQuantizationType[kind.upper()]
-            writer.add_tensor_info(names.of(name), bytes_shape, _np("uint8"), bytes_shape[0] * bytes_shape[1], raw)
+            writer.add_tensor_info(names.of(name), bytes_shape, np.dtype("uint8"), bytes_shape[0] * bytes_shape[1], raw)
         else:
-            writer.add_tensor_info(names.of(name), shape, _np("float32"), 4 * math.prod(shape))
+            writer.add_tensor_info(names.of(name), shape, np.dtype("float32"), 4 * math.prod(shape))
     frequencies = _frequency_factors(arch.rope, arch.head_dim)
     if frequencies is not None:
-        writer.add_tensor_info(FREQUENCIES, tuple(frequencies.shape), _np("float32"), 4 * len(frequencies))
+        writer.add_tensor_info(FREQUENCIES, tuple(frequencies.shape), np.dtype("float32"), 4 * len(frequencies))
     _begin(writer)
     try:
         for name, shape in shapes.items():
@@ -122,7 +123,7 @@ def write_adapter(path: Path, adapter: Mapping[str, LowRank], model_type: str, a
     writer.add_float32("adapter.lora.alpha", 0.0)  # 0: no scale but that in B
     tensors = dict(_pairs(names, adapter))
     for name, tensor in tensors.items():
-        writer.add_tensor_info(name, tuple(tensor.shape), _np("float32"), 4 * tensor.numel())
+        writer.add_tensor_info(name, tuple(tensor.shape), np.dtype("float32"), 4 * tensor.numel())
     _begin(writer)
     try:
         for tensor in tensors.values():
@@ -166,9 +167,3 @@ def _frequency_factors(rope: Rope, head_dim: int) -> Tensor | None:
     if rope.kind == "default":
         return None
     return rope_frequencies(Rope("default", rope.theta), head_dim) / rope_frequencies(rope, head_dim)
-
-
-def _np(name: str) -> Any:
-    import numpy as np
-
-    return np.dtype(name)

@@ -33,12 +33,10 @@ from echo2.learner.core.fitting import model_config
 from echo2.reward.judge import open_judge
 from echo2.reward.process import RewardProcesses
 from echo2.rollouts import generate
-from echo2.rollouts.harness import HarnessEnvironment
-from echo2.tasks.environments import EnvironmentProcess
-from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.transport.regroup import as_one_row
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
+from echo2.worker.sampling import open_environment
 
 if TYPE_CHECKING:
     from echo2.engines.tokenizer import Tokenizer
@@ -114,7 +112,7 @@ class LocalSampler:
         params = config.eval_params if is_eval else config.sampling_params
         self._params = replace(params, top_k=1) if greedy else params
         name = config.tasks.environment
-        self._environments = {name: _environment(name)} if name else {}
+        self._environments = {name: open_environment(name)} if name else {}
 
     async def sample(self, cursors: Iterable[int]) -> list[RolloutGroup]:
         """Sample one group per cursor, all at once, and return the groups in order of completion."""
@@ -159,7 +157,3 @@ class LocalSampler:
         lease = Lease(cursor, group, 0, cursor, self._num_samples, 0, 0, 0.0, 0.0, seed)
         turns = (self._config.tasks.environment, self._config.sampling.max_turns)
         return generate.assignment_of(lease, task, encode_prompt(task, self._tokenizer), self._params, *turns)
-
-
-def _environment(name: str) -> EnvironmentProcess | HarnessEnvironment:
-    return HarnessEnvironment(HarnessProcess(name)) if is_harness(name) else EnvironmentProcess(name)

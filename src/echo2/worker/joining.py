@@ -20,9 +20,6 @@ from echo2.engines.model_values import all_values
 from echo2.learner.core.fitting import PROMPT_TOKENS
 from echo2.learner.decide.memory import GB, USABLE
 from echo2.learner.decide.model_shape import read_shape
-from echo2.rollouts.harness import HarnessEnvironment
-from echo2.tasks.environments import EnvironmentProcess
-from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import Membership
@@ -31,13 +28,9 @@ from echo2.worker.at_home import HOME_SHARE
 from echo2.worker.attending import RECONNECT_SECONDS
 from echo2.worker.decide.home import EngineCandidate, SamplingNeed, WorkerChoice, choose
 from echo2.worker.process import CALL_SECONDS, WorkerOptions, WorkerProcess
+from echo2.worker.sampling import open_environment
 
 log = logging.getLogger(__name__)
-
-
-def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
-    """Return the environment or harness of this name. The caller calls `start` and `close`."""
-    return HarnessEnvironment(HarnessProcess(spec)) if is_harness(spec) else EnvironmentProcess(spec)
 
 
 def _read_base(path: str) -> Snapshot:

@@ -23,6 +23,7 @@ from echo2.rollouts.harness import HarnessEnvironment
 from echo2.rollouts.turns import Lockstep
 from echo2.rollouts.verification import PrefillEngine, check_group
 from echo2.tasks.environments import EnvironmentProcess
+from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.worker.decide import messages as ev
@@ -31,6 +32,11 @@ log = logging.getLogger(__name__)
 
 #: Maximum characters of an error reported to the head.
 ERROR_CHARS = 500
+
+
+def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
+    """Return the environment or harness of this name. The caller calls `start` and `close`."""
+    return HarnessEnvironment(HarnessProcess(spec)) if is_harness(spec) else EnvironmentProcess(spec)
 
 
 class LeaseSampler:

@@ -21,8 +21,9 @@ import numpy as np
 
 from echo2.core.errors import LinkError, PeerError
 from echo2.engines.engine import Completion, SampleRequest
+from echo2.engines.servers.models import ServedModel
 from echo2.transport.limits import LOGPROB_SLACK, SUPPORT_WIDTH_MAX
-from echo2.transport.routes import RouteShape, why_impossible
+from echo2.transport.routes import why_impossible
 
 logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
 
@@ -91,35 +92,6 @@ class ServerLink:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedLayers:
-    """The routes of a mixture. `places`: its layers with a router, among all `num_layers`; `shape`: of their routes."""
-
-    shape: RouteShape
-    places: tuple[int, ...]
-    num_layers: int
-
-    @property
-    def token_bytes(self) -> int:
-        """Largest size of a token's routes in an answer, base64."""
-        return 2 * self.num_layers * self.shape.chosen * self.shape.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The facts about the served model that requests carry and answers are checked against. `label`: the server's name
-    of the newest weights; `versions`: policy versions of these and earlier weights, by label; `routes`: of a mixture.
-    """
-
-    label: str
-    is_adapter: bool
-    vocab_size: int
-    max_positions: int
-    end_tokens: frozenset[int]
-    versions: Mapping[str, int]
-    routes: RoutedLayers | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Drawn:
     """A server's answer: T tokens, their logprobs, spans (first token, label of the weights), the support of each token
     (None: not reported), and the experts of each token that was read: an .npy file [prompt + T - 1, layers, chosen],
@@ -144,18 +116,19 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise PeerError("bad_answer", f"the token server's answer: {error}") from error
 
 
-def width_of(request: SampleRequest, served: Served) -> int:
+def width_of(request: SampleRequest, served: ServedModel) -> int:
     """Return the largest support that a narrowed token may have."""
     return min(request.params.top_k or SUPPORT_WIDTH_MAX, SUPPORT_WIDTH_MAX, served.vocab_size)
 
 
-def room_of(request: SampleRequest, served: Served) -> int:
+def room_of(request: SampleRequest, served: ServedModel) -> int:
     """Return the largest number of tokens that the completion may have."""
     return min(request.params.max_tokens, served.max_positions - len(request.prompt_tokens))
 
 
-def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Completion:
-    """Check a server's answer to a request, and return it as a completion.
+def completion_of(drawn: Drawn, request: SampleRequest, served: ServedModel, versions: Mapping[str, int]) -> Completion:
+    """Check a server's answer to a request, and return it as a completion. `versions`: policy versions of the newest
+    and earlier weights, by label.
 
     Raises:
         PeerError: "bad_answer", it is not a possible answer to this request.
@@ -173,7 +146,7 @@ def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Compl
     return Completion(
         tokens=array("i", tokens),
         logprobs=array("f", drawn.logprobs),
-        version_spans=_spans(drawn, served),
+        version_spans=_spans(drawn, versions),
         finish="stop" if has_ended else "length",
         support_tokens=supports,
         support_offsets=offsets,
@@ -181,7 +154,7 @@ def completion_of(drawn: Drawn, request: SampleRequest, served: Served) -> Compl
     )
 
 
-def _routes(drawn: Drawn, request: SampleRequest, served: Served) -> bytes:
+def _routes(drawn: Drawn, request: SampleRequest, served: ServedModel) -> bytes:
     """Return the routes that were asked for; empty if the server has none, as after it gave up a part of its cache."""
     routed = served.routes
     if not request.params.routes or drawn.routes is None or routed is None:
@@ -205,17 +178,17 @@ def _routes(drawn: Drawn, request: SampleRequest, served: Served) -> bytes:
     return chosen.astype(shape.dtype).tobytes()
 
 
-def _spans(drawn: Drawn, served: Served) -> tuple[tuple[int, int], ...]:
+def _spans(drawn: Drawn, versions: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
     starts = [start for start, _ in drawn.spans]
     _require(bool(starts) and starts[0] == 0, "the weights of its first token have no version")
     is_rising = all(one < other for one, other in itertools.pairwise(starts)) and starts[-1] < len(drawn.tokens)
     _require(is_rising, f"its versions begin at {starts[:8]}")
-    unknown = next((label for _, label in drawn.spans if label not in served.versions), None)
+    unknown = next((label for _, label in drawn.spans if label not in versions), None)
     _require(unknown is None, f"it was drawn with weights {unknown!r}, which this worker did not load")
-    return tuple((start, served.versions[label]) for start, label in drawn.spans)
+    return tuple((start, versions[label]) for start, label in drawn.spans)
 
 
-def _supports(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[array[int], array[int]]:
+def _supports(drawn: Drawn, request: SampleRequest, served: ServedModel) -> tuple[array[int], array[int]]:
     supports, widest = drawn.supports, width_of(request, served)
     if supports is None or len(supports) != len(drawn.tokens):
         raise PeerError("bad_answer", "it does not say what each token was drawn from, and top_k or top_p narrowed it")
@@ -228,7 +201,7 @@ def _supports(drawn: Drawn, request: SampleRequest, served: Served) -> tuple[arr
     return array("i", itertools.chain.from_iterable(supports)), array("i", offsets)
 
 
-def _check_tokens(tokens: Sequence[int], served: Served) -> None:
+def _check_tokens(tokens: Sequence[int], served: ServedModel) -> None:
     outside = next((token for token in tokens if not 0 <= token < served.vocab_size), None)
     _require(outside is None, f"token {outside} is outside 0..{served.vocab_size - 1}")
 

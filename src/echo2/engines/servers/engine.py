@@ -33,7 +33,6 @@ from echo2.engines.engine import (
     derived_seed,
     refuse_request,
 )
-from echo2.engines.servers.answers import Served
 from echo2.engines.servers.models import ModelDirectories, ServedModel
 from echo2.engines.servers.vllm import VllmServer
 from echo2.engines.tokenizer import StopRule
@@ -142,31 +141,18 @@ class ServerEngine:
             return failure
         await self._up.wait()
         try:
-            return (
-                await self._completion(request) if request.stop is None else await self._stopped(request, request.stop)
-            )
+            if request.stop is not None:
+                return await self._stopped(request, request.stop)
+            return await self._server.sample(request, self._installed(), self._versions)
         except LinkError as error:
             self._up.clear()  # other requests wait for the next health check
             self._doubted.set()
             return RequestFailure("engine_failed", f"the token server is gone: {self._reason or error}")
 
-    async def _completion(self, request: SampleRequest) -> Completion:
-        model = self._installed()
-        served = Served(
-            model.label,
-            model.adapter is not None,
-            model.vocab_size,
-            model.max_positions,
-            frozenset(model.end_tokens),
-            self._versions,
-            model.routes,
-        )
-        return await self._server.sample(request, served)
-
     async def _stopped(self, request: SampleRequest, stop: StopRule) -> Completion:
         """Sample up to a stop string. The server has no text: it stops behind each token that may complete a stop
         string, and is asked to go on if none is complete."""
-        written, ends = Conversation(), request.stop_tokens | frozenset(self._installed().end_tokens)
+        written, ends = Conversation(), request.stop_tokens | self._installed().end_tokens
         room = min(request.params.max_tokens, self._installed().max_positions - len(request.prompt_tokens))
         while True:
             part = replace(
@@ -176,7 +162,7 @@ class ServerEngine:
                 params=replace(request.params, max_tokens=room - len(written.tokens)),
                 stop_tokens=request.stop_tokens | stop.tokens,
             )
-            written.take(await self._completion(part))
+            written.take(await self._server.sample(part, self._installed(), self._versions))
             if written.tokens[-1] in ends or stop.ends(written.tokens):
                 return written.completion("stop")
             if len(written.tokens) >= room:

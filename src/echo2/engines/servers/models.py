@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from echo2.core.documents import safetensors_pieces
 from echo2.core.errors import PeerError, UserError, write_failed
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
 from echo2.engines.model_values import read_text_values
-from echo2.engines.servers.answers import RoutedLayers
 from echo2.transport.routes import RouteShape
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.weights.format.snapshot_files import end_tokens, read_config, read_factors
@@ -40,6 +39,20 @@ Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedLayers:
+    """The routes of a mixture. `places`: its layers with a router, among all `num_layers`; `shape`: of their routes."""
+
+    shape: RouteShape
+    places: tuple[int, ...]
+    num_layers: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Largest size of a token's routes in an answer, base64."""
+        return 2 * self.num_layers * self.shape.chosen * self.shape.dtype.itemsize
+
+
+@dataclass(frozen=True)
 class ServedModel:
     """The policy of a server: the whole model in `directory`, and over it the adapter in `adapter` (None: no adapter),
     of this `rank`. `shapes`: dtype and shape of the snapshot's tensors, by name."""
@@ -52,11 +65,11 @@ class ServedModel:
     dtype: str
     vocab_size: int
     max_positions: int
-    end_tokens: tuple[int, ...]
+    end_tokens: frozenset[int]
     config: bytes
     shapes: Shapes
 
-    @property
+    @cached_property
     def routes(self) -> RoutedLayers | None:
         """The layers of a mixture that have a router; None: a dense model, or one that does not say which they are."""
         values = read_text_values({"config.json": self.config})
@@ -122,7 +135,7 @@ class ModelDirectories:
             dtype=dtype,
             vocab_size=_size(config, "vocab_size"),
             max_positions=_context(config),
-            end_tokens=end_tokens(snapshot.files),
+            end_tokens=frozenset(end_tokens(snapshot.files)),
             config=config_json,
             shapes=shapes,
         )

@@ -31,7 +31,6 @@ from echo2.engines.servers import guard
 from echo2.engines.servers.answers import (
     NO_LOGPROB,
     Drawn,
-    Served,
     ServerLink,
     completion_of,
     decode,
@@ -228,8 +227,8 @@ class VllmServer:
         if found != model.label:
             raise PeerError("other_weights", f"it serves {found!r}, and should serve {model.label!r}")
 
-    async def sample(self, request: SampleRequest, served: Served) -> Completion:
-        """Sample one request. Cancelling aborts it.
+    async def sample(self, request: SampleRequest, served: ServedModel, versions: Mapping[str, int]) -> Completion:
+        """Sample one request. Cancelling aborts it. `versions`: of weights that were loaded, by label.
 
         Raises:
             LinkError: the server died, or is unreachable.
@@ -240,7 +239,7 @@ class VllmServer:
             "token_ids": request.prompt_tokens.tolist(),
             "sampling_params": _sampling_params(request, served, num_candidates),
             "cache_salt": served.label,  # the prefix cache of other weights is not reused
-            **({"model": ADAPTER} if served.is_adapter else {}),
+            **({"model": ADAPTER} if served.adapter else {}),
         }
         room = room_of(request, served)
         bytes_max = TOKEN_BYTES * (room + 8) + CANDIDATE_BYTES * room * (num_candidates + width_of(request, served))
@@ -258,7 +257,7 @@ class VllmServer:
             raise LinkError("it has aborted the request")
         if len(choice.logprobs.content) != len(choice.token_ids):
             raise PeerError("bad_answer", "not as many logprobs as tokens")
-        return completion_of(_drawn(choice, request), request, served)
+        return completion_of(_drawn(choice, request), request, served, versions)
 
     async def sleep(self) -> None:
         """Take all tensors off the GPU: weights go to the machine's memory, keys and values are read again afterwards.
@@ -362,7 +361,7 @@ class VllmServer:
     async def _call(self, path: str, body: Any, seconds: float, method: str = "POST") -> bytes:
         return await self._running().call(path, body, seconds, method=method)
 
-    def _num_candidates(self, request: SampleRequest, served: Served) -> int:
+    def _num_candidates(self, request: SampleRequest, served: ServedModel) -> int:
         """Return how many likely tokens the server must report in place of each token: the whole support of narrowed
         requests, unless the server reports a sampling mask."""
         return width_of(request, served) if request.params.is_narrow and not self._has_mask else 0
@@ -380,7 +379,7 @@ def _place_on(device: str) -> tuple[dict[str, str], bool]:
     return VARIABLES | {"CUDA_VISIBLE_DEVICES": gpus[int(number)] if number else ",".join(gpus)}, True
 
 
-def _sampling_params(request: SampleRequest, served: Served, num_candidates: int) -> dict[str, Any]:
+def _sampling_params(request: SampleRequest, served: ServedModel, num_candidates: int) -> dict[str, Any]:
     params = request.params
     (key,) = stream_keys([request.seed], [request.sample])
     top_k = width_of(request, served) if request.params.is_narrow else 0
