@@ -40,9 +40,9 @@ from echo2.rollouts.chat_forms import ANTHROPIC, OPENAI, essence, message_of, pl
 from echo2.rollouts.recorded import CallRefused
 from echo2.sandbox import pipes
 from echo2.tasks.base import TaskStream
-from echo2.tasks.load import TemplateRows
 from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.sources import JsonlRows, ParquetRows
+from echo2.tasks.streams import TemplateRows
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -47,7 +47,7 @@ from echo2.learner.grpo.loop import GrpoClient
 from echo2.reward.score import Scorer
 from echo2.rollouts import generate
 from echo2.tasks.base import TaskStream
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 from echo2.transport.limits import LOGPROB_MIN
 
 GROUP_SIZE = 8

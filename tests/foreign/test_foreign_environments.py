@@ -27,7 +27,7 @@ from echo2.rollouts.generate import assignment_of, sample_group
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.sandbox.plugins import own_python
 from echo2.tasks.harness_process import HarnessProcess
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 from real_runs import REPOSITORY
 
 pytestmark = pytest.mark.timeout(240)

@@ -22,7 +22,7 @@ from echo2.head.ledger.eventlog import replay
 from echo2.learner.core import checkpoint
 from echo2.learner.core.fitting import snapshot_bytes
 from echo2.planning.sim.scenario import load_study
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 

@@ -17,7 +17,7 @@ from echo2.reward.judge_words import question
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskStream
 from echo2.tasks.environments import LocalEnvironment
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"

@@ -11,7 +11,7 @@ import pytest
 
 from echo2 import config
 from echo2.reward.score import Scorer
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 
 POKER = Path(__file__).resolve().parents[2] / "examples" / "poker"
 

@@ -11,7 +11,7 @@ import pytest
 
 from echo2.core.errors import UserError
 from echo2.sandbox.plugins import load_named
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 
 CODE = Path(__file__).resolve().parents[2] / "examples" / "sokoban" / "sokoban.py"
 Sokoban, SokobanGame, Level = (load_named(f"{CODE}:{name}") for name in ("Sokoban", "SokobanGame", "Level"))

@@ -17,7 +17,7 @@ from echo2.core.types import Task
 from echo2.head.serve import reading
 from echo2.launch.preflight import check
 from echo2.launch.start import absolute, changes, check_tokenizers
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 from echo2.tasks.teaching import task_for_teacher
 from head_cases import OpenHead, delivery, sample, settings, until
 from model_cases import model_directory

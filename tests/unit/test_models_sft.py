@@ -18,7 +18,7 @@ from echo2.engines.tokenizer import load_tokenizer
 from echo2.learner.core.adapters import load_trained
 from echo2.models.sft import Answers, SupervisedClient
 from echo2.tasks.base import TaskStream
-from echo2.tasks.load import load_tasks
+from echo2.tasks.streams import load_tasks
 from rollout_cases import END, tiny_directory, tokenizer_files
 
 NUM_ROWS = 64

@@ -11,8 +11,8 @@ from echo2.core.errors import UserError
 from echo2.reward.sandbox import shared
 from echo2.tasks import sources
 from echo2.tasks.base import TaskStream, digest_of, task_from_row
-from echo2.tasks.load import load_tasks
 from echo2.tasks.sources import MAX_LINE_BYTES
+from echo2.tasks.streams import load_tasks
 
 VERL_ROW = {
     "prompt": [{"role": "user", "content": "1+1?"}],

@@ -12,8 +12,8 @@ import pytest
 from echo2 import config
 from echo2.core.errors import UserError
 from echo2.tasks.base import TaskStream
-from echo2.tasks.load import load_tasks
 from echo2.tasks.logs import MAX_ANSWERS_CHARS, LoggedRollouts
+from echo2.tasks.streams import load_tasks
 
 
 def write(path: Path, lines: list[Mapping[str, Any]]) -> str:

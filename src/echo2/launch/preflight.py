@@ -35,8 +35,7 @@ from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import LocalEnvironment
 from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
-from echo2.tasks.load import load_tasks
-from echo2.tasks.streams import training_tasks
+from echo2.tasks.streams import load_tasks, training_tasks
 from echo2.tasks.teaching import check_teaching
 from echo2.transport.limits import ROUTES_BYTES_MAX
 from echo2.weights.format.adapter_files import (

@@ -1,4 +1,4 @@
-"""Turns the rows of a task source into tasks: computes their order and validates each row. `load.py` reads the rows.
+"""Turns the rows of a task source into tasks: computes their order and validates each row. `streams.py` reads the rows.
 
 The order is a function of (seed, epoch, position) alone, so that a resumed run or a restarted head gives the same task
 for the same cursor. An epoch is a permutation of the rows, computed and never stored: a Feistel network (Luby and

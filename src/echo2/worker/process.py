@@ -40,8 +40,7 @@ from echo2.worker.attending import attended
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 from echo2.worker.decide.scheduler import WorkerScheduler
-from echo2.worker.sampling import LeaseSampler, check
-from echo2.worker.turns import WorkerTurns
+from echo2.worker.sampling import LeaseSampler, WorkerTurns, check
 from echo2.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from echo2.engines.adapter import LowRank, stacked
-from echo2.engines.adapter import StackedMap, adapt, stacked_maps
+from echo2.engines.adapter import LowRank, StackedMap, adapt, stacked, stacked_maps
 
 
 def follow_autocast(module: nn.Module) -> None:
