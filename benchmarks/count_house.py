@@ -30,7 +30,7 @@ echo2.head.ledger: driver ledger
 echo2.head.serve: effects connections head reading service results learner_calls
 echo2.tasks: streams base
 echo2.transport: messages grpc_server door grpc_link
-echo2.worker: attending process decide.scheduler sampling
+echo2.worker: process decide.scheduler sampling
 echo2.rollouts: generate
 echo2.engines: tokenizer decode_loop torch_engine rows sampler compact
 echo2.reward: process frames score
@@ -47,7 +47,7 @@ echo2.weights.broadcast: distribution origin peer edges serving
 echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages
 echo2.head: serve.learner_calls decide.planner
 echo2.transport: messages codecs grpc_server door grpc_link
-echo2.worker: attending process weights decide.scheduler
+echo2.worker: process weights decide.scheduler
 echo2.engines: decode_loop torch_engine snapshot_tensors
 """
 #: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.

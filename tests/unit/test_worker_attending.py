@@ -11,7 +11,7 @@ import pytest
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.worker.attending import attended
+from echo2.transport.grpc_link import attended
 from memory_links import MemoryLink
 
 WORKER = Peer("w-0123456789", "worker")

@@ -8,6 +8,7 @@ becomes PeerError at the caller; most other failures become LinkError.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
@@ -24,15 +25,19 @@ from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Handlers, Method, packed, parse
+from echo2.transport.base import METHODS, Handlers, Link, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer
 from echo2.transport.identity import SERVER_NAME, PeerIdentity, peer_name
 from echo2.transport.tickets import Credentials, Ticket
+
+log = logging.getLogger(__name__)
 
 #: How long joining keeps trying while the head is away.
 JOIN_SECONDS = 60.0
 JOIN_PAUSE_SECONDS = Backoff(0.5, 5.0)
 CALL_SECONDS = 20.0
+#: Pauses before reconnecting.
+RECONNECT_SECONDS = Backoff(0.2, 5.0)
 
 #: gRPC's texts of failures to connect: the system's own word for it, and a host name that has no address.
 _NO_CONNECTION = re.compile(r"remote host: .*?([A-Z][a-z]+(?: [a-z]+)*)")
@@ -211,3 +216,49 @@ async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_second
                     "`echo2 doctor @TICKET` finds what is wrong on the way to it."
                 ) from error
         await retries.pause()
+
+
+async def attended(
+    link: Link,
+    hello: Callable[[], wire.WorkerHello],
+    patience_seconds: float,
+    disconnected: Callable[[], None],
+    is_leaving: Callable[[], bool] = lambda: False,
+) -> AsyncGenerator[wire.Order]:
+    """Yield the head's orders, over as many streams as needed. `hello` returns the first message of each stream;
+    `disconnected` is called when a stream has ended; no other stream follows if `is_leaving()` then.
+
+    Raises:
+        LinkError: the head was away for `patience_seconds`.
+        PeerError: the head refused this machine.
+        UserError: the run's owner revoked this machine.
+    """
+    retries = Retries(RECONNECT_SECONDS, patience_seconds)
+    while True:
+        at_least_seconds = 0.0
+        try:
+            async for order in link.stream("Attend", hello()):
+                retries.succeeded()
+                yield order
+            reason = "the head ended the stream"
+        except LinkError as error:
+            reason = str(error)
+        except PeerError as error:
+            if error.reason == "revoked":
+                raise UserError(
+                    f"{error.detail} by the run's owner. Ask the owner for a new ticket, and use it with another "
+                    "directory: --state DIR."
+                ) from error
+            if error.reason != "expelled":
+                raise
+            reason, at_least_seconds = str(error), RECONNECT_SECONDS.most_seconds
+        if is_leaving():
+            return
+        if retries.failed():
+            raise LinkError(
+                f"No head for {patience_seconds:.0f} s: {reason}. "
+                "`echo2 doctor @TICKET` finds what is wrong on the way to it."
+            )
+        log.info("not connected (%s); trying again", reason)
+        disconnected()
+        await retries.pause(at_least_seconds)

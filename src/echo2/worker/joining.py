@@ -22,10 +22,9 @@ from echo2.learner.decide.memory import GB, USABLE
 from echo2.learner.decide.model_shape import read_shape
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.transport.grpc_link import Membership
+from echo2.transport.grpc_link import RECONNECT_SECONDS, Membership
 from echo2.weights.format.model_files import find_model, read_base_model
 from echo2.worker.at_home import HOME_SHARE
-from echo2.worker.attending import RECONNECT_SECONDS
 from echo2.worker.decide.home import EngineCandidate, SamplingNeed, WorkerChoice, choose
 from echo2.worker.process import CALL_SECONDS, WorkerOptions, WorkerProcess
 from echo2.worker.sampling import open_environment

@@ -33,10 +33,9 @@ from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.grpc_link import Membership
+from echo2.transport.grpc_link import Membership, attended
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.worker.at_home import Delivered, attended_at_home, measurements
-from echo2.worker.attending import attended
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 from echo2.worker.decide.scheduler import WorkerScheduler

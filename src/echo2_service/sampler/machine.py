@@ -25,12 +25,11 @@ from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.transport.grpc_link import Membership
+from echo2.transport.grpc_link import Membership, attended
 from echo2.transport.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
 from echo2.weights.broadcast.peer import WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.content import Content
-from echo2.worker.attending import attended
 from echo2.worker.joining import enrolled
 from echo2.worker.process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions
 from echo2_service.backend import Answer
