@@ -186,7 +186,7 @@ class Weighed:
 def test_kept_rows_take_no_more_than_their_share_and_the_oldest_goes_first(
     rows: list[tuple[bytes, int, bool]], most: int
 ) -> None:
-    kept: PrefixCache[Weighed] = PrefixCache(most)
+    kept: Any = PrefixCache(most)
     there: dict[bytes, Weighed] = {}
     for tokens, weight, is_taken in rows:
         if is_taken:

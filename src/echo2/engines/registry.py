@@ -150,7 +150,7 @@ def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, pla
         from echo2.engines.torch_engine import TorchDecoder
 
         return DecodeLoop(TorchDecoder(AutoBuilder(device), device), slots)
-    more = [FORMS[name]] if name in FORMS else [place] if name in SERVERS else []
+    more: list[Any] = [FORMS[name]] if name in FORMS else [place] if name in SERVERS else []
     engine: Engine = importlib.import_module(ENGINES[name]).make_engine(device, slots, *more)
     return engine
 
