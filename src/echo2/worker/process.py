@@ -330,18 +330,19 @@ class WorkerProcess:
         report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
         if (installed := self._installed()) is not None:
             report.installed.CopyFrom(messages.encode_ref(installed))
+        await self._tell("Report", report, "heartbeat")
+
+    async def _tell(self, method: str, message: Any, what: str, seconds: float = CALL_SECONDS) -> None:
+        """Call the head. What it does not take is not told again."""
         try:
-            await self._link.call("Report", report, CALL_SECONDS)
+            await self._link.call(method, message, seconds)
         except (LinkError, PeerError) as error:
-            log.info("heartbeat not taken: %s", error)
+            log.info("%s not taken: %s", what, error)
 
     async def _leave(self) -> None:
         """Tell the head that this worker leaves, so that it grants the leases to others at once."""
         self._leaving = True
-        try:
-            await self._link.call("Leave", wire.Empty(), LEAVE_SECONDS)
-        except (LinkError, PeerError) as error:
-            log.info("goodbye not taken: %s", error)
+        await self._tell("Leave", wire.Empty(), "goodbye", LEAVE_SECONDS)
 
     async def _step_back(self, why: str) -> bool:
         """Leave the run for a while: others get the leases at once, and the weights stay. False: not yet, for the
@@ -365,10 +366,7 @@ class WorkerProcess:
         """Check a stranger's group, and report the verdict to the head."""
         async with self._turns.staying():
             report = await check(self._engine, asked)
-        try:
-            await self._link.call("ReportCheck", report, CALL_SECONDS)
-        except (LinkError, PeerError) as error:
-            log.info("the verdict on group %d was not taken: %s", report.number, error)  # not retried: overdue by then
+        await self._tell("ReportCheck", report, f"verdict on group {report.number}")  # a second call would be too late
 
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
@@ -454,7 +452,4 @@ class WorkerProcess:
 
     async def _fail_lease(self, lease_id: int, failure: str, detail: str) -> None:
         failed = wire.LeaseFailed(lease_id=lease_id, reason=failure, detail=detail)
-        try:
-            await self._link.call("FailLease", failed, CALL_SECONDS)
-        except (LinkError, PeerError) as error:
-            log.info("lease %d: failure not taken: %s", lease_id, error)  # the head sees the lease expire
+        await self._tell("FailLease", failed, f"failure of lease {lease_id}")  # else the head sees the lease expire
