@@ -10,6 +10,7 @@ never changes more often than twice in `CALM_SECONDS`, whatever the measurements
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -69,16 +70,9 @@ def need_of(asked: SamplingNeed, form: str, slots: int) -> Mapping[str, int]:
 
 def slots_in(asked: SamplingNeed, candidate: EngineCandidate) -> int:
     """Return how many rollouts the candidate has room for, at most as many as the run asks for; 0: too few."""
-    fewest, most = min(SLOTS_MIN, asked.slots), asked.slots
-    if _bytes(asked, candidate, fewest) > candidate.memory_bytes:
-        return 0
-    while fewest < most:
-        middle = (fewest + most + 1) // 2
-        if _bytes(asked, candidate, middle) <= candidate.memory_bytes:
-            fewest = middle
-        else:
-            most = middle - 1
-    return fewest
+    counts = range(min(SLOTS_MIN, asked.slots), asked.slots + 1)
+    num_fitting = bisect_right(counts, candidate.memory_bytes, key=lambda slots: _bytes(asked, candidate, slots))
+    return counts[num_fitting - 1] if num_fitting else 0
 
 
 def choose(asked: SamplingNeed, candidates: Sequence[EngineCandidate], named: str = "") -> WorkerChoice:
