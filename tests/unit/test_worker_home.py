@@ -228,7 +228,7 @@ def test_without_the_package_an_engine_names_what_to_install() -> None:
 
 def test_a_model_that_llama_cpp_has_no_place_for_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "PACKAGES", {"echo2.engines.llamacpp": ()})
-    assert "intermediate_size = 12289" in engines.obstacle("llamacpp-q8_0", QWEN3_8B | {"intermediate_size": 12289})
+    assert "rows of 12289 items" in engines.obstacle("llamacpp-q8_0", QWEN3_8B | {"intermediate_size": 12289})
     assert engines.obstacle("llamacpp-q8_0", QWEN3_8B) == ""
 
 
