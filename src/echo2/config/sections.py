@@ -84,7 +84,6 @@ class LoraConfig:
 
     @property
     def scaled_alpha(self) -> int:
-        """`alpha`, or its default."""
         return self.alpha or 2 * self.rank
 
 

@@ -239,7 +239,6 @@ class CompactModel(Model):
                 yield self._logits(tile_ND)
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
-        """Read one token per row."""
         assert isinstance(cache, CompactCache)
         arch, rows = self._arch, len(tokens_B)
         cache.open_column()

@@ -48,16 +48,13 @@ class CompactCache(Cache):
         return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
 
     def select(self, rows: Tensor) -> CompactCache:
-        """Keep these rows; they may repeat."""
         return self._gathered([(self, rows)])
 
     def join(self, rows: Tensor, other: Cache, other_rows: Tensor) -> CompactCache:
-        """Append the rows of another cache."""
         assert isinstance(other, CompactCache)
         return self._gathered([(self, rows), (other, other_rows)])
 
     def _gathered(self, parts: list[tuple[CompactCache, Tensor]]) -> CompactCache:
-        """Concatenate rows of several caches."""
         lengths_B = torch.cat([part.lengths_B.index_select(0, rows) for part, rows in parts])
         layers, two, _, heads, _, head_dim = self.kv.shape
         longest, most = int(lengths_B.max()), SPLIT_ITEMS // (2 * heads * head_dim)
@@ -86,7 +83,6 @@ class CompactCache(Cache):
             target[:, first : first + len(places), :, :columns] = source[:, :, :, :columns].index_select(1, places)
 
     def grow(self, more: int) -> None:
-        """Append empty columns."""
         layers, two, rows, heads, columns, head_dim = self.kv.shape
         grown = self.kv.new_zeros((layers, two, rows, heads, columns + more, head_dim))
         grown[:, :, :, :, :columns] = self.kv

@@ -148,7 +148,6 @@ class DecodeLoop:
         return [ticket.future for ticket in tickets]
 
     def _wake(self) -> None:
-        """Wake the decode thread, or start it if requests wait."""
         with self._changed:
             if self._thread is None and self._queue and not self._is_closed:
                 self._thread = threading.Thread(target=self._run, name="decode", daemon=True)

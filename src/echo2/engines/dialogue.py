@@ -92,7 +92,6 @@ class _Words(BaseStreamer):
         self.text = ""
 
     def put(self, value: Any) -> None:
-        """Receive tokens from transformers."""
         if not self._has_prompt:
             self._has_prompt = True
             return

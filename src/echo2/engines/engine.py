@@ -72,7 +72,6 @@ class Conversation:
         self.turns += 1
 
     def completion(self, finish: FinishReason) -> Completion:
-        """The whole rollout as one completion."""
         return Completion(
             self.tokens,
             self.logprobs,

@@ -75,7 +75,6 @@ class HfCache(Cache):
         return b"" if self.chosen is None else self.chosen.read(row, self.mask_BT[row] == 1, length)
 
     def select(self, rows: Tensor) -> HfCache:
-        """Keep these rows; they may repeat."""
         self.past.reorder_cache(rows)
         columns = self.mask_BT.shape[1]
         return HfCache(self.past, self.mask_BT[rows], self.chosen and self.chosen.select(rows, columns, columns))
@@ -100,7 +99,6 @@ class HfCache(Cache):
     def _chosen_beside(
         self, rows: Tensor, other: HfCache, other_rows: Tensor, widths: Sequence[int]
     ) -> Recorded | None:
-        """Return what both caches recorded of these rows."""
         known = self.chosen or other.chosen
         if known is None:
             return None
@@ -224,7 +222,6 @@ class HfModel(Model):
         routes.regrets += watched.regret_N.tolist()
 
     def step(self, cache: Cache, tokens_B: Tensor) -> Tensor:
-        """Read one token per row."""
         assert isinstance(cache, HfCache)
         cache.mask_BT = torch.cat((cache.mask_BT, cache.mask_BT.new_ones((len(tokens_B), 1))), dim=1)
         return self._forward(cache, tokens_B[:, None])

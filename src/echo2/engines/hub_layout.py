@@ -53,7 +53,6 @@ class TensorPart:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the stored tensor."""
         return tuple(1 if dim is None else self.region[dim][1] - self.region[dim][0] for dim in self.dims)
 
     def of(self, tensor: Tensor, region: Region | None = None) -> Tensor:

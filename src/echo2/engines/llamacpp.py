@@ -278,7 +278,6 @@ class Weights:
             raise library.failure("did not load the weights")
 
     def adapter(self, path: Path) -> AdapterWeights:
-        """Load an adapter over this model."""
         return AdapterWeights(self._library, self, path)
 
     def __del__(self) -> None:
@@ -386,11 +385,9 @@ class Sequences:
         return found
 
     def drop(self, sequences: Iterable[int]) -> None:
-        """These sequences are not needed any more."""
         self._dropped.extend(sequences)
 
     def length(self, sequence: int) -> int:
-        """Tokens that a sequence has read."""
         return self._lengths[sequence]
 
     def copy(self, sequence: int, length: int) -> int | None:

@@ -72,7 +72,6 @@ class Matrix:
         return (y + (x.astype(a_IR.dtype) @ a_IR) @ b_RO).astype(y.dtype)
 
     def rows(self, tokens: Any) -> Any:
-        """Return the rows of these numbers."""
         if self._steps is None:
             return self._weight[tokens]
         steps, edges = (part[tokens].astype(mx.float32) for part in (self._steps, self._edges))
@@ -137,7 +136,6 @@ class Net:
             matrix.set(weight, kind)
 
     def use(self, adapter: Adapter) -> None:
-        """Compute with this adapter from now on, or with none."""
         if adapter is not self._adapter:
             for name, matrix in self._matrices.items():
                 matrix.adapt(adapter.get(name))
@@ -200,7 +198,6 @@ class MlxCache(Cache):
         return found
 
     def compute(self) -> None:
-        """Compute all that was asked for."""
         mx.eval([layer.state for layer in self.layers if not layer.empty()])
 
     def select(self, rows: Tensor) -> MlxCache:
@@ -215,7 +212,6 @@ class MlxCache(Cache):
         return self
 
     def lengths(self) -> list[int]:
-        """Tokens that each row has read."""
         lengths: list[int] = self.layers[0].offset.tolist()
         return lengths
 

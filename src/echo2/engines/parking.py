@@ -44,7 +44,6 @@ class Parked:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that were put away."""
         return sum(kept.nbytes() for _, kept in self._kept)
 
     def fetch(self) -> None:

@@ -65,7 +65,6 @@ class Routing:
 
     @property
     def is_active(self) -> bool:
-        """Whether choices are recorded or replayed."""
         return self._given_NLk is not None or self._watched is not None
 
     @contextmanager
@@ -152,12 +151,10 @@ class Recorded:
     ids_BTLk: Tensor
 
     def nothing(self, rows: int, columns: int) -> Recorded:
-        """Return a batch of which nothing was recorded."""
         size = rows, columns, self.shape.layers, self.shape.chosen
         return replace(self, ids_BTLk=torch.full(size, LIVE, dtype=torch.int16, device=self.ids_BTLk.device))
 
     def add(self, ids_NLk: Tensor) -> Recorded:
-        """Return the batch with more columns."""
         added_BTLk = ids_NLk.unflatten(0, (len(self.ids_BTLk), -1))
         return replace(self, ids_BTLk=torch.cat((self.ids_BTLk, added_BTLk), dim=1))
 

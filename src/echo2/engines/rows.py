@@ -57,7 +57,6 @@ class RowTable:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all rows."""
         self._rows: list[_Row] = []
         self._length_B: Ints = np.zeros(0, dtype=np.int64)
         self._is_running_B = np.zeros(0, dtype=bool)
@@ -81,7 +80,6 @@ class RowTable:
         return len(self._rows) > 0 and bool(self._is_running_B.mean() < DROP_BELOW)
 
     def place_of(self, number: int) -> int:
-        """The place of the row with this number."""
         return next(place for place, row in enumerate(self._rows) if row.number == number)
 
     def place_of_prompt(self, prompt: array[int], first_number: int) -> int | None:
@@ -172,7 +170,6 @@ class RowTable:
 
     @property
     def requests(self) -> list[SampleRequest]:
-        """The requests of the rows, by place."""
         return [row.request for row in self._rows]
 
     def _record(self, drawn: Draw, running: Ints) -> None:
@@ -244,7 +241,6 @@ class PrefixCache:
         self.num_bytes = 0
 
     def keep(self, tokens: bytes, cache: Cache) -> None:
-        """Keep the cache of these tokens."""
         self._drop(tokens)
         self._rows[tokens] = cache
         self.num_bytes += cache.num_bytes

@@ -354,7 +354,6 @@ class StopRule:
         return None
 
     def _is_in(self, tokens: Sequence[int]) -> bool:
-        """Whether the text of these tokens has a stop string."""
         known = [token for token in tokens if is_known(self.tokenizer, token)]
         text = self.tokenizer.decode(known, skip_special_tokens=False)
         return any(string in text for string in self.strings)

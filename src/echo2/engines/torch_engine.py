@@ -405,7 +405,6 @@ class TorchDecoder:
         return fresh, [place_of[request.prompt_tokens.tobytes()] for request in added.values()]
 
     def _rows_model(self, model: Model) -> Model:
-        """The model that decodes the rows."""
         return model
 
     def _on_device(self, rows: Sequence[int] | np.ndarray[tuple[int], np.dtype[np.int64]]) -> Tensor:

@@ -53,7 +53,6 @@ class TaskStream:
         self.task(0)
 
     def __len__(self) -> int:
-        """Rows in one epoch."""
         return self._length
 
     def source_of(self, cursor: int) -> str:

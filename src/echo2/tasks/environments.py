@@ -76,7 +76,6 @@ class LocalEnvironment:
 
     @property
     def is_async(self) -> bool:
-        """Whether `step` is a coroutine function."""
         return inspect.iscoroutinefunction(self._kind.step)
 
     @property
@@ -134,7 +133,6 @@ class LocalEnvironment:
         return self._checked(answer)
 
     def end(self, rollout: int) -> None:
-        """Forget a rollout."""
         self._rollouts.pop(rollout, None)
 
     def _failure(self, did: str, error: Exception) -> UserError:
@@ -294,7 +292,6 @@ class EnvironmentProcess:
             await self._forget(rollout.member, rollout.life, rollout.number)
 
     async def _forget(self, member: Member, life: int, number: int) -> None:
-        """Make a process forget a rollout."""
         member.num_rollouts -= 1
         async with self._acquire(member):
             if _runs(member, life) and not self._closed:
@@ -305,7 +302,6 @@ class EnvironmentProcess:
                         log.warning("%s", error)
 
     async def _called(self, rollout: RolloutHandle, member: Member, request: dict[str, Any]) -> dict[str, Any]:
-        """Make a call of this rollout, and count its seconds."""
         rollout.called_at = time.monotonic()
         try:
             return await self._call(member, request)

@@ -79,7 +79,6 @@ class JsonlRows:
         return hashlib.blake2b(self._marks.tobytes(), digest_size=DIGEST_BYTES).hexdigest()
 
     def where(self, index: int) -> str:
-        """The row's file and line, from 1."""
         return f"{self._path}:{self._lines[index]}"
 
     def _read_lines(self) -> Iterator[tuple[int, int, bytes]]:
@@ -156,7 +155,6 @@ class ParquetRows:
         return self._digest
 
     def where(self, index: int) -> str:
-        """The row's file and number, from 0."""
         return f"{self._path} row {index}"
 
 
@@ -190,7 +188,6 @@ class HfRows:
         return row
 
     def where(self, index: int) -> str:
-        """The row's dataset, split and number, from 0."""
         return f"{self._name} row {index}"
 
 
@@ -247,7 +244,6 @@ class ReasoningGymRows:
         return {"prompt": entry["question"], "answer": entry["answer"], "reasoning_gym": column}
 
     def where(self, index: int) -> str:
-        """The row's generator and number, from 0."""
         return f"reasoning_gym:{self._name} row {index}"
 
 

@@ -226,11 +226,9 @@ class TemplateRows:
         return {**row, **made}
 
     def digest(self) -> str:
-        """That of the underlying rows."""
         return digest_of(self._rows)
 
     def where(self, index: int) -> str:
-        """The underlying rows' name of this row."""
         return row_name(self._rows, index)
 
     def _column(self, row: Mapping[str, Any], name: str | None, index: int) -> str:

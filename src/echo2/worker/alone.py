@@ -147,7 +147,6 @@ class LocalSampler:
         return await processes.score(self.tasks.task(group.cursor), as_one_row(read))
 
     async def aclose(self) -> None:
-        """End the process of the environment."""
         for environment in self._environments.values():
             await environment.close()
 

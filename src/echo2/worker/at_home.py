@@ -41,7 +41,6 @@ class Delivered:
         self.num_groups = self.num_rollouts = self.num_tokens = 0
 
     def add(self, group: wire.Delivery) -> None:
-        """Count an accepted group."""
         self.num_groups += 1
         self.num_rollouts += len(group.rows) or len(group.rollouts)
         self.num_tokens += sum(len(rollout.tokens) // TOKEN_BYTES for rollout in group.rollouts)
@@ -85,7 +84,6 @@ class OwnersPrograms:
             ) from error
 
     def share(self) -> float:
-        """Return the share since the last call."""
         all_before, busy_before, own_before = self._before
         self._before = total, busy, own = self._read()
         others = (busy - busy_before) - max(0.0, own - own_before)

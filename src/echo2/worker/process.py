@@ -363,7 +363,6 @@ class WorkerProcess:
     # ---- checking -------------------------------------------------------------------------------------------------
 
     async def _check(self, asked: wire.Check) -> None:
-        """Check a stranger's group, and report the verdict to the head."""
         async with self._turns.staying():
             report = await check(self._engine, asked)
         await self._tell("ReportCheck", report, f"verdict on group {report.number}")  # a second call would be too late

@@ -78,11 +78,9 @@ class LeaseSampler:
         return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self.engine.installed}"
 
     def start(self, assignment: Assignment) -> None:
-        """Start sampling this lease, concurrently with the others."""
         self._begin(assignment, None)
 
     def start_unit(self, assignments: Sequence[Assignment]) -> None:
-        """Start sampling these leases in lockstep, as one batch."""
         lockstep = generate.in_lockstep(self.engine, assignments)
         for assignment in assignments:
             self._begin(assignment, lockstep)
@@ -202,7 +200,6 @@ class WorkerTurns:
         return "" if self._is_here.is_set() else "waiting for the card, which the learner has"
 
     async def keep(self) -> None:
-        """Take turns, until it is cancelled."""
         if self._locks is None:
             return
         wish, card = self._locks

@@ -108,7 +108,6 @@ class WorkerWeights:
             self._dispatch(ev.ManifestFailed())
 
     def fetch(self, payload: PayloadId) -> None:
-        """Fetch a payload that was announced."""
         self._incoming = manifest = self._manifests[payload]
         if payload.ref.is_base_model and self._own_base is not None:
             self._taking = spawn(self._take_own(manifest, self._own_base), self._fail)
@@ -219,6 +218,5 @@ class WorkerWeights:
             await asyncio.to_thread(self._store.sweep)
 
     async def close(self) -> None:
-        """Stop fetching, and stop serving other workers."""
         self._loading.shutdown(wait=False, cancel_futures=True)
         await self.node.close()

@@ -87,7 +87,6 @@ class ServerLink:
         return answer
 
     async def close(self) -> None:
-        """Close every connection."""
         await self._client.aclose()
 
 

@@ -141,7 +141,6 @@ class ModelDirectories:
         )
 
     def keep_only(self, model: ServedModel | None) -> None:
-        """Delete the directories of all other models."""
         kept = (model.directory, model.adapter) if model is not None else ()
         for path in self._root.iterdir():
             if path not in kept:
@@ -203,7 +202,6 @@ def _read_finite(name: str, tensor: TensorSource, start: int, stop: int) -> byte
 
 
 def _dtype(snapshot: Snapshot) -> str:
-    """Return the dtype of the largest tensor, by the servers' name."""
     largest = max(snapshot.tensors.values(), key=lambda tensor: tensor.num_bytes, default=None)
     if largest is None or largest.dtype not in DTYPE_NAMES:
         found = "none" if largest is None else largest.dtype
@@ -212,7 +210,6 @@ def _dtype(snapshot: Snapshot) -> str:
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
-    """Return a size in config.json."""
     value = config.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PeerError("bad_snapshot", f"{key} in config.json is {value!r}")

@@ -66,7 +66,6 @@ class IncomingSnapshot:
 
     @property
     def ref(self) -> SnapshotRef:
-        """The snapshot that the payload makes."""
         return self.payload.ref
 
 
@@ -268,7 +267,6 @@ class WorkerScheduler(StateMachine):
         return ref == self.newest if demanded is None else _is_same_version(ref, demanded)
 
     def _unknown(self, ref: SnapshotRef, now: float) -> None:
-        """Handle the head's answer that it has no such snapshot (any more)."""
         self._asked_manifest = self._has_old_routes = False
         if ref == self.missing_base:
             self.missing_base, self._retry_at = None, now + RETRY_SECONDS
@@ -376,7 +374,6 @@ class WorkerScheduler(StateMachine):
         self.emit(do.InstallSnapshot, f"{incoming.payload} is whole; swapped {when}", payload=incoming.payload)
 
     def _is_kept_out(self, ref: SnapshotRef) -> bool:
-        """Whether these weights must wait for the rollouts being sampled."""
         if not self.generating:
             return False
         is_exact = any(held.lease.exact_version is not None for held in self.generating.values())
