@@ -119,6 +119,7 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
 def run_worker(settings: Mapping[str, Any]) -> None:
     """A worker whose engine has a speed."""
     from echo2.core.types import Snapshot
+    from echo2.engines.engine import Completion, SampleRequest
     from echo2.engines.fake_engine import FakeDecoder
     from echo2.worker.process import WorkerOptions
 
@@ -127,10 +128,12 @@ def run_worker(settings: Mapping[str, Any]) -> None:
             time.sleep(settings["broadcast_seconds"])
             return super().load(snapshot, base)
 
-    def make_decoder() -> SlowDecoder:
-        return SlowDecoder(settings["rate"] * MEAN_TOKENS, time.sleep)
+        def step(self, added: Mapping[int, SampleRequest], dropped: Sequence[int]) -> list[tuple[int, Completion]]:
+            num_rows = len(self._rows) + len(added) - len(dropped)
+            time.sleep(num_rows / (settings["rate"] * MEAN_TOKENS))
+            return super().step(added, dropped)
 
-    paced_run.run_worker(settings, make_decoder, WorkerOptions(engine="fake"))
+    paced_run.run_worker(settings, SlowDecoder, WorkerOptions(engine="fake"))
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
