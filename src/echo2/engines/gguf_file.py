@@ -7,7 +7,8 @@ their query and key matrices are in another order than Hugging Face's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +93,9 @@ def write_model(
     frequencies = _frequency_factors(arch.rope, arch.head_dim)
     if frequencies is not None:
         writer.add_tensor_info(FREQUENCIES, tuple(frequencies.shape), np.dtype("float32"), 4 * len(frequencies))
-    _begin(writer)
-    try:
-        for name, shape in shapes.items():
-            stored = name if name in snapshot.tensors else "lm_head.weight"
-            writer.write_tensor_data(names.ordered(name, _read(snapshot, stored, shape, dtype, form)).numpy())
-        if frequencies is not None:
-            writer.write_tensor_data(frequencies.numpy())
-    finally:
-        writer.close()
+    stored = {name: name if name in snapshot.tensors else "lm_head.weight" for name in shapes}
+    read = (names.ordered(name, _read(snapshot, stored[name], shape, dtype, form)) for name, shape in shapes.items())
+    _write(writer, chain(read, [] if frequencies is None else [frequencies]))
 
 
 def _read(snapshot: Snapshot, name: str, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> Tensor:
@@ -124,12 +119,7 @@ def write_adapter(path: Path, adapter: Mapping[str, LowRank], model_type: str, a
     tensors = dict(_pairs(names, adapter))
     for name, tensor in tensors.items():
         writer.add_tensor_info(name, tuple(tensor.shape), np.dtype("float32"), 4 * tensor.numel())
-    _begin(writer)
-    try:
-        for tensor in tensors.values():
-            writer.write_tensor_data(tensor.numpy())
-    finally:
-        writer.close()
+    _write(writer, tensors.values())
 
 
 def _pairs(names: _Names, adapter: Mapping[str, LowRank]) -> Iterator[tuple[str, Tensor]]:
@@ -156,10 +146,16 @@ def _describe(writer: Any, arch: Architecture) -> None:
     writer.add_layer_norm_rms_eps(arch.rms_eps)
 
 
-def _begin(writer: Any) -> None:
+def _write(writer: Any, tensors: Iterable[Tensor]) -> None:
+    """Write the file with these tensors, each as it comes, and close it."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
+    try:
+        for tensor in tensors:
+            writer.write_tensor_data(tensor.numpy())
+    finally:
+        writer.close()
 
 
 def _frequency_factors(rope: Rope, head_dim: int) -> Tensor | None:
