@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from real_runs import REPOSITORY, SMALL, echo2
-from test_pages import HISTORY, PAGES, command_lines
+from test_pages import PAGES, command_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -48,7 +48,7 @@ functions = ["exact_match"]
 [sampling]
 max_tokens = 12
 """
-COMMANDS = {page: list(dict.fromkeys(command_lines(page))) for page in PAGES if page.name not in HISTORY}
+COMMANDS = {page: list(dict.fromkeys(command_lines(page))) for page in PAGES}
 COMMANDS = {page: commands for page, commands in COMMANDS.items() if commands}
 
 
