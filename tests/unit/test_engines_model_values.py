@@ -91,7 +91,7 @@ def test_a_gemma_3_as_the_hub_has_it_is_served_and_imitated(tmp_path: Path) -> N
     snapshot = model(GEMMA3_ON_THE_HUB, language_model__model__embed_tokens__weight=(4, 2))
 
     served = ModelDirectories(tmp_path / "served").write(snapshot, None, None)
-    assert (served.vocab_size, served.max_positions, served.end_tokens) == (262_208, 131_072, (1, 106))
+    assert (served.vocab_size, served.max_positions, served.end_tokens) == (262_208, 131_072, {1, 106})
 
     engine = FakeDecoder()
     engine.load(snapshot)
