@@ -21,6 +21,7 @@ NOT_RUN = {
     r"(head|learner) ": "a part of a run, alone: test_runs.py",
     r".*--workers\.engine vllm": "needs vLLM: make vllm",
     r"simulate simulations/churn_spot": "takes minutes",
+    r".*s3://": "needs a bucket: test_store_real.py",
     r"serve ": "waits for clients: make test-foreign",
     r".*\[": "says what may be written, and is no command",
 }
