@@ -60,6 +60,8 @@ from echo2.learner.grpo.step_meter import Taught
 
 #: Least probability of the rest, where its true mass may be 0 up to rounding error.
 TAIL_LEAST = 1e-6
+#: Largest log ratio in the reference's penalty.
+LOG_CAP = math.log(10.0)
 
 
 class Teachers:
@@ -190,9 +192,6 @@ def joined_kl(tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
     return ~vetoed_S[tokens.sequence_n] * (kl_nk.sum(-1) + pi_n * (pi_n / rho_n).log())
 
 
-LOG_CAP = math.log(10.0)
-
-
 def reference_of(policy: Policy, config: Config, mesh: Mesh) -> Policy:
     """Return the policy that training begins with: an adapter's base model, a frozen copy of a whole model, or, if the
     model is cut over ranks, a model that is loaded again.
@@ -231,5 +230,5 @@ def token_kl(logp_n: Tensor, tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
     ratio_n = (logp_n - tokens.behaviour_n).clamp(-LOG_RATIO_LIMIT, LOG_CAP).exp()
     x_n = (tokens.reference_n - logp_n).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     with torch.no_grad():
-        value_n, slope_n = ratio_n * (x_n.exp() - 1.0 - x_n), -ratio_n * x_n
+        value_n, slope_n = ratio_n * (x_n.expm1() - x_n), -ratio_n * x_n
     return ~vetoed_S[tokens.sequence_n] * (value_n + slope_n * (logp_n - logp_n.detach()))
