@@ -328,7 +328,7 @@ def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
         "Attend": [said_hello(ENVIRONMENT if with_environment else "")],
         "Report": [
             wire.WorkerReport(
-                installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1), doing="samples", tokens_generated=9
+                installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1), doing="samples", bytes_sent=9
             )
         ],
         "FailLease": [wire.LeaseFailed(lease_id=1, reason="oom", detail="out of memory")],

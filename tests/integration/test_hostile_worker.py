@@ -71,7 +71,7 @@ BAD_CALLS: list[tuple[str, Any]] = [
     ("ReportStep", wire.StepReport(step=1, metrics_json="{")),
 ]
 ODD_CALLS: list[tuple[str, Any]] = [
-    ("Report", wire.WorkerReport(doing="a" * 1_000_000, tokens_generated=HUGE, bytes_received=HUGE)),
+    ("Report", wire.WorkerReport(doing="a" * 1_000_000, bytes_sent=HUGE, bytes_received=HUGE)),
     ("ReportFetch", wire.FetchReport(up=math.nan, down=-1.0)),
     ("ReportFetch", wire.FetchReport(payload=PAYLOAD, failure="corrupt", failed_source="w-0123456789")),
     ("FailLease", wire.LeaseFailed(lease_id=1, reason="no such reason", detail="a" * 1_000_000)),

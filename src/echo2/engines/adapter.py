@@ -44,6 +44,10 @@ from echo2.weights.format.snapshot_files import read_factors
 PREFIX, DOWN, UP = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 PACK_ITEMS = 1 << 17
 """Smaller matrices are not packed."""
+#: Grouped products on a GPU take rows of whole 16 bytes, so ranks are filled up with zeros.
+RANK_STEP = 8
+#: What `adapt` asks at each call: the adapters of the products before and behind the activation, or None.
+Applied = Callable[[], "tuple[LowRank | None, LowRank | None]"]
 
 
 class LowRank(NamedTuple):
@@ -167,12 +171,6 @@ class Linear:
         else:
             y = torch.ops.mkldnn._linear_pointwise(x, self._packed, self._bias_O, "none", [], "")
         return y if adapter is None else adapter.add(y, x)
-
-
-#: What `adapt` asks at each call: the adapters of the products before and behind the activation, or None.
-Applied = Callable[[], "tuple[LowRank | None, LowRank | None]"]
-#: Grouped products on a GPU take rows of whole 16 bytes, so ranks are filled up with zeros.
-RANK_STEP = 8
 
 
 class StackedMap(NamedTuple):

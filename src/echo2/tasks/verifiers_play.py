@@ -25,8 +25,15 @@ from echo2.tasks.loopback_model import UNTRAINED, LoopbackModel
 if TYPE_CHECKING:
     from echo2.tasks.loopback_model import Play
 
-
 HARNESS_ID = "echo2_chat"
+#: Column with the taskset, agent and data of a task.
+COLUMN = "verifiers"
+#: Prompt of a row whose task has no prompt text: the agent gets the environment's text instead.
+NO_PROMPT = "-"
+#: The environment variable with the Authorization of verifiers' client, which the endpoint does not look at.
+NO_KEY = "ECHO2_NO_KEY"
+#: The endpoint's error code for a rollout that has used up its turns or tokens.
+CUT = "context_length_exceeded"
 #: The endpoint's header for a rollout's key.
 KEY_HEADER = "X-Echo2-Rollout-Key"
 #: The key of the rollout that the current asyncio task plays, and the agent that is trained (empty: any).
@@ -87,16 +94,6 @@ async def _asked(prompts: tuple[Any, Any], model: str, client: Any, key: str) ->
     messages: list[Any] = [*([{"role": "system", "content": system}] if system else []), *asked]
     await client.chat.completions.create(model=model, messages=messages, extra_headers={KEY_HEADER: key})
     return ProgramResult(exit_code=0, stdout="", stderr="")
-
-
-#: Column with the taskset, agent and data of a task.
-COLUMN = "verifiers"
-#: Prompt of a row whose task has no prompt text: the agent gets the environment's text instead.
-NO_PROMPT = "-"
-#: The environment variable with the Authorization of verifiers' client, which the endpoint does not look at.
-NO_KEY = "ECHO2_NO_KEY"
-#: The endpoint's error code for a rollout that has used up its turns or tokens.
-CUT = "context_length_exceeded"
 
 
 def make_play() -> Play:

@@ -387,24 +387,20 @@ class Stop(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("doing", "tokens_generated", "bytes_received", "pause_seconds", "busy_seconds", "bytes_sent", "installed", "refused")
+    __slots__ = ("doing", "bytes_received", "pause_seconds", "bytes_sent", "installed", "refused")
     DOING_FIELD_NUMBER: _ClassVar[int]
-    TOKENS_GENERATED_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     doing: str
-    tokens_generated: int
     bytes_received: int
     pause_seconds: float
-    busy_seconds: float
     bytes_sent: int
     installed: SnapshotId
     refused: str
-    def __init__(self, doing: _Optional[str] = ..., tokens_generated: _Optional[int] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., busy_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
+    def __init__(self, doing: _Optional[str] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
 
 class LeaseFailed(_message.Message):
     __slots__ = ("lease_id", "reason", "detail")

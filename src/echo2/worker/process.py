@@ -325,7 +325,6 @@ class WorkerProcess:
         report = wire.WorkerReport(doing="joining", pause_seconds=self._pause_seconds)
         if self._sampler is not None and self._scheduler is not None:
             report.doing, report.refused = self._turns.doing or self._sampler.doing, self._scheduler.refused
-            report.tokens_generated, report.busy_seconds = self._sampler.num_tokens, self._sampler.busy_seconds
         node = self._weights.node
         report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
         if (installed := self._installed()) is not None:

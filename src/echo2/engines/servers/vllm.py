@@ -75,7 +75,6 @@ OWN_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 class _Candidate(msgspec.Struct):
     token_id: int
     logprob: float
-    rank: int | None = None
 
 
 class _Token(_Candidate):

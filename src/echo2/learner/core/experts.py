@@ -4,7 +4,7 @@ Autocast converts the factors of ordinary matrix products. The grouped product o
 transformers converts its inputs to the weights' dtype, and would compute in float32 what a dense model computes in
 bfloat16. So the weights are converted here, on use, and their gradients come back in their own dtype.
 
-Factors lie in the experts' own modules (`engines/expert_adapters.py`), with the names and shapes that PEFT gives them:
+Factors lie in the experts' own modules (`engines/adapter.py`), with the names and shapes that PEFT gives them:
 an adapter's tensors are PEFT's as they are.
 """
 

@@ -37,6 +37,8 @@ from echo2.learner.core.optimizer import KINDS, set_moments
 from echo2.weights.format.model_files import WEIGHTS
 
 OPTIMIZER_FILE = "optimizer.safetensors"
+SUFFIX = ".safetensors"
+_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 class Saving(Protocol):
@@ -161,10 +163,6 @@ def load_moments(
                 found[kind] = mesh.cut_like(parameter, values.to(mesh.own(parameter).device)) if is_cut else values
         if found:
             set_moments(optimizer, parameter, found)
-
-
-SUFFIX = ".safetensors"
-_DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items()}
 
 
 def file_name(name: str, rank: int, size: int) -> str:

@@ -39,6 +39,13 @@ from echo2.transport.routes import num_routed
 #: Maximum number of reward functions with a column of their own.
 PARTS_NAMED_MAX = 64
 PARTS = ("wait_for_batch", "train", "publish_wait", "checkpoint")
+LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
+LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
+LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence's log weight, in the effective sample size
+MAX_WORKERS_NAMED = 8
+TABLES = ("by_lag", "by_worker", "fresh")
+
+S = TypeVar("S", "Mismatch", "Taught")
 
 
 class StepMeter:
@@ -192,16 +199,6 @@ class StepMeter:
             "off_policy/mean": statistics.fmean(self._staleness),
             "off_policy/max": max(self._staleness),
         }
-
-
-LAG_BOUNDS = (LOGGED_LAG, 0, 1, 2, 4, 8, 16, 32)
-LAG_NAMES = ("logged", "0", "1", "2", "3_4", "5_8", "9_16", "17_32", "33_up")
-LOG_WEIGHT_LIMIT = math.log(10.0)  # of a sequence's log weight, in the effective sample size
-MAX_WORKERS_NAMED = 8
-TABLES = ("by_lag", "by_worker", "fresh")
-
-
-S = TypeVar("S", "Mismatch", "Taught")
 
 
 def merged(left: Mapping[str, S], right: Mapping[str, S]) -> dict[str, S]:

@@ -367,13 +367,14 @@ class WorkerScheduler(StateMachine):
             self._refusals = (incoming.ref, 0)
             self.incoming = None
             return  # its base weights are not installed; `_ask` requests the full snapshot
-        if self._is_kept_out(incoming.ref):
+        if self._is_kept_out():
             return
         self.installing = incoming.ref
         when = "between two tokens" if self.generating else "while nothing is sampled"
         self.emit(do.InstallSnapshot, f"{incoming.payload} is whole; swapped {when}", payload=incoming.payload)
 
-    def _is_kept_out(self, ref: SnapshotRef) -> bool:
+    def _is_kept_out(self) -> bool:
+        """Whether leases under way forbid to swap weights now."""
         if not self.generating:
             return False
         is_exact = any(held.lease.exact_version is not None for held in self.generating.values())
