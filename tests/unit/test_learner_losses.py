@@ -311,6 +311,12 @@ def test_reference_kl_by_hand() -> None:
     assert grad.tolist() == close([2 * math.log(4), 0.0])
 
 
+def test_reference_kl_of_a_policy_that_hardly_moved_has_its_digits_in_float32() -> None:
+    logp, tokens = torch.tensor([-1.0]), loss_tokens([-1.0], [0.0], reference=[-1.0 + 2**-12])
+    tokens = replace(tokens, behaviour_n=tokens.behaviour_n.float(), reference_n=tokens.reference_n.float())
+    assert token_kl(logp, tokens, torch.tensor([False])).item() == pytest.approx(2**-25, rel=1e-3)
+
+
 def test_reference_kl_has_the_value_and_gradient_of_the_divergence_for_stale_samples_too() -> None:
     """Its mean over tokens drawn from mu, all four written out, against KL(pi || rho) itself."""
     logits = torch.tensor([0.3, -0.2, 0.9, -1.0], dtype=torch.float64, requires_grad=True)
