@@ -327,9 +327,7 @@ def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
     found: dict[str, list[Any]] = {
         "Attend": [said_hello(ENVIRONMENT if with_environment else "")],
         "Report": [
-            wire.WorkerReport(
-                installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1), doing="samples", bytes_sent=9
-            )
+            wire.WorkerReport(installed=wire.SnapshotId(policy=RUN_POLICY, lineage=1), doing="samples", bytes_sent=9)
         ],
         "FailLease": [wire.LeaseFailed(lease_id=1, reason="oom", detail="out of memory")],
         "Deliver": [
