@@ -85,7 +85,7 @@ def test_logprobs_equal_one_rollout_at_a_time(seed: int, top_k: int) -> None:
 def test_logprobs_of_likely_tokens_are_those_of_the_whole_vocabulary() -> None:
     policy, made = tiny_policy(), group(0, [1, 2], [rollout([5, 6, 9], loss_mask=b"\1\0\1"), rollout([8])])
     taught, other = data_of(made)
-    logprobs = array("f", [-1.0, -1.5, -2.0, -0.25]).tobytes()
+    logprobs = array("f", [-1.0, -1.5, -2.0, -0.25])
     taught = replace(taught, top_tokens=array("i", [3, 7, 0, 4]), top_logprobs=logprobs)
     batch = collate([taught, other], "plain", policy.pair_cost).to(policy.device, torch.float64)
     logits = policy.module(input_ids=torch.tensor([[1, 2, 5, 6, 9]])).logits[0]

@@ -24,7 +24,7 @@ class Datum:
     version             the policy version that is trained; lags count from it
     source              the worker that sampled the sequence, for statistics
     support_*           as in `types.Rollout`: the tokens that each was drawn from, where sampling was narrowed
-    top_*               a teacher's k most likely tokens at each loss token, row by row, and their logprobs (float32);
+    top_*               a teacher's k most likely tokens at each loss token, row by row ('i'), and their logprobs ('f');
                         empty: not known
     targets             'i' [T], the token to predict in place of each token; None: the token itself
     routes              [P + T - 1, layers, chosen], the experts that the sampler's mixture chose; None: not known
@@ -45,7 +45,7 @@ class Datum:
     support_tokens: array[int] | None = None
     support_offsets: array[int] | None = None
     top_tokens: array[int] = field(default_factory=lambda: array("i"))
-    top_logprobs: bytes = b""
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
     targets: array[int] | None = None
     clip_low: array[float] | None = None
     clip_high: array[float] | None = None

@@ -107,8 +107,8 @@ class Teachers:
             ]
             found = self._trainer.likely(self._names[name], asked, self._temperature, self._top_k, self._num_tokens)
             for (place, _), (logprobs, tokens, tops) in zip(places, found, strict=True):
-                top_tokens = array("i", tokens)
-                data[place] = replace(data[place], teacher_logprobs=logprobs, top_tokens=top_tokens, top_logprobs=tops)
+                top, logps = array("i", tokens), array("f", tops)
+                data[place] = replace(data[place], teacher_logprobs=logprobs, top_tokens=top, top_logprobs=logps)
             self._seconds[name] += time.perf_counter() - started
         return data
 
