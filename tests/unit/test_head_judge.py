@@ -124,3 +124,20 @@ def test_a_spent_budget_stops_the_run_and_a_larger_one_continues_it(tmp_path: Pa
         assert len(standin.asked) == 2, "what was judged is not judged again"
     found = audit(tmp_path / "run" / "ledger.sqlite")
     assert (found.lost, found.doubled) == (0, 0)
+
+
+def test_what_a_group_cost_that_the_budget_ended_is_not_forgotten(tmp_path: Path) -> None:
+    prices = {"usd_per_mtok": [0.0, 2.0], "params": {"max_tokens": 100_000}, "max_concurrency": 1}
+
+    async def scenario() -> None:
+        raw = judged(tmp_path, standin, budget_usd=0.20003, **prices)  # for two requests
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+            assert (await open_head.deliver(delivery(leases[0], digits(1, 2, 3, 4))))[0][0]
+            await until(lambda: open_head.head.ending.stopping)
+        async with OpenHead(tmp_path, raw) as open_head:
+            assert status(open_head.head)["judge"]["usd"] == pytest.approx(4e-5)
+
+    with judge_standin() as standin:
+        asyncio.run(asyncio.wait_for(scenario(), 60.0))
+        assert len(standin.asked) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import time
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -36,11 +37,12 @@ def with_judge(
     seconds: float = 30.0,
     spent_usd: float = 0.0,
     on_retry: Callable[[str], None] = lambda message: None,
+    backoff: Backoff = Backoff(0.001, 0.01),
     **settings: Any,
 ) -> T:
     async def run() -> T:
         found = msgspec.structs.replace(SETTINGS, base_url=standin.url, **settings)
-        judge = Judge(found, 3, seconds, spent_usd, on_retry, Backoff(0.001, 0.01))
+        judge = Judge(found, 3, seconds, spent_usd, on_retry, backoff)
         try:
             return await body(judge)
         finally:
@@ -174,6 +176,16 @@ def test_all_wait_as_long_as_a_busy_judge_says() -> None:
     assert took >= 4.0
 
 
+def test_a_judge_that_is_busy_for_no_time_is_asked_less_and_less() -> None:
+    async def body(judge: Judge) -> float:
+        began = time.monotonic()
+        await judge.score(TASK, ["1"])
+        return time.monotonic() - began
+
+    with judge_standin(lambda question, n: "429 0" if n <= 2 else "") as standin:
+        assert with_judge(standin, body, backoff=Backoff(0.3, 30.0)) > 0.85
+
+
 def test_the_budget_is_never_exceeded_and_ends_with_what_to_do() -> None:
     async def body(judge: Judge) -> float:
         with pytest.raises(BudgetSpent, match=r"Raise reward.judge.budget_usd and continue with --resume"):
@@ -262,6 +274,8 @@ def test_a_verdict_is_read_or_refused(text: str, is_pair: bool, score: float | N
         b'{"choices": [{"message": {"content": null}}]}',
         b'{"choices": [{"message": {"content": "[[7]]"}, "finish_reason": "length"}]}',
         b'{"choices": [{"message": {"content": "[[7]]"}}], "usage": {"prompt_tokens": -1}}',
+        b'{"choices": [{"message": {"content": "[[7]]"}}], "usage": {"prompt_tokens": %s}}' % (b"9" * 400),
+        b'{"choices": [{"message": {"content": "[[7]]"}}], "x": %s}' % (b"[" * 100_000 + b"]" * 100_000),
     ],
 )
 def test_replies_of_another_form_are_refused(data: bytes) -> None:
@@ -275,6 +289,7 @@ def test_an_answer_cannot_close_its_own_tag_and_a_column_is_not_read_as_a_templa
     text = question("{wanted}!", task, [hostile])[1]["content"]
     (tag,) = {line for line in text.splitlines() if line.startswith("<answer-")}
     assert text.count(tag) == 1
+    assert len(tag) == len("<answer->") + 16  # of fewer bits, an author can search an answer that has its own tag
     assert text.index(f"</{tag[1:]}") > text.index("[[10]]")
     assert "{rubric}!" in question("{wanted}!", task, [hostile])[0]["content"]
     with pytest.raises(UserError, match=r"rubric names 'other'; this task has \['wanted'\]"):
@@ -319,6 +334,8 @@ def test_a_judge_beside_functions_is_one_part_of_the_reward(tmp_path: Path) -> N
         ({"base_url": "127.0.0.1:8000"}, "reward.judge.base_url = '127.0.0.1:8000': expected an address as http://"),
         ({"base_url": "http://key@host/v1"}, "A key belongs into the environment variable"),
         ({"base_url": "http://host:port/v1"}, "expected an address"),
+        ({"base_url": "http://host/v1\n"}, "expected an address"),
+        ({"base_url": "http://host\u200b/v1"}, "expected an address"),
         ({"rubric": " "}, "reward.judge.rubric is empty"),
         ({"rubric": "{0}"}, "reward.judge.rubric = '{0}' may have plain column names in braces only"),
         ({"budget_usd": 5.0}, "budget_usd = 5 would never be spent: usd_per_mtok is 0"),

@@ -73,6 +73,16 @@ def test_several_answers_are_rows_and_each_can_be_continued() -> None:
         assert sorted(text.count("answer") for text in rows) == [1, 1, 2]
 
 
+def test_the_longest_answer_has_two_names_and_clients_may_send_one_of_them_empty() -> None:
+    async def agent(model: LoopbackModel, rng: random.Random) -> float:
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "1"}]
+        for more in ({"max_tokens": 9, "max_completion_tokens": 2}, {"max_completion_tokens": None, "max_tokens": 2}):
+            assert (await chat(model, messages=talk, **more))["usage"]["completion_tokens"] == 2
+        return 1.0
+
+    rollouts(ScriptedEngine(lambda prompt: "a long answer"), agent)
+
+
 def test_a_compacted_history_a_dropped_thought_and_a_sub_agent_are_rows() -> None:
     def speak(prompt: str) -> str:
         return "<think>long</think>" + ("found" if "search" in prompt else "next" if "summary" in prompt else "yes")

@@ -57,7 +57,7 @@ def read_judge(table: Mapping[str, Any]) -> JudgeConfig:
         raise UserError(f"reward.judge{f'.{key}'.rstrip('.`')}: {said[0].lower()}{said[1:]}.") from error
     except ValueError:
         is_url = False
-    if not is_url or "@" in url.netloc:
+    if not (is_url and judge.base_url.isascii() and judge.base_url.isprintable()) or "@" in url.netloc:
         raise UserError(
             f"reward.judge.base_url = {judge.base_url!r}: expected an address as http://127.0.0.1:8000/v1. A key "
             "belongs into the environment variable that reward.judge.api_key_env names."

@@ -3,7 +3,7 @@
 It is asked from the head's own process, which has the limits, the budget, and what `echo2 status` shows; there is no
 code of the user's in it. A request fails in one of three ways:
 
-    busy        429, or 503 with Retry-After: all requests wait as long as it says, and nothing is counted
+    busy        429, or 503 with Retry-After: all requests wait as long as it says or longer, and nothing is counted
     down        401, 403, 404, 5xx, no connection, no answer in time: one small request after the other is made until
                 one is answered, and all others wait. Then the request is made again, `TRIES_MAX` times in all: what
                 fails so often beside a judge that answers is itself at fault
@@ -42,7 +42,7 @@ REPLY_BYTES_MAX = 1 << 20
 SAID_CHARS = 200
 #: Tries of one request beside a judge that answers: of requests that fail in 15 % of tries, one in 90,000 is lost.
 TRIES_MAX = 6
-#: Between two tries of a request or of whether the judge is there, and after a 429 that does not say how long.
+#: Between two tries of a request or of whether the judge is there, and after a 429 that does not say longer.
 BACKOFF = Backoff(0.5, 30.0)
 #: The longest time that a Retry-After is believed.
 RETRY_AFTER_SECONDS_MAX = 3600.0
@@ -65,7 +65,7 @@ class BudgetSpent(UserError):
 
 
 class _Busy(Exception):
-    """`args`: why, and how many seconds to wait (None: it does not say)."""
+    """`args`: why, and at least how many seconds to wait."""
 
 
 class _Down(Exception):
@@ -227,10 +227,10 @@ class Judge:
                 try:
                     return await self._try(body, is_pair)
                 except _Busy as error:
-                    now, (self._busy, told) = time.monotonic(), error.args
+                    now, (self._busy, seconds) = time.monotonic(), error.args
                     self._num_busy += self._busy_until <= now  # of those that were refused together the first counts
-                    seconds = self._backoff.after(self._num_busy) if told is None else told
-                    self._busy_until = max(self._busy_until, now + min(seconds, RETRY_AFTER_SECONDS_MAX))
+                    seconds = max(self._backoff.after(self._num_busy), min(seconds, RETRY_AFTER_SECONDS_MAX))
+                    self._busy_until = max(self._busy_until, now + seconds)
                 except (NoVerdict, _Down) as error:
                     problem = f"the judge {self._judge.model} gave no verdict: {error}"
                     num_tries += 1
@@ -300,7 +300,7 @@ class Judge:
         said = data[: 4 * SAID_CHARS].decode(errors="replace")
         words = f"it answers {status}: " + printable(said.replace(self._key, "***") if self._key else said, SAID_CHARS)
         if status == 429 or (status == 503 and retry_after):
-            raise _Busy(words, float(retry_after) if retry_after.isdecimal() else None)
+            raise _Busy(words, float(retry_after) if retry_after.isdecimal() else 0.0)
         raise NoVerdict(words) if status in REFUSALS else _Down(words)
 
     async def _exchange(self, body: bytes) -> tuple[int, str, bytes]:

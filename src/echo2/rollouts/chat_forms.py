@@ -186,7 +186,7 @@ def _openai_call(body: Json) -> ChatCall:
     return ChatCall(
         _messages(body.get("messages")),
         None if body.get("tool_choice") == "none" else _tools(body.get("tools")),
-        longest(body.get("max_completion_tokens", body.get("max_tokens"))),
+        longest(body.get("max_tokens") if (most := body.get("max_completion_tokens")) is None else most),
         _stop("stop", body.get("stop")),
         count,
         bool(body.get("stream")),

@@ -98,14 +98,15 @@ def as_one_row(group: RolloutGroup) -> tuple[Rollout, ...]:
 
 
 def _as_one(rows: Sequence[Rollout]) -> Rollout:
-    tokens, logprobs, mask, spans = array("i"), array("f"), b"", list[tuple[int, int]]()
+    tokens, logprobs, spans = array("i"), array("f"), list[tuple[int, int]]()
     for row in rows:
-        spans += ((len(tokens) + start, version) for start, version in row.version_spans)
-        tokens, logprobs, mask = tokens + row.tokens, logprobs + row.logprobs, mask + row.loss_mask
+        spans += [(len(tokens) + start, version) for start, version in row.version_spans]
+        tokens += row.tokens
+        logprobs += row.logprobs
     return Rollout(
         tokens,
         logprobs,
-        mask,
+        b"".join(row.loss_mask for row in rows),
         tuple(spans),
         "length" if any(row.finish == "length" for row in rows) else "stop",
         "\n\n".join(row.text for row in rows),

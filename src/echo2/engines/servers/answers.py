@@ -111,7 +111,7 @@ def decode(data: bytes, kind: type[T]) -> T:
     """
     try:
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
         raise PeerError("bad_answer", f"the token server's answer: {error}") from error
 
 

@@ -177,8 +177,9 @@ class HeadEffects:
         except BudgetSpent as error:
             head.ending.stop(str(error))
             return
-        if head.reward.judge is not None:
-            head.ledger.set_meta("judge_usd", head.reward.judge.spent_usd)
+        finally:  # what a group cost that got no score is spent, too
+            if head.reward.judge is not None:
+                head.ledger.set_meta("judge_usd", head.reward.judge.spent_usd)
         await head.events.tell(event)
 
     def _feed(self, command: do.FeedGroup | do.EndStep) -> None:
