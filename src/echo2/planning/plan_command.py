@@ -34,7 +34,6 @@ from echo2.planning.first_plan import (
     FirstPlan,
     Range,
     open_range,
-    shortened,
     told_range,
     usual_delta_share,
 )
@@ -122,23 +121,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _decide(
-    config: configuration.Config,
-    options: argparse.Namespace,
-    past: PastRun | None,
-    beside: SearchLimit | None = None,
-) -> _Decided:
-    """Return the plan; within the limit `beside`, if that is given, and then without its range.
+def _decide(config: configuration.Config, options: argparse.Namespace, past: PastRun | None) -> _Decided:
+    """Return the plan.
 
     Raises:
-    NoPlanError: no plan exists.
-    DoesNotFitError: the learner does not fit, or a worker fits no offer.
-    UserError: an input is missing.
+        NoPlanError: no plan exists.
+        DoesNotFitError: the learner does not fit, or a worker fits no offer.
+        UserError: an input is missing.
     """
     inputs, sources, estimated, needs = _ready(config, options, past)
-    if beside is not None:
-        short = shortened(inputs) if beside.walks == 1 else inputs
-        return _Decided(make_plan(short, beside), inputs, sources, needs, None)
     plan = make_plan(inputs)
     return _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
 
@@ -322,9 +313,9 @@ def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanErr
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
         return _told(options, {}, remedies(error, _are_estimated(options)))
-    for changes in itertools.islice(_fitting(options, past), FITTING_MAX):
+    for changes, inputs in itertools.islice(_fitting(options, past), FITTING_MAX):
         try:
-            plan = _decide(*_with(options, changes), past, limit).plan
+            plan = make_plan(inputs, limit)
         except NoPlanError as refusal:
             if found := remedies(refusal, _are_estimated(options)):
                 return _told(options, changes, found)
@@ -333,8 +324,10 @@ def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanErr
     return ""
 
 
-def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[dict[str, str]]:
-    """Yield flags with which learner and workers fit into memory: larger machines for the learner, or settings."""
+def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[dict[str, str], PlanInputs]]:
+    """Yield flags with which learner and workers fit into memory, and the inputs with them: larger machines for the
+    learner, or settings.
+    """
     count, name, card = several(options.learner, "--learner") if options.learner else (1, "", None)
     memory = options.learner_memory_gb or max(1, round(this_machine().memory_bytes / GB))
     larger = [{"--learner-memory-gb": f"{memory * 2**power:g}"} for power in range(1, 7)]
@@ -348,8 +341,7 @@ def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[dict
         if name and "learner.ranks" in settings:
             changes["--learner"] = f"{settings['learner.ranks']}x{name}"
         with contextlib.suppress(UserError):
-            _ready(*_with(options, changes), past)
-            yield changes
+            yield changes, _ready(*_with(options, changes), past)[0]
 
 
 def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configuration.Config, argparse.Namespace]:
@@ -373,7 +365,7 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None, limit: Sear
     for power in range(1, 7):
         value = str(now << power)
         try:
-            yield value, _decide(*_with(options, {f"--{AT_ONCE}": value}), past, limit).plan
+            yield value, make_plan(_ready(*_with(options, {f"--{AT_ONCE}": value}), past)[0], limit)
         except UserError:
             continue
 
