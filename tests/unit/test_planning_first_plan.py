@@ -125,7 +125,14 @@ def test_a_plan_needs_no_measurement(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = " ".join(capsys.readouterr().out.split())
     assert "once measured" in shown
     assert "answers of 1024, --answer-tokens" in shown
-    assert "Cheaper, with more rollouts at once" not in shown, "two groups don't fit in 32 GB"
+
+
+def test_the_learner_has_a_rank_for_each_gpu_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*write(tmp_path, QWEN3_8B, SETTINGS.replace("ranks = 4\n", ""), OFFERS), "--learner", "4xA100-80GB"]
+    assert main(words) == 0
+    assert "learner.ranks 4" in " ".join(capsys.readouterr().out.split()), "what a run needs beside the plan"
+    assert main([*words, "--learner.ranks", "2"]) == 2
+    assert "has 4 GPUs and learner.ranks = 2" in capsys.readouterr().err
 
 
 def test_a_teacher_costs_a_forward_pass_and_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

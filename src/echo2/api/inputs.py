@@ -36,6 +36,11 @@ from echo2.core.errors import UserError, did_you_mean, write_failed
 from echo2.core.printable import shown
 from echo2.tasks.base import task_from_row
 
+#: Longest literal that is written for one value.
+LITERAL_CHARS_MAX = 1 << 20
+HEADER = '"""Written by echo2 from a Python session."""\n\nfrom __future__ import annotations\n'
+INSTEAD = "Make it inside the function, or put the function in a file and name that: file.py:name."
+
 
 class Saves(Protocol):
     """A transformers model or tokenizer: only its `save_pretrained` is used here."""
@@ -183,12 +188,6 @@ def _functions(reward: Rewards, folder: Path) -> list[str]:
         return [f"{weight!r} * {named_code(one, folder)}" for one, weight in reward.items()]
     several = reward if isinstance(reward, list | tuple) else [reward]
     return [named_code(one, folder) for one in several]
-
-
-#: Longest literal that is written for one value.
-LITERAL_CHARS_MAX = 1 << 20
-HEADER = '"""Written by echo2 from a Python session."""\n\nfrom __future__ import annotations\n'
-INSTEAD = "Make it inside the function, or put the function in a file and name that: file.py:name."
 
 
 def named_code(thing: Any, folder: Path) -> str:

@@ -19,6 +19,8 @@ from echo2.core.errors import UserError
 Command = Callable[[argparse.Namespace], int]
 #: `add_command` with its first argument.
 Add = Callable[..., argparse.ArgumentParser]
+SERVICE = "echo2_service"
+NOT_INSTALLED = "The service is not installed. In a clone of echo2's repository: pip install . ./service"
 
 
 def add_command(
@@ -57,10 +59,6 @@ def begin_process() -> None:
     child.end_with_supervisor()
     raise_descriptor_limit()
     logs.start()
-
-
-SERVICE = "echo2_service"
-NOT_INSTALLED = "The service is not installed. In a clone of echo2's repository: pip install . ./service"
 
 
 def add_service(add: Add) -> None:

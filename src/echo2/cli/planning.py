@@ -21,7 +21,8 @@ def add_plan(add: Add) -> None:
     parser.add_argument("--budget", type=float, metavar="USD", help="most that the run may cost")
     parser.add_argument("--rehearse", action="store_true", help="also simulate the plan with the real control code")
     given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
-    text = "the learner's GPUs, as in 4xA100-80GB: estimates what is not given from their data sheet"
+    text = "the learner's GPUs, as in 4xA100-80GB (sets learner.ranks, where the file does not): estimates what is not "
+    text += "given from their data sheet"
     given.add_argument("--learner", metavar="GPUS", help=text)
     given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a similar run that was measured")
     for flag, symbol, what in (

@@ -19,6 +19,25 @@ from echo2.core.errors import UserError
 from echo2.learner.core.fitting import PROMPT_TOKENS
 from echo2.learner.decide.model_shape import ModelShape
 
+#: Share of a GPU's arithmetic that large matrices use in training, and the width at which half of that is reached by an
+#: H100, whose `FAST_TFLOPS` need larger matrices than slower GPUs do.
+TRAINING_SHARE, HALF_WIDTH, FAST_TFLOPS = 0.55, 500, 989.0
+#: The same for mixtures: each expert has few tokens.
+MIXTURE_SHARE = 0.7
+#: What this project's learner makes of what such systems do, measured on one H200 at three widths.
+OWN_SHARE = 0.65
+#: Share of the memory's bandwidth that decoding uses.
+BANDWIDTH_SHARE = 0.9
+#: Seconds that a decoding step takes besides, by engine; on a GPU `compact` and `transformers` wait for the starts of
+#: kernels (docs/log.md, 27 November 2026).
+STEP_SECONDS = {"vllm": 0.003, "compact": 0.02, "transformers": 0.048}
+#: Share of the arithmetic that decoding and reading prompts use.
+DECODING_SHARE = 0.8
+#: Nine of ten public measurements are between an estimate divided by this and multiplied by it.
+SPREAD = 2.0
+#: Mean length of answers, as a share of the longest, where nothing has been sampled.
+ANSWER_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
@@ -86,26 +105,6 @@ def _plain(name: str) -> str:
 
 
 _BY_PLAIN_NAME = {_plain(name): one for name, one in GPUS.items()} | {"a100": GPUS["A100-80GB"]}
-
-
-#: Share of a GPU's arithmetic that large matrices use in training, and the width at which half of that is reached by an
-#: H100, whose `FAST_TFLOPS` need larger matrices than slower GPUs do.
-TRAINING_SHARE, HALF_WIDTH, FAST_TFLOPS = 0.55, 500, 989.0
-#: The same for mixtures: each expert has few tokens.
-MIXTURE_SHARE = 0.7
-#: What this project's learner makes of what such systems do, measured on one H200 at three widths.
-OWN_SHARE = 0.65
-#: Share of the memory's bandwidth that decoding uses.
-BANDWIDTH_SHARE = 0.9
-#: Seconds that a decoding step takes besides, by engine; on a GPU `compact` and `transformers` wait for the starts of
-#: kernels (docs/log.md, 27 November 2026).
-STEP_SECONDS = {"vllm": 0.003, "compact": 0.02, "transformers": 0.048}
-#: Share of the arithmetic that decoding and reading prompts use.
-DECODING_SHARE = 0.8
-#: Nine of ten public measurements are between an estimate divided by this and multiplied by it.
-SPREAD = 2.0
-#: Mean length of answers, as a share of the longest, where nothing has been sampled.
-ANSWER_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True)

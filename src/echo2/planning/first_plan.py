@@ -29,12 +29,12 @@ from echo2.planning.estimates import (
     training_seconds,
     training_share,
 )
-from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan
+from echo2.planning.plan import NoPlanError, Plan, make_plan
 from echo2.planning.plan_inputs import PlanInputs
 
 #: In bfloat16, at rates from 1e-6 to 2e-5, a step's delta is 1 to 1.5 % (docs/log.md); the first steps change more.
 DELTA_SHARE = 0.03
-#: Steps of plans beside the one that was asked for.
+#: Steps of plans beside the one that was asked for: fewer say what a step costs.
 STEPS_BESIDE = 32
 
 
@@ -208,16 +208,12 @@ def usual_delta_share(config: Config) -> float | None:
     return DELTA_SHARE if config.model.snapshot_dtype == "bfloat16" and not config.lora.rank else None
 
 
-def shortened(inputs: PlanInputs) -> PlanInputs:
-    """Return the inputs of a plan beside the one that was asked for: fewer steps say what its step costs."""
-    return replace(inputs, steps=min(inputs.steps, STEPS_BESIDE), budget_usd=None)
-
-
 def open_range(inputs: PlanInputs, plan: Plan, estimated: Estimated) -> Range | None:
     """Return what the plan may become once all is measured; None if nothing is estimated."""
     if not estimated.trains and not estimated.offers:
         return None
     plans, has_gaps = [plan], False
+    short = replace(inputs, steps=min(inputs.steps, STEPS_BESIDE), budget_usd=None)
     for slower in (1 / SPREAD, SPREAD) if estimated.trains else (1.0,):
         for faster in (1 / SPREAD, SPREAD) if estimated.offers else (1.0,):
             offers = tuple(
@@ -226,9 +222,8 @@ def open_range(inputs: PlanInputs, plan: Plan, estimated: Estimated) -> Range | 
                 else one
                 for one in inputs.offers
             )
-            changed = shortened(replace(inputs, train_seconds=inputs.train_seconds * slower, offers=offers))
             try:
-                plans.append(make_plan(changed, SearchLimit(walks=1)))
+                plans.append(make_plan(replace(short, train_seconds=inputs.train_seconds * slower, offers=offers)))
             except NoPlanError:
                 has_gaps = True
     counts, prices = [sum(one.machines.values()) for one in plans], [one.usd_per_step for one in plans]

@@ -41,12 +41,9 @@ _ONE_BY_ONE = 8
 
 @dataclass(slots=True)
 class SearchLimit:
-    """How many forecasts may still be made: `forecasts` in all, `each` by one search, `search` by the present one;
-    `walks` of the same machines, of which a plan that is only shown beside another needs one.
-    """
+    """How many forecasts may still be made: `forecasts` in all, `each` by one search, `search` by the present one."""
 
     forecasts: int = 2 * FORECASTS_MAX
-    walks: int = WALKS
     each: int = FORECASTS_MAX
     search: int = 0
 
@@ -160,7 +157,7 @@ def by_staleness(inputs: PlanInputs) -> list[Plan]:
             break
         try:
             fresher = replace(inputs, max_staleness=max_staleness, budget_usd=None)
-            plan = make_plan(fresher, SearchLimit(walks=1))
+            plan = make_plan(fresher)
         except UserError:
             continue
         if not plans or plan.max_staleness > plans[-1].max_staleness:
@@ -354,7 +351,7 @@ def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: fl
     # Which worker gets the last batch of a step is chance: the worst of a few forecasts counts.
     prediction = forecast(demand, kinds, inputs.steps)
     limit.spend()
-    for seed in range(1, limit.walks):
+    for seed in range(1, WALKS):
         if prediction.steady_idle_ratio <= most_idle:
             limit.spend()
             walk = forecast(demand, kinds, inputs.steps, seed=seed)

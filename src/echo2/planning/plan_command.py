@@ -19,6 +19,7 @@ from rich.table import Table
 from echo2 import config as configuration
 from echo2.config.offers import Offer, load_offers
 from echo2.core.devices import this_machine
+from echo2.core.documents import read_tables
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
 from echo2.engines.registry import chosen
@@ -34,7 +35,6 @@ from echo2.planning.first_plan import (
     FirstPlan,
     Range,
     open_range,
-    shortened,
     told_range,
     usual_delta_share,
 )
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: no plan exists, and the message has the nearest that does; or an input is missing.
     """
-    config = configuration.load(options.config, options.overrides)
+    config = _configured(options)
     if options.offers is None and Path("offers.toml").is_file():
         options.offers = Path("offers.toml")
     if options.offers == MARKET and (reason := refresh()):
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps({**plan.to_dict(), **told}))
         return 0
     console = Console()
-    show(found, by_staleness(inputs), console)
+    show(found, config.learner.ranks, by_staleness(inputs), console)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
     console.print(needs_table(*found.needs) if found.needs else unknown, highlight=False)
     if rehearsal is not None:
@@ -122,23 +122,25 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _decide(
-    config: configuration.Config,
-    options: argparse.Namespace,
-    past: PastRun | None,
-    beside: SearchLimit | None = None,
-) -> _Decided:
-    """Return the plan; within the limit `beside`, if that is given, and then without its range.
+def _configured(options: argparse.Namespace) -> configuration.Config:
+    """Return the configuration. Where it does not set `learner.ranks`, there are as many as `--learner` names GPUs."""
+    tables, where = read_tables(options.config, "the config file"), str(options.config)
+    configuration.check_keys(tables, where)
+    ranks = {}
+    if options.learner is not None and "ranks" not in tables.get("learner", {}):
+        ranks = {"learner.ranks": str(several(options.learner, "--learner")[0])}
+    return configuration.build(tables, where, {**ranks, **options.overrides})
+
+
+def _decide(config: configuration.Config, options: argparse.Namespace, past: PastRun | None) -> _Decided:
+    """Return the plan.
 
     Raises:
-    NoPlanError: no plan exists.
-    DoesNotFitError: the learner does not fit, or a worker fits no offer.
-    UserError: an input is missing.
+        NoPlanError: no plan exists.
+        DoesNotFitError: the learner does not fit, or a worker fits no offer.
+        UserError: an input is missing.
     """
     inputs, sources, estimated, needs = _ready(config, options, past)
-    if beside is not None:
-        short = shortened(inputs) if beside.walks == 1 else inputs
-        return _Decided(make_plan(short, beside), inputs, sources, needs, None)
     plan = make_plan(inputs)
     return _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
 
@@ -322,9 +324,9 @@ def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanErr
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
         return _told(options, {}, remedies(error, _are_estimated(options)))
-    for changes in itertools.islice(_fitting(options, past), FITTING_MAX):
+    for changes, inputs in itertools.islice(_fitting(options, past), FITTING_MAX):
         try:
-            plan = _decide(*_with(options, changes), past, limit).plan
+            plan = make_plan(inputs, limit)
         except NoPlanError as refusal:
             if found := remedies(refusal, _are_estimated(options)):
                 return _told(options, changes, found)
@@ -333,23 +335,24 @@ def _way_out(options: argparse.Namespace, past: PastRun | None, error: NoPlanErr
     return ""
 
 
-def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[dict[str, str]]:
-    """Yield flags with which learner and workers fit into memory: larger machines for the learner, or settings."""
+def _fitting(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[dict[str, str], PlanInputs]]:
+    """Yield flags with which learner and workers fit into memory, and the inputs with them: larger machines for the
+    learner, or settings.
+    """
     count, name, card = several(options.learner, "--learner") if options.learner else (1, "", None)
     memory = options.learner_memory_gb or max(1, round(this_machine().memory_bytes / GB))
     larger = [{"--learner-memory-gb": f"{memory * 2**power:g}"} for power in range(1, 7)]
     if card is not None:
         names = [other for other, one in GPUS.items() if one.memory_gb > card.memory_gb]
         larger = [{"--learner": f"{count}x{other}"} for other in reversed(names)]
-    saving = settings_that_save_memory(configuration.load(options.config, options.overrides))
+    saving = settings_that_save_memory(_configured(options))
     market = [{"--offers": str(MARKET)}] if options.offers not in (None, MARKET) else []
     for settings in itertools.chain(market, itertools.islice(saving, READY_MAX), larger):
         changes = {flag if flag.startswith("--") else f"--{flag}": value for flag, value in settings.items()}
         if name and "learner.ranks" in settings:
             changes["--learner"] = f"{settings['learner.ranks']}x{name}"
         with contextlib.suppress(UserError):
-            _ready(*_with(options, changes), past)
-            yield changes
+            yield changes, _ready(*_with(options, changes), past)[0]
 
 
 def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configuration.Config, argparse.Namespace]:
@@ -362,18 +365,18 @@ def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[configu
         asked.learner = changes["--learner"]
     if "--learner-memory-gb" in changes:
         asked.learner_memory_gb = float(changes["--learner-memory-gb"])
-    return configuration.load(asked.config, asked.overrides), asked
+    return _configured(asked), asked
 
 
 def _more_at_once(options: argparse.Namespace, past: PastRun | None, limit: SearchLimit) -> Iterator[tuple[str, Plan]]:
     """Yield plans in which workers of estimated rates sample more groups at once, with that setting's value."""
     if not _are_estimated(options):
         return
-    now = configuration.load(options.config, options.overrides).sampling.groups_per_batch
+    now = _configured(options).sampling.groups_per_batch
     for power in range(1, 7):
         value = str(now << power)
         try:
-            yield value, _decide(*_with(options, {f"--{AT_ONCE}": value}), past, limit).plan
+            yield value, make_plan(_ready(*_with(options, {f"--{AT_ONCE}": value}), past)[0], limit)
         except UserError:
             continue
 
@@ -419,14 +422,14 @@ def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
 # ---- for people ------------------------------------------------------------------------------------------------------
 
 
-def show(found: _Decided, choices: list[Plan], console: Console) -> None:
+def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> None:
     """Print the plan as two short tables, and the origin of its inputs."""
     plan, inputs, sources = found.plan, found.inputs, found.sources
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
-    table.add_row(
-        "settings", f"[bold]schedule.max_staleness {plan.max_staleness}, publish_every {plan.publish_every}[/bold]"
-    )
+    settings = f"schedule.max_staleness {plan.max_staleness}, publish_every {plan.publish_every}"
+    settings += f", learner.ranks {ranks}" if ranks > 1 else ""
+    table.add_row("settings", f"[bold]{settings}[/bold]")
     mean = plan.prediction.mean_staleness
     table.add_row("staleness", f"mean {mean:.2f}, bound {plan.max_staleness}   {_histogram(plan)}")
     trains = 1.0 - inputs.waits_for_rewards

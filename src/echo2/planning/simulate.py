@@ -31,6 +31,14 @@ MAX_STEPS = 60
 HEARTBEATS_PER_STEP = 20
 #: Time limit, as a multiple of the predicted time; longer than any plan takes.
 TIME_LIMIT_FACTOR = 5.0
+#: The learner runs close to the head.
+LEARNER_LATENCY_SECONDS = 0.001
+LEARNER_BYTES_PER_SECOND = 1e9
+#: A fleet starts one machine every 0.1 s; a large fleet starts all its machines within this time.
+JOINS_WITHIN_SECONDS = 60.0
+#: Events between two calls of `progress`.
+PROGRESS_EVENTS = 20_000
+MakeWorker = Callable[[SimWorld, SimNetwork, str, WorkersSpec, Scenario, History], SimWorker]
 
 
 def rehearse(plan: Plan, inputs: PlanInputs, seed: int = 0) -> Report:
@@ -144,19 +152,6 @@ def to_table(study: Study, reports: list[Report]) -> str:
         )
     lines.append("idle, s/step and wait are of the second half of the steps; the cold start is not in them.")
     return "\n".join(lines)
-
-
-#: The learner runs close to the head.
-LEARNER_LATENCY_SECONDS = 0.001
-LEARNER_BYTES_PER_SECOND = 1e9
-#: A fleet starts one machine every 0.1 s; a large fleet starts all its machines within this time.
-JOINS_WITHIN_SECONDS = 60.0
-
-
-#: Events between two calls of `progress`.
-PROGRESS_EVENTS = 20_000
-
-MakeWorker = Callable[[SimWorld, SimNetwork, str, WorkersSpec, Scenario, History], SimWorker]
 
 
 def run_scenario(

@@ -43,6 +43,37 @@ LAST_SECONDS = 5
 BYTES_OF_TOKEN = 16
 #: Environment variable with a fixed token, for programs that connect repeatedly.
 TOKEN_VARIABLE = "ECHO2_VIEW_TOKEN"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+#: Names of exported metrics. A metric with a third part, such as the name of a data source, is left out.
+METRIC_NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)?")
+#: Pages that may be open at once.
+LISTENERS_MAX = 64
+#: Browsers load resources from this server only and run no inline code: the text of a rollout is not trusted.
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
+#: Groups shown of a file of rollouts; a held-out set may have thousands, too many to draw in time.
+GROUPS_SHOWN = 200
+FILES = (
+    "page.js",
+    "parts.js",
+    "charts.js",
+    "fleet.js",
+    "rollouts.js",
+    "files.js",
+    "page.css",
+    "icon.svg",
+    "uPlot.iife.min.js",
+    "uPlot.min.css",
+)
+REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def run(options: argparse.Namespace) -> int:
@@ -117,39 +148,6 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(f"Cannot listen on {join(host, port)}: {error.strerror}. Choose another --port.") from error
 
 
-MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-#: Names of exported metrics. A metric with a third part, such as the name of a data source, is left out.
-NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)?")
-#: Pages that may be open at once.
-LISTENERS_MAX = 64
-#: Browsers load resources from this server only and run no inline code: the text of a rollout is not trusted.
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
-#: Groups shown of a file of rollouts; a held-out set may have thousands, too many to draw in time.
-GROUPS_SHOWN = 200
-FILES = (
-    "page.js",
-    "parts.js",
-    "charts.js",
-    "fleet.js",
-    "rollouts.js",
-    "files.js",
-    "page.css",
-    "icon.svg",
-    "uPlot.iife.min.js",
-    "uPlot.min.css",
-)
-REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
-Handler = Callable[[Request], Awaitable[Response]]
-
-
 def exposition(views: Sequence[RunView]) -> str:
     """Return the newest value of each metric of each run, and what `_state` says of it."""
     samples: dict[str, list[str]] = {}
@@ -157,7 +155,7 @@ def exposition(views: Sequence[RunView]) -> str:
         label = view.name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         newest = {name: value for row in view.rows for name, value in row.items()}
         for name, value in {**newest, **_state(view)}.items():
-            if is_number(value) and NAME.fullmatch(name) and name != "step":
+            if is_number(value) and METRIC_NAME.fullmatch(name) and name != "step":
                 samples.setdefault(f"echo2_{name.replace('/', '_')}", []).append(f'{{run="{label}"}} {value!r}')
     lines = [
         line
@@ -251,7 +249,7 @@ class Dashboard:
         """Return the newest metrics for Prometheus."""
         async with self._scraping:
             views = await asyncio.to_thread(self._watch.newest)
-        return Response(await asyncio.to_thread(exposition, views), media_type=MEDIA_TYPE)  # it reads the disk
+        return Response(await asyncio.to_thread(exposition, views), media_type=METRICS_TYPE)  # it reads the disk
 
     async def _rollouts(self, request: Request) -> Response:
         """Without `name`: return the names of the files of rollouts; else the first groups of that file."""

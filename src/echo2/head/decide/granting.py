@@ -37,6 +37,13 @@ LEASES_KNOWN = 8
 #: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
 #: group in seven twice at 1.5, and stragglers cost more time at 3.
 LATE_AFTER = 2.0
+#: The longest lease, as a multiple of `lease_seconds`.
+LEASE_STRETCH_MAX = 8.0
+#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
+FULL_TIMES = 2.0
+#: The longest lease of a stranger where no machine of the owner can work, as a multiple of `lease_seconds`; beside one,
+#: a stranger's leases are never extended, whatever it did before.
+STRANGER_STRETCH = 2.0
 
 
 def grant(state: PlannerState, now: float) -> None:
@@ -296,15 +303,6 @@ def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
         if may and last_step(state, worker.installed) >= step:
             return worker
     return None
-
-
-#: The longest lease, as a multiple of `lease_seconds`.
-LEASE_STRETCH_MAX = 8.0
-#: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
-FULL_TIMES = 2.0
-#: The longest lease of a stranger where no machine of the owner can work, as a multiple of `lease_seconds`; beside one,
-#: a stranger's leases are never extended, whatever it did before.
-STRANGER_STRETCH = 2.0
 
 
 def granted_seconds(state: PlannerState, worker: Worker) -> float:

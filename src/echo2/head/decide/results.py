@@ -25,6 +25,8 @@ from echo2.head.strangers.decide.trust import MALFORMED_COST, REFUSED_COST
 #: Groups that dynamic sampling replaces for one step, at most, as a multiple of the step's size. A step must end even
 #: if every task is too easy or too hard. If two in three tasks teach nothing, the task set should be changed instead.
 RESAMPLED_MAX = 2.0
+#: A stranger's group may take this many times the usual seconds: some honest texts take longer than others.
+FAR = 10.0
 
 
 def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | None:
@@ -412,10 +414,6 @@ def stop(state: PlannerState, reason: str) -> None:
     """Stop the run; the first reason counts."""
     if state.health.end(reason):
         state.emit(do.StopRun, reason)
-
-
-#: A stranger's group may take this many times the usual seconds: some honest texts take longer than others.
-FAR = 10.0
 
 
 def _rewarded(state: PlannerState, event: ev.GroupScored) -> None:

@@ -51,6 +51,10 @@ REFUSALS_PER_WORKER = 10
 SOLVED = 1.0
 #: Prefix of the metrics that count failed tasks, before the reason.
 FAILED_BECAUSE = "eval/num_failed/"
+#: Maximum age of the prediction of the learner's idle time.
+PREDICTED_SECONDS = 5.0
+#: Maximum number of workers turned away for their price or engine that `echo2 status` names.
+TURNED_AWAY_MAX = 20
 
 
 @dataclass(slots=True)
@@ -237,12 +241,6 @@ def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
     solved: 1 - C(n - c, k) / C(n, k). 1 <= k <= n. (Chen et al. 2021, arXiv 2107.03374, equation 1.)
     """
     return 1.0 - math.comb(num_samples - num_solved, k) / math.comb(num_samples, k)
-
-
-#: Maximum age of the prediction of the learner's idle time.
-PREDICTED_SECONDS = 5.0
-#: Maximum number of workers turned away for their price or engine that `echo2 status` names.
-TURNED_AWAY_MAX = 20
 
 
 class RunBooks:

@@ -34,6 +34,33 @@ from echo2.core.printable import duration
 from echo2.head.ledger.schema import open_for_reading, unusable
 from echo2.head.strangers.decide.checks import CHECK_SHARE
 
+LEARNER = "learner"
+#: Causes that are not wasted work, in the order in which they are shown; the others are shown in between.
+FIRST, LAST = ("training", "useful"), ("standby", "idle")
+#: Causes that a total always lists, even if they are zero.
+ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
+#: Cost of a check over the cost of sampling the same group, measured on a CPU (`make bench-hostile_sampling`).
+CHECK_PER_SAMPLED = 0.89
+#: Mean number of groups, all of them false, that a trusted ticket delivers until one is checked.
+GROUPS_UNTIL_FOUND = 1.0 / CHECK_SHARE
+#: Explanations of the causes, shown in the table.
+MEANINGS = {
+    "training": "the learner at work",
+    "useful": "rollouts that were trained on, or wait for it",
+    "stale": "too old on arrival",
+    "failed": "could not be sampled or scored",
+    "duplicate": "another worker's result came first",
+    "late": "came after their lease had ended",
+    "malformed": "malformed",
+    "expired": "unfinished when their lease ended",
+    "lost": "lost with their worker",
+    "untrusted": "not drawn as its worker says, or of a worker of which that was found",
+    "standby": "standing by, not needed",
+    "idle": "paid, but without work",
+}
+#: Machines that have a line of their own; the rest share one.
+MACHINES_SHOWN = 20
+
 
 @dataclass(slots=True)
 class MachineCost:
@@ -173,34 +200,6 @@ class CostBook:
 
     def wasted_usd(self) -> float:
         return sum(machine.wasted_usd() for machine in self.machines.values())
-
-
-LEARNER = "learner"
-#: Causes that are not wasted work, in the order in which they are shown; the others are shown in between.
-FIRST, LAST = ("training", "useful"), ("standby", "idle")
-#: Causes that a total always lists, even if they are zero.
-ALWAYS = ("useful", "stale", "failed", "duplicate", "idle")
-#: Cost of a check over the cost of sampling the same group, measured on a CPU (`make bench-hostile_sampling`).
-CHECK_PER_SAMPLED = 0.89
-#: Mean number of groups, all of them false, that a trusted ticket delivers until one is checked.
-GROUPS_UNTIL_FOUND = 1.0 / CHECK_SHARE
-#: Explanations of the causes, shown in the table.
-MEANINGS = {
-    "training": "the learner at work",
-    "useful": "rollouts that were trained on, or wait for it",
-    "stale": "too old on arrival",
-    "failed": "could not be sampled or scored",
-    "duplicate": "another worker's result came first",
-    "late": "came after their lease had ended",
-    "malformed": "malformed",
-    "expired": "unfinished when their lease ended",
-    "lost": "lost with their worker",
-    "untrusted": "not drawn as its worker says, or of a worker of which that was found",
-    "standby": "standing by, not needed",
-    "idle": "paid, but without work",
-}
-#: Machines that have a line of their own; the rest share one.
-MACHINES_SHOWN = 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,6 +65,9 @@ _TABLES = (
 )
 
 MAX_INTEGER = (1 << 63) - 1  # SQLite's
+_Execute = Callable[[str, Sequence[Any]], sqlite3.Cursor]
+#: The columns of a `RecoveredGroup`, in order.
+_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, '') AS why, is_flat"
 
 
 def storable(number: int) -> int | None:
@@ -156,11 +159,6 @@ def unusable(path: Path, error: Exception) -> UserError:
         f"Cannot use the ledger {path}: {error}. Nothing that was recorded is lost. "
         "Check for free space, permissions and a second process using this directory, then continue with --resume."
     )
-
-
-_Execute = Callable[[str, Sequence[Any]], sqlite3.Cursor]
-#: The columns of a `RecoveredGroup`, in order.
-_COLUMNS = "number, step, state, oldest_version, worker_id, coalesce(reason, '') AS why, is_flat"
 
 
 def read_groups(

@@ -57,6 +57,11 @@ KEPT = 4096
 KEPT_PROMPTS, KEPT_PROMPT_TOKENS = 4096, 4 << 20
 #: Maximum number of tokens of a teacher's prompt: half of what a message has room for beside a group.
 TEACHER_TOKENS_MAX = 1 << 17
+#: Number of rollouts remembered, the newest ones.
+COPIES_KEPT = 1 << 16
+#: Rollouts less likely than exp(-CHANCE_NATS) are compared. With `COPIES_KEPT` remembered, one honest rollout in
+#: 3 x 10^10 equals one of them by chance.
+CHANCE_NATS = 36.0
 
 
 @dataclass(slots=True)
@@ -304,13 +309,6 @@ def _load(
     ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
     context = read_context(files) if "config.json" in files else None
     return tokenizer, ends, context or 0
-
-
-#: Number of rollouts remembered, the newest ones.
-COPIES_KEPT = 1 << 16
-#: Rollouts less likely than exp(-CHANCE_NATS) are compared. With `COPIES_KEPT` remembered, one honest rollout in
-#: 3 x 10^10 equals one of them by chance.
-CHANCE_NATS = 36.0
 
 
 class CopiedRollouts:

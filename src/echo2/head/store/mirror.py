@@ -36,9 +36,22 @@ from echo2.head.ledger.schema import open_for_reading, open_for_writing
 from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
 from echo2.head.store.log import add_mark, copy_name, decode, entry_key, send, take_log
 
+log = logging.getLogger(__name__)
+
 _CHANGES = ("INSERT ", "UPDATE ", "DELETE ")
 _NUMBER = "log"  # key in the table `meta`
 _SET_NUMBER = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
+#: While nothing is recorded, the head asks so often whether another one has taken the run over.
+PROBE_SECONDS = 5.0
+#: Messages that wait look so often whether there is trouble.
+LOOK_SECONDS = 1.0
+#: A store that takes nothing for so long is told; if messages wait for it, the head accepts no results meanwhile.
+TROUBLE_SECONDS = 5.0
+#: Time for the last records of a run that ends.
+CLOSING_SECONDS = 30.0
+#: More leases than a head grants within any lag.
+LEASES_AHEAD = 1 << 20
+RETRY_SECONDS = Backoff(0.1, 5.0)
 
 
 class LoggedLedger(Ledger):
@@ -123,21 +136,6 @@ def number_of(connection: sqlite3.Connection) -> int:
     """Return the number of a ledger's last record; 0: it has none."""
     row = connection.execute("SELECT value FROM meta WHERE key = ?", (_NUMBER,)).fetchone()
     return int(row[0]) if row is not None else 0
-
-
-log = logging.getLogger(__name__)
-
-#: While nothing is recorded, the head asks so often whether another one has taken the run over.
-PROBE_SECONDS = 5.0
-#: Messages that wait look so often whether there is trouble.
-LOOK_SECONDS = 1.0
-#: A store that takes nothing for so long is told; if messages wait for it, the head accepts no results meanwhile.
-TROUBLE_SECONDS = 5.0
-#: Time for the last records of a run that ends.
-CLOSING_SECONDS = 30.0
-#: More leases than a head grants within any lag.
-LEASES_AHEAD = 1 << 20
-RETRY_SECONDS = Backoff(0.1, 5.0)
 
 
 class Mirror:

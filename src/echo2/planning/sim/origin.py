@@ -32,6 +32,8 @@ DELTA_SHARE = 8
 #: Chance, times `delta_chance`, that the head announces a delta on the newest older version, whatever the worker has:
 #: the head's knowledge may be outdated.
 STALE_CHANCE = 0.2
+#: Chunks under way from one source at a time.
+WINDOW = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,10 +191,6 @@ class SimOrigin:
 
     def _assign(self, payload: PayloadId, worker_ids: Iterable[str]) -> None:
         self.tell(bev.PayloadAssigned(payload, tuple(worker_ids), len(self.manifest(payload).chunks)))
-
-
-#: Chunks under way from one source at a time.
-WINDOW = 4
 
 
 class FetchTick(Event):

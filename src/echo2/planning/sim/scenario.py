@@ -45,6 +45,8 @@ Rate = Annotated[float, Meta(gt=0, le=1e15)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Spread = Annotated[float, Meta(ge=0, le=5)]
 Usd = Annotated[float, Meta(ge=0, le=1e6)]
+#: Runs that one file may ask for.
+MAX_RUNS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +260,6 @@ class Scenario:
         return num_groups * self.group_size / mean
 
 
-#: Runs that one file may ask for.
-MAX_RUNS = 1000
 _SECTIONS: dict[str, type[Any]] = {"learner": LearnerSpec, "head": HeadSpec, "broadcast": BroadcastSpec}
 _LISTS: dict[str, type[Any]] = {"workers": WorkersSpec, "outages": OutageSpec}
 

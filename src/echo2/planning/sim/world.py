@@ -24,6 +24,16 @@ from echo2.head.decide import events as ev
 
 #: Events after which a simulation counts as endless.
 MAX_EVENTS = 500_000_000
+#: Seconds until a call without an answer counts as failed.
+CALL_SECONDS = 5.0
+#: Seconds until either end of a dead connection notices (keepalive).
+KEEPALIVE_SECONDS = 4.0
+#: Bytes of a message that carries no payload.
+SMALL_BYTES = 500
+HEAD = "head"
+LEARNER = "learner"
+#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
+_ROLLOUT_BYTES = 8
 
 
 class Kill(Event):
@@ -116,16 +126,6 @@ class SimWorld:
 
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
-
-
-#: Seconds until a call without an answer counts as failed.
-CALL_SECONDS = 5.0
-#: Seconds until either end of a dead connection notices (keepalive).
-KEEPALIVE_SECONDS = 4.0
-#: Bytes of a message that carries no payload.
-SMALL_BYTES = 500
-HEAD = "head"
-LEARNER = "learner"
 
 
 @dataclass(slots=True)
@@ -260,10 +260,6 @@ class SampledBatch(Attachment):
     def __init__(self, data: bytes, num_groups: int) -> None:
         super().__init__(data)
         self.num_groups = num_groups
-
-
-#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
-_ROLLOUT_BYTES = 8
 
 
 def of_samples(digest: bytes, samples: Iterable[int]) -> bytes:

@@ -34,6 +34,14 @@ LEAST_SAVING, EXCHANGE_SECONDS = 0.1, 1200.0
 _SLACK = 1e-9
 #: A linked list, last kind first: (counts of the earlier kinds, count of this kind). Nodes share common prefixes.
 _Counts = tuple[Any, int] | None
+#: Seconds between two reviews of the fleet: the cost of each grows with the fleet.
+LOOK_SECONDS = 5.0
+#: Seconds after which a rented machine that has not joined is given up.
+RENT_SECONDS = 900.0
+#: Seconds that a rented machine is on standby, or without its worker, before it is returned.
+RETURN_SECONDS = 300.0
+#: Seconds between two tries of an offer whose hook fails: the first value, doubled at each failure up to the second.
+RETRY_SECONDS = Backoff(15.0, 900.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,16 +371,6 @@ def _lasts(since: float | None, now: float, seconds: float) -> bool:
 
 def _reason(rate: float, needed_rate: float) -> str:
     return f"{rate:.4g} rollouts/s active, {needed_rate:.4g} needed"
-
-
-#: Seconds between two reviews of the fleet: the cost of each grows with the fleet.
-LOOK_SECONDS = 5.0
-#: Seconds after which a rented machine that has not joined is given up.
-RENT_SECONDS = 900.0
-#: Seconds that a rented machine is on standby, or without its worker, before it is returned.
-RETURN_SECONDS = 300.0
-#: Seconds between two tries of an offer whose hook fails: the first value, doubled at each failure up to the second.
-RETRY_SECONDS = Backoff(15.0, 900.0)
 
 
 @dataclass(slots=True)

@@ -20,6 +20,23 @@ from echo2.core.types import Backoff, SnapshotRef
 BATCHES_PER_RATE = 4
 #: Weight of a new rate in the running mean.
 NEW_RATE = 0.5
+#: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
+UNKNOWN = "unknown"
+#: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
+REST_SECONDS = Backoff(1.0, 60.0)
+#: A worker counts as lost after this many heartbeats without a report; a busy machine or a slow link may miss some.
+LOST_AFTER_HEARTBEATS = 5
+#: The same after its connection closed: a worker that only lost its link is back within a heartbeat or two.
+GRACE_HEARTBEATS = 3
+#: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
+Kind = tuple[SnapshotRef | None, str]
+#: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
+#: frees slots while others of the group still run; and a worker shall not idle for a round trip to the head.
+LOOK_AHEAD = 2
+#: Workers by load: samples asked for, a stranger's failures in a row, time of joining, worker id.
+Ranking = LazyHeap[str, tuple[int, int, float, str]]
+#: Where a worker is indexed: as having free slots (0), or room for groups that wait (1); and by its kind.
+Place = tuple[int, Kind]
 
 
 @dataclass(slots=True)
@@ -83,25 +100,6 @@ class Throughput:
         rate, seconds = self.rate or assumed_rate, self.busy_seconds(now)
         under_way = (2 if self.rate else 1) * samples_per_batch
         return min(rate, (self.num_done + under_way) / seconds) if seconds > 0 else rate
-
-
-#: Placeholder ticket of a worker whose leases outlived a restart of the head, until the worker comes back.
-UNKNOWN = "unknown"
-#: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
-REST_SECONDS = Backoff(1.0, 60.0)
-#: A worker counts as lost after this many heartbeats without a report; a busy machine or a slow link may miss some.
-LOST_AFTER_HEARTBEATS = 5
-#: The same after its connection closed: a worker that only lost its link is back within a heartbeat or two.
-GRACE_HEARTBEATS = 3
-#: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
-Kind = tuple[SnapshotRef | None, str]
-#: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
-#: frees slots while others of the group still run; and a worker shall not idle for a round trip to the head.
-LOOK_AHEAD = 2
-#: Workers by load: samples asked for, a stranger's failures in a row, time of joining, worker id.
-Ranking = LazyHeap[str, tuple[int, int, float, str]]
-#: Where a worker is indexed: as having free slots (0), or room for groups that wait (1); and by its kind.
-Place = tuple[int, Kind]
 
 
 @dataclass(slots=True)

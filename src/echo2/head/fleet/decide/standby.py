@@ -34,6 +34,8 @@ ALONE_SECONDS = 60.0
 MOST_FACTOR = 10.0
 #: Rollouts per second to rent when no worker is connected and nothing is known: selects the cheapest machine.
 LEAST_RATE = 1e-9
+#: Steps of a forecast: enough to forget the start, few enough to cost the head only milliseconds.
+STEPS = 40
 
 
 def recover(state: PlannerState, machines: Iterable[ev.RecoveredMachine], now: float) -> None:
@@ -211,10 +213,6 @@ def _return_unneeded(state: PlannerState, rentals: Rentals, now: float) -> None:
     for worker_id, offer in rentals.pop_lost(now):
         reason = f"its worker has been lost for {RETURN_SECONDS:.0f} s"
         state.emit(do.ReturnMachine, reason, offer=offer, worker_id=worker_id)
-
-
-#: Steps of a forecast: enough to forget the start, few enough to cost the head only milliseconds.
-STEPS = 40
 
 
 @dataclass(frozen=True, slots=True)

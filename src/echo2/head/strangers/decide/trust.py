@@ -27,6 +27,30 @@ SURPRISE_MAX, SURPRISE_KEPT = 7.0, 30_000.0
 HISTORY_MAX = 16
 #: Tickets that are remembered; the least recently updated are dropped first.
 TICKETS_MAX = 10_000
+#: Refusals that a worker may cause in a burst; refusals added per granted lease; refusals restored per second. An
+#: honest worker's result is refused at most once per lease (late, duplicate), or twice if the answer was lost.
+PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND = 64.0, 2.0, 0.1
+#: Cost of a refusal in patience: for a result that no honest worker sends, and for any other.
+MALFORMED_COST, REFUSED_COST = 3.0, 1.0
+#: Seconds of the first expulsion, doubled at each further one, up to the second value.
+EXPELLED_SECONDS = Backoff(60.0, 3600.0)
+#: The largest mean |log ratio| that a worker may have at lag 0, in nats per token, and the tokens that the mean covers.
+#: Engines in bfloat16 are at .005, in 8 bits at .02 to .05; wrong weights, or logprobs of another temperature or
+#: support than was sampled from, exceed the limit (docs/engines.md).
+MISMATCH_MAX, MISMATCH_TOKENS = 0.1, 1024.0
+#: The same for workers that round their weights, whatever the form: a coarser one allows no more.
+MISMATCH_ROUNDED_MAX = 0.25
+#: If the absolute mean surprise over as many tokens exceeds this, in nats per token, all groups of the worker are
+#: checked. It is about six standard deviations of honest sampling, but no proof of fraud: groups without a gradient are
+#: not measured, and the others contain more rare tokens.
+SURPRISE_ODD = 0.3
+#: Credit that a ticket loses by a lease without a result; a result earns 1. A ticket with more than a third of its
+#: leases failing gets fewer and fewer.
+LOST_CREDIT = 2
+#: Accepted results that cancel one rest of a ticket: its next rest is half as long.
+RESULTS_PER_PARDON = 16
+#: Workers whose penalty is remembered; the least recently used are dropped first.
+PENALTIES_MAX = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,32 +250,6 @@ class TrustBook:
     def all(self) -> dict[str, Trust]:
         """Return the trust in every ticket that has delivered a group."""
         return dict(self._of)
-
-
-#: Refusals that a worker may cause in a burst; refusals added per granted lease; refusals restored per second. An
-#: honest worker's result is refused at most once per lease (late, duplicate), or twice if the answer was lost.
-PATIENCE, PATIENCE_PER_LEASE, PATIENCE_PER_SECOND = 64.0, 2.0, 0.1
-#: Cost of a refusal in patience: for a result that no honest worker sends, and for any other.
-MALFORMED_COST, REFUSED_COST = 3.0, 1.0
-#: Seconds of the first expulsion, doubled at each further one, up to the second value.
-EXPELLED_SECONDS = Backoff(60.0, 3600.0)
-#: The largest mean |log ratio| that a worker may have at lag 0, in nats per token, and the tokens that the mean covers.
-#: Engines in bfloat16 are at .005, in 8 bits at .02 to .05; wrong weights, or logprobs of another temperature or
-#: support than was sampled from, exceed the limit (docs/engines.md).
-MISMATCH_MAX, MISMATCH_TOKENS = 0.1, 1024.0
-#: The same for workers that round their weights, whatever the form: a coarser one allows no more.
-MISMATCH_ROUNDED_MAX = 0.25
-#: If the absolute mean surprise over as many tokens exceeds this, in nats per token, all groups of the worker are
-#: checked. It is about six standard deviations of honest sampling, but no proof of fraud: groups without a gradient are
-#: not measured, and the others contain more rare tokens.
-SURPRISE_ODD = 0.3
-#: Credit that a ticket loses by a lease without a result; a result earns 1. A ticket with more than a third of its
-#: leases failing gets fewer and fewer.
-LOST_CREDIT = 2
-#: Accepted results that cancel one rest of a ticket: its next rest is half as long.
-RESULTS_PER_PARDON = 16
-#: Workers whose penalty is remembered; the least recently used are dropped first.
-PENALTIES_MAX = 10_000
 
 
 @dataclass(slots=True)
