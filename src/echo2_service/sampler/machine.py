@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 #: Maximum size of all adapters on disk; the least recently used are deleted.
 ADAPTER_BYTES_MAX = 4 << 30
+#: Seconds after which unsent answers are sent again, if the connection holds.
+AGAIN_SECONDS = 0.2
+ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class FetchedWeights:
@@ -140,11 +143,6 @@ class FetchedWeights:
         kept = [one for one in self._store.manifests() if one.ref.is_base_model or one.payload in self._adapters]
         self._store.forget(kept)
         await asyncio.to_thread(self._store.sweep)
-
-
-#: Seconds after which unsent answers are sent again, if the connection holds.
-AGAIN_SECONDS = 0.2
-ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class SamplerMachine:

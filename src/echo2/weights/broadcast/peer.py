@@ -59,6 +59,7 @@ EARLY_SECONDS = 5.0
 ASKED_MAX = 64
 #: Uplink rate in bytes per second reported by a worker that does not relay, so that it becomes no worker's source.
 LEAF_UP = 1.0
+MANIFEST_SECONDS = 60.0
 
 
 class Reports:
@@ -411,9 +412,6 @@ class PeerNode:
                     break
                 await retries.pause()  # another worker's turn
         self._measuring = None
-
-
-MANIFEST_SECONDS = 60.0
 
 
 class WeightsReceiver:
