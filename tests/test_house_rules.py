@@ -56,6 +56,12 @@ def test_no_circle_of_files() -> None:
     assert house.circles(sources) == [["echo2.core.one", "echo2.core.three", "echo2.core.two"]]
 
 
+def test_every_folder_of_modules_is_a_package() -> None:
+    """pkgutil, coverage, PyInstaller and the reader of the site's docstrings pass by a folder without this file."""
+    packages = {path.parent for path in house.SOURCE.rglob("*.py")}
+    assert [package for package in packages if not (package / "__init__.py").exists()] == []
+
+
 def test_the_service_uses_every_seam() -> None:
     """A seam that nothing uses is deleted, so that the list says how much of the core the service needs."""
     sources = [source for source in house.package_sources() if source.room == floors.SERVICE]

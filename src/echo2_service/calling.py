@@ -32,6 +32,10 @@ log = logging.getLogger(__name__)
 
 #: Type codes of the arrays that may be sent.
 _CODES = ("i", "f", "d")
+#: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
+MOST_DEATHS = 8
+#: Pauses between two starts; they grow while the process dies without an answer.
+RESTART_SECONDS = Backoff(0.1, 10.0)
 
 
 def _plain(value: Any) -> Any:
@@ -66,12 +70,6 @@ def frame(message: Request | Answer | JournalRecord) -> bytes:
         PeerError: "oversized".
     """
     return frames.frame(_ENCODER.encode(message))
-
-
-#: Deaths of the process during one call after which the call is failed; likewise starts in a row without an answer.
-MOST_DEATHS = 8
-#: Pauses between two starts; they grow while the process dies without an answer.
-RESTART_SECONDS = Backoff(0.1, 10.0)
 
 
 @dataclass(slots=True)

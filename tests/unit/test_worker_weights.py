@@ -8,6 +8,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from echo2.transport.grpc_server import GrpcServer
 from echo2.transport.identity import RunIdentity
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
-from echo2.weights.broadcast.peer import listen_address
+from echo2.weights.broadcast.peer import WeightsReceiver, listen_address
 from echo2.weights.format.manifest import MAX_DELTAS, Manifest, compose
 from echo2.weights.format.model_files import rounded
 from echo2.weights.format.segments import Encoder, base_model_of
@@ -145,7 +146,8 @@ class Machine:
     ) -> None:
         self.link, self.load = member.link(), load
         self.outcomes: asyncio.Queue[str] = asyncio.Queue()
-        self.weights = WorkerWeights(member, self.link, path, "127.0.0.1:0", True, self._happen, self._failed, own_base)
+        receive = partial(WeightsReceiver, member, self.link, path, "127.0.0.1:0", True)
+        self.weights = WorkerWeights(receive, self._happen, self._failed, own_base)
         self.tasks: list[asyncio.Task[None]] = []
 
     def _happen(self, event: ev.Event) -> None:

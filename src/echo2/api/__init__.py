@@ -1,1 +1,1 @@
-"""The Python interface. The reader of docstrings behind the site finds only packages that have such a file."""
+"""echo2 from Python: `echo2.train(...)` and the `Run` it returns. The command line uses the same runs."""

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 #: Entries of `no_proxy`: OpenAI clients and the like would send calls of the model to a proxy.
 LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
 PACKAGE_ROOT = str(Path(echo2.__file__).resolve().parent.parent)  # the child imports the same echo2
+#: Environment variable that carries the file descriptor of a lifeline's reading end.
+LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
 
 
 class ChildProcess:
@@ -213,10 +215,6 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.close(nothing)
     os.dup2(2, 1)
     return inbox, outbox
-
-
-#: Environment variable that carries the reading end's file descriptor.
-LIFELINE_VARIABLE = "ECHO2_LIFELINE_FD"
 
 
 def end_with_supervisor(may_save: bool = False) -> None:

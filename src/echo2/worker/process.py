@@ -35,6 +35,7 @@ from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership, attended
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.weights.broadcast.peer import WeightsReceiver
 from echo2.worker.at_home import Delivered, attended_at_home, measurements
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
@@ -98,8 +99,8 @@ class WorkerProcess:
         self._worker_id, self._options, self._environments = member.peer_id, options, environments
         self._directory = directory
         self._link, self._clock = member.link(), Clock()
-        place = member, self._link, directory, options.listen, options.relays
-        self._weights = WorkerWeights(*place, self._dispatch, self._give_up, own_base)
+        receive = partial(WeightsReceiver, member, self._link, directory, options.listen, options.relays)
+        self._weights = WorkerWeights(receive, self._dispatch, self._give_up, own_base)
         self._scheduler: WorkerScheduler | None = None
         self._sampler: LeaseSampler | None = None
         self._engine: Engine | None = None

@@ -11,16 +11,13 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from echo2.core.background import spawn
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.engines.engine import OutOfMemoryError
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Link
-from echo2.transport.grpc_link import Membership
-from echo2.weights.broadcast.peer import WeightsReceiver
+from echo2.weights.broadcast.peer import Receive
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.format.model_files import rounded
 from echo2.weights.store.content import InstalledContent
@@ -39,27 +36,13 @@ class WorkerWeights:
 
     def __init__(
         self,
-        member: Membership,
-        link: Link,
-        directory: Path,
-        listen: str,
-        relays: bool,
+        receive: Receive,
         dispatch: Callable[[ev.Event], None],
         fail: Callable[[BaseException], None],
         own_base: Snapshot | None = None,
     ) -> None:
-        """Raises: UserError, `listen` is not HOST:PORT."""
         self._dispatch, self._fail, self._own_base = dispatch, fail, own_base
-        self._receiver = WeightsReceiver(
-            member,
-            link,
-            directory,
-            listen,
-            relays,
-            on_whole=self._whole,
-            on_gone=lambda payload: dispatch(ev.SnapshotGone(payload)),
-            on_error=fail,
-        )
+        self._receiver = receive(self._whole, lambda payload: dispatch(ev.SnapshotGone(payload)), fail)
         self.node, self._store = self._receiver.node, self._receiver.store
         self._manifests: dict[PayloadId, Manifest] = {}
         # The payload may be announced again with other chunks; a fetch under way continues with its first manifest.

@@ -35,6 +35,8 @@ PAGE = """<!doctype html>
 <title>echo2 serve</title><link rel="stylesheet" href="page.css"></head>
 <body><header><h1>echo2 serve</h1></header><main>{}</main></body></html>
 """
+#: Age after which the service's last report on its fleet is ignored.
+STALE_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +70,6 @@ def _table(table: Table) -> str:
     heads = "".join(f'<th scope="col">{escape_html(head)}</th>' for head in table.heads)
     rows = ("".join(f"<td>{escape_html(printable(cell))}</td>" for cell in row) for row in table.rows)
     return f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(f'<tr>{row}</tr>' for row in rows)}</tbody></table>"
-
-
-#: Age after which the service's last report on its fleet is ignored.
-STALE_SECONDS = 15.0
 
 
 def run(options: argparse.Namespace) -> int:

@@ -32,6 +32,11 @@ Labels: TypeAlias = dict[str, Any]
 
 T = TypeVar("T", bound=Struct)
 
+#: Bytes at the beginning of a body in which model and number are looked for if the whole is not readable.
+BEGINNING_BYTES = 64 << 10
+_MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,512})"')
+_NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,19})\b')
+
 
 class LabelledBody(Struct):
     """A body with a client's own data; `create_session` has nothing else that is read.
@@ -259,12 +264,6 @@ def prompt_tokens(prompt: PromptBody) -> Sequence[int]:
 def not_text(kind: str) -> UserError:
     """Return the error for a part of this type in a prompt or datum."""
     return UserError(f"The input has a part of type {kind!r}. Only 'encoded_text' is taken here: send tokens alone.")
-
-
-#: Bytes at the beginning of a body in which model and number are looked for if the whole is not readable.
-BEGINNING_BYTES = 64 << 10
-_MODEL = re.compile(rb'"model_id"\s*:\s*"([^"\\]{1,512})"')
-_NUMBER = re.compile(rb'"seq_id"\s*:\s*(\d{1,19})\b')
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,9 @@ CLIPS = ("clip_low_threshold", "clip_high_threshold")
 INPUTS = frozenset({"target_tokens", "weights", "advantages", "logprobs", "mask", "sequence_ratio_mask", *CLIPS})
 Array: TypeAlias = NDArray[Any]
 
+#: The protocol's value for "no logprob".
+NO_LOGPROB = -99999.0
+
 
 def read_protobuf(body: bytes) -> tuple[TrainWork, bytes]:
     """Return the work in a protobuf body, and canonical bytes that are the same for the same work.
@@ -282,10 +285,6 @@ def answer_as_json(kind: str, answer: bytes) -> dict[str, Any]:
             shape = [int(end - begin) // (width[0] if width else 1), *width]
             outputs.append({"logprobs": {"data": flat[begin:end].tolist(), "dtype": "float32", "shape": shape}})
     return {"loss_fn_output_type": "ArrayRecord", "loss_fn_outputs": outputs, "metrics": dict(message.metrics)}
-
-
-#: The protocol's value for "no logprob".
-NO_LOGPROB = -99999.0
 
 
 def check_scores(spec: SampleSpec) -> None:

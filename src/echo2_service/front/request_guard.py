@@ -29,6 +29,30 @@ from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
 from echo2_service.front.database import UNREACHED, Database, keys
 
+log = logging.getLogger(__name__)
+
+#: train: models and checkpoints; sample: samplers and samples.
+SCOPES = ("train", "sample")
+PREFIX = "tml-"  # required by the SDK
+STATUS = {
+    "unauthenticated": 401,
+    "spent": 402,  # the SDKs pause and retry for an hour
+    "scope": 403,
+    "not_found": 404,
+    "gone": 410,
+    "too_large": 413,
+    "rate": 429,
+}
+#: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
+#: and quoted paths go as a whole.
+_PATH = re.compile(
+    r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
+    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
+    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
+    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
+)
+ERROR_CHARS_MAX = 2000
+
 
 class Traffic:
     """Bytes and requests under way, by tenant: bodies from their first byte, answers until they are sent. `num_bytes`:
@@ -86,11 +110,6 @@ class Passage:
     def end(self) -> None:
         """Forget the request."""
         self._end(self._tenant, self._num_bytes)
-
-
-#: train: models and checkpoints; sample: samplers and samples.
-SCOPES = ("train", "sample")
-PREFIX = "tml-"  # required by the SDK
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,27 +188,6 @@ class ApiKeys:
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
-
-log = logging.getLogger(__name__)
-
-STATUS = {
-    "unauthenticated": 401,
-    "spent": 402,  # the SDKs pause and retry for an hour
-    "scope": 403,
-    "not_found": 404,
-    "gone": 410,
-    "too_large": 413,
-    "rate": 429,
-}
-#: What looks like an absolute path. Addresses of the service and of checkpoints stay; other URLs, such as a database's,
-#: and quoted paths go as a whole.
-_PATH = re.compile(
-    r"(?P<kept>(?:tinker|logits|https?)://\S*|(?<![\w.])/api/v1(?:/\S*)?)"
-    r"|[A-Za-z][\w+.-]*:/{2,}\S*"
-    r"|(?P<quote>['\"`])~?/[^'\"`]*(?P=quote)"
-    r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
-)
-ERROR_CHARS_MAX = 2000
 
 Handler: TypeAlias = Callable[[Caller, Request, bytes], Awaitable[Response]]
 WhenRefused: TypeAlias = Callable[[Caller, Request, bytes, PeerError | UserError], Awaitable[Response | None]]

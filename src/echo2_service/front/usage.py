@@ -29,6 +29,22 @@ from echo2_service.backend import Backend
 from echo2_service.front.database import Database, bills, checkpoints, models, requests, samplers, sessions
 from echo2_service.settings import Quotas
 
+SAVES_SHARE = 0.9
+#: Part of a quota that answers may have for longer than minutes.
+ANSWERS_SHARE = 0.2
+#: Bytes charged for a row, with its indexes.
+ROW_BYTES = 1024
+TENANT_PREFIX = "tenant_"
+#: Directories looked up at once.
+NAMES_MAX = 1000
+ROWS_MAX = {
+    "sessions": "SESSIONS_MAX",
+    "models": "MODELS_MAX",
+    "samplers": "SAMPLERS_MAX",
+    "checkpoints": "CHECKPOINTS_MAX",
+}
+REMEDY = "Delete checkpoints, finish sessions that are no longer used, or ask who runs the service for more."
+
 
 class Bills:
     """Dollars by tenant and kind of request. A changed price applies to later requests only."""
@@ -84,19 +100,6 @@ class Bills:
 
     def _price(self, kind: str, num_tokens: int) -> float:
         return num_tokens / 1e6 * self._quotas.usd_per_million_tokens.get(kind, 0.0)
-
-
-SAVES_SHARE = 0.9
-#: Part of a quota that answers may have for longer than minutes.
-ANSWERS_SHARE = 0.2
-#: Bytes charged for a row, with its indexes.
-ROW_BYTES = 1024
-TENANT_PREFIX = "tenant_"
-#: Directories looked up at once.
-NAMES_MAX = 1000
-ROWS_MAX = {"sessions": "SESSIONS_MAX", "models": "MODELS_MAX", "samplers": "SAMPLERS_MAX"}
-ROWS_MAX["checkpoints"] = "CHECKPOINTS_MAX"
-REMEDY = "Delete checkpoints, finish sessions that are no longer used, or ask who runs the service for more."
 
 
 class Storage:

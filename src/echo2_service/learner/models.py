@@ -50,6 +50,12 @@ from echo2_service.learner.journal import Journal
 from echo2_service.learner.losses import CLIENT_LOSSES, HIGH, LOW
 from echo2_service.learner.tenants import Tenants
 
+#: Seconds of work since the last checkpoint beyond which a new one is written; writing takes 5 to 60 ms (small models).
+REDO_SECONDS = 10.0
+#: Maximum memory of all loaded adapters, with their gradients and moments.
+MEMORY_BYTES = limits.ADAPTER_MEMORY_BYTES
+_MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
+
 
 @dataclass(frozen=True, slots=True)
 class LearnerData:
@@ -145,12 +151,6 @@ def _weights(datum: ClientDatum, loss: str) -> array[float] | None:
             weights[at] = 0.0
     return weights
 
-
-#: Seconds of work since the last checkpoint beyond which a new one is written; writing takes 5 to 60 ms (small models).
-REDO_SECONDS = 10.0
-#: Maximum memory of all loaded adapters, with their gradients and moments.
-MEMORY_BYTES = limits.ADAPTER_MEMORY_BYTES
-_MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
 
 #: An operation in slices: it yields whenever another model may go on.
 Slices = Generator[None, None, Answer]

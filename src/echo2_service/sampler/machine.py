@@ -24,10 +24,9 @@ from echo2.core.background import Shared, spawn
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import Link
 from echo2.transport.grpc_link import Membership, attended
 from echo2.transport.limits import MESSAGE_BYTES_MAX, PROTOCOL_VERSION
-from echo2.weights.broadcast.peer import WeightsReceiver
+from echo2.weights.broadcast.peer import Receive, WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.content import Content
 from echo2.worker.joining import enrolled
@@ -42,29 +41,22 @@ log = logging.getLogger(__name__)
 
 #: Maximum size of all adapters on disk; the least recently used are deleted.
 ADAPTER_BYTES_MAX = 4 << 30
+#: Seconds after which unsent answers are sent again, if the connection holds.
+AGAIN_SECONDS = 0.2
+ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
 
 
 class FetchedWeights:
     """`node`: this machine's peer in the broadcast. `own_base`: a base model already here. For one event loop."""
 
     def __init__(
-        self,
-        member: Membership,
-        link: Link,
-        directory: Path,
-        listen: str,
-        relays: bool,
-        fail: Callable[[BaseException], None],
-        own_base: Snapshot | None,
+        self, receive: Receive, contents: Path, fail: Callable[[BaseException], None], own_base: Snapshot | None
     ) -> None:
-        """Raises: UserError, `listen` is not HOST:PORT."""
         self._own_base = own_base
-        self._receiver = WeightsReceiver(
-            member, link, directory, listen, relays, on_whole=self._whole, on_gone=self._gone, on_error=fail
-        )
+        self._receiver = receive(self._whole, self._gone, fail)
         self.node, self._store = self._receiver.node, self._receiver.store
-        self._contents = directory / "contents"
-        self._contents.mkdir(parents=True, exist_ok=True)
+        self._contents = contents
+        contents.mkdir(parents=True, exist_ok=True)
         self._adapters: OrderedDict[PayloadId, int] = OrderedDict(  # sizes in bytes; most recently used last
             (manifest.payload, manifest.content_bytes)
             for manifest in self._store.manifests()
@@ -142,19 +134,14 @@ class FetchedWeights:
         await asyncio.to_thread(self._store.sweep)
 
 
-#: Seconds after which unsent answers are sent again, if the connection holds.
-AGAIN_SECONDS = 0.2
-ANSWER_BYTES_MAX = MESSAGE_BYTES_MAX - (1 << 20)
-
-
 class SamplerMachine:
     """One machine of a service's fleet. For one event loop."""
 
     def __init__(self, member: Membership, directory: Path, options: WorkerOptions, own_base: Snapshot | None) -> None:
         self._options, self._link = options, member.link()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        listen, relays = options.listen, options.relays
-        self._weights = FetchedWeights(member, self._link, directory, listen, relays, self._fail, own_base)
+        receive = partial(WeightsReceiver, member, self._link, directory, options.listen, options.relays)
+        self._weights = FetchedWeights(receive, directory / "contents", self._fail, own_base)
         self._slots = options.slots or SLOTS
         self._bases = Shared(self._load)
         self._calls = SampleCalls(self._bases.get, self._tell)

@@ -37,6 +37,8 @@ from echo2_service.backend import Answer, CancelCall, Request, SampleCall, Sampl
 from echo2_service.calling import ProcessSettings, begin, failed, receive
 from echo2_service.decide.placing import OTHERS_SHARE, SLOTS
 
+log = logging.getLogger(__name__)
+
 #: Maximum memory of all adapters; the least recently used are dropped.
 MEMORY_BYTES = 2 << 30
 
@@ -210,9 +212,6 @@ class _Slots:
             if not slot.done():
                 self._used[owner] = self._used.get(owner, 0) + 1
                 slot.set_result(None)
-
-
-log = logging.getLogger(__name__)
 
 
 class SampleCalls:

@@ -35,6 +35,19 @@ log = logging.getLogger(__name__)
 REACH_SECONDS = 5.0
 #: Reason of a PeerError in handling a source's message -> failure reported to the fetcher. Other reasons: "broken".
 FAILURE_OF = {"corrupt": "corrupt", "oversized": "corrupt", "malformed": "corrupt", "missing": "missing"}
+#: Timeout for an awaited peer to dial this node.
+DIALLED_WITHIN_SECONDS = 8.0
+#: How long, and at which interval, a peer that does not answer is dialled again.
+DIAL_SECONDS = 5.0
+REDIAL_SECONDS = 0.5
+#: Maximum number of concurrent GiveChunk calls per request, and the timeout of one call.
+GIVE_CALLS = 16
+GIVE_SECONDS = 60.0
+#: Maximum number of the peer's requests answered at once; further requests are not read meanwhile.
+GIVES_MAX = REQUESTS_PER_PEER_MAX
+#: Maximum number of connections of each kind that stay open for reuse; the least recently used idle one is closed
+#: first.
+EDGES_MAX = 256
 
 
 class Intake(Protocol):
@@ -179,20 +192,6 @@ class DialledSource(Source):
 
 
 Serve = Callable[[wire.ChunkRequest], AsyncGenerator[bytes, None]]
-
-#: Timeout for an awaited peer to dial this node.
-DIALLED_WITHIN_SECONDS = 8.0
-#: How long, and at which interval, a peer that does not answer is dialled again.
-DIAL_SECONDS = 5.0
-REDIAL_SECONDS = 0.5
-#: Maximum number of concurrent GiveChunk calls per request, and the timeout of one call.
-GIVE_CALLS = 16
-GIVE_SECONDS = 60.0
-#: Maximum number of the peer's requests answered at once; further requests are not read meanwhile.
-GIVES_MAX = REQUESTS_PER_PEER_MAX
-#: Maximum number of connections of each kind that stay open for reuse; the least recently used idle one is closed
-#: first.
-EDGES_MAX = 256
 
 
 class Dial:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from echo2.core.addresses import host_and_port, is_loopback, split
 from echo2.core.background import Background, spawn
@@ -59,6 +59,12 @@ EARLY_SECONDS = 5.0
 ASKED_MAX = 64
 #: Uplink rate in bytes per second reported by a worker that does not relay, so that it becomes no worker's source.
 LEAF_UP = 1.0
+MANIFEST_SECONDS = 60.0
+
+OnPayload: TypeAlias = Callable[[PayloadId], None]
+OnError: TypeAlias = Callable[[BaseException], None]
+#: Makes a machine's `WeightsReceiver`, given its last three arguments.
+Receive: TypeAlias = "Callable[[OnPayload, OnPayload, OnError], WeightsReceiver]"
 
 
 class Reports:
@@ -163,9 +169,9 @@ class PeerNode:
         network: Network,
         link: Link,
         *,
-        on_whole: Callable[[PayloadId], None],
-        on_gone: Callable[[PayloadId], None],
-        on_error: Callable[[BaseException], None],
+        on_whole: OnPayload,
+        on_gone: OnPayload,
+        on_error: OnError,
         listen: tuple[str, int] | None = ("0.0.0.0", 0),
         relays: bool = True,
     ) -> None:
@@ -413,9 +419,6 @@ class PeerNode:
         self._measuring = None
 
 
-MANIFEST_SECONDS = 60.0
-
-
 class WeightsReceiver:
     """`store`: the chunks in `directory`; `node`: the machine's part in the broadcast, which calls the `on_*`. It
     listens for other machines on `listen` if it `relays`, by default on a free port: on all interfaces, or on loopback
@@ -429,9 +432,9 @@ class WeightsReceiver:
         directory: Path,
         listen: str,
         relays: bool,
-        on_whole: Callable[[PayloadId], None],
-        on_gone: Callable[[PayloadId], None],
-        on_error: Callable[[BaseException], None],
+        on_whole: OnPayload,
+        on_gone: OnPayload,
+        on_error: OnError,
     ) -> None:
         """Raises: UserError, `listen` is not HOST:PORT."""
         self._link, self._ca_pem = link, member.credentials.ca_pem

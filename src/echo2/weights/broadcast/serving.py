@@ -24,8 +24,26 @@ from echo2.transport.messages import decode_ref, encode_ref
 from echo2.weights.format.manifest import HASH_BYTES
 from echo2.weights.store.store import ChunkStore
 
+log = logging.getLogger(__name__)
+
 #: Maximum number of chunks per request; larger demands are split into several requests.
 REQUEST_CHUNKS_MAX = 4096
+#: Bytes of messages kept in memory: how far the children of a relay can lag behind it without disk reads.
+RECENT_BYTES = 64 << 20
+#: Interval of keep-alive messages while there is no chunk to send.
+ALIVE_SECONDS = 0.5
+#: When nothing follows a chunk for so long, a nudge does. Without it, BBR's estimate of a connection could fall to a
+#: fifth at a pause, and needed seconds to grow again. The last packet of a chunk (618 to 1,080 bytes in `ss`) seems to
+#: wait in TCP and to go out alone: BBR no longer knows then that the sender had nothing to send, and takes the few
+#: packets of that round trip for all that the path carries.
+NUDGE_SECONDS = 0.02
+#: Maximum number of concurrent requests of one peer.
+REQUESTS_PER_PEER_MAX = 64
+#: What a peer may be sent: this many copies of every chunk that is new here, and as many of the largest payload, which
+#: it earns again over this time. An honest one needs each chunk about once, and everything again if its disk is lost.
+COPIES = 2
+COPIES_SECONDS = 3600.0
+COPIES_BYTES_MIN = 64 << 20
 
 
 def encode_payload(payload: PayloadId) -> wire.PayloadId:
@@ -50,26 +68,6 @@ def requested(request: wire.ChunkRequest) -> dict[bytes, None]:
     if any(len(hash_) != HASH_BYTES for hash_ in request.hashes):
         raise PeerError("malformed", f"a chunk hash that has not {HASH_BYTES} bytes")
     return dict.fromkeys(request.hashes)
-
-
-log = logging.getLogger(__name__)
-
-#: Bytes of messages kept in memory: how far the children of a relay can lag behind it without disk reads.
-RECENT_BYTES = 64 << 20
-#: Interval of keep-alive messages while there is no chunk to send.
-ALIVE_SECONDS = 0.5
-#: When nothing follows a chunk for so long, a nudge does. Without it, BBR's estimate of a connection could fall to a
-#: fifth at a pause, and needed seconds to grow again. The last packet of a chunk (618 to 1,080 bytes in `ss`) seems to
-#: wait in TCP and to go out alone: BBR no longer knows then that the sender had nothing to send, and takes the few
-#: packets of that round trip for all that the path carries.
-NUDGE_SECONDS = 0.02
-#: Maximum number of concurrent requests of one peer.
-REQUESTS_PER_PEER_MAX = 64
-#: What a peer may be sent: this many copies of every chunk that is new here, and as many of the largest payload, which
-#: it earns again over this time. An honest one needs each chunk about once, and everything again if its disk is lost.
-COPIES = 2
-COPIES_SECONDS = 3600.0
-COPIES_BYTES_MIN = 64 << 20
 
 
 class ChunkCache:

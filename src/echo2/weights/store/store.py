@@ -47,6 +47,7 @@ _NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _NO_HASH = bytes(HASH_BYTES)
 _HEADER = struct.Struct(f"<{HASH_BYTES}sI")
+_CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")  # 0.2.0 had a file for each chunk; such files are deleted
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,9 +226,6 @@ def _scan(path: Path, number: int) -> Iterator[tuple[bytes, ChunkPlace]]:
                 return
             yield hash_, ChunkPlace(number, at, num_bytes)
             at += num_bytes
-
-
-_CHUNK_NAME = re.compile(rf"[0-9a-f]{{{2 * HASH_BYTES}}}")  # 0.2.0 had a file for each chunk; such files are deleted
 
 
 class ChunkStore:

@@ -1,0 +1,1 @@
+"""Gradients and weights: batches, losses, the model over its ranks, checkpoints, publication."""

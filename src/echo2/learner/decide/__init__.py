@@ -1,0 +1,1 @@
+"""What decides about a learner before it runs: the forecast of its memory."""

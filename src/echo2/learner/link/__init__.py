@@ -1,0 +1,1 @@
+"""The learner's way to the head: the session, its calls, and the upload of snapshots."""

@@ -1,0 +1,1 @@
+"""Processes that run the user's code, and how this code is found."""

@@ -1,0 +1,1 @@
+"""Who fetches which stripe of chunks from whom, and what a fetcher does next."""

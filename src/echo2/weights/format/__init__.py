@@ -1,0 +1,1 @@
+"""What a snapshot is: manifest, tensors in segments, encodings, and the files beside them."""

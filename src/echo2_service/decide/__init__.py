@@ -1,0 +1,1 @@
+"""In which order requests run, and which machine samples for which policy."""

@@ -1,0 +1,1 @@
+"""Sampling on machines that joined the service by ticket, and on the service's own machine."""
