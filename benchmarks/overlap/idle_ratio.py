@@ -1,7 +1,7 @@
 """The learner's idle ratio against the size of the fleet, for S in {1, 2, 3, 4, 6, 11}: predicted, simulated, measured.
 
-For each staleness bound, with kappa as `publish_every = "auto"` has it: the fleet that `echo2 plan` chooses, the
-largest fleet below the minimum (`formulas.mu_needed` of the mode), and smaller ones. Two things are to be seen: at the
+For each staleness bound, with kappa = S - 1 (1 where S is 1): the fleet that `echo2 plan` chooses, the largest fleet
+below the minimum (`formulas.mu_needed` of the mode), and smaller ones. Two things are to be seen: at the
 planner's choice the learner waits at most 2 % of the time; below the minimum it visibly waits.
 
 Predicted batch by batch (`head/fleet/decide/forecast.py`) and as a fluid (`head/fleet/decide/formulas.py`); simulated

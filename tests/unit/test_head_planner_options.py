@@ -9,7 +9,8 @@ import pytest
 from echo2.config import build
 from echo2.core.errors import UserError
 from echo2.head.decide.state import RentableOffer
-from echo2.head.serve.head import planner_options, read_offers
+from echo2.head.fleet.machines import read_offers
+from echo2.head.serve.head import planner_options
 
 OFFERS = """
 [[offers]]
@@ -49,7 +50,7 @@ def test_a_machine_that_can_be_rented_must_have_a_rate(tmp_path: Path) -> None:
     path.write_text(OFFERS.replace("rollouts_per_second = 0.5", ""))
     config = build({"fleet": {"offers": str(path)}}, "my.toml")
     with pytest.raises(UserError, match="'spot' has no rollouts_per_second"):
-        planner_options(config, 0, read_offers(config))
+        read_offers(config)
 
 
 def test_a_missing_offers_file_is_the_users_mistake(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from echo2.core.types import SnapshotRef
 from echo2.engines.model_values import read_architecture, read_context, text_values
 from echo2.engines.registry import EngineChoice, chosen, servers_here
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
-from echo2.head.serve.head import planner_options, read_offers
+from echo2.head.fleet.machines import read_offers
 from echo2.head.serve.reading import RunTokenizer
 from echo2.learner.core.fitting import model_config, model_shape, settle
 from echo2.planning.memory_needs import learner_that_fits, worker_that_fits
@@ -111,9 +111,7 @@ def check(config: Config, has_learner: bool = True) -> None:
         raise UserError(
             'reward.functions has "environment", and tasks.environment is empty: name one, or another reward.'
         )
-    offers = read_offers(config)
-    planner_options(config, 0, offers)
-    check_budget(config, offers.values())
+    check_budget(config, read_offers(config).values())
     check_context(config)
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config import Config
-from echo2.config.offers import Offer
+from echo2.config.offers import Offer, load_offers
 from echo2.core.child import ChildProcess
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
@@ -39,6 +39,17 @@ def scaled_offers(config: Config, offers: Sequence[Offer]) -> list[Offer]:
     """
     count = num_parameters(config.model.path) if any(offer.parameters for offer in offers) else None
     return [offer.scaled_to(count, config.sampling.max_tokens) for offer in offers]
+
+
+def read_offers(config: Config) -> dict[str, Offer]:
+    """Return the run's offers by name.
+
+    Raises:
+        UserError: the offers file is invalid, or a machine that can be rented has no rate.
+    """
+    found = scaled_offers(config, load_offers(Path(config.fleet.offers))) if config.fleet.offers else []
+    [offer.effective_rate for offer in found if offer.rent]  # refuses one without a rate
+    return {offer.name: offer for offer in found}
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config import Config
-from echo2.config.offers import Offer, load_offers
+from echo2.config.offers import Offer
 from echo2.config.rundir import RunDir, newest_checkpoint
 from echo2.core.background import Background
 from echo2.core.clock import Clock
@@ -30,7 +30,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions, RentableOffer
 from echo2.head.fleet.decide.fleet import Worker
-from echo2.head.fleet.machines import Machines, scaled_offers
+from echo2.head.fleet.machines import Machines, read_offers
 from echo2.head.ledger.books import Failures, RunBooks
 from echo2.head.ledger.driver import Driver, Effects, Stored
 from echo2.head.ledger.eventlog import EventLog
@@ -354,22 +354,8 @@ class Head:
                 self.events.log.close()
 
 
-def read_offers(config: Config) -> dict[str, Offer]:
-    """Return the run's offers by name.
-
-    Raises:
-        UserError: the offers file is invalid, or has rates for another model and the size of the run's is unknown.
-    """
-    found = scaled_offers(config, load_offers(Path(config.fleet.offers))) if config.fleet.offers else []
-    return {offer.name: offer for offer in found}
-
-
 def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] | None = None) -> PlannerOptions:
-    """Return the part of the configuration that the planner needs.
-
-    Raises:
-        UserError: an offer that can be rented has no rate.
-    """
+    """Return the part of the configuration that the planner needs."""
     schedule, sampling = config.schedule, config.sampling
     return PlannerOptions(
         groups_per_step=schedule.groups_per_step,
