@@ -25,6 +25,7 @@ from echo2.reward.process import RewardProcesses
 from judge_standin import PROBE, JudgeStandIn, judge_standin
 
 T = TypeVar("T")
+QUICK = Backoff(0.001, 0.01)
 TASK = Task(7, (Message("system", "Be short."), Message("user", "Count.")), {"wanted": "many digits"})
 SETTINGS = JudgeConfig(
     model="the-judge", base_url="http://127.0.0.1:1/v1", rubric="We want {wanted}, as {{}}.", max_concurrency=4
@@ -37,7 +38,7 @@ def with_judge(
     seconds: float = 30.0,
     spent_usd: float = 0.0,
     on_retry: Callable[[str], None] = lambda message: None,
-    backoff: Backoff = Backoff(0.001, 0.01),
+    backoff: Backoff = QUICK,
     **settings: Any,
 ) -> T:
     async def run() -> T:
@@ -126,7 +127,9 @@ def test_a_request_that_hangs_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("fault", ["401", "403", "404", "500", "503"])
-def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_itself(fault: str) -> None:
+def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_itself(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     is_down = True
 
     async def body(judge: Judge) -> list[float | JudgeFailure | None]:
@@ -144,6 +147,7 @@ def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_i
 
     with judge_standin(lambda question, n: fault if is_down else "") as standin:
         assert with_judge(standin, body) == [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]
+    assert caplog.text.count("scoring waits for the judge") == 1  # `echo2 eval` has no status
 
 
 def test_a_judge_that_is_not_there_yet_is_waited_for() -> None:
@@ -174,6 +178,20 @@ def test_all_wait_as_long_as_a_busy_judge_says() -> None:
         took, found = with_judge(standin, body, seconds=3.0)  # the wait is longer than a request may take
     assert found == [0.2, 0.1]
     assert took >= 4.0
+
+
+def test_what_waits_for_its_turn_waits_longer_if_the_judge_is_busy_meanwhile() -> None:
+    async def body(judge: Judge) -> None:
+        judge._requests.take(1, time.monotonic())  # the next is due in a quarter of a second
+        scoring = asyncio.ensure_future(judge.score(TASK, ["1"]))
+        while not judge._reserved:  # noqa: ASYNC110  # nobody tells it
+            await asyncio.sleep(0)
+        judge._busy_until = ends_at = time.monotonic() + 1.0
+        await scoring
+        assert time.monotonic() >= ends_at
+
+    with judge_standin() as standin:
+        with_judge(standin, body, requests_per_minute=240)
 
 
 def test_a_judge_that_is_busy_for_no_time_is_asked_less_and_less() -> None:

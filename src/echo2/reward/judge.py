@@ -36,6 +36,8 @@ from echo2.core.types import Backoff, Task
 from echo2.reward.judge_words import JudgeReply, NoVerdict, Usage, question, read_reply, verdict
 from echo2.reward.score import RewardFailure
 
+log = logging.getLogger(__name__)
+
 #: Maximum bytes of an endpoint's answer.
 REPLY_BYTES_MAX = 1 << 20
 #: Characters of a refusal that messages quote.
@@ -228,9 +230,12 @@ class Judge:
                     return await self._try(body, is_pair)
                 except _Busy as error:
                     now, (self._busy, seconds) = time.monotonic(), error.args
-                    self._num_busy += self._busy_until <= now  # of those that were refused together the first counts
+                    is_first = self._busy_until <= now  # of those that were refused together
+                    self._num_busy += is_first
                     seconds = max(self._backoff.after(self._num_busy), min(seconds, RETRY_AFTER_SECONDS_MAX))
                     self._busy_until = max(self._busy_until, now + seconds)
+                    if is_first and seconds >= self._backoff.most_seconds:
+                        log.warning("%s", self.trouble)
                 except (NoVerdict, _Down) as error:
                     problem = f"the judge {self._judge.model} gave no verdict: {error}"
                     num_tries += 1
@@ -252,7 +257,9 @@ class Judge:
         try:
             now = time.monotonic()
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
-            await asyncio.sleep(max(*paces, self._busy_until - now))
+            await asyncio.sleep(max(paces))
+            while (seconds := self._busy_until - time.monotonic()) > 0.0:  # noqa: ASYNC110  # it grows if others are refused
+                await asyncio.sleep(seconds)
             async with self._looking:
                 began, num_answers = time.monotonic(), self.num_answers
             try:
@@ -274,7 +281,9 @@ class Judge:
                 except (_Busy, NoVerdict):
                     break  # it is there
                 except _Down as error:
-                    self._down = str(error)
+                    is_news, self._down = not self._down, str(error)
+                    if is_news:
+                        log.warning("%s", self.trouble)
                     await pauses.pause()
             self._down = ""
 
