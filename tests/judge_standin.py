@@ -91,7 +91,7 @@ def judge_standin(fault: Callable[[str, int], str] = lambda question, n: "", por
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            found = (404, {}, b"{}")
+            found: tuple[int, dict[str, str], bytes] = (404, {}, b"{}")
             if self.path == "/v1/chat/completions":
                 found = judge.answer(body, self.headers.get("authorization", ""))
             status, headers, data = found
