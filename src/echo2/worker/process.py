@@ -14,7 +14,7 @@ import os
 import shlex
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -26,9 +26,8 @@ from echo2.core.background import Background
 from echo2.core.clock import Clock
 from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
-from echo2.engines.engine import Engine
-from echo2.engines.registry import load_or_replace, make_engine, servers_here
-from echo2.engines.tokenizer import load_tokenizer, prepare_tokenizers
+from echo2.engines.registry import make_engine, servers_here
+from echo2.engines.tokenizer import prepare_tokenizers
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.tasks.environments import EnvironmentProcess
 from echo2.transport import messages
@@ -40,7 +39,7 @@ from echo2.worker.at_home import Delivered, attended_at_home, measurements
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 from echo2.worker.decide.scheduler import WorkerScheduler
-from echo2.worker.sampling import LeaseSampler, WorkerTurns, check
+from echo2.worker.sampling import LeaseSampler
 from echo2.worker.weights import WorkerWeights
 
 log = logging.getLogger(__name__)
@@ -85,6 +84,14 @@ class WorkerOptions:
     card: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampling:
+    """What samples the run's leases, and what decides about it."""
+
+    scheduler: WorkerScheduler
+    sampler: LeaseSampler
+
+
 class WorkerProcess:
     """Drives one scheduler. `run` returns when the head orders the worker to stop."""
 
@@ -101,20 +108,14 @@ class WorkerProcess:
         self._link, self._clock = member.link(), Clock()
         receive = partial(WeightsReceiver, member, self._link, directory, options.listen, options.relays)
         self._weights = WorkerWeights(receive, self._dispatch, self._give_up, own_base)
-        self._scheduler: WorkerScheduler | None = None
-        self._sampler: LeaseSampler | None = None
-        self._engine: Engine | None = None
+        self._sampling: _Sampling | None = None  # from the run's first settings on
         self._servers = (
             servers_here(options.device, options.engine_python, options.engine_url) if options.engine == AUTO else ()
         )
-        self._chosen = ""  # the token server that this worker samples with although nobody named one
-        self._tokenizer_files: dict[str, bytes] = {}
-        self._template_arguments: dict[str, Any] = {}
         self._outgoing: deque[do.Deliver] = deque()
         self._delivering = self._leaving = False
         self._pause_seconds = 0.0
         self._delivered = Delivered(options.price_usd_per_hour)
-        self._turns = WorkerTurns(options.card, lambda: self._engine)
         self._loop = asyncio.get_running_loop()
         self._background = Background(self._give_up)
         self._stopped: asyncio.Future[str] = self._loop.create_future()
@@ -135,35 +136,33 @@ class WorkerProcess:
             else self._keep_attending()
         )
         stopped: asyncio.Future[Any] = self._stopped
-        self._background.spawn(self._turns.keep())
         try:
             await asyncio.wait({attending, stopped}, return_when=asyncio.FIRST_COMPLETED)
             if attending.done() and not self._stopped.done():
                 attending.result()
             return self._stopped.result()
         finally:
-            if not self._stopped.done() and self._scheduler is not None and self._scheduler.connected:
+            if not self._stopped.done() and self._sampling is not None and self._sampling.scheduler.connected:
                 await self._leave()  # the owner ends this worker
             self._background.cancel()
             log.info("%s", self._delivered)
-            if self._sampler is not None:
-                await self._sampler.close()
+            if self._sampling is not None:
+                await self._sampling.sampler.close()
             await self._weights.close()
             await self._link.close()
 
     # ---- events and commands -------------------------------------------------------------------------------------
 
     def _dispatch(self, event: ev.Event) -> None:
-        if self._scheduler is None or self._stopped.done():
+        if self._sampling is None or self._stopped.done():
             return
         try:
-            for command in self._scheduler.handle(event, self._clock.now()):
-                self._carry_out(command)
+            for command in self._sampling.scheduler.handle(event, self._clock.now()):
+                self._carry_out(command, self._sampling.sampler)
         except Exception as error:  # timers and callbacks call this too; their exceptions would only be logged
             self._give_up(error)
 
-    def _carry_out(self, command: do.Command) -> None:
-        assert self._sampler is not None
+    def _carry_out(self, command: do.Command, sampler: LeaseSampler) -> None:
         match command:
             case do.AskManifest():
                 self._background.spawn(self._weights.ask(command.ref, command.base))
@@ -172,13 +171,13 @@ class WorkerProcess:
             case do.StopFetching():
                 self._weights.node.stop_fetching(command.payload)
             case do.InstallSnapshot():
-                self._background.spawn(self._install(command.payload))
+                self._background.spawn(self._install(command.payload, sampler))
             case do.StartLease():
-                self._sampler.start(command.assignment)
+                sampler.start(command.assignment)
             case do.StartUnit():
-                self._sampler.start_unit(command.assignments)
+                sampler.start_unit(command.assignments)
             case do.AbortLease():
-                self._sampler.abort(command.lease_id)
+                sampler.abort(command.lease_id)
             case do.Deliver():
                 self._deliver(command)
             case do.FailLease():
@@ -234,12 +233,12 @@ class WorkerProcess:
             self._beating = None
 
     def _hello(self) -> wire.WorkerHello:
-        scheduler = self._scheduler
+        sampling = self._sampling
         hello = wire.WorkerHello(
             protocol=PROTOCOL_VERSION,
             slots=self._options.slots or NO_SLOT_LIMIT,
             price_usd_per_hour=self._options.price_usd_per_hour,
-            engine=self._chosen or self._options.engine,
+            engine=(sampling is not None and sampling.sampler.chosen) or self._options.engine,
             device=self._options.device,
             pid=os.getpid(),
             host=socket.gethostname(),
@@ -247,42 +246,61 @@ class WorkerProcess:
             environments=sorted(self._environments),
             listen_port=self._weights.port,
             advertise=self._options.advertise,
-            servers=() if self._engine is not None else self._servers,  # the choice is made once
+            servers=self._servers if sampling is None else (),  # the choice is made once
         )
-        if scheduler is not None:
-            hello.held_leases.extend([*scheduler.waiting, *scheduler.generating, *scheduler.produced])
+        if sampling is not None:
+            hello.held_leases.extend(sampling.scheduler.held())
         if (installed := self._installed()) is not None:
             hello.installed.CopyFrom(messages.encode_ref(installed))
         return hello
 
     def _installed(self) -> SnapshotRef | None:
         """Return the installed snapshot; before the engine exists, the stored one that is about to be loaded."""
-        if self._scheduler is not None:
-            return self._scheduler.installed
+        if self._sampling is not None:
+            return self._sampling.scheduler.installed
         return self._weights.content.ref
 
     async def _start(self, settings: wire.RunSettings) -> None:
         """Handle the settings that begin a stream. The first time, make the engine: the run's, unless the owner named
         another."""
-        if self._scheduler is None:
-            self._chosen = settings.server if settings.server in self._servers else ""
-            name = self._chosen or (settings.engine if self._options.engine == AUTO else self._options.engine)
-            if self._chosen:
-                log.info("engine %s: it is installed, and there is a GPU for it alone", name)
-            slots = max(1, min(settings.slots, self._options.slots or NO_SLOT_LIMIT))
-            self._template_arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
-            make = partial(make_engine, name, self._options.device, slots, self._server_place(name, settings.routes))
-            self._engine = await asyncio.to_thread(make)  # importing torch takes seconds
-            self._background.spawn(asyncio.to_thread(prepare_tokenizers))  # while the first weights come
-            self._sampler = LeaseSampler(
-                self._engine, self._worker_id, self._environments, self._dispatch, self._give_up
-            )
-            installed = await self._weights.reload(self._load)
-            self._scheduler = WorkerScheduler(slots, settings.swap == "during", settings.deterministic)
-            self._scheduler.installed, self._scheduler.base_models = installed, self._weights.base_models
+        if self._sampling is None:
+            self._sampling = await self._begin(settings)
             await self._report()
         self._weights.node.connected()
         self._dispatch(ev.Connected())
+
+    async def _begin(self, settings: wire.RunSettings) -> _Sampling:
+        """Make the engine, and give it the weights that an earlier process had installed."""
+        options = self._options
+        chosen = settings.server if settings.server in self._servers else ""
+        name = chosen or (settings.engine if options.engine == AUTO else options.engine)
+        if chosen:
+            log.info("engine %s: it is installed, and there is a GPU for it alone", name)
+        slots = max(1, min(settings.slots, options.slots or NO_SLOT_LIMIT))
+        arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
+        make = partial(make_engine, name, options.device, slots, self._server_place(name, settings.routes))
+        engine = await asyncio.to_thread(make)  # importing torch takes seconds
+        self._background.spawn(asyncio.to_thread(prepare_tokenizers))  # while the first weights come
+        sampler = LeaseSampler(
+            engine,
+            self._worker_id,
+            self._environments,
+            self._dispatch,
+            self._give_up,
+            device=options.device,
+            card=options.card,
+            template_arguments=arguments,
+            server=chosen,
+        )
+        self._background.spawn(sampler.turns.keep())
+        try:
+            installed = await self._weights.reload(self._loading(sampler))
+        except BaseException:
+            await sampler.close()
+            raise
+        scheduler = WorkerScheduler(slots, settings.swap == "during", settings.deterministic)
+        scheduler.installed, scheduler.base_models = installed, self._weights.base_models
+        return _Sampling(scheduler, sampler)
 
     def _server_place(self, engine: str, routes: bool) -> ServerPlace:
         """Return where the token server is. Raises UserError if the owner gave such options and the engine has none."""
@@ -303,7 +321,7 @@ class WorkerProcess:
     def _obey(self, order: wire.Order) -> None:
         if order.HasField("leases"):
             granted = tuple(messages.decode_assignment(lease) for lease in order.leases.leases)
-            if self._scheduler is not None and len(self._scheduler.waiting) + len(granted) > LEASES_MAX:
+            if self._sampling is not None and len(self._sampling.scheduler.waiting) + len(granted) > LEASES_MAX:
                 raise PeerError("oversized", f"more than {LEASES_MAX} leases granted")
             self._dispatch(ev.LeasesGranted(tuple(assignment.lease for assignment in granted), granted))
         elif order.HasField("snapshot"):
@@ -311,7 +329,8 @@ class WorkerProcess:
         elif order.HasField("revoked"):
             self._dispatch(ev.LeaseRevoked(order.revoked.lease_id, order.revoked.reason))
         elif order.HasField("check"):
-            self._background.spawn(self._check(order.check))
+            if self._sampling is not None:
+                self._background.spawn(self._check(self._sampling.sampler, order.check))
         elif order.HasField("stop"):
             self._stop(order.stop.reason)
         else:
@@ -324,8 +343,8 @@ class WorkerProcess:
 
     async def _report(self) -> None:
         report = wire.WorkerReport(doing="joining", pause_seconds=self._pause_seconds)
-        if self._sampler is not None and self._scheduler is not None:
-            report.doing, report.refused = self._turns.doing or self._sampler.doing, self._scheduler.refused
+        if (sampling := self._sampling) is not None:
+            report.doing, report.refused = sampling.sampler.doing, sampling.scheduler.refused
         node = self._weights.node
         report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
         if (installed := self._installed()) is not None:
@@ -347,13 +366,13 @@ class WorkerProcess:
     async def _step_back(self, why: str) -> bool:
         """Leave the run for a while: others get the leases at once, and the weights stay. False: not yet, for the
         engine is being made."""
-        scheduler = self._scheduler
-        if scheduler is None:
+        if self._sampling is None:
             return False
+        scheduler = self._sampling.scheduler
         log.info("paused, for %s; %s", why, self._delivered)
         if scheduler.connected:
             await self._leave()
-        for lease_id in [*scheduler.waiting, *scheduler.generating, *scheduler.produced]:
+        for lease_id in scheduler.held():
             self._dispatch(ev.LeaseRevoked(lease_id, why))
         self._leaving = False
         self._weights.node.disconnected()
@@ -362,56 +381,23 @@ class WorkerProcess:
 
     # ---- checking -------------------------------------------------------------------------------------------------
 
-    async def _check(self, asked: wire.Check) -> None:
-        async with self._turns.staying():
-            report = await check(self._engine, asked)
+    async def _check(self, sampler: LeaseSampler, asked: wire.Check) -> None:
+        report = await sampler.check(asked)
         await self._tell("ReportCheck", report, f"verdict on group {report.number}")  # a second call would be too late
 
     # ---- snapshots -----------------------------------------------------------------------------------------------
 
-    async def _install(self, payload: PayloadId) -> None:
-        pause = await self._weights.install(payload, self._load)
+    async def _install(self, payload: PayloadId, sampler: LeaseSampler) -> None:
+        pause = await self._weights.install(payload, self._loading(sampler))
         if pause is not None:
             self._pause_seconds += pause
             self._dispatch(ev.SnapshotInstalled(payload.ref))
-            log.info("%s", self._progress(payload))
+            rate = sampler.num_tokens / max(1e-9, sampler.busy_seconds)
+            log.info("%s installed; %.0f tokens/s; %s", payload, rate, self._delivered)
             await self._weights.keep(payload)
 
-    def _progress(self, payload: PayloadId) -> str:
-        """One line for the owner of the machine."""
-        assert self._sampler is not None
-        rate = self._sampler.num_tokens / max(1e-9, self._sampler.busy_seconds)
-        return f"{payload} installed; {rate:.0f} tokens/s; {self._delivered}"
-
-    async def _load(self, snapshot: Snapshot) -> float:
-        """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, if the engine
-        has another one. Return the seconds that generation paused."""
-        assert self._engine is not None
-        assert self._sampler is not None
-        files = {name: bytes(data) for name, data in snapshot.files.items()}
-        is_other = files != self._tokenizer_files
-        tokenizer = self._sampler.tokenizer
-        if is_other:
-            tokenizer = await asyncio.to_thread(load_tokenizer, files, self._template_arguments)
-        base = None
-        if snapshot.base_model is not None and snapshot.base_model != self._engine.base_model:
-            base = await self._weights.base(snapshot.base_model)
-        async with self._turns.staying():
-            pause = await self._update(snapshot, base)
-        self._sampler.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
-        return pause
-
-    async def _update(self, snapshot: Snapshot, base: Snapshot | None) -> float:
-        """Give the engine its weights. A token server that nobody named, and that does not start, is replaced."""
-        assert self._engine is not None
-        assert self._sampler is not None
-        if not self._chosen or self._engine.installed is not None:
-            return await self._engine.update_weights(snapshot, base)
-        engine, pause = await load_or_replace(self._engine, snapshot, base, self._options.device)
-        if engine is not self._engine:
-            self._engine, self._sampler.engine = engine, engine
-            self._chosen = ""
-        return pause
+    def _loading(self, sampler: LeaseSampler) -> Callable[[Snapshot], Awaitable[float]]:
+        return lambda snapshot: sampler.load(snapshot, self._weights.base)
 
     # ---- delivering ----------------------------------------------------------------------------------------------
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from echo2.config.values import AUTO
 from echo2.core.background import spawn
 from echo2.core.decide.turns import Act, worker_act
 from echo2.core.errors import PeerError, UserError
 from echo2.core.turns import CARD, LOOK_SECONDS, WISH, FileLock
-from echo2.core.types import Assignment
+from echo2.core.types import Assignment, Snapshot, SnapshotRef
 from echo2.engines.engine import Engine, RequestFailure
-from echo2.engines.tokenizer import Tokenizer
+from echo2.engines.registry import load_or_replace
+from echo2.engines.tokenizer import Tokenizer, load_tokenizer
 from echo2.rollouts import generate
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.rollouts.turns import Lockstep
@@ -45,7 +48,11 @@ def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
 
 
 class LeaseSampler:
-    """Samples leases with one `engine`. `dispatch` receives the scheduler's events, `fail` the fatal errors."""
+    """Samples leases with one `engine`, which `load` gives its weights. `dispatch` receives the scheduler's events,
+    `fail` the fatal errors. `card`: directory of the locks of a card that the learner uses, too. `server`: the token
+    server that the engine is although nobody named one (empty: it is none); if it does not start, the engine that
+    `device` has takes its place.
+    """
 
     def __init__(
         self,
@@ -54,6 +61,11 @@ class LeaseSampler:
         environments: Mapping[str, EnvironmentProcess | HarnessEnvironment],
         dispatch: Callable[[ev.Event], None],
         fail: Callable[[BaseException], None],
+        *,
+        device: str = AUTO,
+        card: str = "",
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        server: str = "",
     ) -> None:
         self.engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
         self._environments = environments
@@ -61,7 +73,10 @@ class LeaseSampler:
         self._charged_until = 0.0
         self._busy_before = 0.0
         self._busy_since: float | None = None
-        self.tokenizer: Tokenizer | None = None
+        self._device, self._template_arguments, self.chosen = device, template_arguments, server
+        self.turns = WorkerTurns(card, lambda: self.engine)
+        self.tokenizer: Tokenizer | None = None  # until the first weights are loaded
+        self._tokenizer_files: dict[str, bytes] = {}
         self.num_tokens = self.num_groups = 0
 
     @property
@@ -72,10 +87,40 @@ class LeaseSampler:
     @property
     def doing(self) -> str:
         """One line for people: what this worker is doing."""
+        if self.turns.doing:
+            return self.turns.doing
         if not self._tasks:
             return "waiting"
         num_running = self.engine.slots - self.engine.free_slots
         return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self.engine.installed}"
+
+    async def load(self, snapshot: Snapshot, base_of: Callable[[SnapshotRef], Awaitable[Snapshot]]) -> float:
+        """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, by `base_of`,
+        if the engine has another one. Return the seconds that generation paused.
+        """
+        files, tokenizer = {name: bytes(data) for name, data in snapshot.files.items()}, self.tokenizer
+        if tokenizer is None or files != self._tokenizer_files:
+            tokenizer = await asyncio.to_thread(load_tokenizer, files, self._template_arguments)
+        base = None
+        if snapshot.base_model is not None and snapshot.base_model != self.engine.base_model:
+            base = await base_of(snapshot.base_model)
+        async with self.turns.staying():
+            pause = await self._update(snapshot, base)
+        self.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
+        return pause
+
+    async def _update(self, snapshot: Snapshot, base: Snapshot | None) -> float:
+        if not self.chosen or self.engine.installed is not None:
+            return await self.engine.update_weights(snapshot, base)
+        engine, pause = await load_or_replace(self.engine, snapshot, base, self._device)
+        if engine is not self.engine:
+            self.engine, self.chosen = engine, ""
+        return pause
+
+    async def check(self, asked: wire.Check) -> wire.CheckReport:
+        """Check a group of a stranger while the worker has the card. Raises as `check`."""
+        async with self.turns.staying():
+            return await check(self.engine, asked)
 
     def start(self, assignment: Assignment) -> None:
         self._begin(assignment, None)
@@ -185,9 +230,9 @@ async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
 
 class WorkerTurns:
     """Keeps an engine's tensors on the card, but for the learner's turns. `directory`: of the locks; empty: the card is
-    not shared. `engine`: the worker's, None before there is one."""
+    not shared. `engine`: returns the worker's."""
 
-    def __init__(self, directory: str, engine: Callable[[], Engine | None]) -> None:
+    def __init__(self, directory: str, engine: Callable[[], Engine]) -> None:
         self._locks = (FileLock(Path(directory) / WISH), FileLock(Path(directory) / CARD)) if directory else None
         self._engine = engine
         self._is_here, self._moving = asyncio.Event(), asyncio.Lock()
@@ -217,18 +262,16 @@ class WorkerTurns:
 
     async def _come(self) -> None:
         started = time.monotonic()
-        if (engine := self._engine()) is not None:
-            await engine.wake_up()
-            log.info("the worker has the card: %.2f s to fetch its tensors", time.monotonic() - started)
+        await self._engine().wake_up()
+        log.info("the worker has the card: %.2f s to fetch its tensors", time.monotonic() - started)
         self._is_here.set()
 
     async def _leave(self) -> None:
         async with self._moving:
             self._is_here.clear()
             started = time.monotonic()
-            if (engine := self._engine()) is not None:
-                await engine.sleep()
-                log.info("the learner gets the card: %.2f s to put tensors away", time.monotonic() - started)
+            await self._engine().sleep()
+            log.info("the learner gets the card: %.2f s to put tensors away", time.monotonic() - started)
 
     @asynccontextmanager
     async def staying(self) -> AsyncIterator[None]:

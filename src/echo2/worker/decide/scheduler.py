@@ -95,6 +95,10 @@ class WorkerScheduler(StateMachine):
         self._refusals: tuple[SnapshotRef | None, int] = (None, 0)
         self._retry_at = 0.0
 
+    def held(self) -> list[int]:
+        """Return the leases that the worker has."""
+        return [*self.waiting, *self.generating, *self.produced]
+
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """Handle one event at time `now` (seconds of the worker's clock) and return the commands, in order."""
         self.begin(event)
