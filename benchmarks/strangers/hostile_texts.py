@@ -106,8 +106,7 @@ async def measure_turns(tokenizer: Any, folder: Path) -> None:
 
 
 def main() -> int:
-    reader = RunTokenizer()
-    asyncio.run(reader.load(byte_tokenizer_files(), "", ("</answer>",)))
+    reader = RunTokenizer(byte_tokenizer_files(), stop_strings=("</answer>",))
     measure_tokens(reader)
     with TemporaryDirectory() as folder:
         asyncio.run(measure_turns(reader.tokenizer, Path(folder)))

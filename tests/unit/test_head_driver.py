@@ -13,6 +13,7 @@ from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RUN_POLICY, Attachment, GroupRef, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions
 from echo2.head.ledger.driver import Driver, Stored
 from echo2.planning.sim.head import Killed, MortalLedger
@@ -51,8 +52,7 @@ def ledger(tmp_path: Path) -> Iterator[MortalLedger]:
 def begun(ledger: MortalLedger) -> tuple[Driver, Effects]:
     """A learner has joined and published; no worker is there."""
     effects = Effects(ledger)
-    driver = Driver(OPTIONS, ledger, effects)
-    driver.start(Stored((SNAPSHOT,)), 0.0)
+    driver = Driver(Planner(OPTIONS), ledger, effects, Stored((SNAPSHOT,)), 0.0)
     driver.handle(ev.LearnerJoined(0), 0.0)
     return driver, effects
 
@@ -149,9 +149,9 @@ def test_a_restart_finds_what_was_recorded(ledger: MortalLedger) -> None:
     driver.handle(JOINED, 1.0)
     driver.handle(delivered(1, 0, Attachment(b"tokens")), 2.0)
     driver.handle(ev.CheckpointSaved(0, 0), 2.5)
-    again = Driver(OPTIONS, ledger, Effects(ledger))
-    commands = again.start(Stored((SNAPSHOT,), evaluated=(0, 7)), 9.0)
-    assert [command.group.number for command in commands if isinstance(command, do.ScoreGroup)] == [0]
+    effects = Effects(ledger)
+    again = Driver(Planner(OPTIONS), ledger, effects, Stored((SNAPSHOT,), evaluated=(0, 7)), 9.0)
+    assert [command.group.number for command in effects.carried_out if isinstance(command, do.ScoreGroup)] == [0]
     assert (again.planner.training.version, again.planner.training.checkpoint_version) == (0, 0)
     assert again.planner.evaluation.evaluated == {0}, "7 is of a history that a fall-back undid"
     assert len(again.planner.leases) == len(driver.planner.leases)
@@ -170,14 +170,13 @@ def test_a_run_that_cannot_go_on_so_is_refused(ledger: MortalLedger, change: dic
     if "max_steps" in change:
         ledger.learner_joined(1, 2, 0.0)
     with pytest.raises(UserError, match=next(iter(change))):
-        Driver(options, ledger, Effects(ledger)).start(Stored((SNAPSHOT,)), 9.0)
+        Driver(Planner(options), ledger, Effects(ledger), Stored((SNAPSHOT,)), 9.0)
 
 
 def test_what_was_found_of_strangers_is_what_the_next_head_is_told(ledger: MortalLedger) -> None:
     """A check under way, then a fault; a second one expels and lets the ticket rest."""
     options = replace(OPTIONS, groups_per_step=16, check_seed=1)
-    driver = Driver(options, ledger, Effects(ledger))
-    driver.start(Stored((SNAPSHOT,)), 0.0)
+    driver = Driver(Planner(options), ledger, Effects(ledger), Stored((SNAPSHOT,)), 0.0)
     driver.handle(ev.LearnerJoined(0), 0.0)
     driver.handle(ev.WorkerJoined("own", 8, 0.0, SNAPSHOT, draws=True), 0.0)
     driver.handle(ev.WorkerJoined("s", 8, 0.0, SNAPSHOT, ticket="t", draws=True), 0.0)
@@ -187,8 +186,7 @@ def test_what_was_found_of_strangers_is_what_the_next_head_is_told(ledger: Morta
             _, lease = driver.planner.leases.get(lease_id) or ("", None)
             assert lease is not None
             driver.handle(delivered_by("s", lease_id, lease.group), 1.0)
-        known = Driver(options, ledger, Effects(ledger))
-        known.start(Stored((SNAPSHOT,)), 1.0)
+        known = Driver(Planner(options), ledger, Effects(ledger), Stored((SNAPSHOT,)), 1.0)
         trust, rest = known.planner.trust, known.planner.credits.rests.get("t")
         assert list(trust.open) == ([] if num_faults == 2 else [lease.group.number])
         assert trust.of("t").num_failed == num_faults

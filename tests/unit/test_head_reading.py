@@ -74,7 +74,7 @@ def test_a_restarted_head_reads_the_tokenizer_of_the_snapshot_that_it_kept(tmp_p
         async with OpenHead(tmp_path, raw):
             pass
         async with OpenHead(tmp_path, raw) as again:
-            assert again.head.reader.is_loaded
+            assert again.head.tokenizer.done()
             async with again.attending() as leases:
                 await until(lambda: leases)
                 assert array("i", leases[0].prompt_tokens).tolist() == PROMPT
@@ -346,10 +346,7 @@ def test_a_prompt_that_cannot_be_made_costs_its_group_and_says_why(tmp_path: Pat
 
 def test_prompts_are_made_once_and_no_more_are_kept_than_the_limit_says(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
-        reader = RunTokenizer()
-        with pytest.raises(UserError, match="no tokenizer"):
-            reader.prompt("train", Task(0, "53="))
-        await reader.load(tokenizer_files())
+        reader = RunTokenizer(tokenizer_files())
         monkeypatch.setattr(reading, "KEPT_PROMPT_TOKENS", 7)
         first = reader.prompt("train", Task(0, "53="))
         assert reader.prompt("train", Task(0, "another text under the same cursor")) is first
@@ -364,7 +361,7 @@ def test_prompts_are_made_once_and_no_more_are_kept_than_the_limit_says(monkeypa
 
 def test_a_model_without_a_tokenizer_is_the_owners_mistake() -> None:
     with pytest.raises(UserError, match="tokenizer can't be used"):
-        run(RunTokenizer().load({"config.json": b"{}"}))
+        RunTokenizer({"config.json": b"{}"})
 
 
 WITHOUT_TORCH = """
@@ -374,8 +371,7 @@ forbid_torch()
 from echo2.head.serve.reading import RunTokenizer
 from echo2.core.types import GroupRef, Message, Rollout, RolloutGroup, Task
 from array import array
-reader = RunTokenizer()
-asyncio.run(reader.load({path.name: path.read_bytes() for path in pathlib.Path(sys.argv[1]).iterdir()}))
+reader = RunTokenizer({path.name: path.read_bytes() for path in pathlib.Path(sys.argv[1]).iterdir()})
 assert reader.prompt("train", Task(0, "53=")).tolist() == [7, 5, 28]
 assert reader.prompt("train", Task(1, (Message("user", "53"),))).tolist() == [7, 5, 28]
 rollout = Rollout(array("i", [5, 7, 1]), array("f"), b"", (), "stop")
@@ -402,7 +398,7 @@ def test_the_head_reads_without_torch_and_without_a_word(tmp_path: Path) -> None
 )
 def test_files_that_are_no_tokenizer_give_one_kind_of_error(files: dict[str, bytes]) -> None:
     try:
-        run(RunTokenizer().load(files))
+        RunTokenizer(files)
     except UserError:
         pass
 
@@ -480,10 +476,11 @@ def test_a_head_without_a_tokenizer_asks_for_the_result_again(tmp_path: Path) ->
     async def scenario() -> None:
         async with one_task(tmp_path) as open_head, open_head.attending() as leases:
             await until(lambda: leases)
-            reader, open_head.head.reader = open_head.head.reader, RunTokenizer()
+            nothing = asyncio.get_running_loop().create_future()
+            tokenizer, open_head.head.tokenizer = open_head.head.tokenizer, nothing
             with pytest.raises(PeerError, match="busy"):
                 await open_head.deliver(delivery(leases[0], HONEST))
-            open_head.head.reader = reader
+            open_head.head.tokenizer = tokenizer
             assert (await open_head.deliver(delivery(leases[0], HONEST)))[0][0]
 
     run(scenario())

@@ -54,7 +54,7 @@ def test_a_group_without_a_reward_names_its_teacher_and_what_that_reads(tmp_path
     async def scenario() -> None:
         async with head_of(tmp_path, {"teacher": "own", "teacher_prompt": "35 of 53="}) as head:
             group = await fed_by(head)
-            wanted = head.head.reader.tokenizer.encode("35 of 53=", add_special_tokens=True)
+            wanted = head.head.tokenizer.result().tokenizer.encode("35 of 53=", add_special_tokens=True)
             assert group.teaching.teacher == "own"
             assert group.teaching.prompt_tokens.tolist() == wanted
             assert group.prompt_tokens.tolist() == [7, 5, 28]
@@ -108,7 +108,7 @@ def test_a_teachers_prompt_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
     async def scenario() -> None:
         async with head_of(tmp_path, {"teacher": "sorts"}) as head:
             with pytest.raises(UserError, match="teacher_prompt has 4 tokens, not 1 to 3"):
-                head.head.reader.teacher_prompt(Task(0, "53=", {"teacher_prompt": "534="}))
+                head.head.tokenizer.result().teacher_prompt(Task(0, "53=", {"teacher_prompt": "534="}))
 
     run(scenario())
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import math
@@ -195,10 +194,10 @@ def check_prompts(config: Config) -> None:
     Raises:
         UserError: names the model's tokenizer, the task, or the tasks whose prompts all fill the context.
     """
-    where, reader = Path(config.model.path), RunTokenizer(config.model.chat_template_args)
+    where = Path(config.model.path)
     if where.is_dir():
         files = {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
-        asyncio.run(reader.load(files))
+        reader = RunTokenizer(files, config.model.chat_template_args)
         reader.prompt("train", training_tasks(config.tasks, config.run.seed).task(0))
         context = read_context(files)
         if context is not None:

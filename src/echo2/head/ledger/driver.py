@@ -47,21 +47,16 @@ class Stored:
 
 
 class Driver:
-    """Owns the planner. Call `start` once, before any other method."""
+    """Takes the run over from an earlier head, if there was one: tells the planner what the ledger and `stored` hold,
+    and has its first commands carried out.
+    """
 
-    def __init__(self, options: PlannerOptions, ledger: Ledger, effects: Effects) -> None:
-        self.planner = Planner(options)
-        self._ledger, self._effects = ledger, effects
-
-    def start(self, stored: Stored, now: float) -> list[do.Command]:
-        """Initialise the planner from the ledger and from `stored`, and return its first commands.
-
-        Raises:
-            UserError: the ledger's run can't continue with these options.
-        """
-        state = self._ledger.recover()
-        _check_options(state.version, self._ledger.sizes(), self.planner.options)
-        return self.handle(_head_started(self._ledger, state, stored), now)
+    def __init__(self, planner: Planner, ledger: Ledger, effects: Effects, stored: Stored, now: float) -> None:
+        """Raises: UserError, the ledger's run can't continue with the planner's options; and as `handle_all`."""
+        self.planner, self._ledger, self._effects = planner, ledger, effects
+        state = ledger.recover()
+        _check_options(state.version, ledger.sizes(), planner.options)
+        self.handle(_head_started(ledger, state, stored), now)
 
     def handle(self, event: ev.Event, now: float) -> list[do.Command]:
         """As `handle_all`, for one event. Return the planner's commands."""

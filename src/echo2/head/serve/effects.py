@@ -53,7 +53,8 @@ async def _assignment(head: Head, lease: Lease) -> wire.Lease:
     head.scoring.teaching(kind, task)  # what cannot be taught is not sampled
     params = config.sampling_params if kind == "train" else config.eval_params
     turns = (config.tasks.environment, config.sampling.max_turns)
-    return messages.encode_assignment(assignment_of(lease, task, head.reader.prompt(kind, task), params, *turns))
+    prompt = head.tokenizer.result().prompt(kind, task)
+    return messages.encode_assignment(assignment_of(lease, task, prompt, params, *turns))
 
 
 async def send_check(head: Head, command: do.CheckGroup) -> None:
@@ -96,7 +97,7 @@ class HeadEffects:
         self._wake: asyncio.TimerHandle | None = None
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
-        self._head.events.log.write(now, event, commands)
+        self._head.event_log.write(now, event, commands)
 
     def carry_out(self, command: do.Command, now: float) -> None:
         """Carry out one command. Raises InvariantError for an unknown one."""
@@ -196,14 +197,14 @@ class HeadEffects:
             head.spawn(self._log_rollouts(command.step + 1, group))
 
     async def _log_rollouts(self, step: int, data: bytes) -> None:
-        head, group = self._head, messages.parse_group(data)
+        head, group, tokenizer = self._head, messages.parse_group(data), self._head.tokenizer.result()
         try:
             task = await head.tasks.task(group.group, group.cursor)
-            read = head.reader.read(group, task)
+            read = tokenizer.read(group, task)
         except UserError as error:
             log.warning("%s is not in rollouts/: %s", group.group, error)
             return
-        head.books.rollout_log.write(f"step_{step}", read, task, head.reader.pieces)
+        head.books.rollout_log.write(f"step_{step}", read, task, tokenizer.pieces)
 
     def _keep_scored(self, group: RolloutGroup) -> None:
         head = self._head
@@ -233,8 +234,8 @@ class HeadEffects:
     def _wake_at(self, at: float, now: float) -> None:
         if self._wake is not None:
             self._wake.cancel()
-        delay = max(0.0, at - now)
-        self._wake = asyncio.get_running_loop().call_later(delay, self._head.events.tell, ev.Tick())
+        delay, head = max(0.0, at - now), self._head
+        self._wake = asyncio.get_running_loop().call_later(delay, lambda: head.events.tell(ev.Tick()))
 
     def _worker_gone(self, command: do.WorkerGone, now: float) -> None:
         head = self._head

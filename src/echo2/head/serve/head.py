@@ -133,7 +133,7 @@ class EventQueue:
 
     def __init__(self, driver: Driver, log: EventLog, failures: Failures, end: RunEnd, clock: Clock) -> None:
         self._driver, self._failures, self._end, self._clock = driver, failures, end, clock
-        self.log = log
+        self._log = log
         self._alive: dict[str, None] = {}
         self._waiting: list[tuple[ev.Event, asyncio.Future[list[do.Command]]]] = []
 
@@ -195,23 +195,24 @@ class EventQueue:
         try:
             answers = self._driver.handle_all(events, self._clock.now())
         finally:
-            self.log.flush()
+            self._log.flush()
         for event, commands in zip(events, answers, strict=True):
             self._failures.see(event, commands)
         return answers
 
 
 class Head:
-    """The parts of a head; `open` makes one that serves. `effects` makes what carries out the planner's commands on
-    these parts (`HeadEffects`).
+    """The parts of a head, which `open` makes. Its `events` come last: the driver takes the run over from an earlier
+    head, and the planner's commands need all parts.
     """
+
+    events: EventQueue
 
     def __init__(
         self,
         rundir: RunDir,
         config: Config,
         identity: RunIdentity,
-        effects: Callable[[Head], Effects],
         mirror: Mirror | None = None,
     ) -> None:
         self.rundir, self.config, self.identity, self.clock = rundir, config, identity, Clock()
@@ -225,22 +226,23 @@ class Head:
         planned = planner_options(config, len(held_out) if held_out is not None else 0, offers)
         # A new seed at each start: earlier checks must not reveal which groups will be checked.
         self.options = replace(planned, check_seed=secrets.randbits(63))
-        self._driver = Driver(self.options, self.ledger, effects(self))
-        self.planner = self._driver.planner
+        self.planner = Planner(self.options)
         self.connections = Connections(config.run.deterministic)
         self.ending = RunEnd(self.planner, self.connections, rundir.checkpoints, self.clock)
         self.spawn = self.ending.spawn
         self.books = RunBooks(rundir, config, self.run_id, self.ledger, held_out, self.clock)
-        log = EventLog(rundir.events, self.options)
-        self.events = EventQueue(self._driver, log, self.books.failures, self.ending, self.clock)
+        self.event_log = EventLog(rundir.events, self.options)
         self.distribution = self._distribution()
         self.kept: Kept | None = None
         if mirror is not None:
             self.kept = Kept(rundir, identity, self.ledger, self.distribution.archive.store, mirror)
             self.books.metrics.follow(self.kept.keep_row)
         self.tasks = TaskReader(self.train_tasks, held_out)
-        self.reader = RunTokenizer(config.model.chat_template_args)
-        self.deliveries = Deliveries(config, self.planner, self.ledger, identity, self.clock, self.tasks, self.reader)
+        #: The tokenizer comes with the first snapshot.
+        self.tokenizer: asyncio.Future[RunTokenizer] = asyncio.get_running_loop().create_future()
+        self.deliveries = Deliveries(
+            config, self.planner, self.ledger, identity, self.clock, self.tasks, self.tokenizer
+        )
         self.reward = RewardProcesses(
             config.reward.functions,
             config.reward.timeout_seconds,
@@ -251,7 +253,9 @@ class Head:
             ),
         )
         teachers = config.distill.teachers
-        self.scoring = Scoring(self.reward, self.ledger, self.tasks, self.reader, self.train_tasks, teachers, identity)
+        self.scoring = Scoring(
+            self.reward, self.ledger, self.tasks, self.tokenizer, self.train_tasks, teachers, identity
+        )
         self.machines = self._machines(offers)
 
     @classmethod
@@ -264,12 +268,13 @@ class Head:
         mirror: Mirror | None = None,
     ) -> Head:
         """Return a head whose planner knows what the ledger and the snapshot store hold, and whose rewards are loaded.
+        `effects` makes what carries out the planner's commands on its parts (`HeadEffects`).
 
         Raises:
             UserError: a reward file does not load; the run has trained more steps than `max_steps`; or groups of
                 another size are under way.
         """
-        head = cls(rundir, config, identity, effects, mirror)
+        head = cls(rundir, config, identity, mirror)
         try:
             await head.reward.start()
             published = [ref for ref in head.distribution.archive.retained if not ref.is_base_model]
@@ -281,8 +286,10 @@ class Head:
             raise
         evaluated = tuple(head.books.metrics.accuracies)
         machines = tuple(ev.RecoveredMachine(one.offer, one.worker_id) for one in head.machines.kept())
-        head._driver.start(Stored(tuple(published), evaluated, machines), head.clock.now())
-        head.events.log.flush()
+        stored = Stored(tuple(published), evaluated, machines)
+        driver = Driver(head.planner, head.ledger, effects(head), stored, head.clock.now())
+        head.event_log.flush()
+        head.events = EventQueue(driver, head.event_log, head.books.failures, head.ending, head.clock)
         head.books.metrics.truncate(head.planner.training.version)  # a kill may have preceded this after a fall-back
         return head
 
@@ -320,14 +327,14 @@ class Head:
         return value
 
     async def read_files(self, ref: SnapshotRef) -> None:
-        """Load the tokenizer of a snapshot, unless one is loaded.
+        """Read the run's tokenizer from a snapshot, unless it is known.
 
         Raises:
             PeerError: the store is damaged.
             UserError: transformers can't read the tokenizer.
         """
-        if not self.reader.is_loaded:
-            await self.deliveries.load(self.distribution.archive.files(ref))
+        if not self.tokenizer.done():
+            await self.deliveries.read_tokenizer(self.distribution.archive.files(ref))
 
     def attending(self, worker_id: str) -> Worker | None:
         worker = self.planner.fleet.get(worker_id)
@@ -351,7 +358,7 @@ class Head:
                 self.books.close(self.distribution.origin)
             finally:
                 self.ledger.close()
-                self.events.log.close()
+                self.event_log.close()
 
 
 def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] | None = None) -> PlannerOptions:

@@ -31,7 +31,6 @@ from echo2.core.loop_thread import call_in
 from echo2.core.types import LOGGED_ROLLOUTS, GroupKind, GroupRef, Rollout, RolloutGroup, Task
 from echo2.engines.model_values import read_context
 from echo2.engines.tokenizer import (
-    StopRule,
     Tokenizer,
     decoded_all,
     encode_prompt,
@@ -159,48 +158,32 @@ class _ReadingThread:
 
 
 class RunTokenizer:
-    """The run's tokenizer. Call `load` once, first. Its files are the same in all snapshots of a run."""
+    """The run's tokenizer, from the files of any snapshot: they are the same in all."""
 
-    def __init__(self, template_arguments: Mapping[str, Any] = MappingProxyType({})) -> None:
-        self._template_arguments = template_arguments
-        self._tokenizer: Tokenizer | None = None
-        self._ends, self._context = frozenset[int](), 0
-        self._stop: StopRule | None = None
-        self._loaded = asyncio.Event()
-        self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
-        self._num_kept = 0
-        self._pieces: dict[int, str] = {}  # token id -> text; bounded by the vocabulary
-
-    async def load(self, files: Mapping[str, bytes], stop: str = "", stop_strings: tuple[str, ...] = ()) -> None:
-        """Load the tokenizer from a snapshot's files, on a thread: this takes a second. `stop`: the character that ends
-        a turn in the run's environment; `stop_strings`: `sampling.stop`.
+    def __init__(
+        self,
+        files: Mapping[str, bytes],
+        template_arguments: Mapping[str, Any] = MappingProxyType({}),
+        stop: str = "",
+        stop_strings: tuple[str, ...] = (),
+    ) -> None:
+        """Takes a second. `stop`: the character that ends a turn in the run's environment; `stop_strings`:
+        `sampling.stop`.
 
         Raises:
             UserError: transformers can't read a tokenizer from the files.
         """
         try:
-            found = await asyncio.to_thread(_load, files, stop, self._template_arguments)
+            self.tokenizer: Tokenizer = load_tokenizer(files, template_arguments)
+            self._ends = frozenset(end_tokens(files)) | (tokens_with(self.tokenizer, stop) if stop else frozenset())
+            context = read_context(files) if "config.json" in files else None
         except PeerError as error:
             raise UserError(f"The model's tokenizer can't be used: {error.detail}.") from error
-        self._tokenizer, self._ends, self._context = found
-        if stop_strings:
-            self._stop = await asyncio.to_thread(stop_rule, self._tokenizer, stop_strings)
-        self._loaded.set()
-
-    @property
-    def is_loaded(self) -> bool:
-        return self._loaded.is_set()
-
-    async def loaded(self) -> None:
-        """Wait until the tokenizer is loaded. The learner publishes it with its first snapshot."""
-        await self._loaded.wait()
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer. Raises UserError before one is loaded."""
-        if self._tokenizer is None:
-            raise UserError("No snapshot was published yet, so there is no tokenizer.")
-        return self._tokenizer
+        self._context = context or 0  # 0: not stated
+        self._stop = stop_rule(self.tokenizer, stop_strings) if stop_strings else None
+        self._prompts: OrderedDict[tuple[GroupKind, int], array[int]] = OrderedDict()
+        self._num_kept = 0
+        self._pieces: dict[int, str] = {}  # token id -> text; bounded by the vocabulary
 
     def prompt(self, kind: GroupKind, task: Task) -> array[int]:
         """Return the token ids of a task's prompt.
@@ -299,16 +282,6 @@ class RunTokenizer:
             UserError: the log does not have such rollouts.
         """
         return logged_rollouts(task.columns[LOGGED_ROLLOUTS], num_samples, max_tokens, self.tokenizer, version)
-
-
-def _load(
-    files: Mapping[str, bytes], stop: str, template_arguments: Mapping[str, Any]
-) -> tuple[Tokenizer, frozenset[int], int]:
-    """Return the tokenizer, the tokens that end a turn, and the model's context length (0: not stated)."""
-    tokenizer = load_tokenizer(files, template_arguments)
-    ends = frozenset(end_tokens(files)) | (tokens_with(tokenizer, stop) if stop else frozenset())
-    context = read_context(files) if "config.json" in files else None
-    return tokenizer, ends, context or 0
 
 
 class CopiedRollouts:

@@ -60,12 +60,12 @@ class Scoring:
         reward: RewardProcesses,
         ledger: Ledger,
         tasks: TaskReader,
-        reader: RunTokenizer,
+        tokenizer: asyncio.Future[RunTokenizer],
         train_tasks: Tasks,
         teachers: Mapping[str, str],
         identity: RunIdentity,
     ) -> None:
-        self._reward, self._ledger, self._tasks, self._reader = reward, ledger, tasks, reader
+        self._reward, self._ledger, self._tasks, self._tokenizer = reward, ledger, tasks, tokenizer
         self._train_tasks, self._teachers, self._identity = train_tasks, teachers, identity
 
     async def score(self, command: do.ScoreGroup) -> ev.GroupScored | ev.GroupUnfit:
@@ -75,7 +75,7 @@ class Scoring:
             BudgetSpent: the judge's; the group waits for a head with more.
         """
         ref, delivered = command.group, command.rollouts
-        await self._reader.loaded()  # a restarted head may hold groups before it has a snapshot
+        await asyncio.shield(self._tokenizer)  # a restarted head may hold groups before it has a snapshot
         try:
             group = delivered.group if delivered is not None else None
             return await self._scored(group or parse_group(self._ledger.rollouts(ref.number)))
@@ -96,12 +96,12 @@ class Scoring:
         """
         if not self._teachers or kind == "eval":
             return Teaching()
-        return Teaching(teacher_of(task, self._teachers), self._reader.teacher_prompt(task))
+        return Teaching(teacher_of(task, self._teachers), self._tokenizer.result().teacher_prompt(task))
 
     async def _scored(self, group: RolloutGroup) -> ev.GroupScored:
         """Return the event with the rewards of a group, and the seconds that they took."""
         task = await self._tasks.task(group.group, group.cursor)
-        group = self._reader.read(group, task)
+        group = self._tokenizer.result().read(group, task)
         whole = as_one_row(group)
         texts = [one.text for one in whole]
         if (longest := max(map(len, texts))) > TEXT_CHARS_MAX:
@@ -142,10 +142,10 @@ class Deliveries:
         identity: RunIdentity,
         clock: Clock,
         tasks: TaskReader,
-        reader: RunTokenizer,
+        tokenizer: asyncio.Future[RunTokenizer],
     ) -> None:
         self._config, self._planner, self._ledger, self._identity = config, planner, ledger, identity
-        self._clock, self._tasks, self._reader = clock, tasks, reader
+        self._clock, self._tasks, self._tokenizer = clock, tasks, tokenizer
         self._copied = CopiedRollouts()
         walked = config.tasks.environment and not is_harness(config.tasks.environment)
         self._replay = EnvironmentReplay(config.tasks.environment) if walked else None
@@ -171,10 +171,13 @@ class Deliveries:
             self.routes = routes
             self._ledger.set_meta("routes", None if routes is None else astuple(routes))
 
-    async def load(self, files: Mapping[str, bytes]) -> None:
-        """Load the tokenizer from a snapshot's files. Raises as `RunTokenizer.load`."""
-        stop = await self._replay.stop() if self._replay is not None else ""
-        await self._reader.load(files, stop, tuple(self._config.sampling.stop))
+    async def read_tokenizer(self, files: Mapping[str, bytes]) -> None:
+        """Read the run's tokenizer from a snapshot's files, on a thread. Raises as `RunTokenizer`."""
+        stop, config = await self._replay.stop() if self._replay is not None else "", self._config
+        stop_strings = tuple(config.sampling.stop)
+        found = await asyncio.to_thread(RunTokenizer, files, config.model.chat_template_args, stop, stop_strings)
+        if not self._tokenizer.done():
+            self._tokenizer.set_result(found)
 
     async def close(self) -> None:
         """End the environment's process."""
@@ -192,6 +195,7 @@ class Deliveries:
         """
         kept = parse_group(self._ledger.rollouts(lease.group.number)) if lease.first_sample else None
         task, config = await self._tasks.task(lease.group, lease.cursor), self._config
+        tokenizer = self._tokenizer.result()
         member = self._identity.member(worker_id)
         params = config.sampling_params if lease.group.kind == "train" else config.eval_params
         seconds = max(0.0, self._clock.now() - lease.granted_at)
@@ -201,7 +205,7 @@ class Deliveries:
         elif delivery.rows:
             raise PeerError("malformed", "a rollout of several rows, which only a harness plays")
         else:
-            prompt = self._reader.prompt(lease.group.kind, task)
+            prompt = tokenizer.prompt(lease.group.kind, task)
             group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
         told = group.rollouts
         if group.lost and not member.is_own:  # it could choose what is trained on
@@ -209,25 +213,25 @@ class Deliveries:
         if not 0 < group.lineage <= (newest := self._planner.training.lineage):
             raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {newest}")
         # A harness's rollout may begin with a prompt of its own, which max_tokens does not bound.
-        self._reader.check_lengths(group, TOKENS_MAX if by_harness else params.max_tokens)
+        tokenizer.check_lengths(group, TOKENS_MAX if by_harness else params.max_tokens)
         messages.check_turns(group, config.sampling.max_turns if config.tasks.environment else 1, by_harness)
         if self.vocab_size is not None:  # None only before the first learner, when no group is leased
             messages.check_support(group, params, self.vocab_size)
             messages.check_vocabulary(group, self.vocab_size)
         group = await self._with_routes(group, params.routes)
         if LOGGED_ROLLOUTS in task.columns:
-            group = self._as_logged(task, group, params.max_tokens)
+            group = self._as_logged(tokenizer, task, group, params.max_tokens)
         elif self._replay is not None:
             is_chat = not isinstance(task.prompt, str)
             stop = await self._replay.stop()
-            rules = self._reader.turn_rules(stop, is_chat, config.sampling.max_turns, params.max_tokens)
+            rules = tokenizer.turn_rules(stop, is_chat, config.sampling.max_turns, params.max_tokens)
             worker = self._planner.fleet.get(worker_id)
             # What a worker may hold can shrink; the deadline of an open lease stays.
             longest = lease.deadline if worker is None else granting.ends_at(self._planner, worker, lease)
             seconds = max(lease.deadline, longest) - self._clock.now()
             group = await self._replay.replay(rules, lease, task, group, seconds, member.is_own)
         elif not by_harness:
-            self._reader.check_ends(group, params.max_tokens)
+            tokenizer.check_ends(group, params.max_tokens)
         if not (group.logged or member.is_own):
             self._copied.check(group, member.ticket_id)
         as_told = delivery.rollouts if group.rollouts is told and not (by_harness or kept) else ()
@@ -283,14 +287,14 @@ class Deliveries:
             await asyncio.to_thread(check_routes, group, self.routes if are_asked else None)
         return group
 
-    def _as_logged(self, task: Task, group: RolloutGroup, max_tokens: int) -> RolloutGroup:
+    def _as_logged(self, tokenizer: RunTokenizer, task: Task, group: RolloutGroup, max_tokens: int) -> RolloutGroup:
         """Return the group with the rollouts that the head itself reads from the task's log.
 
         Raises:
             PeerError: "malformed": the log is unusable, or the worker's tokens differ from the log.
         """
         try:
-            logged = self._reader.logged(task, len(group.rollouts), max_tokens, group.newest_version)
+            logged = tokenizer.logged(task, len(group.rollouts), max_tokens, group.newest_version)
         except UserError as error:
             raise PeerError("malformed", f"the log has no such rollouts: {error}") from error
         for place, (said, known) in enumerate(zip(group.rollouts, logged, strict=True)):

@@ -225,7 +225,7 @@ class Service:
     async def deliver(self, peer: Peer, deliveries: wire.Deliveries) -> wire.DeliveryReplies:
         if len(deliveries.items) > DELIVERIES_PER_CALL_MAX:
             raise PeerError("oversized", f"{len(deliveries.items)} results at once; {DELIVERIES_PER_CALL_MAX} allowed")
-        if not self._head.reader.is_loaded:
+        if not self._head.tokenizer.done():
             raise PeerError("busy", "the head has just started and cannot read results yet; deliver again")
         claims.delivers(self._head, peer.peer_id)
         replies: list[wire.DeliveryReply] = []

@@ -18,6 +18,7 @@ from echo2.core.errors import InvariantError
 from echo2.core.types import Attachment, GroupRef, LostRollout, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.decide.planner import Planner
 from echo2.head.ledger.driver import Driver, Stored
 from echo2.head.ledger.ledger import Ledger
 from echo2.planning.sim.origin import Arriving, ChunkAsked, ManifestAsked, SimOrigin
@@ -154,8 +155,7 @@ class SimHead(Actor):
         self._restart()
 
     def _restart(self) -> None:
-        self.driver = Driver(self.options, self.ledger, self)
-        self.planner = self.driver.planner
+        self.planner = Planner(self.options)
         self.origin = SimOrigin(self.world, self.scenario, self.store, self.dialable, self._order)
         self.attending: dict[str, int] = {}
         self.learner_known = False
@@ -237,7 +237,11 @@ class SimHead(Actor):
         self.history.lives.append([])
         published = tuple(sorted(ref for ref in self.store if not ref.is_base_model))
         stored = Stored(published, tuple(sorted(self.evaluated)), self.provider.out())
-        self._drive(lambda: self.driver.start(stored, self.world.now))
+        self._drive(lambda: self._take_over(stored))
+
+    def _take_over(self, stored: Stored) -> list[do.Command]:
+        self.driver = Driver(self.planner, self.ledger, self, stored, self.world.now)
+        return []
 
     def _die(self) -> None:
         self.history.killed[HEAD] += 1
