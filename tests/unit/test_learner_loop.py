@@ -190,13 +190,13 @@ def run(head: ScriptedHead, trainer: GrpoClient, root: Path, **options: Any) -> 
         head._meet("connect")
         return head
 
-    patience_seconds, turn = options.pop("patience_seconds", 20.0), options.pop("turn", None)
+    patience_seconds, card = options.pop("patience_seconds", 20.0), options.pop("card", None)
     trainer.config = config_of(trainer.config, **options)
     trainer.resume(root)
     info = LearnerInfo("cpu", trainer.policy.vocab_size)
     session = HeadSession(connect, trainer.version, info, Publisher(root / "learner"), patience_seconds)
     try:
-        return train(trainer, session, root, turn)
+        return train(trainer, session, root, card)
     finally:
         session.close()
 

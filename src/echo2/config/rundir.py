@@ -30,7 +30,7 @@ from typing import Any
 from echo2 import config as configuration
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError, write_failed
-from echo2.core.turns import FileLock
+from echo2.core.file_lock import FileLock
 
 #: Prefixes of keys in metrics.jsonl, before a worker's name. For the worker's tokens at lag 0: their mean surprise,
 #: their mean |log ratio|, and their number.

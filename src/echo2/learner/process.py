@@ -39,10 +39,10 @@ from echo2.learner.core.mesh import Mesh, Place, join, place
 from echo2.learner.core.model import Policy
 from echo2.learner.core.publication import PUBLISHING_RANKS_MAX, BorrowedWeights, Publisher, share_of
 from echo2.learner.core.state import Saving
+from echo2.learner.grpo.card import LearnerCard
 from echo2.learner.grpo.loop import GrpoClient, train
 from echo2.learner.grpo.step_meter import LossStats, StepStats
 from echo2.learner.grpo.trained_policy import RunPosition
-from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.sending import OtherRanks, RankSender
 from echo2.learner.link.session import HeadSession
@@ -165,14 +165,14 @@ def _loaded(config: Config, device: str, mesh: Mesh) -> Policy | None:
     return None
 
 
-def _train(rundir: RunDir, ticket: str, here: Place | None, card: str = "") -> int:
+def _train(rundir: RunDir, ticket: str, here: Place | None, card_directory: str = "") -> int:
     config = rundir.read_config()
     if not ticket and not rundir.learner_ticket.is_file():
         raise UserError(f"{rundir.learner_ticket} is missing: start the head first, or give its ticket with --ticket.")
     device = pick_device("auto")
-    if (turn := CardTurn(Path(card)) if card else None) is not None:
+    if (card := LearnerCard(Path(card_directory)) if card_directory else None) is not None:
         log.info("waiting for the card, which the run's workers use, too")
-        turn.take()
+        card.take()
     leads = here is not None and here.size > 1
     mesh = join(here, device, rundir.path / "learner") if here is not None and leads else Mesh()
     policy = _loaded(config, str(device), mesh)
@@ -201,7 +201,7 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card: str = "") -> i
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
-        reason = train(client, session, rundir.checkpoints, turn)
+        reason = train(client, session, rundir.checkpoints, card)
         log.info("the run is over: %s", reason)
         if isinstance(client, LeadingClient):
             client.end()

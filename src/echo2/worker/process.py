@@ -292,7 +292,7 @@ class WorkerProcess:
             template_arguments=arguments,
             server=chosen,
         )
-        self._background.spawn(sampler.turns.keep())
+        self._background.spawn(sampler.card.keep())
         try:
             installed = await self._weights.reload(self._loading(sampler))
         except BaseException:

@@ -1,6 +1,6 @@
 """Samples a worker's leases with its engine, one asyncio task per lease, from its start to its finished group. A
 machine of the run's owner also checks strangers' rollouts, between the decoding steps of its own sampling. On a card
-that the learner uses, too, the engine takes turns with it (`core/decide/turns.py`).
+that the learner uses, too, the engine has it while the learner does not (`core/decide/card.py`).
 
 Nothing here blocks the event loop: the engine decodes in its own thread, and environments run in processes.
 """
@@ -19,9 +19,9 @@ from typing import Any
 
 from echo2.config.values import AUTO
 from echo2.core.background import spawn
-from echo2.core.decide.turns import Act, worker_act
+from echo2.core.decide.card import CARD, LOOK_SECONDS, WISH, Act, worker_act
 from echo2.core.errors import PeerError, UserError
-from echo2.core.turns import CARD, LOOK_SECONDS, WISH, FileLock
+from echo2.core.file_lock import FileLock
 from echo2.core.types import Assignment, Snapshot, SnapshotRef
 from echo2.engines.engine import Engine, RequestFailure
 from echo2.engines.registry import load_or_replace
@@ -74,7 +74,7 @@ class LeaseSampler:
         self._busy_before = 0.0
         self._busy_since: float | None = None
         self._device, self._template_arguments, self.chosen = device, template_arguments, server
-        self.turns = WorkerTurns(card, lambda: self.engine)
+        self.card = WorkerCard(card, lambda: self.engine)
         self.tokenizer: Tokenizer | None = None  # until the first weights are loaded
         self._tokenizer_files: dict[str, bytes] = {}
         self.num_tokens = self.num_groups = 0
@@ -87,8 +87,8 @@ class LeaseSampler:
     @property
     def doing(self) -> str:
         """One line for people: what this worker is doing."""
-        if self.turns.doing:
-            return self.turns.doing
+        if self.card.doing:
+            return self.card.doing
         if not self._tasks:
             return "waiting"
         num_running = self.engine.slots - self.engine.free_slots
@@ -104,7 +104,7 @@ class LeaseSampler:
         base = None
         if snapshot.base_model is not None and snapshot.base_model != self.engine.base_model:
             base = await base_of(snapshot.base_model)
-        async with self.turns.staying():
+        async with self.card.staying():
             pause = await self._update(snapshot, base)
         self.tokenizer, self._tokenizer_files = tokenizer, files  # only now: the engine may refuse
         return pause
@@ -119,7 +119,7 @@ class LeaseSampler:
 
     async def check(self, asked: wire.Check) -> wire.CheckReport:
         """Check a group of a stranger while the worker has the card. Raises as `check`."""
-        async with self.turns.staying():
+        async with self.card.staying():
             return await check(self.engine, asked)
 
     def start(self, assignment: Assignment) -> None:
@@ -228,7 +228,7 @@ async def check(engine: Any, asked: wire.Check) -> wire.CheckReport:
     return report
 
 
-class WorkerTurns:
+class WorkerCard:
     """Keeps an engine's tensors on the card, but for the learner's turns. `directory`: of the locks; empty: the card is
     not shared. `engine`: returns the worker's."""
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from echo2.config.rundir import CRASH_RECORD
 from echo2.core.types import RolloutGroup
+from echo2.learner.grpo.card import LearnerCard
 from echo2.learner.grpo.saving import CrashRecord
 from echo2.learner.grpo.step_meter import StepMeter
 from echo2.learner.grpo.trained_policy import TrainedPolicy
-from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.session import HeadSession
 from echo2.transport import wire_pb2 as wire
 
@@ -34,10 +34,10 @@ class Feed:
     """
 
     def __init__(
-        self, client: TrainedPolicy, head: HeadSession, checkpoints: Path, turn: CardTurn | None = None
+        self, client: TrainedPolicy, head: HeadSession, checkpoints: Path, card: LearnerCard | None = None
     ) -> None:
-        """`turn`: the learner's, on a card that it shares."""
-        self._client, self._head, self._turn = client, head, turn
+        """`card`: a GPU shared with workers."""
+        self._client, self._head, self._card = client, head, card
         self._crashes = CrashRecord(checkpoints / CRASH_RECORD)
         self._arrivals = head.groups()
         self.meter = StepMeter(client.version, client.config)
@@ -51,8 +51,8 @@ class Feed:
         if self._client.version < self._head.max_steps:
             self._head.want_groups(self._client.version)
             self._arrivals = self._head.groups()
-            if self._turn is not None:
-                self._arrivals = self._turn.groups(self._head, self._client, self.meter)
+            if self._card is not None:
+                self._arrivals = self._card.groups(self._head, self._client, self.meter)
 
     def microbatches(self) -> Iterator[list[RolloutGroup]]:
         """Yield the micro-batches of the next update, and wait for their groups. Who iterates trains on each. A stop
@@ -68,7 +68,7 @@ class Feed:
         num_tokens, is_last = 0, False
         while not is_last and not self._head.stop_reason:
             self._head.doing = f"waiting for groups of step {client.version} ({len(numbers)} came)"
-            with self.meter.time("wait_for_batch") if self._turn is None else nullcontext():
+            with self.meter.time("wait_for_batch") if self._card is None else nullcontext():
                 item = next(self._arrivals)
             more = 0
             if isinstance(item, wire.StepDone):

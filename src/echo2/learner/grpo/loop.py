@@ -32,19 +32,19 @@ from echo2.core.types import RolloutGroup
 from echo2.learner.core.losses import LossTokens, PolicyLoss
 from echo2.learner.core.optimizer import learning_rate
 from echo2.learner.core.trainer import AdamParams
+from echo2.learner.grpo.card import LearnerCard
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.feed import Feed
 from echo2.learner.grpo.pulls import joined_kl, token_kl, towards_teacher
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.step_meter import LossStats, StepStats, measure, merged
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
-from echo2.learner.grpo.turns import CardTurn
 from echo2.learner.link.session import HeadSession
 
 
-def train(client: GrpoClient, head: HeadSession, checkpoints: Path, turn: CardTurn | None = None) -> str:
+def train(client: GrpoClient, head: HeadSession, checkpoints: Path, card: LearnerCard | None = None) -> str:
     """Train from the current state of `client` and `head` to the last step, or until the head says stop. Return why
-    training ended. `checkpoints` is the directory of the step_N directories; `turn`: on a card that the learner shares.
+    training ended. `checkpoints` is the directory of the step_N directories; `card`: a GPU shared with workers.
 
     Raises:
         LinkError: the head was away for longer than the session's patience.
@@ -52,7 +52,7 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path, turn: CardTu
             a full disk the learner waits for space).
         InvariantError: the head fed a group that must not be trained on.
     """
-    feed, saves = Feed(client, head, checkpoints, turn), Checkpoints(checkpoints, client, head)
+    feed, saves = Feed(client, head, checkpoints, card), Checkpoints(checkpoints, client, head)
     with saves.leaving():
         saves.report_again()
         feed.begin_step()

@@ -69,7 +69,7 @@ class StepMeter:
         self._num_replayed = self._num_routed = self._route_bytes = 0
         self.numbers: list[int] = []
 
-    def took_turn(self, wait_seconds: float, move_seconds: float) -> None:
+    def add_card_time(self, wait_seconds: float, move_seconds: float) -> None:
         """Add the time for which the learner waited for a card that it shares, and moved its tensors."""
         for part, seconds in (("card_wait", wait_seconds), ("card_move", move_seconds)):
             self._seconds[part] = self._seconds.get(part, 0.0) + seconds

@@ -14,6 +14,10 @@ from __future__ import annotations
 
 from enum import Enum
 
+#: Names of the two locks in the directory of a card.
+CARD, WISH = "card.lock", "wish.lock"
+#: Seconds between two looks at a lock that another process has.
+LOOK_SECONDS = 0.02
 #: How long a learner on the card waits for groups that the head may have.
 QUIET_SECONDS = 0.5
 

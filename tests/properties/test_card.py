@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.core.decide.turns import QUIET_SECONDS, Act, learner_act, wants_card, worker_act
+from echo2.core.decide.card import QUIET_SECONDS, Act, learner_act, wants_card, worker_act
 
 STEPS, GROUPS = 4, 3
 #: Acts of each process after which a run must be over, whatever came before: it takes a dozen a step.

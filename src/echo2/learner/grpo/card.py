@@ -1,4 +1,4 @@
-"""The learner's turns on a card that it shares with the run's workers (`core/decide/turns.py`)."""
+"""The learner's part of a card that it shares with the run's workers (`core/decide/card.py`)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from echo2.core.decide.turns import Act, learner_act, wants_card
-from echo2.core.turns import CARD, LOOK_SECONDS, WISH, FileLock
+from echo2.core.decide.card import CARD, LOOK_SECONDS, WISH, Act, learner_act, wants_card
+from echo2.core.file_lock import FileLock
 from echo2.core.types import RolloutGroup
 from echo2.engines.parking import Parked
 from echo2.learner.grpo.step_meter import StepMeter
@@ -19,7 +19,7 @@ from echo2.learner.link.session import HeadSession
 from echo2.transport import wire_pb2 as wire
 
 
-class CardTurn:
+class LearnerCard:
     """A learner's part of a card. `directory`: of its locks."""
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +42,7 @@ class CardTurn:
             self._parked.fetch()
             self._parked = None
         if meter is not None:
-            meter.took_turn(waited, time.monotonic() - started - waited)
+            meter.add_card_time(waited, time.monotonic() - started - waited)
 
     def leave(self, client: TrainedPolicy, device: torch.device, meter: StepMeter) -> None:
         """Put the tensors away once nobody reads them, and let workers have the card."""
@@ -52,7 +52,7 @@ class CardTurn:
         self._parked = Parked(device, tensors)
         self._card.give_back()
         self._wish.give_back()
-        meter.took_turn(0.0, time.monotonic() - started)
+        meter.add_card_time(0.0, time.monotonic() - started)
 
     def groups(
         self, head: HeadSession, client: TrainedPolicy, meter: StepMeter

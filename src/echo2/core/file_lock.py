@@ -1,17 +1,10 @@
-"""The locks by which the processes of a run take turns on one card (`core/decide/turns.py` decides). They are the
-system's: whatever kills a process, its locks are free.
-"""
+"""Locks that the processes of one machine see. They are the system's: whatever kills a process, its locks are free."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 from pathlib import Path
-
-#: Seconds between two looks at a lock that another process has.
-LOOK_SECONDS = 0.02
-#: Names of the locks in the directory of a card.
-CARD, WISH = "card.lock", "wish.lock"
 
 
 class FileLock:

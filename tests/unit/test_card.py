@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from echo2.core.child import PACKAGE_ROOT
-from echo2.core.turns import FileLock
+from echo2.core.file_lock import FileLock
 from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.compact import build_compact
 from echo2.engines.compact_cache import CompactCache
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 HOLD = """
 import sys
 from pathlib import Path
-from echo2.core.turns import FileLock
+from echo2.core.file_lock import FileLock
 lock = FileLock(Path(sys.argv[1]))
 print(lock.take(shared=sys.argv[2] == "shared"), flush=True)
 sys.stdin.read()
