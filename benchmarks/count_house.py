@@ -46,7 +46,7 @@ echo2.weights.store: archive store content
 echo2.weights.broadcast: distribution origin peer edges serving
 echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages
 echo2.head: serve.learner_calls decide.planner
-echo2.transport: messages codecs grpc_server door grpc_link
+echo2.transport: messages message_bytes grpc_server door grpc_link
 echo2.worker: process weights decide.scheduler
 echo2.engines: decode_loop torch_engine snapshot_tensors
 """

@@ -32,7 +32,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, RolloutGroup, SnapshotRef, Te
 from echo2.head.serve.effects import HeadEffects
 from echo2.head.serve.head import Head
 from echo2.head.serve.service import Service
-from echo2.transport import codecs, messages
+from echo2.transport import message_bytes, messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Handlers, Method, Peer, parse
 from echo2.transport.certificates import make_key, make_request
@@ -320,7 +320,7 @@ def _delivery(lease_id: int, number: int, is_played: bool) -> wire.Delivery:
 
 def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
     if method.raw:
-        return (b"", codecs.pack(bytes(32), b"filler"))
+        return (b"", message_bytes.pack(bytes(32), b"filler"))
     payload = wire.PayloadId(ref=wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     request, content = snapshot(1)
     tally = wire.Tally(source="", num_bytes=202, seconds=0.5)

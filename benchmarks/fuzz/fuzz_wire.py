@@ -38,7 +38,7 @@ from echo2.core.types import (
     TensorBytes,
 )
 from echo2.head.serve import service
-from echo2.transport import codecs, identity, limits, messages, tickets
+from echo2.transport import identity, limits, message_bytes, messages, tickets
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import METHODS, Peer, packed, parse
 from echo2.weights.broadcast import origin, serving
@@ -192,8 +192,8 @@ def _encoded(kind: type[WireMessage]) -> list[bytes]:
 
 
 def _read_chunk(data: bytes) -> None:
-    hash_, piece = codecs.unpack(data)
-    codecs.hash_of(data)
+    hash_, piece = message_bytes.unpack(data)
+    message_bytes.hash_of(data)
     if piece:
         assert wire.Chunk.FromString(data) == wire.Chunk(hash=hash_, data=bytes(piece))
 
@@ -207,9 +207,9 @@ def _read_address(data: bytes) -> None:
 
 def _pieces() -> list[Target]:
     packed_chunks = (
-        codecs.pack(bytes(32), b"d" * 5),
-        codecs.pack(b"h" * 32, bytes(300)),
-        codecs.pack_missing(bytes(32)),
+        message_bytes.pack(bytes(32), b"d" * 5),
+        message_bytes.pack(b"h" * 32, bytes(300)),
+        message_bytes.pack_missing(bytes(32)),
     )
     hosts = (b"192.0.2.1:80", b"[2001:db8::1]:4000", b"[::1]", b"localhost", b"worker.example.org:65535")
     words = (b"[", b"]", b":", b"%eth0", b"::", "²".encode(), "١".encode())

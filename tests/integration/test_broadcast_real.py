@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from echo2.core.errors import LinkError
-from echo2.transport import codecs, grpc_link, limits
+from echo2.transport import grpc_link, limits, message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from real_runs import REPOSITORY, Run
@@ -111,7 +111,7 @@ class Liar:
     async def _lie(self, peer: Peer, request: wire.ChunkRequest) -> AsyncIterator[bytes]:
         for name in request.hashes:
             self.lies += 1
-            yield codecs.pack(name, b"not what you asked for")
+            yield message_bytes.pack(name, b"not what you asked for")
 
     async def _take(self, peer: Peer, message: bytes) -> wire.Empty:
         return wire.Empty()

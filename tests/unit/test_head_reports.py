@@ -15,8 +15,8 @@ from echo2.core.errors import PeerError
 from echo2.head.ledger.metrics import KEPT_ROWS, Metrics
 from echo2.head.ledger.rollout_log import read_groups
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.codecs import encode_logprobs
 from echo2.transport.limits import LOGGED_TOKENS
+from echo2.transport.message_bytes import encode_logprobs
 from head_cases import LEARNER, OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 

@@ -87,7 +87,7 @@ def test_streamed_updates_equal_batch_updates(
 
 def test_a_step_tells_the_logprobs_of_its_first_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the policy before the update; a group without reward variance has none, and is none of the first."""
-    monkeypatch.setattr("echo2.transport.codecs.LOGGED_TOKENS", 4 * 2 * 3)  # three first tokens of each rollout
+    monkeypatch.setattr("echo2.transport.message_bytes.LOGGED_TOKENS", 4 * 2 * 3)  # three first tokens of each rollout
     rng = random.Random(0)
     made = [
         group(

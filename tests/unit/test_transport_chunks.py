@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from echo2.core.errors import PeerError
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 
 HASHES = st.binary(min_size=32, max_size=32)
@@ -20,18 +20,18 @@ HASHES = st.binary(min_size=32, max_size=32)
 @example(bytes(32), 1 << 14, b"x")
 def test_as_protobuf_writes_it(hash_: bytes, size: int, pattern: bytes) -> None:
     data = (pattern * (size // len(pattern) + 1))[:size]
-    message = codecs.pack(hash_, memoryview(data))
+    message = message_bytes.pack(hash_, memoryview(data))
     assert message == wire.Chunk(hash=hash_, data=data).SerializeToString()
-    assert codecs.unpack(message) == (hash_, data)
-    assert codecs.hash_of(message) == hash_
+    assert message_bytes.unpack(message) == (hash_, data)
+    assert message_bytes.hash_of(message) == hash_
 
 
 @given(HASHES)
 def test_signs_without_data(hash_: bytes) -> None:
-    assert codecs.unpack(codecs.ALIVE) == (b"", b"")
-    assert wire.Chunk().SerializeToString() == codecs.ALIVE
-    assert codecs.unpack(codecs.pack_missing(hash_)) == (hash_, b"")
-    assert codecs.pack_missing(hash_) == wire.Chunk(hash=hash_).SerializeToString()
+    assert message_bytes.unpack(message_bytes.ALIVE) == (b"", b"")
+    assert wire.Chunk().SerializeToString() == message_bytes.ALIVE
+    assert message_bytes.unpack(message_bytes.pack_missing(hash_)) == (hash_, b"")
+    assert message_bytes.pack_missing(hash_) == wire.Chunk(hash=hash_).SerializeToString()
 
 
 @given(
@@ -39,7 +39,7 @@ def test_signs_without_data(hash_: bytes) -> None:
 )
 def test_any_bytes_are_a_chunk_as_protobuf_reads_it_or_refused(message: bytes) -> None:
     try:
-        hash_, data = codecs.unpack(message)
+        hash_, data = message_bytes.unpack(message)
     except PeerError:
         return
     assert wire.Chunk.FromString(message) == wire.Chunk(hash=hash_, data=bytes(data))
@@ -47,7 +47,7 @@ def test_any_bytes_are_a_chunk_as_protobuf_reads_it_or_refused(message: bytes) -
 
 @given(HASHES, st.binary(min_size=1, max_size=300), st.data())
 def test_truncated_message_is_refused(hash_: bytes, data: bytes, draw: st.DataObject) -> None:
-    message = codecs.pack(hash_, data)
+    message = message_bytes.pack(hash_, data)
     cut = draw.draw(st.integers(1, len(message) - 1).filter(lambda size: size != 34))  # 34: "no such chunk"
     with pytest.raises(PeerError, match="malformed"):
-        codecs.unpack(message[:cut])
+        message_bytes.unpack(message[:cut])

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.weights.broadcast import serving
@@ -79,8 +79,8 @@ def test_origin_gives_strangers_so_many_copies_and_the_owner_any_number(
             """Whether the chunk comes, and not a word that it will."""
             async with aclosing(fetch(Peer(worker_id, "worker"), request)) as messages:
                 async for message in messages:
-                    if message != codecs.ALIVE:
-                        return bool(message != codecs.NUDGE)
+                    if message != message_bytes.ALIVE:
+                        return bool(message != message_bytes.NUDGE)
             raise AssertionError("neither came")
 
         assert [await has_come("w-bad") for _ in range(5)] == [True, True, True, False, False]

@@ -16,7 +16,7 @@ from broadcast_fleet import SECONDS, Fleet, content, opened, until
 from echo2.core.addresses import split
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link, Peer
 from echo2.transport.grpc_link import GrpcLink, GrpcNetwork
@@ -38,11 +38,11 @@ def run(scenario: Coroutine[Any, Any, None]) -> None:
 
 Lie = Callable[[bytes], bytes]
 LIES: dict[str, Lie] = {
-    "other bytes": lambda hash_: codecs.pack(hash_, b"not this chunk"),
-    "more than a chunk may have": lambda hash_: codecs.pack(hash_, bytes((1 << 20) + 1)),
-    "a chunk nobody asked for": lambda hash_: codecs.pack(bytes(32), b"hello"),
+    "other bytes": lambda hash_: message_bytes.pack(hash_, b"not this chunk"),
+    "more than a chunk may have": lambda hash_: message_bytes.pack(hash_, bytes((1 << 20) + 1)),
+    "a chunk nobody asked for": lambda hash_: message_bytes.pack(bytes(32), b"hello"),
     "no chunk at all": lambda hash_: b"\xff\xff\xff",
-    "a length that lies": lambda hash_: codecs.pack(hash_, bytes(1000))[:-1],
+    "a length that lies": lambda hash_: message_bytes.pack(hash_, bytes(1000))[:-1],
 }
 
 
@@ -96,7 +96,7 @@ def test_useless_peer_is_replaced(tmp_path: Path, how: str) -> None:
             raise PeerError("busy", "come again")
         if how == "says nothing":
             await asyncio.Event().wait()
-        yield codecs.ALIVE
+        yield message_bytes.ALIVE
 
     async def scenario() -> None:
         async with opened(tmp_path, "memory", scheme="star") as fleet:
@@ -132,7 +132,7 @@ def test_relay_whose_disk_altered_a_chunk_is_called_no_liar(tmp_path: Path) -> N
 @pytest.mark.parametrize("word", ["corrupt", "oversized", "malformed", "busy"])
 def test_refusal_is_no_lie_whatever_it_says(tmp_path: Path, word: str) -> None:
     async def serve(request: wire.ChunkRequest) -> AsyncIterator[bytes]:
-        yield codecs.ALIVE
+        yield message_bytes.ALIVE
         raise PeerError(word, "not today")
 
     async def scenario() -> None:
@@ -153,14 +153,14 @@ def test_giver_that_dials_and_lies_is_named(tmp_path: Path) -> None:
             assert fleet.memory is not None
             bad = fleet.memory.member("w-bad").to_peer("w-1", fleet.origin.address_of("w-1"))
             with pytest.raises(PeerError, match="unasked"):
-                await bad.call("GiveChunk", codecs.pack(bytes(32), b"x"), SECONDS)
+                await bad.call("GiveChunk", message_bytes.pack(bytes(32), b"x"), SECONDS)
             fleet.origin.joined("w-bad", wire.WorkerHello(), LOOPBACK)
             fleet.assign(manifest, taker)
             order = wire.Routes(payload=PAYLOAD, sources=[wire.Source(peer_id="w-bad")], stripes=[0])
             taker.node.obey(wire.Order(routes=order))
             request = await anext(aiter(bad.stream("AskWanted", wire.Empty())))
             with pytest.raises(PeerError, match=r"corrupt|unasked"):
-                await bad.call("GiveChunk", codecs.pack(request.hashes[0], b"wrong"), SECONDS)
+                await bad.call("GiveChunk", message_bytes.pack(request.hashes[0], b"wrong"), SECONDS)
             await taker.has(manifest)
 
     run(scenario())
@@ -207,12 +207,12 @@ def test_one_peer_can_have_so_many_requests_under_way(tmp_path: Path) -> None:
             request = wire.ChunkRequest(hashes=content(1)[0].hashes, payload=PAYLOAD)
             streams = [aiter(link.frames("FetchChunks", request)) for _ in range(REQUESTS_PER_PEER_MAX)]
             for stream in streams:
-                assert await anext(stream) == codecs.ALIVE
+                assert await anext(stream) == message_bytes.ALIVE
             with pytest.raises(PeerError, match="busy"):
                 await anext(aiter(link.frames("FetchChunks", request)))
             for stream in streams:
                 await stream.aclose()  # type: ignore[attr-defined]
-            assert await anext(aiter(link.frames("FetchChunks", request))) == codecs.ALIVE
+            assert await anext(aiter(link.frames("FetchChunks", request))) == message_bytes.ALIVE
             worker.node.stop_fetching(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)))
 
     run(scenario())
@@ -252,7 +252,7 @@ async def outcome(link: Link) -> str:
     """The word with which a peer's server answers, "" where nobody is reached that is the right one."""
     try:
         async for message in link.frames("FetchChunks", wire.ChunkRequest(payload=PAYLOAD)):
-            assert message == codecs.ALIVE
+            assert message == message_bytes.ALIVE
     except PeerError as error:
         return error.reason
     except LinkError:

@@ -13,7 +13,7 @@ import pytest
 from broadcast_fleet import CHUNK_BYTES, SECONDS, Content, Fleet, Worker, content, opened, until
 from echo2.core.errors import UserError
 from echo2.core.types import PayloadId
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.weights.broadcast.probe import MAX_RATE, NO_LINK
 from echo2.weights.broadcast.serving import encode_payload
@@ -81,7 +81,7 @@ def test_relay_passes_on_what_it_has_while_it_waits_for_the_rest(tmp_path: Path,
             for count, hash_ in enumerate(hashes[10:], 10):
                 await until(lambda count=count: child.node.bytes_received >= count * len(data[hashes[0]]), "passed on")
                 assert manifest.payload not in child.whole
-                await relay.node.keep("", hash_, codecs.pack(hash_, data[hash_]), data[hash_])
+                await relay.node.keep("", hash_, message_bytes.pack(hash_, data[hash_]), data[hash_])
             await child.has(manifest)
 
     run(scenario())
@@ -104,7 +104,7 @@ def test_what_is_pushed_out_of_memory_before_it_is_written_is_passed_on_from_dis
             await until(lambda: hashes[0] in waiting, "the child has asked")
             asked = [hash_ for hash_ in hashes if hash_ in waiting]
             for hash_ in asked:
-                await relay.node.keep("", hash_, codecs.pack(hash_, data[hash_]), data[hash_])
+                await relay.node.keep("", hash_, message_bytes.pack(hash_, data[hash_]), data[hash_])
             await until(lambda: all(map(child.store.has, asked)), "passed on")
 
     run(scenario())
@@ -118,7 +118,7 @@ def test_what_is_delivered_to_a_node_that_ends_is_let_go(tmp_path: Path) -> None
             worker.node.fetch(manifest)
             await fleet.leave("w-1")
             hash_ = manifest.hashes[0]
-            await worker.node.keep("", hash_, codecs.pack(hash_, data[hash_]), data[hash_])
+            await worker.node.keep("", hash_, message_bytes.pack(hash_, data[hash_]), data[hash_])
             assert not worker.node._chores
             assert not worker.store.has(hash_)
 

@@ -17,7 +17,7 @@ from blake3 import blake3
 from broadcast_fleet import SECONDS, content, fail, opened, until
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.weights.broadcast.edges import EDGES_MAX, GIVES_MAX, REDIAL_SECONDS, AwaitedSource, Intake, Source
@@ -79,7 +79,7 @@ def test_paced_peer_gets_chunks_no_faster_and_hears_that_more_will_come(tmp_path
             given = server.serve(Peer("w-1", "worker"), request)
             came = [(time.monotonic(), message) async for message in given]
         kinds = [message if len(message) < 1000 else b"chunk" for _, message in came]
-        alive, nudge = codecs.ALIVE, codecs.NUDGE
+        alive, nudge = message_bytes.ALIVE, message_bytes.NUDGE
         assert kinds == [alive, b"chunk", b"chunk", nudge, alive, b"chunk", nudge]
         assert came[5][0] - began_at >= 1000 / 1e5 + 1000 / 1050.0
 
@@ -94,21 +94,21 @@ def test_a_nudge_follows_what_nothing_follows_at_once_and_says_nothing(tmp_path:
         with ThreadPoolExecutor(1) as disk:
             cache, came = ChunkCache(ChunkStore(tmp_path), disk), []
             for at in range(2):
-                cache.arrived(hashes[at], codecs.pack(hashes[at], data[at]))
+                cache.arrived(hashes[at], message_bytes.pack(hashes[at], data[at]))
             given = Server(cache, lambda payload: True).serve(
                 Peer("w-1", "worker"), wire.ChunkRequest(hashes=hashes, payload=PAYLOAD)
             )
             async for message in given:
                 came.append(message)
-                if message == codecs.NUDGE and not cache.has(hashes[2]):
-                    cache.arrived(hashes[2], codecs.pack(hashes[2], data[2]))
+                if message == message_bytes.NUDGE and not cache.has(hashes[2]):
+                    cache.arrived(hashes[2], message_bytes.pack(hashes[2], data[2]))
         kinds = ["chunk" if len(message) > 1000 else message for message in came]
-        assert kinds == [codecs.ALIVE, "chunk", "chunk", codecs.NUDGE, "chunk", codecs.NUDGE]
+        assert kinds == [message_bytes.ALIVE, "chunk", "chunk", message_bytes.NUDGE, "chunk", message_bytes.NUDGE]
         heard: list[str] = []
         source = Source("w-2", cast("Intake", SimpleNamespace(alive=heard.append)))
-        await source.take(codecs.NUDGE, {})
+        await source.take(message_bytes.NUDGE, {})
         assert heard == []  # one that waits for its own source says ALIVE
-        await source.take(codecs.ALIVE, {})
+        await source.take(message_bytes.ALIVE, {})
         assert heard == ["w-2"]
 
     run(scenario())
@@ -146,18 +146,18 @@ def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
         put = origin.handlers()["PutProbe"]
         greedy, other = Peer("w-1", "worker"), Peer("w-2", "worker")
         while seconds < PROBE_SECONDS_MAX:
-            await put(greedy, codecs.ALIVE)
+            await put(greedy, message_bytes.ALIVE)
             with pytest.raises(PeerError, match="busy"):
-                await put(other, codecs.ALIVE)
+                await put(other, message_bytes.ALIVE)
             seconds += 0.9 * PROBE_SLOT_SECONDS
         with pytest.raises(PeerError, match="overlong"):
-            await put(greedy, codecs.ALIVE)
+            await put(greedy, message_bytes.ALIVE)
         seconds += PROBE_SLOT_SECONDS
-        await put(other, codecs.ALIVE)
+        await put(other, message_bytes.ALIVE)
         with pytest.raises(PeerError, match="busy"):
-            await put(greedy, codecs.ALIVE)
+            await put(greedy, message_bytes.ALIVE)
         await put(other, DONE)
-        await put(greedy, codecs.ALIVE)
+        await put(greedy, message_bytes.ALIVE)
         await origin.close()
 
     run(scenario())
@@ -171,10 +171,10 @@ def test_no_link_is_measured_while_weights_are_on_it(tmp_path: Path) -> None:
         put, fetch = origin.handlers()["PutProbe"], origin.handlers()["FetchChunks"]
         request = wire.ChunkRequest(hashes=[blake3(data).digest()], payload=PAYLOAD)
         async with aclosing(fetch(Peer("w-1", "worker"), request)) as messages:
-            assert await anext(messages) == codecs.ALIVE
+            assert await anext(messages) == message_bytes.ALIVE
             with pytest.raises(PeerError, match="busy"):
-                await put(Peer("w-2", "worker"), codecs.ALIVE)
-        await put(Peer("w-2", "worker"), codecs.ALIVE)
+                await put(Peer("w-2", "worker"), message_bytes.ALIVE)
+        await put(Peer("w-2", "worker"), message_bytes.ALIVE)
         await origin.close()
 
     run(scenario())

@@ -15,7 +15,7 @@ from broadcast_fleet import fail
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.head.fleet.decide.fleet import Worker
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import RunIdentity, verify_manifest
@@ -125,7 +125,7 @@ def test_new_chunks_are_served_without_reading_them_from_disk(tmp_path: Path) ->
         request = wire.ChunkRequest(hashes=hashes, payload=encode_payload(PayloadId(ref(0))))
         serve = fleet.origin.handlers()["FetchChunks"]
         messages = [message async for message in serve(Peer("worker", "worker", "203.0.113.9"), request)]
-        assert {codecs.unpack(message)[0] for message in messages} - {b""} == set(hashes)
+        assert {message_bytes.unpack(message)[0] for message in messages} - {b""} == set(hashes)
         await fleet.distribution.close()
 
     asyncio.run(story())

@@ -1,8 +1,8 @@
 """Links between processes: typed, versioned, bounded messages over authenticated and encrypted connections.
 
 `base` is the interface (unary calls and server streams), `grpc_link` and `grpc_server` the two ends of it over gRPC,
-`messages` the wire form of `echo2.core.types`, `codecs` that of chunks and logprobs, `identity` the certificates of
-peers, `tickets` the tickets that admit machines, `door` and `budgets` the bounds on strangers and members.
+`messages` the wire form of `echo2.core.types`, `message_bytes` that of chunks and logprobs, `identity` the certificates
+of peers, `tickets` the tickets that admit machines, `door` and `budgets` the bounds on strangers and members.
 """
 
 import os

@@ -2,7 +2,7 @@
 
 The workers and the learner dial out; the head serves, and so does every worker that listens. A method says which roles
 may call it, and `check_role` checks that for all backends. Messages are protobuf (`wire.proto`), at most
-`limits.MESSAGE_BYTES_MAX` each; chunks may be handled as the bytes of their message (`codecs`), without a copy.
+`limits.MESSAGE_BYTES_MAX` each; chunks may be handled as the bytes of their message (`message_bytes`), without a copy.
 
 Errors a caller sees: `PeerError` with the other end's reason for refusing; `LinkError` when the other end is
 unreachable, closed the connection or let the deadline pass.

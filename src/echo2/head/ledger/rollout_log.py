@@ -21,8 +21,8 @@ from echo2.core.errors import UserError
 from echo2.core.printable import CUT_OFF, printable
 from echo2.core.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
 from echo2.learner.grpo.data import Advantage, group_advantages
-from echo2.transport.codecs import LearnerLogprobs, logged_tokens
 from echo2.transport.limits import LOGGED_GROUPS
+from echo2.transport.message_bytes import LearnerLogprobs, logged_tokens
 from echo2.transport.regroup import as_one_row
 
 log = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from echo2.head.store.contents import UPLOAD_SECONDS
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.transport.codecs import decode_logprobs
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.message_bytes import decode_logprobs
 from echo2.transport.routes import decode_shape
 from echo2.weights.format.manifest import HASH_BYTES, Manifest
 

@@ -32,7 +32,7 @@ from echo2.config.rundir import FRESH_MISMATCH, FRESH_SURPRISE, FRESH_TOKENS
 from echo2.core.errors import InvariantError
 from echo2.core.types import RolloutGroup
 from echo2.learner.core.losses import LOGGED_LAG, LossTokens, TokenLosses, log_ratio
-from echo2.transport.codecs import LearnerLogprobs
+from echo2.transport.message_bytes import LearnerLogprobs
 from echo2.transport.regroup import as_one_row
 from echo2.transport.routes import num_routed
 

@@ -40,8 +40,8 @@ from echo2.learner.link.sending import (
 )
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.transport.codecs import LearnerLogprobs, encode_logprobs
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.message_bytes import LearnerLogprobs, encode_logprobs
 from echo2.transport.messages import parse_group
 from echo2.transport.routes import RouteShape, encode_shape
 from echo2.weights.format.manifest import Manifest

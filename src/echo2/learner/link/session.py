@@ -21,7 +21,7 @@ from echo2.learner.link.head_client import HeadClient, LearnerInfo, join_head
 from echo2.learner.link.sending import OtherRanks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
-from echo2.transport.codecs import LearnerLogprobs
+from echo2.transport.message_bytes import LearnerLogprobs
 
 DOING_SECONDS = 1.0  # between reports of the learner's activity
 T = TypeVar("T")

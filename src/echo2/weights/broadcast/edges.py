@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from echo2.core.background import Background, spawn
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import PayloadId
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handlers, Link, Network, Peer
 from echo2.weights.broadcast.decide.origin_messages import ORIGIN
@@ -88,7 +88,7 @@ class Source:
         Raises:
             PeerError: "corrupt", "missing" or "malformed": it is not a requested chunk.
         """
-        hash_, data = codecs.unpack(message)
+        hash_, data = message_bytes.unpack(message)
         if not hash_:
             if not data:
                 self.intake.alive(self.source)
@@ -153,7 +153,8 @@ class DialledSource(Source):
         try:
             async with aclosing(link.frames("FetchChunks", request)) as messages:  # type: ignore[type-var]
                 async for message in messages:
-                    if (self._was_reached or message != codecs.ALIVE) and not await self._is_good(message, awaited):
+                    is_first = not self._was_reached and message == message_bytes.ALIVE
+                    if not (is_first or await self._is_good(message, awaited)):
                         return
                     self._was_reached = True  # a server sends ALIVE at once
                     if not awaited:
@@ -244,12 +245,12 @@ class Dial:
             async with aclosing(self._serve(request)) as messages:
                 async for message in messages:
                     await window.acquire()
-                    owed.pop(codecs.hash_of(message), None)
+                    owed.pop(message_bytes.hash_of(message), None)
                     self._tasks.spawn(self._send(message, window))
         except PeerError:
             if owed:
                 await window.acquire()
-                await self._send(codecs.pack_missing(next(iter(owed))), window)
+                await self._send(message_bytes.pack_missing(next(iter(owed))), window)
 
     async def _send(self, message: bytes, window: asyncio.Semaphore) -> None:
         try:
@@ -323,7 +324,7 @@ class AwaitedSource(Source):
         try:
             await self.take(message, self.awaited)
         except PeerError as error:
-            hash_ = codecs.hash_of(message)
+            hash_ = message_bytes.hash_of(message)
             if error.reason != "corrupt" or hash_ in self.awaited:
                 self.fail(FAILURE_OF.get(error.reason, "broken"))
             raise

@@ -19,7 +19,7 @@ from echo2.core.addresses import PORT_MAX, is_loopback, join, split
 from echo2.core.background import Background
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.types import PayloadId, SnapshotRef
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Handler, Link, Peer
 from echo2.transport.limits import NAME_CHARS_MAX, NUMBER_MAX
@@ -130,7 +130,7 @@ class OriginNode:
 
     def stored(self, hash_: bytes, data: bytes) -> None:
         """Keep a verified chunk in memory, from where it is served without reading it from disk."""
-        self._cache.arrived(hash_, codecs.pack(hash_, data))
+        self._cache.arrived(hash_, message_bytes.pack(hash_, data))
         self._server.allowance.add(num_new_bytes=len(data))
 
     def left(self, worker_id: str, reason: str) -> None:
@@ -337,7 +337,7 @@ async def _answer(link: Link) -> None:
     """Return when the worker answers. Raises LinkError after `DIAL_BACK_TRIES`: its server may still be starting."""
     for tries_left in reversed(range(DIAL_BACK_TRIES)):
         try:
-            await link.call("GiveChunk", codecs.ALIVE, DIAL_BACK_SECONDS)
+            await link.call("GiveChunk", message_bytes.ALIVE, DIAL_BACK_SECONDS)
             return
         except PeerError:
             return  # a refusal is an answer too

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 
@@ -34,9 +34,9 @@ STRIPES_GAIN = 1.5
 FIRST_PUTS = 8
 PUTS = 48
 CALL_SECONDS = 10.0
-FILLER = codecs.pack(bytes(32), bytes(PIECE_BYTES))
+FILLER = message_bytes.pack(bytes(32), bytes(PIECE_BYTES))
 #: The last message of a measurement: lets another worker measure.
-DONE = codecs.pack_missing(bytes(32))
+DONE = message_bytes.pack_missing(bytes(32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,13 @@ async def measure(open_link: Callable[[], Link]) -> Rates:
 
 
 async def _measure(links: list[Link], open_link: Callable[[], Link]) -> Rates:
-    await links[0].call("PutProbe", codecs.ALIVE, CALL_SECONDS)  # connects, outside the measured time
+    await links[0].call("PutProbe", message_bytes.ALIVE, CALL_SECONDS)  # connects, outside the measured time
     down, is_fast = await _race(links, _pull)
     up, is_fast_up = await _race(links, _push)
     if is_fast and is_fast_up:
         return Rates(up, down, 1)
     links += [open_link() for _ in range(STRIPES - 1)]
-    await asyncio.gather(*(link.call("PutProbe", codecs.ALIVE, CALL_SECONDS) for link in links))
+    await asyncio.gather(*(link.call("PutProbe", message_bytes.ALIVE, CALL_SECONDS) for link in links))
     many_down, _ = await _race(links, _pull)
     many_up, _ = await _race(links, _push)
     is_better = many_down > STRIPES_GAIN * down or many_up > STRIPES_GAIN * up

@@ -1,8 +1,8 @@
 """Serves chunks to peers: recently received chunks from memory, other stored chunks from disk, expected chunks as soon
 as they arrive.
 
-Chunks are kept as encoded messages (`transport.codecs`), so that a chunk sent to many peers is hashed, read and packed
-once.
+Chunks are kept as encoded messages (`transport.message_bytes`), so that a chunk sent to many peers is hashed, read and
+packed once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import PayloadId
-from echo2.transport import codecs
+from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.budgets import Buckets
@@ -101,7 +101,7 @@ class ChunkCache:
         except UserError as error:
             log.warning("a chunk is not given: %s", error)
             raise PeerError("busy", f"chunk {hash_.hex()} can't be read now") from error
-        message = codecs.pack(hash_, data)
+        message = message_bytes.pack(hash_, data)
         self._remember(hash_, message)
         return message
 
@@ -194,7 +194,7 @@ class Server:
         order = _Order(self._cache, wanted)
         self._orders.add(order)
         try:
-            yield codecs.ALIVE  # tells the caller that the request arrived
+            yield message_bytes.ALIVE  # tells the caller that the request arrived
             order.begin()
             clock = asyncio.get_running_loop().time
             told_at = clock()
@@ -206,7 +206,7 @@ class Server:
                     # Every chunk received so far is sent: if the peer finds this slow, the cause is this node's own
                     # source, even if that source still delivers a little.
                     told_at = clock()
-                    yield codecs.ALIVE
+                    yield message_bytes.ALIVE
                 if not order.ready:
                     await order.something()
                 is_sending = bool(order.ready)
@@ -217,15 +217,15 @@ class Server:
                     due = self._due_at(peer_id, payload, len(message))
                     if due - clock() > NUDGE_SECONDS:
                         await asyncio.sleep(NUDGE_SECONDS)
-                        yield codecs.NUDGE
+                        yield message_bytes.NUDGE
                     while (wait_seconds := due - clock()) > 0.0:
                         await asyncio.sleep(min(wait_seconds, ALIVE_SECONDS))
                         if wait_seconds > ALIVE_SECONDS:
-                            yield codecs.ALIVE
+                            yield message_bytes.ALIVE
                     self.bytes_sent += len(message)
                     yield message
                 if is_sending and not await order.something(NUDGE_SECONDS):
-                    yield codecs.NUDGE
+                    yield message_bytes.NUDGE
         finally:
             order.end()
             self._orders.discard(order)
