@@ -110,8 +110,8 @@ class Sampler:
             assignments.append(generate.assignment_of(lease, task, encode_prompt(task, tokenizer), params))
 
         def finished(group: RolloutGroup, lease: Lease) -> None:
-            scored = self._scorer.score(stream.task(lease.cursor), with_texts(group.rollouts, tokenizer))
-            found[lease.cursor] = replace(group, rollouts=scored)
+            scored = self._scorer.score_each(stream.task(lease.cursor), with_texts(group.rollouts, tokenizer))
+            found[lease.cursor] = replace(group, rollouts=tuple(one for one in scored if isinstance(one, Rollout)))
 
         asyncio.run(generate.sample_groups(self._engine, tokenizer, assignments, "w", finished, lambda *_: None))
         return [found[cursor] for cursor in cursors]

@@ -19,7 +19,7 @@ import torch
 from echo2.config import Config
 from echo2.core.decide.seeds import group_seed
 from echo2.core.errors import InvariantError, UserError
-from echo2.core.types import RUN_POLICY, GroupRef, Lease, RolloutGroup, Snapshot, SnapshotRef, Task
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, Rollout, RolloutGroup, Snapshot, SnapshotRef, Task
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.adapters import Adapter, load_trained
@@ -105,7 +105,8 @@ class Sampling:
 
         def finish(group: RolloutGroup, _: Lease) -> None:
             read = with_texts(group.rollouts, self._tokenizer)
-            done.append(replace(group, rollouts=self._scorer.score(by_cursor[group.cursor], read)))
+            scored = self._scorer.score_each(by_cursor[group.cursor], read)
+            done.append(replace(group, rollouts=tuple(one for one in scored if isinstance(one, Rollout))))
 
         def fail(lease: Lease, failure: Any) -> None:
             raise InvariantError(f"{lease.group} failed: {failure}")

@@ -114,7 +114,7 @@ def test_example_is_whole(path: Path, checkout: Path, monkeypatch: pytest.Monkey
     for cursor in range(8):
         task = tasks.task(cursor)
         answer = task.columns.get("answer") or task.columns["reward_model"]["ground_truth"]
-        right, wrong = scorer.score(task, [attempt(str(answer)), attempt("zzz")])
+        right, wrong = scorer.score_each(task, [attempt(str(answer)), attempt("zzz")])
         assert right.reward == pytest.approx(sum(weight for weight, _ in map(weighted, settings.reward.functions)))
         assert wrong.reward == 0.0
     if settings.eval.source:

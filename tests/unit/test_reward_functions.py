@@ -21,7 +21,7 @@ def rollout(text: str) -> Rollout:
 
 
 def scores(function: str, columns: dict[str, Any], *texts: str, prompt: Any = "?") -> list[float | None]:
-    scored = Scorer([function]).score(Task(0, prompt, columns), [rollout(text) for text in texts])
+    scored = Scorer([function]).score_each(Task(0, prompt, columns), [rollout(text) for text in texts])
     return [one.reward for one in scored]
 
 
@@ -109,11 +109,11 @@ def test_a_misspelt_reward_is_told_its_name() -> None:
 def test_an_environments_reward_is_what_it_gave() -> None:
     parts = [replace(rollout("ab"), reward_parts={"environment": part}) for part in (0.5, 2.0)]
     task = Task(0, "level", {"answer": "ab"})
-    scored = Scorer(["2.0 * environment", "exact_match"]).score(task, parts)
+    scored = Scorer(["2.0 * environment", "exact_match"]).score_each(task, parts)
     assert [(r.reward, dict(r.reward_parts)) for r in scored] == [
         (2.0, {"environment": 0.5, "exact_match": 1.0}),
         (5.0, {"environment": 2.0, "exact_match": 1.0}),
     ]
-    assert [r.reward for r in Scorer(["exact_match"]).score(task, parts)] == [1.0, 1.0]
+    assert [r.reward for r in Scorer(["exact_match"]).score_each(task, parts)] == [1.0, 1.0]
     with pytest.raises(UserError, match=r"tasks\.environment"):
-        Scorer(["environment"]).score(task, [parts[0], rollout("ab")])
+        Scorer(["environment"]).score_each(task, [parts[0], rollout("ab")])

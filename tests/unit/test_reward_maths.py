@@ -15,7 +15,7 @@ GOLD = "Half of 48 is <<48/2=24>>24.\n48 + 24 = 72 and 3 are left over.\n#### "
 
 def scores(answer: str, *texts: str) -> list[float | None]:
     rollouts = [Rollout(array("i", [1]), array("f", [0.0]), b"\x01", ((0, 0),), "stop", text) for text in texts]
-    return [rollout.reward for rollout in Scorer(["math"]).score(Task(0, "?", {"answer": answer}), rollouts)]
+    return [rollout.reward for rollout in Scorer(["math"]).score_each(Task(0, "?", {"answer": answer}), rollouts)]
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def rollouts(*texts: str) -> list[Rollout]:
 
 
 def scores(reward: str, columns: dict[str, Any], *texts: str) -> list[float | None]:
-    return [one.reward for one in Scorer([reward]).score(Task(0, "?", columns), rollouts(*texts))]
+    return [one.reward for one in Scorer([reward]).score_each(Task(0, "?", columns), rollouts(*texts))]
 
 
 @confined
@@ -367,7 +367,7 @@ def test_a_sandbox_that_is_killed_is_replaced() -> None:
 
 def test_a_column_of_another_version_is_an_error_of_the_data() -> None:
     with pytest.raises(UserError, match="cannot make reasoning-gym's no_such_generator"):
-        Scorer(["reasoning_gym"]).score(
+        Scorer(["reasoning_gym"]).score_each(
             Task(0, "?", {"reasoning_gym": {"name": "no_such_generator", "params": {}, "entry": "{}"}}), rollouts("1")
         )
 

@@ -70,7 +70,7 @@ def rollouts(*texts: str) -> list[Rollout]:
 
 
 def rewards(entries: list[str], task: Task, *texts: str) -> list[float | None]:
-    return [scored.reward for scored in Scorer(entries).score(task, rollouts(*texts))]
+    return [scored.reward for scored in Scorer(entries).score_each(task, rollouts(*texts))]
 
 
 def test_trl_style_gets_columns_as_lists(own: str) -> None:
@@ -96,7 +96,7 @@ def test_trl_style_chat(own: str) -> None:
 
 
 def test_what_verls_functions_return_beside_the_score_is_kept_and_counts_for_nothing(own: str) -> None:
-    (scored,) = Scorer([f"0.5 * {own}:verl_dict"]).score(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
+    (scored,) = Scorer([f"0.5 * {own}:verl_dict"]).score_each(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
     assert scored.reward == 0.5
     assert scored.reward_parts == {"verl_dict": 1.0, "verl_dict.length": 1.0, "verl_dict.right": 1.0}
 
@@ -114,14 +114,14 @@ def test_scores_may_be_scalars_of_any_library(scalar: str, tmp_path: Path) -> No
         f"    return {{'score': {scalar}, 'part': {scalar}, 'pair': np.ones(2), 'text': '1.0'}}\n"
     )
     entries = [f"{tmp_path}/own.py:{name}" for name in ("listed", "verl", "fields")]
-    (scored,) = Scorer(entries).score(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
+    (scored,) = Scorer(entries).score_each(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
     assert scored.reward == 3.0
     assert scored.reward_parts == {"listed": 1.0, "verl": 1.0, "fields": 1.0, "fields.part": 1.0}
 
 
 def test_functions_are_timed_by_name(own: str) -> None:
     scorer = Scorer(["exact_match", f"{own}:verl_short"])
-    scorer.score(Task(0, "x", {"ground_truth": "2", "answer": "2"}), rollouts("2"))
+    scorer.score_each(Task(0, "x", {"ground_truth": "2", "answer": "2"}), rollouts("2"))
     taken = scorer.take_seconds()
     assert taken.keys() == {"exact_match", "verl_short"}
     assert min(taken.values()) > 0.0
@@ -153,7 +153,7 @@ def test_package_function_and_callable_object(own: str, monkeypatch: pytest.Monk
 
 def test_parts_weights_and_not_applicable(own: str) -> None:
     scorer = Scorer([f"2.0 * {own}:sometimes", "0.5 * exact_match"])
-    scored = scorer.score(Task(0, "x", {"answer": "b"}), rollouts("a", "b"))
+    scored = scorer.score_each(Task(0, "x", {"answer": "b"}), rollouts("a", "b"))
     assert [dict(one.reward_parts) for one in scored] == [{"sometimes": 1.0, "exact_match": 0.0}, {"exact_match": 1.0}]
     assert [one.reward for one in scored] == [2.0, 0.5]
     assert [one.text for one in scored] == ["a", "b"]
@@ -165,7 +165,7 @@ def test_parts_weights_and_not_applicable(own: str) -> None:
 )
 def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: list[str]) -> None:
     entries = [f"{weights[0]} * exact_match", f"{weights[1]}*numeric_match"]
-    scored = Scorer(entries).score(Task(0, "x", {"answer": "2"}), rollouts(*answers))
+    scored = Scorer(entries).score_each(Task(0, "x", {"answer": "2"}), rollouts(*answers))
     for one in scored:
         expected = weights[0] * one.reward_parts["exact_match"] + weights[1] * one.reward_parts["numeric_match"]
         assert one.reward == pytest.approx(expected, abs=1e-12)
@@ -240,6 +240,6 @@ def test_settings_that_cannot_be(entries: list[str], said: str) -> None:
 
 def test_scoring_changes_nothing_else() -> None:
     before: list[Any] = rollouts("1", "2")
-    after = Scorer(["exact_match"]).score(Task(0, "x", {"answer": "1"}), before)
+    after = Scorer(["exact_match"]).score_each(Task(0, "x", {"answer": "1"}), before)
     assert [one.tokens for one in after] == [one.tokens for one in before]
     assert all(one.reward is None for one in before)

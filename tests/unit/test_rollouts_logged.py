@@ -68,7 +68,7 @@ def test_a_group_is_the_logged_rollouts_in_their_order(engine_name: str) -> None
     assert {rollout.version_spans for rollout in group.rollouts} == {((0, 5),)}
     silent = tuple(replace(rollout, text="") for rollout in group.rollouts)  # text does not travel
     assert messages.parse_group(messages.encode_group(group).SerializeToString()) == replace(group, rollouts=silent)
-    scored = Scorer(["logged"]).score(Task(9, "", {"logged_rollouts": logged("ab", "d")}), group.rollouts)
+    scored = Scorer(["logged"]).score_each(Task(9, "", {"logged_rollouts": logged("ab", "d")}), group.rollouts)
     assert [rollout.reward for rollout in scored] == [0.0, 0.25]
 
 

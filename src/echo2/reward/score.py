@@ -93,15 +93,6 @@ class Scorer:
         found = [(function.name, function.missing_column(task)) for function in self._functions]
         return [(name, column) for name, column in found if column]
 
-    def score(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout, ...]:
-        """As `score_each`; raises the failure of a single rollout, too."""
-        scored = list[Rollout]()
-        for one in self.score_each(task, rollouts):
-            if isinstance(one, RewardFailure):
-                raise one
-            scored.append(one)
-        return tuple(scored)
-
     def score_each(self, task: Task, rollouts: Sequence[Rollout]) -> tuple[Rollout | RewardFailure, ...]:
         """Return the rollouts with `reward_parts` and `reward` filled in, or the failure of a rollout's reward.
 
