@@ -85,7 +85,7 @@ def with_process(
 ) -> None:
     async def run() -> None:
         log = own / "logs" / "reward.log"
-        process = RewardProcesses([f"2 * {own}/own.py:{function}"], timeout_seconds, log, num_processes, pauses=())
+        process = RewardProcesses([f"2 * {own}/own.py:{function}"], timeout_seconds, log, num_processes, tries_max=1)
         try:
             await body(process)
         finally:

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from echo2.core.types import Rollout, Score, Task
+from echo2.core.types import Backoff, Rollout, Score, Task
 from echo2.head.ledger.books import Failures
-from echo2.reward.process import RETRY_PAUSES, RewardProcesses
+from echo2.reward.process import BACKOFF, TRIES_MAX, RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.views.display import failure_lines
 
+AT_ONCE = Backoff(0.0, 0.0)
 OWN = """
 import urllib.error
 calls = []
@@ -40,7 +41,7 @@ async def judged(completions, do, **columns): return reward(completions, do)
 
 
 def scored(
-    own: Path, do: str, function: str = "reward", pauses: tuple[float, ...] = (0.0, 0.0, 0.0)
+    own: Path, do: str, function: str = "reward", tries: int = 4
 ) -> tuple[list[Score] | RewardFailure, int, Failures]:
     """The scores or the failure of a group of one, how often the function was called, and what was counted."""
     (own / "own.py").write_text(OWN)
@@ -51,7 +52,7 @@ def scored(
             failures.add("reward_retried", message, traceback)
 
         name, log = f"{own}/own.py:{function}", own / "reward.log"
-        processes = RewardProcesses([name], 60.0, log, pauses=pauses, on_retry=note)
+        processes = RewardProcesses([name], 60.0, log, tries_max=tries, backoff=AT_ONCE, on_retry=note)
         rollouts = [Rollout(array("i", [5]), array("f", [-0.5]), b"\x01", ((0, 3),), "stop", "a")]
         try:
             return list((await processes.scores(Task(0, "?", {"do": do}), rollouts, ["a"]))[0])
@@ -96,9 +97,9 @@ def test_what_cannot_pass_is_not_tried_again(tmp_path: Path, do: str, said: str)
 
 
 def test_the_pauses_grow_and_end() -> None:
-    assert list(RETRY_PAUSES) == sorted(RETRY_PAUSES)
-    assert sum(RETRY_PAUSES) < 10.0
-    lost = 0.06 ** (len(RETRY_PAUSES) + 1)
+    pauses = [BACKOFF.after(num) for num in range(1, TRIES_MAX)]
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+    lost = 0.06**TRIES_MAX
     assert lost < 1e-6
 
 
@@ -107,7 +108,7 @@ def test_a_try_again_is_for_the_rollouts_that_failed_and_the_first_score_of_a_ro
 
     async def run() -> None:
         name, log = f"{tmp_path}/own.py:each", tmp_path / "reward.log"
-        processes = RewardProcesses([name], 60.0, log, pauses=(0.0, 0.0))
+        processes = RewardProcesses([name], 60.0, log, tries_max=3, backoff=AT_ONCE)
         rollout = Rollout(array("i", [5]), array("f", [-0.5]), b"\x01", ((0, 3),), "stop", "a")
         try:
             found, _ = await processes.scores(Task(0, "?", {}), [rollout] * 3, ["now", "later", "never"])

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from echo2.core.background import spawn
-from echo2.core.types import Rollout, Score, Task
+from echo2.core.retries import Retries
+from echo2.core.types import Backoff, Rollout, Score, Task
 from echo2.reward import frames
 from echo2.reward.judge import Judge
 from echo2.reward.score import RewardFailure
@@ -35,10 +36,11 @@ REQUEST_GROUPS_MAX = 64
 GROUPS_TOGETHER = 64
 #: Time beyond `timeout_seconds` for an asynchronous function to be cancelled in its process.
 CANCEL_SECONDS = 5.0
-#: Pauses in seconds before a group is scored again whose function raised, as when a judge's service is overloaded for a
-#: moment: five tries in 7.5 s. Of groups that fail in 6 % of tries one in a million is lost, of groups of 8 calls that
-#: fail so (39 %) one in a hundred.
-RETRY_PAUSES = (0.5, 1.0, 2.0, 4.0)
+#: Tries of a group whose function raises, as when a judge's service is overloaded for a moment, and the pauses between
+#: them: five in 7.5 s. Of groups that fail in 6 % of tries one in a million is lost, of groups of 8 calls that fail so
+#: (39 %) one in a hundred.
+TRIES_MAX = 5
+BACKOFF = Backoff(0.5, 4.0)
 ADVICE = "Make it faster, or raise reward.timeout_seconds."
 
 
@@ -64,9 +66,9 @@ class RewardProcesses:
 
     `functions` as for `Scorer`; relative paths are relative to this process's working directory. `log_path`
     receives the output of the functions. `num_processes`: the maximum (default: one a core). A group whose function
-    raised is scored again after each of `pauses`, unless the next try must fail, too (`score.FINAL`); `on_retry`
-    receives message and traceback of what was not the last try. `judge` is asked first; what it says is a part of each
-    rollout, which the function `judge` passes on.
+    raised is scored `tries_max` times, unless the next try must fail, too (`score.FINAL`); `on_retry` receives
+    message and traceback of what was not the last try. `judge` is asked first; what it says is a part of each rollout,
+    which the function `judge` passes on.
     """
 
     def __init__(
@@ -75,13 +77,15 @@ class RewardProcesses:
         timeout_seconds: float,
         log_path: Path,
         num_processes: int = 0,
-        pauses: Sequence[float] = RETRY_PAUSES,
+        tries_max: int = TRIES_MAX,
+        backoff: Backoff = BACKOFF,
         on_retry: Callable[[str, str], None] = lambda message, traceback: None,
         judge: Judge | None = None,
     ) -> None:
         setup = {"functions": list(functions), "timeout_seconds": timeout_seconds}
         self._process_arguments = ("The reward process", "echo2.reward.frames:make_handler", setup, log_path)
-        self._timeout_seconds, self._pauses, self._on_retry = timeout_seconds, pauses, on_retry
+        self._timeout_seconds, self._on_retry = timeout_seconds, on_retry
+        self._tries_max, self._backoff = tries_max, backoff
         self.judge = judge
         self._most = num_processes or groups_at_once(is_async=False)
         self._processes = [CodeProcess(*self._process_arguments)]
@@ -173,7 +177,7 @@ class RewardProcesses:
         """As `scores`, after the judge was asked."""
         if self._is_async is None:
             await self.start()
-        seconds, num_tries, scores = 0.0, 0, dict[int, Score]()
+        seconds, num_tries, scores, retries = 0.0, 0, dict[int, Score](), Retries(self._backoff)
         while True:
             answer, took = await self._try(task, rollouts, texts)
             seconds, num_tries = seconds + took, num_tries + 1
@@ -183,10 +187,10 @@ class RewardProcesses:
             }
             failures = {at: one for at, one in enumerate(results) if at not in scores}
             last = next(iter(failures.values()), None)
-            if last is None or num_tries > len(self._pauses) or not any(one["may_pass"] for one in failures.values()):
+            if last is None or num_tries >= self._tries_max or not any(one["may_pass"] for one in failures.values()):
                 break
             self._on_retry(last["failed"], last["traceback"])
-            await asyncio.sleep(self._pauses[num_tries - 1])
+            await retries.pause()
         tried = f" It was tried {num_tries} times." if num_tries > 1 else ""
         found = {at: RewardFailure(one["failed"] + tried, seconds, one["traceback"]) for at, one in failures.items()}
         if found and not scores:
