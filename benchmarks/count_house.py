@@ -33,7 +33,7 @@ echo2.transport: messages grpc_server door grpc_link
 echo2.worker: process decide.scheduler sampling
 echo2.rollouts: generate
 echo2.engines: tokenizer decode_loop torch_engine rows sampler compact
-echo2.reward: process frames score
+echo2.reward: process messages score
 echo2.sandbox: process pipes child
 echo2.learner: link.head_client link.session grpo.loop grpo.feed grpo.data grpo.step_meter
 echo2.learner.core: trainer mesh batch model output_layer losses

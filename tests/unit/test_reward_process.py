@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.core import frames as core_frames
+from echo2.core import frames
 from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Message, Rollout, Task
-from echo2.reward import confinement, frames
+from echo2.reward import confinement, messages
 from echo2.reward import process as reward_process
 from echo2.reward.process import RewardProcesses
 from echo2.reward.score import RewardFailure, Scorer
@@ -354,14 +354,14 @@ def test_a_function_that_cannot_be_loaded_is_a_user_error(tmp_path: Path) -> Non
 def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
     """Its stdin reaching the end is how it learns that the head was killed."""
     environment = {**os.environ, "PYTHONPATH": PACKAGE_ROOT}
-    command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.reward.frames:make_handler"]
+    command = [sys.executable, "-m", "echo2.sandbox.child", "echo2.reward.messages:make_handler"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdin.write(pipes.encode({"id": 0, "functions": [f"{own}/own.py:reward"], "timeout_seconds": 60.0}))
         child.stdin.flush()
         assert pipes.read(child.stdout) == {"id": 0, "is_async": False, "takes_tokens": True}
-        child.stdin.write(pipes.encode({"id": 1, "groups": [frames.group_message(task("hang"), rollouts("a"), "a")]}))
+        child.stdin.write(pipes.encode({"id": 1, "groups": [messages.group_message(task("hang"), rollouts("a"), "a")]}))
         child.stdin.close()
         try:
             assert child.wait(timeout=30) == 0
@@ -370,9 +370,9 @@ def test_the_child_ends_with_its_parent_even_while_hanging(own: Path) -> None:
 
 
 def test_tokens_are_sent_as_numbers_and_only_if_a_function_takes_them(own: Path) -> None:
-    (sent,) = frames.group_message(task("it"), rollouts("a"), ["a"])["rollouts"]
+    (sent,) = messages.group_message(task("it"), rollouts("a"), ["a"])["rollouts"]
     assert sent["tokens"] == [5]
-    (sent,) = frames.group_message(task("it"), rollouts("a"), ["a"], has_tokens=False)["rollouts"]
+    (sent,) = messages.group_message(task("it"), rollouts("a"), ["a"], has_tokens=False)["rollouts"]
     assert "tokens" not in sent
     (own / "seen.py").write_text(
         "def one(completions, completion_ids): return [float(ids[0]) for ids in completion_ids]\n"
@@ -403,9 +403,9 @@ def test_tokens_are_sent_as_numbers_and_only_if_a_function_takes_them(own: Path)
 )
 def test_a_group_survives_the_pipe(prompt: object, texts: list[str], columns: dict[str, object]) -> None:
     original = Task(7, prompt, columns)  # type: ignore[arg-type]
-    message = pipes.read(io.BytesIO(pipes.encode(frames.group_message(original, rollouts(*texts), texts))))
+    message = pipes.read(io.BytesIO(pipes.encode(messages.group_message(original, rollouts(*texts), texts))))
     assert message is not None
-    back, attempts = frames.group_of(message)
+    back, attempts = messages.group_of(message)
     assert back == original
     assert [(a.text, a.tokens, a.finish) for a in attempts] == [(t, array("i", [5]), "stop") for t in texts]
 
@@ -415,6 +415,6 @@ def test_frames_are_bounded_and_cut_ones_are_the_end(monkeypatch: pytest.MonkeyP
     assert pipes.read(io.BytesIO(b"\x01")) is None
     with pytest.raises(PeerError, match="oversized"):
         pipes.read(io.BytesIO(b"\xff\xff\xff\xff{}"))
-    monkeypatch.setattr(core_frames, "MAX_FRAME_BYTES", 4)
+    monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 4)
     with pytest.raises(PeerError, match="oversized"):
         pipes.encode({"a": 1})

@@ -343,8 +343,8 @@ def test_a_machine_without_a_sandbox_refuses_what_runs_text(monkeypatch: pytest.
 def test_no_group_waits_for_the_imports_of_its_scorer(reward: str) -> None:
     """A process that scores groups is ready when these are done: the first group's sender would seem slow."""
     script = f"""
-from echo2.reward import frames, sandbox
-frames.make_handler({{"functions": ["0.5 * {reward}"], "timeout_seconds": 60.0}})
+from echo2.reward import messages, sandbox
+messages.make_handler({{"functions": ["0.5 * {reward}"], "timeout_seconds": 60.0}})
 print(sandbox.shared()._process is not None)
 """
     assert in_python(script) == "True\n"

@@ -21,7 +21,7 @@ from typing import Any
 from echo2.core.background import spawn
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff, Rollout, Score, Task
-from echo2.reward import frames
+from echo2.reward import messages
 from echo2.reward.judge import Judge
 from echo2.reward.score import RewardFailure
 from echo2.sandbox.process import CodeFailure, CodeProcess
@@ -83,7 +83,7 @@ class RewardProcesses:
         judge: Judge | None = None,
     ) -> None:
         setup = {"functions": list(functions), "timeout_seconds": timeout_seconds}
-        self._process_arguments = ("The reward process", "echo2.reward.frames:make_handler", setup, log_path)
+        self._process_arguments = ("The reward process", "echo2.reward.messages:make_handler", setup, log_path)
         self._timeout_seconds, self._on_retry = timeout_seconds, on_retry
         self._tries_max, self._backoff = tries_max, backoff
         self.judge = judge
@@ -200,7 +200,7 @@ class RewardProcesses:
     async def _try(self, task: Task, rollouts: Sequence[Rollout], texts: Sequence[str]) -> tuple[dict[str, Any], float]:
         """Score the rollouts once; return the answer for their group, and the seconds that it took."""
         answer: asyncio.Future[tuple[dict[str, Any], float]] = asyncio.get_running_loop().create_future()
-        message = frames.group_message(task, rollouts, texts, self._takes_tokens)
+        message = messages.group_message(task, rollouts, texts, self._takes_tokens)
         self._waiting.append(_Group(message, f"scoring task {task.cursor}", answer))
         self._request_soon()
         try:
@@ -245,7 +245,7 @@ class RewardProcesses:
         """
         process = await self._take()
         try:
-            most = max(1, min(REQUEST_GROUPS_MAX, int(frames.REQUEST_SECONDS / self._seconds)))
+            most = max(1, min(REQUEST_GROUPS_MAX, int(messages.REQUEST_SECONDS / self._seconds)))
             groups += [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
             self._is_asking = False
             self._request_soon()
