@@ -30,11 +30,11 @@ echo2.head.ledger: driver ledger
 echo2.head.serve: effects connections head reading service results learner_calls
 echo2.tasks: streams base
 echo2.transport: messages grpc_server door grpc_link
-echo2.worker: process decide.scheduler sampling
+echo2.worker: worker_process decide.scheduler sampling
 echo2.rollouts: generate
 echo2.engines: tokenizer decode_loop torch_engine rows sampler compact
-echo2.reward: process messages score
-echo2.sandbox: process pipes child
+echo2.reward: reward_processes messages score
+echo2.sandbox: code_process pipes child
 echo2.learner: link.head_client link.session grpo.loop grpo.feed grpo.data grpo.step_meter
 echo2.learner.core: trainer mesh batch model output_layer losses
 """
@@ -47,14 +47,14 @@ echo2.weights.broadcast: distribution origin peer edges serving
 echo2.weights.broadcast.decide: origin fetcher plan routes origin_messages
 echo2.head: serve.learner_calls decide.planner
 echo2.transport: messages message_bytes grpc_server door grpc_link
-echo2.worker: process weights decide.scheduler
+echo2.worker: worker_process weights decide.scheduler
 echo2.engines: decode_loop torch_engine snapshot_tensors
 """
 #: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.
 FORWARD_BACKWARD = """
 echo2_service.front: app request_guard requests_api bodies data given dispatch database work
 echo2_service: decide.order backend calling tinker_pb2 fleet.machines
-echo2_service.learner: process models journal tenants
+echo2_service.learner: call_queue models journal tenants
 echo2.learner.core: trainer
 """
 #: Words by which the files of a topic are found.

@@ -81,5 +81,5 @@ SEAMS = frozenset(
         "echo2.weights.store.content",
         "echo2.weights.store.store",
     }
-    | {"echo2.worker.joining", "echo2.worker.process"}
+    | {"echo2.worker.joining", "echo2.worker.worker_process"}
 )

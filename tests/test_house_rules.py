@@ -26,7 +26,7 @@ CLI = house.SOURCE / house.PACKAGE / "cli"
 # What may load torch when imported: the learner and the processes that run one, and the engines. The modules of
 # engines/ named below are what every worker has, with whatever engine.
 HEAVY_MODULES = re.compile(
-    r"echo2\.(learner\.(core|grpo|link)(\..*)?|learner\.process|engines(\..*)?|models\.sft)"
+    r"echo2\.(learner\.(core|grpo|link)(\..*)?|learner\.learner_process|engines(\..*)?|models\.sft)"
     r"|echo2\.demo\.(digit_sorting|small_models)|echo2_service\.(learner|sampler)(\..*)?"
 )
 LIGHT_MODULES = (
@@ -95,7 +95,7 @@ BROKEN = [
     (house.floor_complaints, "echo2.trl", "from echo2.cli import main"),  # a file that belongs to another room
     (house.folder_complaints, "echo2.head.decide.planner", "from echo2.head.serve import head"),  # upward
     (house.folder_complaints, "echo2.head.fleet.machines", "from echo2.head.ledger import ledger"),  # same floor
-    (house.folder_complaints, "echo2.worker.decide.scheduler", "from echo2.worker.process import run_worker"),
+    (house.folder_complaints, "echo2.worker.decide.scheduler", "from echo2.worker.worker_process import run_worker"),
     (house.folder_complaints, "echo2.learner.core.model", "from echo2.learner.grpo import loop"),
     (house.folder_complaints, "echo2.weights.attic.old", ""),  # a folder without a floor
     (house.folder_complaints, "echo2_service.learner.models", "from echo2_service.front import app"),

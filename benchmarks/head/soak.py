@@ -37,7 +37,7 @@ import recording
 
 from echo2.transport.tickets import TICKET_PREFIX, Ticket
 from echo2.worker import joining
-from echo2.worker import process as worker
+from echo2.worker import worker_process as worker
 
 HERE = Path(__file__).resolve().parent
 MODEL = HERE.parents[1] / "outputs" / "models" / "digit_sorting"

@@ -121,7 +121,7 @@ def run_worker(settings: Mapping[str, Any]) -> None:
     from echo2.core.types import Snapshot
     from echo2.engines.engine import Completion, SampleRequest
     from echo2.engines.fake_engine import FakeDecoder
-    from echo2.worker.process import WorkerOptions
+    from echo2.worker.worker_process import WorkerOptions
 
     class SlowDecoder(FakeDecoder):
         def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
@@ -140,7 +140,7 @@ def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose steps take a set time."""
     from echo2.config.rundir import RunDir
     from echo2.core.types import RolloutGroup
-    from echo2.learner import process as learner_process
+    from echo2.learner import learner_process
     from echo2.learner.grpo.loop import GrpoClient
     from echo2.learner.grpo.step_meter import LossStats
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from echo2.config.values import ServerPlace
     from echo2.engines.decode_loop import Decoder
     from echo2.engines.engine import Engine
-    from echo2.worker.process import WorkerOptions
+    from echo2.worker.worker_process import WorkerOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -75,7 +75,7 @@ def run_worker(settings: Mapping[str, Any], make_decoder: Callable[[], Decoder],
     from echo2.engines.decode_loop import DEFAULT_SLOTS, DecodeLoop
     from echo2.engines.registry import NO_PLACE, make_engine
     from echo2.worker import joining
-    from echo2.worker import process as worker
+    from echo2.worker import worker_process as worker
 
     @in_place_of(worker, make_engine)
     def make_paced_engine(

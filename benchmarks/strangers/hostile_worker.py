@@ -16,7 +16,7 @@ from typing import Any
 
 from echo2.transport import wire_pb2 as wire
 from echo2.worker import joining
-from echo2.worker import process as worker
+from echo2.worker import worker_process as worker
 
 #: Candidates of one token's support: 4 million.
 WIDE_SUPPORT = 4 << 20

@@ -31,9 +31,9 @@ sys.exit(main(sys.argv[1:]))
 MISNAMES = """
 import sys
 from echo2.cli import main
-from echo2.worker import joining, process
+from echo2.worker import joining, worker_process
 
-class Misnaming(process.WorkerProcess):
+class Misnaming(worker_process.WorkerProcess):
     async def _send(self, batch):
         for span in (span for one in batch.items for rollout in one.rollouts for span in rollout.version_spans):
             span.version += 1

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from echo2.core.background import awaited
-from echo2.worker import joining, process
+from echo2.worker import joining, worker_process
 from echo2.worker.at_home import Measurement
 from echo2.worker.decide.home import CALM_SECONDS
-from echo2.worker.process import WorkerOptions
+from echo2.worker.worker_process import WorkerOptions
 from real_runs import Run, run_without_workers
 
 STEP_SECONDS = 0.05
@@ -43,7 +43,7 @@ def test_a_worker_steps_back_for_its_owner_and_comes_again_as_the_same_worker(
     tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine()
-    monkeypatch.setattr(process, "measurements", machine.measurements)
+    monkeypatch.setattr(worker_process, "measurements", machine.measurements)
 
     async def scenario(run: Run) -> None:
         async def waited(holds: Callable[[], bool], what: str) -> None:

@@ -40,7 +40,7 @@ from echo2.head.serve.reading import TaskReader
 from echo2.learner.core.publication import BorrowedWeights, Publisher
 from echo2.learner.link.head_client import LearnerInfo
 from echo2.learner.link.session import HeadSession
-from echo2.sandbox.process import CodeFailure, CodeProcess
+from echo2.sandbox.code_process import CodeFailure, CodeProcess
 from echo2.tasks.base import TaskStream
 from echo2.transport import wire_pb2 as wire
 from echo2.trl import RolloutFleet

@@ -22,7 +22,7 @@ from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.worker.process import NO_SLOT_LIMIT
+from echo2.worker.worker_process import NO_SLOT_LIMIT
 from head_cases import OpenHead, rows, settings, until
 
 

@@ -15,7 +15,7 @@ from echo2.config.rundir import RunDir
 from echo2.core.errors import PeerError, UserError
 from echo2.core.objects import open_objects
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.serve.process import pause
+from echo2.head.serve.head_process import pause
 from echo2.head.store import mirror as mirror_module
 from echo2.head.store.contents import fetch_run
 from echo2.head.store.decide.log import Mark

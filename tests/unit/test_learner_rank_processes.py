@@ -10,7 +10,7 @@ import pytest
 WATCH = """
 import sys, threading
 from echo2.core.child import ChildProcess
-from echo2.learner.process import _end_with_rank
+from echo2.learner.learner_process import _end_with_rank
 heard = threading.Event()
 def ended(status):
     _end_with_rank(1, threading.Event(), status)

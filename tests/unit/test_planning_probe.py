@@ -18,7 +18,7 @@ from echo2.engines.fake_engine import FakeDecoder
 from echo2.engines.tokenizer import load_tokenizer
 from echo2.planning import probe
 from echo2.planning.probe import Measured, RewardTime, as_offer
-from echo2.reward.process import groups_at_once
+from echo2.reward.reward_processes import groups_at_once
 from rollout_cases import tokenizer_files
 
 

@@ -21,7 +21,7 @@ from echo2.core.types import Backoff, Message, Rollout, Task
 from echo2.reward import judge as judges
 from echo2.reward.judge import BudgetSpent, Judge, JudgeFailure, MinuteLimit
 from echo2.reward.judge_words import NoVerdict, question, read_reply, verdict
-from echo2.reward.process import RewardProcesses
+from echo2.reward.reward_processes import RewardProcesses
 from judge_standin import PROBE, JudgeStandIn, judge_standin
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import pytest
 
 from echo2.core.types import Backoff, Rollout, Score, Task
 from echo2.head.ledger.books import Failures
-from echo2.reward.process import BACKOFF, TRIES_MAX, RewardProcesses
+from echo2.reward.reward_processes import BACKOFF, TRIES_MAX, RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.views.display import failure_lines
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from echo2.sandbox.process import CodeFailure, CodeProcess
+from echo2.sandbox.code_process import CodeFailure, CodeProcess
 
 ENTRY = "test_sandbox_process:make_handler"
 NUM_CALLS, APART_SECONDS = 2000, 1e-5

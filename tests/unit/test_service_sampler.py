@@ -24,8 +24,8 @@ from echo2.weights.format.model_files import read_base_model
 from echo2_service.backend import Answer, Request, SampleCall, SampledSequence, SampleOutput, SampleSpec
 from echo2_service.calling import frame
 from echo2_service.learner.tenants import Tenants
-from echo2_service.sampler import process
-from echo2_service.sampler.process import BaseSampler, SampleCalls, base_sampler
+from echo2_service.sampler import sample_calls as process
+from echo2_service.sampler.sample_calls import BaseSampler, SampleCalls, base_sampler
 from rollout_cases import END, VOCAB, tiny_directory, tiny_module
 
 PROMPT = array("i", [5, 6, 7, 8, 9])

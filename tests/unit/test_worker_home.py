@@ -29,7 +29,7 @@ from echo2.transport.base import Peer
 from echo2.worker import joining
 from echo2.worker.at_home import Delivered, Measurement, OwnersPrograms, attended_at_home
 from echo2.worker.decide.home import SLOTS_MIN, EngineCandidate, SamplingNeed, choose, slots_in
-from echo2.worker.process import WorkerOptions
+from echo2.worker.worker_process import WorkerOptions
 from head_cases import OpenHead, rows, settings
 from memory_links import MemoryLink
 from test_head_joining import stranger_of

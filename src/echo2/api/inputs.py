@@ -1,9 +1,9 @@
 """Turns Python arguments into the configuration and data files that `echo2 run` reads; nothing stays in memory only.
 
 A function or class of the user's session is written to a Python file that another process can load: rewards and
-environments run in processes of their own (`reward/process.py`), which cannot see a notebook. Nothing is pickled: the
-file holds the source of the function and of its dependencies. The run directory thus records what scored the run, and a
-later `echo2 eval` or a resumed run can load it. Dependencies are handled by kind:
+environments run in processes of their own (`reward/reward_processes.py`), which cannot see a notebook. Nothing is
+pickled: the file holds the source of the function and of its dependencies. The run directory thus records what scored
+the run, and a later `echo2 eval` or a resumed run can load it. Dependencies are handled by kind:
 
     a module, or an attribute of a module    imported by its name
     a function or class of the session       its source, and its own dependencies in turn

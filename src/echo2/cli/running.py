@@ -187,7 +187,7 @@ def _head(options: argparse.Namespace) -> int:
     import asyncio
 
     from echo2.core.devices import forbid_torch
-    from echo2.head.serve.process import run_head
+    from echo2.head.serve.head_process import run_head
     from echo2.launch import start as launch
 
     begin_process()
@@ -200,7 +200,7 @@ def _head(options: argparse.Namespace) -> int:
 
 def _learner(options: argparse.Namespace) -> int:
     from echo2.config.rundir import RunDir
-    from echo2.learner.process import run_learner
+    from echo2.learner.learner_process import run_learner
 
     begin_process()
     return run_learner(RunDir(options.directory), options.ticket, options.card)
@@ -210,7 +210,7 @@ def _worker(options: argparse.Namespace) -> int:
     from echo2.transport.tickets import Ticket
     from echo2.worker.at_home import give_cores
     from echo2.worker.joining import run_worker
-    from echo2.worker.process import WorkerOptions
+    from echo2.worker.worker_process import WorkerOptions
 
     give_cores(options.at_home, options.max_cores)
 

@@ -26,7 +26,7 @@ from echo2.core.types import RolloutGroup
 from echo2.head.ledger.books import eval_metrics
 from echo2.head.ledger.rollout_log import best_and_worst, group_record, sample_line
 from echo2.learner.core import checkpoint
-from echo2.reward.process import RewardProcesses
+from echo2.reward.reward_processes import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2.worker.alone import LocalSampler, load_engine, reward_processes

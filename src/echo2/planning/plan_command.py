@@ -52,7 +52,7 @@ from echo2.planning.plan import NoPlanError, Plan, SearchLimit, by_staleness, ma
 from echo2.planning.plan_inputs import BroadcastInputs, PastRun, PlanInputs, read_past_run
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
-from echo2.reward.process import groups_at_once
+from echo2.reward.reward_processes import groups_at_once
 from echo2.reward.score import Scorer
 
 DEFAULT_UPLINK_MBPS = 1000.0

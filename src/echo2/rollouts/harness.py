@@ -14,8 +14,8 @@ from echo2.engines.tokenizer import Tokenizer
 from echo2.rollouts.endpoint import LoopbackEndpoint
 from echo2.rollouts.recorded import Played, RecordedRollout
 from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, Lockstep
+from echo2.sandbox.code_process import CodeFailure
 from echo2.sandbox.plugins import traceback_of
-from echo2.sandbox.process import CodeFailure
 
 #: Time limit of a rollout whose lease has none (`echo2 eval`).
 PLAY_SECONDS = 600.0

@@ -37,8 +37,8 @@ from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.core.types import Reply
 from echo2.sandbox.child import Handler
+from echo2.sandbox.code_process import CodeFailure, CodeProcess
 from echo2.sandbox.plugins import innermost_line, load_named
-from echo2.sandbox.process import CodeFailure, CodeProcess
 from echo2.tasks.process_pool import Member, ProcessPool
 from echo2.transport.limits import REWARD_MAX
 

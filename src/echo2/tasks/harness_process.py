@@ -18,8 +18,8 @@ from typing import Any
 from echo2.core.background import spawn, unforeseen
 from echo2.core.errors import UserError
 from echo2.sandbox.child import Handler
+from echo2.sandbox.code_process import CodeProcess
 from echo2.sandbox.plugins import innermost_line, load_named, own_python
-from echo2.sandbox.process import CodeProcess
 from echo2.tasks.loopback_model import LoopbackModel, Play
 
 log = logging.getLogger(__name__)

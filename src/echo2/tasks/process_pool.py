@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from echo2.core.background import spawn
 from echo2.core.devices import available_memory_bytes, num_cores
-from echo2.sandbox.process import CodeProcess
+from echo2.sandbox.code_process import CodeProcess
 
 log = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ from echo2.engines.registry import EngineChoice, chosen, make_engine, servers_he
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.fitting import model_config
 from echo2.reward.judge import open_judge
-from echo2.reward.process import RewardProcesses
+from echo2.reward.reward_processes import RewardProcesses
 from echo2.rollouts import generate
 from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.transport.regroup import as_one_row

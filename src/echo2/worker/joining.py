@@ -26,8 +26,8 @@ from echo2.transport.grpc_link import RECONNECT_SECONDS, Membership
 from echo2.weights.format.model_files import find_model, read_base_model
 from echo2.worker.at_home import HOME_SHARE
 from echo2.worker.decide.home import EngineCandidate, SamplingNeed, WorkerChoice, choose
-from echo2.worker.process import CALL_SECONDS, WorkerOptions, WorkerProcess
 from echo2.worker.sampling import open_environment
+from echo2.worker.worker_process import CALL_SECONDS, WorkerOptions, WorkerProcess
 
 log = logging.getLogger(__name__)
 

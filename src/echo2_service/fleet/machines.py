@@ -208,8 +208,8 @@ class LocalBackend:
         self._models = root / "models"
         settings = ProcessSettings(directories, str(self._models), device)
         text = msgspec.json.encode(settings).decode()
-        self.learner = AnsweringProcess("echo2_service.learner.process", text, root / "learner.log")
-        self.sampler = AnsweringProcess("echo2_service.sampler.process", text, root / "sampler.log")
+        self.learner = AnsweringProcess("echo2_service.learner.call_queue", text, root / "learner.log")
+        self.sampler = AnsweringProcess("echo2_service.sampler.sample_calls", text, root / "sampler.log")
         self.samplers = Samplers(self.sampler)
 
     @property

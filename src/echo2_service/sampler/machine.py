@@ -30,12 +30,12 @@ from echo2.weights.broadcast.peer import Receive, WeightsReceiver
 from echo2.weights.format.manifest import Manifest
 from echo2.weights.store.content import Content
 from echo2.worker.joining import enrolled
-from echo2.worker.process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions
+from echo2.worker.worker_process import CALL_SECONDS, DELIVER_BYTES, WorkerOptions
 from echo2_service.backend import Answer
 from echo2_service.calling import REQUESTS, encode
 from echo2_service.decide.placing import SLOTS
 from echo2_service.fleet.payloads import LINEAGE, VERSION
-from echo2_service.sampler.process import BaseSampler, SampleCalls
+from echo2_service.sampler.sample_calls import BaseSampler, SampleCalls
 
 log = logging.getLogger(__name__)
 

@@ -41,7 +41,7 @@ from echo2.head.serve.results import Deliveries, Scoring
 from echo2.head.store.contents import Kept
 from echo2.head.store.mirror import Mirror
 from echo2.reward.judge import open_judge
-from echo2.reward.process import RewardProcesses
+from echo2.reward.reward_processes import RewardProcesses
 from echo2.tasks.streams import Tasks, held_out_tasks, refuse_changed_rows, training_tasks
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import GrpcNetwork

@@ -33,7 +33,7 @@ from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.reading import CopiedRollouts, RunTokenizer, TaskReader
 from echo2.head.strangers.replay import EnvironmentReplay, Result
 from echo2.reward.judge import BudgetSpent
-from echo2.reward.process import RewardProcesses
+from echo2.reward.reward_processes import RewardProcesses
 from echo2.reward.score import RewardFailure
 from echo2.tasks.harness_process import is_harness
 from echo2.tasks.streams import Tasks

@@ -117,7 +117,7 @@ def publish_if_due(client: GrpoClient, head: HeadSession) -> None:
 class GrpoClient(TrainedPolicy):
     """The arithmetic of a step: gradients of groups, and updates with them. `version` = completed training steps.
 
-    With several ranks each of them makes the same calls, and the trainer divides the work (`learner/process.py`).
+    With several ranks each of them makes the same calls, and the trainer divides the work (`learner_process.py`).
     """
 
     def forward_backward(self, groups: Sequence[RolloutGroup]) -> LossStats:

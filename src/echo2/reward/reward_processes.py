@@ -24,7 +24,7 @@ from echo2.core.types import Backoff, Rollout, Score, Task
 from echo2.reward import messages
 from echo2.reward.judge import Judge
 from echo2.reward.score import RewardFailure
-from echo2.sandbox.process import CodeFailure, CodeProcess
+from echo2.sandbox.code_process import CodeFailure, CodeProcess
 
 #: Maximum number of processes, however many cores there are: each imports the user's module.
 PROCESSES_MAX = 16
