@@ -1,5 +1,5 @@
 """A place for objects, named by URL, that outlives this machine: a directory, or whatever fsspec reaches (s3://, gs://,
-...). Objects are whole or absent, and a key can be created once: of two who create it, one is told that it exists.
+...). Objects are whole or absent, and a key can be created once: of two that create it one is told so.
 
 Every method raises LinkError when the place cannot be reached; then the object may be there or not.
 """

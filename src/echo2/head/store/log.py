@@ -39,7 +39,7 @@ class Replica(Protocol):
 
 
 class _Nothing:
-    """Knows everything already: who reads the log for it wants to know its end."""
+    """Needs no record: the log is read for it to find its end."""
 
     number = MAX_INTEGER
 

@@ -55,7 +55,7 @@ class Feed:
                 self._arrivals = self._card.groups(self._head, self._client, self.meter)
 
     def microbatches(self) -> Iterator[list[RolloutGroup]]:
-        """Yield the micro-batches of the next update, and wait for their groups. Who iterates trains on each. A stop
+        """Yield the micro-batches of the next update, and wait for their groups. The caller trains on each. A stop
         ends the iteration (`HeadSession.stop_reason`).
 
         Raises:

@@ -1,9 +1,9 @@
 """The log of a run's ledger in a store: what a head sends, what may leave the head meanwhile, and who may write.
 
 The log is a sequence of entries at positions 1, 2, 3 ...; an entry has the records of some transactions, in order. Only
-who creates the object of a position writes there, and a head goes on at the next position only. A head begins with an
-entry without records. So a head that another has followed cannot write any more, however late it wakes up: it finds
-that entry where its own should be. Therefore these entries stay when the log is shortened.
+the head that creates the object of a position writes there, and it goes on at the next position only. A head begins
+with an entry without records. So a head that another has followed cannot write any more, however late it wakes up: it
+finds that entry where its own should be. Therefore these entries stay when the log is shortened.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who fetches which stripe of chunks from whom, and what a fetcher does next."""
+"""Which machine fetches which stripe of chunks from which, and what a fetcher does next."""

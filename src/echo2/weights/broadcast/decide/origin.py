@@ -27,8 +27,8 @@ MAX_PLANS = 16
 #: count as one.
 BLAMERS = 2
 #: A worker that accuses more peers than this of wrong bytes, or of missing chunks that they should have, is more likely
-#: the liar: from then on its accusations only separate the worker itself from the accused peers. (Accusations are never
-#: forgotten: a worker that leaves and rejoins may not start anew.)
+#: the liar: from then on its accusations only separate the worker itself from the accused peers. (Accusations are
+#: forgotten only with the head: a worker that leaves and rejoins may not start anew.)
 MAX_ACCUSED = 2
 #: Seconds after giving up a source in which no other source is replaced for being slow.
 CALM_SECONDS = 4.0
