@@ -57,7 +57,7 @@ echo2_service: decide.order backend calling tinker_pb2 fleet.machines
 echo2_service.learner: call_queue models journal tenants
 echo2.learner.core: trainer
 """
-#: Words by which the files of a topic are found.
+#: Words of a topic: files that have one in their code, imports aside, know the topic; others only mention it.
 TOPICS = {
     "broadcast": r"\b(Fetcher|OriginNode|PeerNode|Broadcast|plan_routes|stripes?)\b",
     "strangers": r"\b(strangers?|Trust|TicketCredits|penalt(y|ies)|quarantine)\b",
@@ -87,6 +87,20 @@ def code_lines(text: str) -> int:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             found.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(found)
+
+
+def code_of(text: str) -> str:
+    """The text of a module without imports, docstrings and comments."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(body := getattr(node, "body", None), list):
+            body[:] = [each for each in body if not _is_silent(each)]
+    return ast.unparse(tree)
+
+
+def _is_silent(statement: ast.stmt) -> bool:
+    is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+    return is_text or isinstance(statement, ast.Import | ast.ImportFrom)
 
 
 def imported(module: str, path: Path, known: dict[str, Path]) -> set[str]:
@@ -152,10 +166,11 @@ def count(tree: Path) -> dict[str, Any]:
     importers = Counter(other for others in knows.values() for other in others)
     is_service = {module: module.startswith(("echo2_service", "echo2.service")) for module in known}
     lines = {module: code_lines(text) for module, text in texts.items()}
-    topics = {}
+    topics, code = {}, {module: code_of(text) for module, text in texts.items()}
     for name, words in TOPICS.items():
-        files = [module for module, text in texts.items() if re.search(words, text)]
-        topics[name] = {"files": len(files), "rooms": len({room_of(module) for module in files})}
+        files = [module for module in known if re.search(words, code[module])]
+        mentions = sum(bool(re.search(words, text)) for text in texts.values())
+        topics[name] = {"files": len(files), "rooms": len({room_of(module) for module in files}), "mentions": mentions}
     paths = {"group": GROUP, "snapshot": SNAPSHOT, "forward_backward": FORWARD_BACKWARD}
     generated = {"echo2_service.tinker_pb2"}
     return {
