@@ -37,6 +37,8 @@ MODEL_FILES = (
     "chat_template.json",
 )
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Weights for MLX, whose programs take every file of this ending; transformers shall not take these for its own.
+MLX_WEIGHTS = "model-mlx.safetensors"
 #: Headers are small: a file that claims a larger one is not safetensors.
 MAX_HEADER_BYTES = 100 << 20
 
