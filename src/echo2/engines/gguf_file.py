@@ -124,7 +124,7 @@ def _read(snapshot: Snapshot, name: str, shape: tuple[int, ...], dtype: torch.dt
     if not kind:
         return whole.float()
     if not (half := whole.half()).isfinite().all():
-        most = float(whole.abs().max())
+        most = whole.view(-1)[whole.abs().argmax()].item()
         raise UserError(f"{name} holds {most:g}, and float16 ends at 65504. Choose the form q8_0.")
     return half
 
