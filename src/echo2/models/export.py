@@ -166,8 +166,8 @@ def write_card(directory: Path, rundir: RunDir, step: int, dtype: str) -> None:
         **_accuracy(rundir, step),
     }
     header = [f"base_model: {base}"] if is_hub else []
-    library = LIBRARIES[_kinds(os.listdir(directory))[0]]
-    header += [f"library_name: {library}", "pipeline_tag: text-generation"]
+    libraries = [LIBRARIES[kind] for kind in _kinds(os.listdir(directory))]
+    header += [*(f"library_name: {library}" for library in libraries), "pipeline_tag: text-generation"]
     header += ["tags:", "- echo2", "- reinforcement-learning"]
     rows = [f"| {name} | {value} |" for name, value in facts.items()]
     text = ["---", *header, "---", "", f"# {rundir.path.resolve().name}, step {step}", ""]
