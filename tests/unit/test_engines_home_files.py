@@ -20,7 +20,7 @@ from echo2.core.types import Snapshot, TensorBytes
 from echo2.engines import forms
 from echo2.engines.home_files import SPLITTING, write_gguf, write_mlx
 from echo2.engines.tokenizer import load_tokenizer
-from echo2.weights.format.model_files import MLX_WEIGHTS
+from echo2.weights.format.model_files import MLX_WEIGHTS, find_model
 from rollout_cases import snapshot_of, tiny_module, tokenizer_files
 
 needs_gguf = pytest.mark.skipif(find_spec("gguf") is None, reason="pip install 'echo2[llamacpp]'")
@@ -261,3 +261,14 @@ def test_a_directory_for_mlx_holds_nothing_that_transformers_takes_for_weights(t
     rounding = {"group_size": 32, "bits": 4, "model.embed_tokens": {"group_size": 32, "bits": 8}}
     assert said["quantization"] == rounding | {"lm_head": {"group_size": 32, "bits": 8}}
     assert (said["dtype"], said["rope_theta"]) == ("bfloat16", 10000.0)
+
+
+@pytest.mark.parametrize(("name", "program"), [("model-q8_0.gguf", "llama.cpp"), (MLX_WEIGHTS, "MLX")])
+def test_what_was_written_for_a_program_at_home_is_no_model_for_a_run(name: str, program: str, tmp_path: Path) -> None:
+    """Nor is a GGUF of another base: each worker rounds the run's weights itself, and takes no file."""
+    (tmp_path / name).write_text("weights")
+    for path in (tmp_path, *([tmp_path / name] if name.endswith(".gguf") else [])):
+        with pytest.raises(UserError, match=f"--base = .* is for {program}, .*Give the Hugging Face directory"):
+            find_model(str(path), "--base")
+    (tmp_path / "model.safetensors").write_text("weights")
+    assert find_model(str(tmp_path)) == tmp_path
