@@ -202,8 +202,8 @@ class Bench:
                 yield self.facts_job("low-memory", f"low-memory-{variant}-{seed}", told, flags, config)
 
     def forms(self) -> Iterable[Job]:
-        """What weights of few bits at the workers cost in learning. `q4_0` is too coarse for the bound of mismatch here:
-        its record says with what figure the worker was turned away."""
+        """What weights of few bits at the workers cost in learning. `q4_0` may be too coarse for the bound of mismatch:
+        its record then says with what figure the worker was turned away."""
         for seed in self.options.seeds:
             for variant, (engine, snapshot) in FORMS.items():
                 for bound in FORMS_STALENESS:

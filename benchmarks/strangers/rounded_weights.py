@@ -6,8 +6,8 @@ groups, and cheats (of llama.cpp's engines).
     make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts speed,honest'    # on a Mac
     make bench-rounded_weights ARGS='--parts alarms --groups 1000 --minutes 60'
 
-The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until one is found where
-1, 2 or 5 % are checked: as many groups as the minutes allow.
+The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until one is found
+where 1, 2 or 5 % are checked: as many groups as the minutes allow.
 
 Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
@@ -230,7 +230,9 @@ async def variants(
     found = {"honest": await groups_of(name, held, asked, device)}
     found[f"of {coarser}"] = await groups_of(coarser, held, asked, device)
     for what, params in changed.items():
-        found[what] = await groups_of(name, held, [replace(one, params=replace(one.params, **params)) for one in asked], device)
+        found[what] = await groups_of(
+            name, held, [replace(one, params=replace(one.params, **params)) for one in asked], device
+        )
     strange = [replace(one, lease=replace(one.lease, seed=one.lease.seed ^ 12345)) for one in asked]
     pairs = zip(found["honest"], await groups_of(name, held, strange, device), strict=True)
     found["one rollout of another seed"] = [

@@ -30,7 +30,9 @@ TEXTS = (
     "\t tabs and   spaces ",
 )
 CHAT = [{"role": "user", "content": "Say it 12 times"}]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
 #: Tokens of a model, and one that is a letter in all tokenizers here.
 VOCAB, LETTER = 320, 40
 LLAMA3 = {
@@ -67,7 +69,9 @@ def text_files(rule: str, vocab_size: int = 300, **changes: Any) -> dict[str, by
     core.decoder = decoders.ByteLevel()
     special = ["<|im_start|>", "<|im_end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    core.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet))
+    core.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet)
+    )
     if whole_words:  # as Llama 3 has it: each text begins with a token
         core.post_processor = processors.TemplateProcessing("<|im_start|> $A", special_tokens=[("<|im_start|>", 0)])
     for name, value in changes.items():
@@ -176,10 +180,14 @@ def test_a_file_names_its_tokens_and_ends(tmp_path: Path) -> None:
 
 @needs_gguf
 def test_a_weight_that_is_too_large_for_float16_is_named(tmp_path: Path) -> None:
-    module, snapshot = model("qwen3", "qwen2", {})
+    _, snapshot = model("qwen3", "qwen2", {})
     big = dict(snapshot.tensors)
-    big["model.layers.0.mlp.up_proj.weight"] = TensorBytes("F32", (64, 32), torch.full((64, 32), -1e6).numpy().tobytes())
-    with pytest.raises(UserError, match=r"up_proj.weight holds -1e\+06, and float16 ends at 65504. Choose the form q8_0"):
+    big["model.layers.0.mlp.up_proj.weight"] = TensorBytes(
+        "F32", (64, 32), torch.full((64, 32), -1e6).numpy().tobytes()
+    )
+    with pytest.raises(
+        UserError, match=r"up_proj.weight holds -1e\+06, and float16 ends at 65504. Choose the form q8_0"
+    ):
         write_gguf(tmp_path / "model.gguf", replace(snapshot, tensors=big), "f16")
 
 

@@ -231,7 +231,7 @@ def test_decoding_is_bound_by_the_bytes_of_the_form() -> None:
     assert tokens_per_second(work, card, 4) > 1.9 * tokens_per_second(published, card, 4)
 
 
-HOME = SETTINGS.replace("4096", "512").replace("groups_per_step = 32", "groups_per_step = 64") + '[lora]\nrank = 16\n'
+HOME = SETTINGS.replace("4096", "512").replace("groups_per_step = 32", "groups_per_step = 64") + "[lora]\nrank = 16\n"
 HOME_OFFERS = """[[offers]]
 name = "mac"
 price_usd_per_hour = 0.01
@@ -269,7 +269,7 @@ def test_a_plan_with_machines_that_round(tmp_path: Path, capsys: pytest.CaptureF
         (MIXTURE, HOME_OFFERS, "offer 'mac': form = 'mlx-q4': the engines that round have the models of compact, and"),
         (
             QWEN3_8B,
-            HOME_OFFERS.replace('"mlx-q4"', '"mlx-q8"').partition("[[offers]]\nname = \"old")[0],
+            HOME_OFFERS.replace('"mlx-q4"', '"mlx-q8"').partition('[[offers]]\nname = "old')[0],
             "A worker on 'mac' with form = 'mlx-q8' needs",
         ),
     ],

@@ -83,7 +83,9 @@ def add_models(add: Add) -> None:
     parser.add_argument("--merged", action="store_true", help=text)
     home = parser.add_mutually_exclusive_group()
     text = f"a file for llama.cpp instead, with tokenizer and chat template: {', '.join(GGUF_FORMS)} (default: q8_0)"
-    home.add_argument("--gguf", nargs="?", const=GGUF_FORMS[0], default="", choices=GGUF_FORMS, metavar="FORM", help=text)
+    home.add_argument(
+        "--gguf", nargs="?", const=GGUF_FORMS[0], default="", choices=GGUF_FORMS, metavar="FORM", help=text
+    )
     text = "a directory for MLX instead, with weights of 8 or 4 bits (default: 8)"
     home.add_argument("--mlx", nargs="?", const=MLX_BITS[0], default="", choices=MLX_BITS, metavar="BITS", help=text)
     text = "precision of the weights (default: float32, as in the checkpoint; with --mlx: bfloat16)"

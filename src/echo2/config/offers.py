@@ -45,7 +45,8 @@ class Offer:
     machine without one; 0: not known. `parameters` and `max_tokens`: of the model that the rate is for, and of its
     answers; 0: those of the run. `gpu`: its name in `echo2 plan`'s data sheet, from which a rate that is not known is
     estimated. `form`: to which its workers round the weights (`values.FORMS`); empty: not at all. `rent` and `release`:
-    commands, without a shell, that get one machine, start `echo2 worker {ticket} --offer {name}` there, and give it back.
+    commands, without a shell, that get one machine, start `echo2 worker {ticket} --offer {name}` there, and give it
+    back.
     """
 
     name: Annotated[str, Meta(min_length=1)]

@@ -76,9 +76,9 @@ def write_model(
     form: str,
     describe: Callable[[Any], None] | None = None,
 ) -> None:
-    """Write a snapshot of a whole model in this form, or `forms.HALF`, tensor by tensor. `dtype`: that the engine `compact`
-    computes in; weights of another dtype are converted to it first, as there. `describe`: adds the tokens to the
-    package's writer; without it they are numbers.
+    """Write a snapshot of a whole model in this form, or `forms.HALF`, tensor by tensor. `dtype`: that the engine
+    `compact` computes in; weights of another dtype are converted to it first, as there. `describe`: adds the tokens to
+    the package's writer; without it they are numbers.
 
     Raises:
         PeerError: a value is not finite, or the snapshot's bytes can't be read.

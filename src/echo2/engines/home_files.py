@@ -208,7 +208,7 @@ def write_mlx(directory: Path, snapshot: Snapshot, form: str, dtype: str) -> Non
 
 
 def mlx_arguments(model_type: str, arch: Architecture) -> dict[str, Any]:
-    """Return a model's sizes by mlx-lm's names, those of transformers 4: its Llama looks for `rope_theta` there alone."""
+    """Return a model's sizes by mlx-lm's names, those of transformers 4: its Llama looks for `rope_theta` only there."""
     rope = {"rope_type": arch.rope.kind, "factor": arch.rope.factor}
     if arch.rope.kind == "llama3":
         rope |= {
@@ -257,7 +257,11 @@ def _mlx_tensors(
     item = dtype.itemsize
     if not kind:
         return {name: source(0, STORED[dtype], shape[1:], item)}
-    words, blocks, module = shape[1] * forms.AFFINE_BITS[kind] // 32, shape[1] // forms.BLOCK, name.removesuffix(".weight")
+    words, blocks, module = (
+        shape[1] * forms.AFFINE_BITS[kind] // 32,
+        shape[1] // forms.BLOCK,
+        name.removesuffix(".weight"),
+    )
     return {
         name: source(0, "U32", (words,), 4),
         f"{module}.scales": source(1, STORED[dtype], (blocks,), item),

@@ -1,5 +1,5 @@
-"""`echo2 export`: writes a checkpoint as a separate model directory, without a head; `--gguf` and `--mlx` for programs at
-home. `--push` uploads it and a model card with the Hugging Face hub's own library. The card states only facts from the
+"""`echo2 export`: writes a checkpoint as a separate model directory, without a head; `--gguf` and `--mlx` for programs
+at home. `--push` uploads it and a model card with the Hugging Face hub's own library. The card states only facts from the
 run's files, and names no directories of this machine.
 """
 
@@ -250,9 +250,7 @@ def gguf_name(form: str) -> str:
     return f"model-{form}.gguf"
 
 
-def export(
-    directory: Path, step: Step, to: Path, is_merged: bool = False, dtype: str = "", form: str = ""
-) -> Export:
+def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype: str = "", form: str = "") -> Export:
     """Copy the model part of a checkpoint to `to`, a directory that must not exist. An adapter becomes a PEFT
     directory, or with `is_merged` the whole model of base and adapter. `dtype`: of the weights, if not float32.
     `form`: for llama.cpp (`GGUF_FORMS`) or MLX (`mlx-q8`, `mlx-q4`), always whole; `dtype` is then MLX's.

@@ -44,9 +44,9 @@ ANSWER_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Of a Mac, whose memory is also the machine's, `memory_gb` is what its system lets the GPU have: two thirds, and
-    of more than 36 GB three quarters. `memory_gb` and `bandwidth_gb_per_second`: in 10^9 bytes. `tflops`: 10^12 operations a second of matrix products
-    in bfloat16 (in float16 where there is no bfloat16), summed in float32, without sparsity.
+    """`memory_gb` and `bandwidth_gb_per_second`: in 10^9 bytes; of a Mac's memory what its system lets the GPU have:
+    two thirds, and of more than 36 GB three quarters. `tflops`: 10^12 operations a second of matrix products in
+    bfloat16 (in float16 where there is no bfloat16), summed in float32, without sparsity.
     """
 
     memory_gb: float
