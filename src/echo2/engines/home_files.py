@@ -208,7 +208,7 @@ def write_mlx(directory: Path, snapshot: Snapshot, form: str, dtype: str) -> Non
 
 
 def mlx_arguments(model_type: str, arch: Architecture) -> dict[str, Any]:
-    """Return a model's sizes by mlx-lm's names, those of transformers 4: its Llama looks for `rope_theta` only there."""
+    """Return a model's sizes by mlx-lm's names, those of transformers 4: its Llama finds `rope_theta` only there."""
     rope = {"rope_type": arch.rope.kind, "factor": arch.rope.factor}
     if arch.rope.kind == "llama3":
         rope |= {

@@ -1,6 +1,6 @@
 """`echo2 export`: writes a checkpoint as a separate model directory, without a head; `--gguf` and `--mlx` for programs
-at home. `--push` uploads it and a model card with the Hugging Face hub's own library. The card states only facts from the
-run's files, and names no directories of this machine.
+at home. `--push` uploads it and a model card with the Hugging Face hub's own library. The card states only facts from
+the run's files, and names no directories of this machine.
 """
 
 from __future__ import annotations
