@@ -226,7 +226,7 @@ async def variants(
 ) -> dict[str, Sequence[RolloutGroup]]:
     """Groups of an honest worker, and of cheats that say that they are of this engine."""
     coarser = {"llamacpp-q8_0": "llamacpp-q4_0", "mlx-q8": "mlx-q4"}.get(name, "compact")
-    changed = {"temperature .9": {"temperature": 0.9}, "top-p .9": {"top_p": 0.9}}
+    changed: dict[str, dict[str, Any]] = {"temperature .9": {"temperature": 0.9}, "top-p .9": {"top_p": 0.9}}
     found = {"honest": await groups_of(name, held, asked, device)}
     found[f"of {coarser}"] = await groups_of(coarser, held, asked, device)
     for what, params in changed.items():
