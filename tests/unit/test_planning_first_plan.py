@@ -231,13 +231,13 @@ def test_decoding_is_bound_by_the_bytes_of_the_form() -> None:
     assert tokens_per_second(work, card, 4) > 1.9 * tokens_per_second(published, card, 4)
 
 
-HOME = SETTINGS.replace("4096", "512").replace("groups_per_step = 32", "groups_per_step = 64") + "[lora]\nrank = 16\n"
+HOME = SETTINGS.replace("4096", "512") + "[lora]\nrank = 16\n"
 HOME_OFFERS = """[[offers]]
 name = "mac"
 price_usd_per_hour = 0.01
 gpu = "M4-16GB"
 form = "mlx-q4"
-count = 400
+count = 64
 [[offers]]
 name = "old"
 price_usd_per_hour = 0.01
@@ -248,8 +248,9 @@ count = 64
 
 def test_a_plan_with_machines_that_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write(tmp_path, QWEN3_8B, HOME, HOME_OFFERS)
-    assert main([*words, "--learner", "4xA100-80GB", "--json"]) == 0
+    assert main([*words, "--learner", "4xA100-80GB", "--train-seconds", "600", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
+    assert "for vllm and the engines that round" in said["inputs"]["rates"][1]
     work = Workload(
         shape(QWEN3_8B), 256.0, bytes_per_weight=form_bytes(shape(QWEN3_8B), "mlx-q4") / 8_190_427_136, engine="mlx-q4"
     )

@@ -151,8 +151,9 @@ class FirstPlan:
             filled.append(offer)
         if not told:
             return tuple(filled), []
+        engines = self._work().engine + (" and the engines that round" if any(one.form for one in filled) else "")
         why = (
-            f"estimated within a factor of {SPREAD:g} for {self._work().engine} ({self._told_length()}); `echo2 probe` "
+            f"estimated within a factor of {SPREAD:g} for {engines} ({self._told_length()}); `echo2 probe` "
             "measures them"
         )
         return tuple(filled), [Basis("rates", ", ".join(told), why)]
