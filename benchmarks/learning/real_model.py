@@ -1,6 +1,6 @@
 """The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, how much of
 the weights changes, how far engines are from the learner, what processes take of the memory, three workloads after a
-warm-up, an adapter, strangers, what few bits cost, and TRL beside it.
+warm-up, an adapter, strangers, what few bits cost at the learner and at workers, and TRL beside it.
 
     make outputs/models/smollm2/config.json                                                     # once
     make bench-real_model ARGS='--only staleness --at-once 6 --budget-seconds 240'
@@ -52,6 +52,14 @@ PRECISIONS = {
     "bfloat16-weights": ("bfloat16", "float32"),
     "bfloat16": ("bfloat16", "bfloat16"),
 }
+#: Of part forms: the engine, and the precision of the snapshots that it may round.
+FORMS = {
+    "float32": ("compact", "float32"),
+    "bfloat16": ("compact", "bfloat16"),
+    "q8_0": ("llamacpp-q8_0", "float32"),
+    "q4_0": ("llamacpp-q4_0", "float32"),
+}
+FORMS_STALENESS = (1, 4)
 #: Of part low-memory: the file of settings, and `learner.quantised`.
 LOW_MEMORY = {
     "adapter": ("lora.toml", "none"),
@@ -193,6 +201,17 @@ class Bench:
                 told = {"variant": variant, "seed": seed}
                 yield self.facts_job("low-memory", f"low-memory-{variant}-{seed}", told, flags, config)
 
+    def forms(self) -> Iterable[Job]:
+        """What weights of few bits at the workers cost in learning. `q4_0` may be too coarse for the bound of mismatch:
+        its record then says with what figure the worker was turned away."""
+        for seed in self.options.seeds:
+            for variant, (engine, snapshot) in FORMS.items():
+                for bound in FORMS_STALENESS:
+                    flags = {"run.seed": seed, "schedule.max_staleness": bound, "workers.engine": engine}
+                    flags |= {"model.snapshot_dtype": snapshot}
+                    told = {"variant": variant, "S": bound, "seed": seed}
+                    yield self.facts_job("forms", f"forms-{variant}-{bound}-{seed}", told, flags)
+
     def strangers(self) -> Iterable[Job]:
         """The run beside which a stranger works, and what the checks said of it."""
         for seed in self.options.seeds:
@@ -244,6 +263,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "lora": Bench.lora,
     "strangers": Bench.strangers,
     "low-memory": Bench.low_memory,
+    "forms": Bench.forms,
 }
 
 

@@ -4,6 +4,10 @@ groups, and cheats (of llama.cpp's engines).
 
     make bench-rounded_weights ARGS='[--model DIR] [--parts speed,honest,cheats] [--groups 64] [--threads 1]'
     make bench-rounded_weights ARGS='--engines mlx,mlx-q8,mlx-q4 --device auto --parts speed,honest'    # on a Mac
+    make bench-rounded_weights ARGS='--parts alarms --groups 1000 --minutes 60'
+
+The part `alarms` counts, by form, honest groups that are found faulty, and groups of each cheat until one is found
+where 1, 2 or 5 % are checked: as many groups as the minutes allow.
 
 Needs `pip install 'echo2[llamacpp]'`, or `'echo2[mlx]'`. A group is 8 rollouts of 48 tokens, or fewer. Groups are
 checked by `compact`, which rounds the same snapshot. `--model`: a directory with model.safetensors and tokenizer.json.
@@ -15,6 +19,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import resource
 import statistics
 import subprocess
@@ -58,6 +63,8 @@ ASKED = (
     "Why do people speak of",
     "List five things about",
 )
+#: Groups of `alarms` that are sampled together; shares of a worker's groups that the head has checked.
+TOGETHER, SHARES = 8, (0.01, 0.02, 0.05)
 FIELDS = ("worst_interval", "typical_interval", "worst_logprob", "mean_logprob", "surprise")
 
 
@@ -76,6 +83,10 @@ def _stored(tensor: torch.Tensor) -> StoredTensor:
 
 
 def prompts(model: Path) -> list[array[int]]:
+    if not (model / "tokenizer.json").is_file():  # the demo's: numbers are as good as texts
+        vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+        rng = random.Random(1)
+        return [array("i", [rng.randrange(2, vocab_size) for _ in range(16)]) for _ in range(40)]
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     said = [f"<|im_start|>user\n{ask} {what}.<|im_end|>\n<|im_start|>assistant\n" for ask in ASKED for what in ANIMALS]
     return [array("i", tokenizer.encode(text).ids) for text in said]
@@ -163,7 +174,7 @@ async def cheats(model: Path, num_groups: int) -> list[dict[str, Any]]:
     held, texts, rows = snapshot(model), prompts(model), list[dict[str, Any]]()
     checker: Any = make_engine("compact", "cpu", 32)
     await checker.update_weights(held)
-    tries: dict[str, tuple[str, dict[str, Any], str, int]] = {
+    tries: Mapping[str, tuple[str, dict[str, Any], str, int]] = {
         "published weights, says q8_0": ("compact", {}, "q8_0", 0),
         "rounds to 4 bits, says q8_0": ("llamacpp-q4_0", {}, "q8_0", 0),
         "rounds to 8 bits, says q4_0": ("llamacpp-q8_0", {}, "q4_0", 0),
@@ -181,11 +192,67 @@ async def cheats(model: Path, num_groups: int) -> list[dict[str, Any]]:
             swapped = await groups_of(name, held, strange)
             pairs = zip(groups, swapped, strict=True)
             groups = [replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in pairs]
-        groups = [replace(one, rollouts=tuple(_plain(each) for each in one.rollouts)) for one in groups]
+        groups = [_hidden(one) for one in groups]
         verdicts = await judged(checker, asked, groups, form)
         rows.append({"cheat": what, **spread(verdicts)})
         print(rows[-1], flush=True)
     return rows
+
+
+async def alarms(model: Path, most: int, minutes: float, forms: Mapping[str, str], device: str) -> list[dict[str, Any]]:
+    """Of honest groups of each form, and of cheats in its name, how many the check finds. Each gets groups in turn,
+    until there are `most` of each or the minutes are over."""
+    held, texts = snapshot(model), prompts(model)
+    checker: Any = make_engine("compact", "cpu", 32)
+    await checker.update_weights(held)
+    counts: dict[tuple[str, str], list[int]] = {}
+    ends, number = time.monotonic() + 60 * minutes, 100_000
+    while time.monotonic() < ends and any(of[0] < most for of in counts.values() or [[0]]):
+        for name, form in forms.items():
+            asked = [leased(texts[at % len(texts)], at) for at in range(number, number + TOGETHER)]
+            for what, groups in (await variants(name, held, asked, device)).items():
+                of = counts.setdefault((form, what), [0, 0, 0])
+                verdicts = await judged(checker, asked, groups, form)
+                of[0] += len(verdicts)
+                of[1] += sum(bool(one.fault) for one in verdicts)
+                of[2] += sum(one.num_tokens for one in verdicts)
+            number += TOGETHER
+            print({f"{form}, {what}": of for (form, what), of in counts.items()}, flush=True)
+    return [{"says": form, "what": what, **_caught(*of)} for (form, what), of in counts.items()]
+
+
+async def variants(
+    name: str, held: Snapshot, asked: Sequence[Assignment], device: str
+) -> dict[str, Sequence[RolloutGroup]]:
+    """Groups of an honest worker, and of cheats that say that they are of this engine."""
+    coarser = {"llamacpp-q8_0": "llamacpp-q4_0", "mlx-q8": "mlx-q4"}.get(name, "compact")
+    changed: dict[str, dict[str, Any]] = {"temperature .9": {"temperature": 0.9}, "top-p .9": {"top_p": 0.9}}
+    found = {"honest": await groups_of(name, held, asked, device)}
+    found[f"of {coarser}"] = await groups_of(coarser, held, asked, device)
+    for what, params in changed.items():
+        found[what] = await groups_of(
+            name, held, [replace(one, params=replace(one.params, **params)) for one in asked], device
+        )
+    strange = [replace(one, lease=replace(one.lease, seed=one.lease.seed ^ 12345)) for one in asked]
+    pairs = zip(found["honest"], await groups_of(name, held, strange, device), strict=True)
+    found["one rollout of another seed"] = [
+        replace(one, rollouts=(other.rollouts[0], *one.rollouts[1:])) for one, other in pairs
+    ]
+    plain = {what: [_hidden(group) for group in groups] for what, groups in found.items()}
+    return {**plain, "honest": found["honest"]}
+
+
+def _hidden(group: RolloutGroup) -> RolloutGroup:
+    return replace(group, rollouts=tuple(_plain(each) for each in group.rollouts))
+
+
+def _caught(groups: int, faulty: int, tokens: int) -> dict[str, Any]:
+    """Groups found faulty, the highest share that would show so few in 1 of 20 tries (3 / n of none), and the mean
+    number of groups until one is found by share of groups that are checked."""
+    found: dict[str, Any] = {"groups": groups, "faulty": faulty, "tokens": tokens}
+    if not faulty:
+        return {**found, "share_at_most": min(1.0, 3 / max(1, groups))}
+    return {**found, "groups_until": {str(share): groups / (share * faulty) for share in SHARES}}
 
 
 def _plain(rollout: Any) -> Any:
@@ -198,6 +265,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=Path("outputs/models/smollm2"))
     parser.add_argument("--parts", default="speed,honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
+    parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--engines", default=",".join(LLAMACPP_FORMS))
     parser.add_argument("--device", default="cpu")
@@ -221,6 +289,10 @@ def main() -> None:
         figures["honest"] = asyncio.run(honest(options.model, options.groups, forms, options.device))
     if "cheats" in options.parts:
         figures["cheats"] = asyncio.run(cheats(options.model, max(1, options.groups // 4)))
+    if "alarms" in options.parts:
+        found = alarms(options.model, options.groups, options.minutes, forms, options.device)
+        figures["alarms"] = asyncio.run(found)
+        print(json.dumps(figures["alarms"], indent=1), flush=True)
     print("saved to", save("rounded_weights", figures, options.out))
 
 

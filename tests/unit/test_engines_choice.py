@@ -15,6 +15,7 @@ import transformers
 
 from echo2.config import Config, build
 from echo2.config.values import ServerPlace
+from echo2.core.errors import UserError
 from echo2.engines.registry import (
     EngineChoice,
     _has_own_gpu,
@@ -22,8 +23,10 @@ from echo2.engines.registry import (
     in_worker,
     load_or_replace,
     make_engine,
+    obstacle,
     servers_here,
 )
+from engine_builders import HAS_MLX
 from hub_models import FAMILIES
 from rollout_cases import load, requests, run, snapshot_of, tiny_module
 
@@ -47,10 +50,25 @@ def test_a_mac_with_mlx_takes_it_where_compact_knows_the_model(monkeypatch: pyte
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name in ("mlx", "mlx_lm"))
+    monkeypatch.setattr("echo2.engines.registry.has_metal", lambda: True)
     assert str(in_worker(LLAMA)) == "engine mlx: it knows llama models, and uses this Mac's GPU"
     assert in_worker({**LLAMA, "sliding_window": 4}).name == "transformers"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert in_worker(LLAMA).name == "compact"
+
+
+@pytest.mark.skipif(not HAS_MLX, reason="pip install 'echo2[mlx]'")
+def test_a_mac_without_metal_takes_compact_and_refuses_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a virtual machine; MLX itself finds no Metal here either."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setattr("mlx.core.metal.is_available", lambda: False)
+    assert in_worker(LLAMA).name == "compact"
+    assert obstacle("mlx-q8", LLAMA) == "there is no GPU that MLX uses (Metal)"
+    for engine in ("mlx", "mlx-q4"):
+        with pytest.raises(UserError, match=r"no GPU \(Metal\) on this Mac.*--engine compact.*--device cpu"):
+            make_engine(engine)
+        asyncio.run(make_engine(engine, "cpu").close())
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

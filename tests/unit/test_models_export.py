@@ -15,15 +15,24 @@ from echo2.cli import main
 from echo2.config import Config, to_json
 from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
+from echo2.engines.home_files import write_gguf, write_mlx
 from echo2.learner.core.adapters import load_trained
 from echo2.learner.core.model import load_policy
 from echo2.learner.grpo.loop import GrpoClient
+from echo2.weights.format.model_files import read_base_model
 from learner_cases import model_directory
+from test_engines_home_files import model, needs_gguf
 
 
-def run_of(path: Path, rank: int = 0) -> RunDir:
-    """A run over a tiny model with the checkpoint step_3; `rank`: of its adapter, 0 for none."""
+def run_of(path: Path, rank: int = 0, is_for_home: bool = False) -> RunDir:
+    """A run over a tiny model with the checkpoint step_3; `rank`: of its adapter, 0 for none. `is_for_home`: the model
+    has a tokenizer, and sizes that fit blocks."""
     base, rundir = model_directory(path / "base"), RunDir(path / "run")
+    if is_for_home:
+        module, snapshot = model("qwen3", "qwen2", {})
+        module.save_pretrained(base)
+        for name, data in snapshot.files.items():
+            (base / name).write_bytes(data)
     rundir.path.mkdir()
     config = replace(Config(), model=replace(Config().model, path=str(base)), lora=LoraConfig(rank=rank))
     rundir.config.write_text(to_json(config))
@@ -139,3 +148,53 @@ def test_what_a_killed_export_left_does_not_get_into_the_next(
     (left / "half.safetensors").write_text("half")
     exported(capsys, rundir, tmp_path / "model")
     assert not (tmp_path / "model" / "half.safetensors").exists()
+
+
+def files_of(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+@needs_gguf
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # PEFT asks for it
+def test_an_adapter_is_merged_for_programs_at_home(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same as the export of the merged model, in the forms of the engines."""
+    rundir = run_of(tmp_path, rank=2, is_for_home=True)
+    path = rundir.checkpoints / "step_3" / "adapter_model.safetensors"
+    save_file({name: torch.full_like(tensor, 0.1) for name, tensor in load_file(path).items()}, path)
+    exported(capsys, rundir, tmp_path / "whole", "--step", "3", "--merged")
+    before = set(tmp_path.iterdir())
+    for form, *flags in (("q8_0", "--gguf"), ("f16", "--gguf", "f16"), ("mlx-q4", "--mlx", "4")):
+        said = exported(capsys, rundir, to := tmp_path / form, "--step", "3", *flags)
+        assert (said["kind"], said["dtype"], said["bytes"]) == ("model", form, size_of(to))
+        if form.startswith("mlx"):
+            write_mlx(expected := tmp_path / "expected", read_base_model(tmp_path / "whole"), form, "bfloat16")
+        else:
+            (expected := tmp_path / f"expected-{form}").mkdir()
+            write_gguf(expected / f"model-{form}.gguf", read_base_model(tmp_path / "whole"), form)
+        assert files_of(to) == files_of(expected)
+        before |= {to, expected}
+    assert set(tmp_path.iterdir()) == before
+    base = tmp_path / "base.gguf"
+    write_gguf(base, read_base_model(tmp_path / "base"), "f16")
+    assert base.read_bytes() != (tmp_path / "f16" / "model-f16.gguf").read_bytes()
+
+
+def test_what_runs_the_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rundir, to = run_of(tmp_path, is_for_home=True), tmp_path / "a model"
+    assert main(["export", str(rundir.path), "--to", str(to), "--mlx"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"run it: mlx_lm.chat --model '{to}'"
+
+
+def test_forms_that_cannot_be_written_are_refused_and_nothing_is_left(
+    rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(tmp_path.iterdir())
+    said = refusal(capsys, rundir, tmp_path / "model", "--gguf", "--dtype", "bfloat16")
+    assert said == (
+        "error: --dtype bfloat16 has no effect on a file for llama.cpp: --gguf names its form. Leave it out.\n"
+    )
+    assert "rows of 16 items" in refusal(capsys, rundir, tmp_path / "model", "--mlx", "4")
+    with pytest.raises(SystemExit):
+        main(["export", str(rundir.path), "--to", str(tmp_path / "model"), "--mlx", "--gguf"])
+    assert "not allowed with argument" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before

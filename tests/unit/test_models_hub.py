@@ -16,10 +16,12 @@ import pytest
 from echo2.config import Config, to_json
 from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
+from echo2.core.errors import UserError
 from echo2.learner.core.model import load_policy
 from echo2.learner.grpo.loop import GrpoClient
-from echo2.models.export import write_card
+from echo2.models.export import _check_repo, write_card
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
+from echo2.weights.format.model_files import MLX_WEIGHTS
 from hub_standin import Hub, Repo
 from learner_cases import model_directory
 
@@ -141,6 +143,17 @@ def test_a_whole_model_does_not_go_where_an_adapter_is(rundir: RunDir, hub: Hub)
         export(rundir, hub.url, "--push", "me/sorter")
     )
     assert set(hub.repos["me/sorter"].files) == {ADAPTER_CONFIG}
+
+
+def test_a_model_for_mlx_does_not_go_where_a_whole_model_is(tmp_path: Path) -> None:
+    for name, mark in (("mlx", MLX_WEIGHTS), ("gguf", "model-q8_0.gguf")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / mark).write_text("weights")
+        kind = {"mlx": "a model for MLX", "gguf": "a model for llama.cpp"}[name]
+        with pytest.raises(UserError, match=f"me/sorter holds a whole model, and this is {kind}: they cannot share"):
+            _check_repo("me/sorter", True, False, ["model.safetensors", "config.json"], tmp_path / name)
+        for files in ([mark, "README.md"], ["README.md"], ["model.safetensors", mark]):
+            _check_repo("me/sorter", True, False, files, tmp_path / name)
 
 
 def test_what_the_hub_refuses_stays_here_and_says_what_to_do(rundir: RunDir, hub: Hub) -> None:

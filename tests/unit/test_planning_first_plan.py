@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from echo2 import config as configuration
 from echo2.cli import main
 from echo2.core.errors import UserError
+from echo2.learner.decide.memory import GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning.estimates import (
     GPUS,
@@ -27,6 +28,8 @@ from echo2.planning.estimates import (
     training_seconds,
 )
 from echo2.planning.first_plan import FirstPlan
+from echo2.planning.memory_needs import rollouts_held
+from echo2.worker.decide.home import SamplingNeed
 from first_plans import MIXTURE, QWEN3_8B, write
 
 CARDS = st.sampled_from(sorted(GPUS))
@@ -176,3 +179,104 @@ def test_a_gpu_of_an_offer_that_is_not_known_is_named(tmp_path: Path, capsys: py
     assert main([*words, "--learner", "4xA100-80GB"]) == 2
     assert "offer 'card': gpu: the data sheet of 'RTX 9090' is not known" in capsys.readouterr().err
     assert gpu("rtx3090", "x").memory_gb == 24
+
+
+# ---- forms -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_bytes_of_a_form_are_those_of_its_blocks() -> None:
+    """By hand, Qwen3-8B: 8,190,427,136 weights, 1,244,659,712 of them in the embedding and the output layer."""
+    eight = shape(QWEN3_8B)
+    assert form_bytes(eight, "q8_0") == 8_190_427_136 * 8.5 // 8
+    assert form_bytes(eight, "q4_0") == (6_945_767_424 * 4.5 + 1_244_659_712 * 8.5) // 8
+    assert form_bytes(eight, "mlx-q4") == (6_945_767_424 * 5 + 1_244_659_712 * 9) // 8
+
+
+@pytest.mark.parametrize(
+    ("memory_gb", "form", "length", "rollouts"),
+    [
+        (10.7, "mlx-q8", 640, 0),  # a Mac with 16 GB
+        (10.7, "mlx-q4", 640, 10),
+        (8, "q8_0", 640, 0),
+        (8, "q4_0", 640, 4),
+        (8, "q4_0", 2176, 0),
+        (12, "q8_0", 640, 4),
+        (12, "q4_0", 640, 16),
+        (12, "q4_0", 2176, 4),
+    ],
+)
+def test_what_small_machines_hold_of_8_billion_weights(memory_gb: float, form: str, length: int, rollouts: int) -> None:
+    """The table of docs/capacity.md, and by hand: .9 of the memory holds a process, the weights, logits, and three
+    times the keys and values in 16 bits."""
+    eight = shape(QWEN3_8B)
+    found = rollouts_held(SamplingNeed(eight, 64, length, 2, has_adapter=True), form, memory_gb)
+    assert found == rollouts
+    fixed = 0.5 * GB + form_bytes(eight, form) + 4 * 512 * 151936
+    most = (0.9 * memory_gb * GB - fixed) / (3 * length * 36 * 2 * 8 * 128 * 2 + 16 * 151936)
+    assert found == (int(most) if most >= 4 else 0)
+    whole = rollouts_held(SamplingNeed(eight, 64, length, 2, has_adapter=False), form, memory_gb)
+    assert whole == 0  # the form of the next version is loaded beside it
+
+
+def test_decoding_is_bound_by_the_bytes_of_the_form() -> None:
+    """By hand: 4 rollouts of 256 tokens after prompts of 128 on a card with 272 GB/s and 30 Tflop/s."""
+    eight, card = shape(QWEN3_8B), GPUS["RTX-4060"]
+    width = form_bytes(eight, "q4_0") / eight.parameters
+    work = Workload(eight, 256.0, bytes_per_weight=width, engine="llamacpp-q4_0")
+    reading = (5_229_445_120 + 2 * 73728 * (128 + 128) * 4) / (272e9 * 0.9)
+    active = eight.parameters - 151936 * 4096
+    computing = 2 * active * 4 * (1 + 128 / 256) / (30e12 * 0.8)
+    assert tokens_per_second(work, card, 4) == pytest.approx(4 / (reading + computing + 0.02), rel=0.02)
+    published = replace(work, bytes_per_weight=2.0)
+    assert tokens_per_second(work, card, 4) > 1.9 * tokens_per_second(published, card, 4)
+
+
+HOME = SETTINGS.replace("4096", "512") + "[lora]\nrank = 16\n"
+HOME_OFFERS = """[[offers]]
+name = "mac"
+price_usd_per_hour = 0.01
+gpu = "M4-16GB"
+form = "mlx-q4"
+count = 64
+[[offers]]
+name = "old"
+price_usd_per_hour = 0.01
+gpu = "RTX 4060"
+count = 64
+"""
+
+
+def test_a_plan_with_machines_that_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = write(tmp_path, QWEN3_8B, HOME, HOME_OFFERS)
+    assert main([*words, "--learner", "4xA100-80GB", "--train-seconds", "600", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert "for vllm and the engines that round" in said["inputs"]["rates"][1]
+    work = Workload(
+        shape(QWEN3_8B), 256.0, bytes_per_weight=form_bytes(shape(QWEN3_8B), "mlx-q4") / 8_190_427_136, engine="mlx-q4"
+    )
+    rate = rollouts_per_second(work, GPUS["M4-16GB"], 10)
+    assert said["inputs"]["rates"][0].startswith(f"mac {rate:.3g}/s with 10 at once in mlx-q4, old ")
+    assert said["machines"].keys() == {"mac"}
+    name, why = said["inputs"]["without"]
+    assert name == "old"
+    assert why.startswith("A worker on 'old' needs ")
+    assert why.endswith(', form = "q4_0" would hold 4 rollouts at once')
+
+
+@pytest.mark.parametrize(
+    ("values", "offers", "said"),
+    [
+        (QWEN3_8B, HOME_OFFERS.replace("mlx-q4", "q5_k"), "offer 1 ('mac'): form = 'q5_k' is none. Give one of mlx-q8"),
+        (MIXTURE, HOME_OFFERS, "offer 'mac': form = 'mlx-q4': the engines that round have the models of compact, and"),
+        (
+            QWEN3_8B,
+            HOME_OFFERS.replace('"mlx-q4"', '"mlx-q8"').partition('[[offers]]\nname = "old')[0],
+            "A worker on 'mac' with form = 'mlx-q8' needs",
+        ),
+    ],
+)
+def test_a_form_that_no_worker_could_use_is_refused(
+    values: dict[str, object], offers: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*write(tmp_path, values, HOME, offers), "--learner", "4xA100-80GB"]) == 2
+    assert said in capsys.readouterr().err

@@ -113,10 +113,11 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
         "lora": 3,
         "strangers": 3,
         "low-memory": 12,
+        "forms": 24,
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 24 + [1] * 15 + [2] * 15
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 32 + [1] * 23 + [2] * 23
     assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
@@ -134,7 +135,7 @@ def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12
+    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24
 
 
 def test_flags_after_the_dashes_win(tmp_path: Path) -> None:

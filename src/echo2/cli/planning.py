@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from echo2.cli.adding import Add, module_command
-from echo2.config.values import ENGINES
+from echo2.config.values import ENGINES, GGUF_FORMS, MLX_BITS
 
 
 def add_plan(add: Add) -> None:
@@ -81,7 +81,14 @@ def add_models(add: Add) -> None:
     parser.add_argument("--step", type=_step, help="checkpoint to export: a step, or `best` (default: the newest)")
     text = "for a LoRA run: merge the adapter into its base model, instead of writing a PEFT directory"
     parser.add_argument("--merged", action="store_true", help=text)
-    text = "precision of the weights (default: float32, as in the checkpoint)"
+    home = parser.add_mutually_exclusive_group()
+    text = f"a file for llama.cpp instead, with tokenizer and chat template: {', '.join(GGUF_FORMS)} (default: q8_0)"
+    home.add_argument(
+        "--gguf", nargs="?", const=GGUF_FORMS[0], default="", choices=GGUF_FORMS, metavar="FORM", help=text
+    )
+    text = "a directory for MLX instead, with weights of 8 or 4 bits (default: 8)"
+    home.add_argument("--mlx", nargs="?", const=MLX_BITS[0], default="", choices=MLX_BITS, metavar="BITS", help=text)
+    text = "precision of the weights (default: float32, as in the checkpoint; with --mlx: bfloat16)"
     parser.add_argument("--dtype", default="", choices=["float32", "bfloat16", "float16"], help=text)
     text = "also upload it to the Hugging Face hub, with a model card; a new repository is private"
     parser.add_argument("--push", default="", metavar="OWNER/NAME", help=text)

@@ -21,6 +21,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from echo2.config.values import FORMS
 from echo2.core.documents import read_tables, refuse_unknown
 from echo2.core.errors import UserError
 
@@ -43,8 +44,9 @@ class Offer:
     a lost one is back, or replaced, after `replace_seconds`. `memory_gb`: of the GPU that a worker has there, or of the
     machine without one; 0: not known. `parameters` and `max_tokens`: of the model that the rate is for, and of its
     answers; 0: those of the run. `gpu`: its name in `echo2 plan`'s data sheet, from which a rate that is not known is
-    estimated. `rent` and `release`: commands, without a shell, that get
-    one machine, start `echo2 worker {ticket} --offer {name}` there, and give it back.
+    estimated. `form`: to which its workers round the weights (`values.FORMS`); empty: not at all. `rent` and `release`:
+    commands, without a shell, that get one machine, start `echo2 worker {ticket} --offer {name}` there, and give it
+    back.
     """
 
     name: Annotated[str, Meta(min_length=1)]
@@ -62,6 +64,7 @@ class Offer:
     parameters: Annotated[float, Meta(ge=0.0, le=1e15)] = 0.0
     max_tokens: Annotated[int, Meta(ge=0, le=1 << 40)] = 0
     gpu: str = ""
+    form: str = ""
     rent: str = ""
     release: str = ""
 
@@ -148,6 +151,8 @@ def _parse(table: Mapping[str, Any], where: str) -> Offer:
             shlex.split(getattr(offer, name))
         except ValueError as error:
             raise UserError(f"{where}: {name} is not a command line: {error}.") from error
+    if offer.form and offer.form not in FORMS.values():
+        raise UserError(f"{where}: form = {offer.form!r} is none. Give one of {', '.join(FORMS.values())}.")
     if offer.rent and not offer.release:
         raise UserError(f"{where}: `rent` without `release`: the machine would never be returned. Add `release = ...`.")
     return offer

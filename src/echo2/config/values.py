@@ -20,7 +20,9 @@ FORMS: Mapping[str, str] = {"mlx-q8": "mlx-q8", "llamacpp-q8_0": "q8_0", "mlx-q4
 MLX_FORMS, LLAMACPP_FORMS = (
     tuple(engine for engine in FORMS if engine.startswith(maker)) for maker in ("mlx", "llamacpp")
 )
-#: Those that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
+#: What `echo2 export --gguf` and `--mlx` write, the default first.
+GGUF_FORMS, MLX_BITS = ("q8_0", "q4_0", "f16"), ("8", "4")
+#: The forms that a check reads closely enough for strangers (`make bench-rounded_weights`, docs/engines.md).
 CHECKED_FORMS = ("q8_0",)
 #: The module of each; `engines/registry.py` calls its `make_engine(device, slots)`, with the form of one of `FORMS`, or
 #: the `ServerPlace` of one of `SERVERS`, as third argument.

@@ -32,8 +32,10 @@ BLOCK = 32
 BLOCK_BYTES = {"q8_0": 2 + BLOCK, "q4_0": 2 + BLOCK // 2}
 #: Bits of q in a format of MLX.
 AFFINE_BITS = {"mlx-q8": 8, "mlx-q4": 4}
+#: The form of files alone (`gguf_file.py`) in which matrices are not rounded in blocks, but to float16.
+HALF = "f16"
 #: The format of the embedding and the output layer in a form.
-OF_TOKENS = {"q8_0": "q8_0", "q4_0": "q8_0", "mlx-q8": "mlx-q8", "mlx-q4": "mlx-q8"}
+OF_TOKENS = {"q8_0": "q8_0", "q4_0": "q8_0", HALF: HALF, "mlx-q8": "mlx-q8", "mlx-q4": "mlx-q8"}
 #: Items that are rounded at once: intermediate results stay in a processor's cache.
 PIECE_ITEMS = 1 << 16
 
@@ -48,7 +50,7 @@ def format_of(name: str, form: str) -> str:
 def misfit(shapes: Mapping[str, tuple[int, ...]], form: str) -> str:
     """Return why a model whose tensors have these shapes has no such form; empty: it has."""
     for name, shape in shapes.items():
-        if format_of(name, form) and shape[1] % BLOCK:
+        if format_of(name, form) not in ("", HALF) and shape[1] % BLOCK:
             return f"rows of {shape[1]} items in {name}, which is no multiple of {BLOCK}"
     return ""
 

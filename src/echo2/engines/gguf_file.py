@@ -1,4 +1,5 @@
-"""Writes a snapshot in a form (`forms.py`), or an adapter, as a file for llama.cpp: GGUF, without a tokenizer.
+"""Writes a snapshot in a form (`forms.py`), or an adapter, as a file for llama.cpp: GGUF. The engines' files have no
+tokenizer; those of `echo2 export` have one (`home_files.py`), and their matrices may be in float16, too.
 
 The names and types are llama.cpp's (package `gguf`). Llama models rotate pairs of neighbours there, so the rows of
 their query and key matrices are in another order than Hugging Face's.
@@ -7,7 +8,7 @@ their query and key matrices are in another order than Hugging Face's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,15 +30,15 @@ QUERY, KEY = "self_attn.q_proj", "self_attn.k_proj"
 FREQUENCIES = "rope_freqs.weight"
 
 
-def check_fits(model_type: str, arch: Architecture) -> None:
-    """Raise UserError for a model of `compact` that llama.cpp, or a form, has no place for."""
-    trait = forms.misfit(arch.tensor_shapes(), "q8_0")  # blocks of all forms are as long
+def misfit(model_type: str, arch: Architecture, form: str = "q8_0") -> str:
+    """Return what llama.cpp, or a form, has no place for in a model of `compact`; empty: nothing. Blocks of all rounded
+    forms are as long."""
+    trait = forms.misfit(arch.tensor_shapes(), form)
     if model_type != "llama" and arch.rope.kind != "default":
         trait = f"rope_type = {arch.rope.kind!r} in a {model_type} model"
     if model_type != "llama" and (arch.out_bias or arch.ffn_bias):
         trait = f"attention_bias in a {model_type} model"
-    if trait:
-        raise UserError(f"The engine llamacpp does not support {trait}. Start the worker with --engine auto.")
+    return trait
 
 
 class _Names:
@@ -67,24 +68,38 @@ class _Names:
 
 
 def write_model(
-    path: Path, snapshot: Snapshot, model_type: str, arch: Architecture, dtype: torch.dtype, form: str
+    path: Path,
+    snapshot: Snapshot,
+    model_type: str,
+    arch: Architecture,
+    dtype: torch.dtype,
+    form: str,
+    describe: Callable[[Any], None] | None = None,
 ) -> None:
-    """Write a snapshot of a whole model in this form, tensor by tensor. `dtype`: that the engine `compact` computes in;
-    weights of another dtype are converted to it first, as there.
+    """Write a snapshot of a whole model in this form, or `forms.HALF`, tensor by tensor. `dtype`: that the engine
+    `compact` computes in; weights of another dtype are converted to it first, as there. `describe`: adds the tokens to
+    the package's writer; without it they are numbers.
 
     Raises:
         PeerError: a value is not finite, or the snapshot's bytes can't be read.
+        UserError: a value is too large for float16.
     """
     import gguf
 
     names, writer = _Names(model_type, arch), gguf.GGUFWriter(path, model_type)
-    _describe(writer, arch)
+    _add_sizes(writer, arch)
+    if describe is None:
+        writer.add_tokenizer_model("no_vocab")
+    else:
+        describe(writer)
     shapes = {name: shape for name, shape in arch.tensor_shapes().items() if name in snapshot.tensors}
     if arch.tied and "model.embed_tokens.weight" not in shapes:
         shapes["model.embed_tokens.weight"] = (arch.vocab_size, arch.hidden_size)
     for name, shape in shapes.items():
         kind = forms.format_of(name, form)
-        if kind:
+        if kind == forms.HALF:
+            writer.add_tensor_info(names.of(name), shape, np.dtype("float16"), 2 * math.prod(shape))
+        elif kind:
             bytes_shape = (shape[0], shape[1] // forms.BLOCK * forms.BLOCK_BYTES[kind])
             raw = gguf.GGMLQuantizationType[kind.upper()]
             writer.add_tensor_info(names.of(name), bytes_shape, np.dtype("uint8"), bytes_shape[0] * bytes_shape[1], raw)
@@ -99,13 +114,19 @@ def write_model(
 
 
 def _read(snapshot: Snapshot, name: str, shape: tuple[int, ...], dtype: torch.dtype, form: str) -> Tensor:
-    """Return the rows of a tensor: blocks of bytes [rows, bytes] if the form rounds it, else float32."""
-    if kind := forms.format_of(name, form):
+    """Return the rows of a tensor: blocks of bytes [rows, bytes] if the form rounds it, else float32 or float16."""
+    kind = forms.format_of(name, form)
+    if kind and kind != forms.HALF:
         pieces = (piece.to(dtype) for _, piece in pieces_of(snapshot, name))
         return torch.cat([forms.encode(piece, kind) for piece in pieces]).view(shape[0], -1)
     whole = torch.empty(shape, dtype=dtype)
     fill(snapshot, name, [whole])
-    return whole.float()
+    if not kind:
+        return whole.float()
+    if not (half := whole.half()).isfinite().all():
+        most = whole.view(-1)[whole.abs().argmax()].item()
+        raise UserError(f"{name} holds {most:g}, and float16 ends at 65504. Choose the form q8_0.")
+    return half
 
 
 def write_adapter(path: Path, adapter: Mapping[str, LowRank], model_type: str, arch: Architecture) -> None:
@@ -129,10 +150,8 @@ def _pairs(names: _Names, adapter: Mapping[str, LowRank]) -> Iterator[tuple[str,
         yield f"{name}.lora_b", names.ordered(module, low.b_OR.float().cpu().contiguous())
 
 
-def _describe(writer: Any, arch: Architecture) -> None:
-    """Add the sizes. Tokens are numbers here: the file has no vocabulary."""
+def _add_sizes(writer: Any, arch: Architecture) -> None:
     writer.add_vocab_size(arch.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
     writer.add_context_length(arch.max_positions)
     writer.add_embedding_length(arch.hidden_size)
     writer.add_block_count(arch.num_layers)

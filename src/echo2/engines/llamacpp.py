@@ -43,7 +43,7 @@ from echo2.engines.adapter import Adapter
 from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, OutOfMemoryError
-from echo2.engines.gguf_file import check_fits, write_adapter, write_model
+from echo2.engines.gguf_file import misfit, write_adapter, write_model
 from echo2.engines.model_values import Architecture, UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
 from echo2.engines.torch_engine import META, Model, TorchDecoder
@@ -131,11 +131,11 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the sizes of a model that this engine has. Raises UserError as `_outline`."""
     try:
         arch = read_architecture(config)
+        trait = misfit(config["model_type"], arch)
     except UnsupportedError as error:
-        raise UserError(
-            f"The engine llamacpp does not support {error.trait}. Start the worker with --engine auto."
-        ) from error
-    check_fits(config["model_type"], arch)
+        trait = error.trait
+    if trait:
+        raise UserError(f"The engine llamacpp does not support {trait}. Start the worker with --engine auto.")
     return arch
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -75,9 +76,15 @@ class MlxBuilder:
     """Builds the models of snapshots. Implements `torch_engine.BuildModel`. `device`: "cpu" leaves the GPU alone."""
 
     def __init__(self, form: str = "", device: str = "auto") -> None:
+        """Raises: UserError, MLX does not load, or finds no GPU on a Mac."""
         self._form, mx = form, library()
         if device == "cpu":
             mx.set_default_device(mx.cpu)
+        elif sys.platform == "darwin" and not mx.metal.is_available():
+            raise UserError(
+                "The engine mlx finds no GPU (Metal) on this Mac, as in many virtual machines. Start the worker with "
+                "--engine compact, or on the processors, which is slow, with --device cpu."
+            )
         if mx.default_device() == mx.cpu:
             mx.disable_compile()  # else it runs a C++ compiler, and loads what that leaves in the temporary directory
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from echo2.engines import forms
 from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.compact import rope_frequencies
+from echo2.engines.home_files import mlx_arguments
 from echo2.engines.model_values import Architecture
 from echo2.engines.rows import Cache
 
@@ -102,7 +103,7 @@ class Net:
 
     def __init__(self, model_type: str, arch: Architecture) -> None:
         family = import_module(f"mlx_lm.models.{model_type}")
-        self._model = family.Model(family.ModelArgs.from_dict(_arguments(model_type, arch)))
+        self._model = family.Model(family.ModelArgs.from_dict(mlx_arguments(model_type, arch) | {"rope_scaling": None}))
         self._tied, self.num_layers = arch.tied, arch.num_layers
         self._matrices: dict[str, Matrix] = {}
         for name, shape in arch.tensor_shapes().items():
@@ -150,24 +151,6 @@ class Net:
         """Compute the logits, float32, behind tokens read."""
         output = self._matrices["model.embed_tokens" if self._tied else "lm_head"]
         return torch.from_numpy(np.array(output.as_linear(hidden).astype(mx.float32)))
-
-
-def _arguments(model_type: str, arch: Architecture) -> dict[str, Any]:
-    """mlx-lm's names. Linear maps, their biases, and rotary frequencies are this module's."""
-    return {
-        "model_type": model_type,
-        "hidden_size": arch.hidden_size,
-        "num_hidden_layers": arch.num_layers,
-        "intermediate_size": arch.ffn_size,
-        "num_attention_heads": arch.num_heads,
-        "num_key_value_heads": arch.num_kv_heads,
-        "head_dim": arch.head_dim,
-        "rms_norm_eps": arch.rms_eps,
-        "vocab_size": arch.vocab_size,
-        "max_position_embeddings": arch.max_positions,
-        "rope_theta": arch.rope.theta,
-        "tie_word_embeddings": arch.tied,
-    }
 
 
 class MlxCache(Cache):

@@ -110,10 +110,20 @@ def obstacle(engine: str, model: Mapping[str, Any]) -> str:
 
 
 def missing_packages(engine: str) -> str:
-    """Return what an engine lacks here, of those that need more than torch; empty: nothing."""
+    """Return what an engine lacks here, of those that need more than torch; empty: nothing. MLX on a Mac lacks a GPU
+    where there is no Metal, as in many virtual machines: on processors it is a test bed."""
     missing = [package for package in PACKAGES[ENGINES[engine]] if importlib.util.find_spec(package) is None]
     extra = engine.partition("-")[0]
-    return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')" if missing else ""
+    if missing:
+        return f"{' and '.join(missing)} not installed (pip install 'echo2[{extra}]')"
+    return "there is no GPU that MLX uses (Metal)" if extra == "mlx" and is_mac() and not has_metal() else ""
+
+
+def has_metal() -> bool:
+    """Whether MLX, which is installed, finds a GPU of a Mac."""
+    import mlx.core as mx
+
+    return bool(mx.metal.is_available())
 
 
 def uses_gpu(engine: str, device: str) -> bool:

@@ -1,12 +1,13 @@
-"""`echo2 export`: writes a checkpoint as a separate model directory, without a head. `--push` uploads it and a model
-card with the Hugging Face hub's own library. The card states only facts from the run's files, and names no directories
-of this machine.
+"""`echo2 export`: writes a checkpoint as a separate model directory, without a head; `--gguf` and `--mlx` for programs
+at home. `--push` uploads it and a model card with the Hugging Face hub's own library. The card states only facts from
+the run's files, and names no directories of this machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
@@ -17,11 +18,13 @@ from pathlib import Path
 from echo2 import __version__
 from echo2.config import Config
 from echo2.config.rundir import RunDir, accuracies, read_metrics
+from echo2.config.values import GGUF_FORMS
 from echo2.core.disk import num_bytes
 from echo2.core.documents import parse_json, safetensors_pieces
 from echo2.core.errors import UserError
 from echo2.models.evaluate import MODEL_FILE, Step, checkpoint_directory, copy_model
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
+from echo2.weights.format.model_files import MLX_WEIGHTS, read_base_model
 
 CARD = "README.md"
 GET_TOKEN = (
@@ -29,6 +32,17 @@ GET_TOKEN = (
 )
 #: Dtype of the weights in all checkpoints.
 STORED_DTYPE = "float32"
+#: The dtype in which MLX computes unless another is given.
+MLX_DTYPE = "bfloat16"
+#: What an export or a repository on the hub holds, and the end of a file's name that marks it.
+MARKS = {
+    "an adapter": ADAPTER_CONFIG,
+    "a whole model": MODEL_FILE,
+    "a model for MLX": MLX_WEIGHTS,
+    "a model for llama.cpp": ".gguf",
+}
+#: The hub's names of the libraries that load them, in the same order.
+LIBRARIES = dict(zip(MARKS, ("peft", "transformers", "mlx", "gguf"), strict=True))
 
 
 def check_push(repo: str, config: Config, is_merged: bool) -> None:
@@ -83,12 +97,16 @@ def _check_repo(repo: str, is_private: bool, is_public: bool, files: Collection[
     if is_private == is_public:
         what, do = ("private", "leave --public out") if is_private else ("public", "add --public")
         raise UserError(f"{repo} exists and is {what}: {do}, or choose another name. {kept}")
-    is_adapter = (directory / ADAPTER_CONFIG).is_file()
-    if (MODEL_FILE if is_adapter else ADAPTER_CONFIG) in files:
-        mine, theirs = ("an adapter", "a whole model") if is_adapter else ("a whole model", "an adapter")
+    mine, theirs = _kinds(os.listdir(directory))[0], _kinds(files)
+    if theirs and mine not in theirs:
         raise UserError(
-            f"{repo} holds {theirs}, and this is {mine}: they cannot share a repository. Choose another name. {kept}"
+            f"{repo} holds {theirs[0]}, and this is {mine}: they cannot share a repository. Choose another name. {kept}"
         )
+
+
+def _kinds(files: Collection[str]) -> list[str]:
+    """Return what these files are, of the kinds in `MARKS`."""
+    return [kind for kind, mark in MARKS.items() if any(name.endswith(mark) and "/" not in name for name in files)]
 
 
 def _reason(error: Exception, repo: str, endpoint: str) -> str:
@@ -148,7 +166,8 @@ def write_card(directory: Path, rundir: RunDir, step: int, dtype: str) -> None:
         **_accuracy(rundir, step),
     }
     header = [f"base_model: {base}"] if is_hub else []
-    header += [f"library_name: {'peft' if is_adapter else 'transformers'}", "pipeline_tag: text-generation"]
+    libraries = [LIBRARIES[kind] for kind in _kinds(os.listdir(directory))]
+    header += [*(f"library_name: {library}" for library in libraries), "pipeline_tag: text-generation"]
     header += ["tags:", "- echo2", "- reinforcement-learning"]
     rows = [f"| {name} | {value} |" for name, value in facts.items()]
     text = ["---", *header, "---", "", f"# {rundir.path.resolve().name}, step {step}", ""]
@@ -204,11 +223,12 @@ class Export:
 def run(options: argparse.Namespace) -> int:
     """Export, push if asked, and print the result. Raises as `export`, `check_push` and `push`."""
     rundir = RunDir(options.directory)
+    form = options.gguf or (options.mlx and f"mlx-q{options.mlx}")
     if options.push:
-        check_push(options.push, rundir.read_config(), options.merged)
+        check_push(options.push, rundir.read_config(), options.merged or bool(form))
     elif options.public:
         raise UserError("--public: nothing is pushed. Add --push OWNER/NAME, or leave --public out.")
-    done = export(options.directory, options.step, options.to, options.merged, options.dtype)
+    done = export(options.directory, options.step, options.to, options.merged, options.dtype, form)
     if options.push:
         write_card(options.to, rundir, done.step, done.dtype)
         url = push(options.to, options.push, options.public)
@@ -218,17 +238,29 @@ def run(options: argparse.Namespace) -> int:
     else:
         untrained = "" if done.step else ": the weights that the run began with, not trained"
         print(f"exported step_{done.step} to {done.path}" + (f", pushed to {done.url}" if done.url else "") + untrained)
+        if form:
+            path = shlex.quote(str(options.to))
+            file = shlex.quote(str(options.to / gguf_name(form)))
+            print(f"run it: mlx_lm.chat --model {path}" if options.mlx else f"run it: llama-cli -m {file}")
     return 0
 
 
-def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype: str = "") -> Export:
+def gguf_name(form: str) -> str:
+    """Return the name of the file in an export for llama.cpp."""
+    return f"model-{form}.gguf"
+
+
+def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype: str = "", form: str = "") -> Export:
     """Copy the model part of a checkpoint to `to`, a directory that must not exist. An adapter becomes a PEFT
     directory, or with `is_merged` the whole model of base and adapter. `dtype`: of the weights, if not float32.
+    `form`: for llama.cpp (`GGUF_FORMS`) or MLX (`mlx-q8`, `mlx-q4`), always whole; `dtype` is then MLX's.
 
     Raises:
         UserError: no such checkpoint; the target exists or can't be written; there is nothing to merge; a weight is too
-            large for `dtype`.
+            large for `dtype`; there is no such form of the model.
     """
+    if form in GGUF_FORMS and dtype:
+        raise UserError(f"--dtype {dtype} has no effect on a file for llama.cpp: --gguf names its form. Leave it out.")
     rundir = RunDir(directory)
     source, config = checkpoint_directory(rundir, step), rundir.read_config()
     if to.exists():
@@ -236,14 +268,18 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
     is_adapter = (source / ADAPTER_CONFIG).is_file()
     if is_merged and not is_adapter:
         raise UserError(f"--merged: {source.name} is a whole model already, not an adapter. Leave --merged out.")
-    partial = to.with_name(f".{to.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed export
+    is_merged |= is_adapter and bool(form)
+    partial, model = (to.with_name(f".{to.name}.{what}") for what in ("partial", "model"))
     try:
+        _clear(partial, model)  # left by a killed export
+        copied, copied_dtype = (model, "") if form else (partial, dtype)
         if is_merged:
-            _write_merged(config, source, partial, dtype)
+            _write_merged(config, source, copied, copied_dtype)
         else:
-            copy_model(source, partial, dtype)
-        if is_adapter and not is_merged:
+            copy_model(source, copied, copied_dtype)
+        if form:
+            _write_form(model, partial, form, dtype or MLX_DTYPE)
+        elif is_adapter and not is_merged:
             values = parse_json((partial / ADAPTER_CONFIG).read_bytes())
             text = json.dumps(values | {"base_model_name_or_path": config.model.path}, indent=2, sort_keys=True)
             (partial / ADAPTER_CONFIG).write_text(text)
@@ -251,9 +287,26 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
     except OSError as error:
         raise UserError(f"Cannot write {to}: {error.strerror or error}. Nothing was exported.") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    kind = "adapter" if is_adapter and not is_merged else "model"
-    return Export(str(to), int(source.name.removeprefix("step_")), kind, dtype or STORED_DTYPE, num_bytes(to))
+        _clear(partial, model)
+    kind, stored = "adapter" if is_adapter and not is_merged else "model", form or dtype or STORED_DTYPE
+    return Export(str(to), int(source.name.removeprefix("step_")), kind, stored, num_bytes(to))
+
+
+def _clear(*directories: Path) -> None:
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _write_form(model: Path, to: Path, form: str, dtype: str) -> None:
+    """Write a model directory in a form. Raises as `export`."""
+    from echo2.engines.home_files import write_gguf, write_mlx  # imports torch, as above
+
+    snapshot = read_base_model(model)
+    if form in GGUF_FORMS:
+        to.mkdir(parents=True)
+        write_gguf(to / gguf_name(form), snapshot, form)
+    else:
+        write_mlx(to, snapshot, form, dtype)
 
 
 def _write_merged(config: Config, adapter: Path, to: Path, dtype: str) -> None:

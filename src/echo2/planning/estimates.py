@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from echo2.config.values import FORMS
 from echo2.core.errors import UserError
 from echo2.learner.core.fitting import PROMPT_TOKENS
 from echo2.learner.decide.model_shape import ModelShape
@@ -31,6 +32,8 @@ BANDWIDTH_SHARE = 0.9
 #: Seconds that a decoding step takes besides, by engine; on a GPU `compact` and `transformers` wait for the starts of
 #: kernels (docs/log.md, 27 November 2026).
 STEP_SECONDS = {"vllm": 0.003, "compact": 0.02, "transformers": 0.048}
+#: For engines that round, which were not measured on a GPU, those of `compact`, whose sampler they share.
+STEP_SECONDS |= dict.fromkeys(FORMS, STEP_SECONDS["compact"])
 #: Share of the arithmetic that decoding and reading prompts use.
 DECODING_SHARE = 0.8
 #: Nine of ten public measurements are between an estimate divided by this and multiplied by it.
@@ -41,8 +44,9 @@ ANSWER_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """`memory_gb` and `bandwidth_gb_per_second`: in 10^9 bytes. `tflops`: 10^12 operations a second of matrix products
-    in bfloat16 (in float16 where there is no bfloat16), summed in float32, without sparsity.
+    """`memory_gb` and `bandwidth_gb_per_second`: in 10^9 bytes; of a Mac's memory what its system lets the GPU have:
+    two thirds, and of more than 36 GB three quarters. `tflops`: 10^12 operations a second of matrix products in
+    bfloat16 (in float16 where there is no bfloat16), summed in float32, without sparsity.
     """
 
     memory_gb: float
@@ -73,6 +77,10 @@ GPUS: Mapping[str, Gpu] = {
     "RTX-4060-Ti": Gpu(16, 288, 44),
     "RTX-3090": Gpu(24, 936, 71),
     "RTX-3060": Gpu(12, 360, 25),
+    "RTX-4060": Gpu(8, 272, 30),
+    "M4-16GB": Gpu(10.7, 120, 4.3),
+    "M4-Pro-24GB": Gpu(16, 273, 8.5),
+    "M4-Max-64GB": Gpu(48, 546, 17),
 }
 
 
@@ -117,7 +125,7 @@ class Workload:
     shape: ModelShape
     answer_tokens: float
     prompt_tokens: float = PROMPT_TOKENS
-    bytes_per_weight: int = 2
+    bytes_per_weight: float = 2.0
     lora: bool = False
     checkpointing: bool = False
     engine: str = "vllm"

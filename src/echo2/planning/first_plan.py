@@ -9,11 +9,12 @@ from functools import cached_property
 
 from echo2.config import Config
 from echo2.config.offers import Offer
-from echo2.config.values import SELF
+from echo2.config.values import FORMS, SELF
 from echo2.core.errors import UserError
 from echo2.core.printable import duration
-from echo2.learner.core.fitting import SnapshotSize, learner_need, machine_with, model_shape
-from echo2.learner.decide.memory import BYTES_PER_VALUE, GB
+from echo2.engines.registry import in_worker
+from echo2.learner.core.fitting import SnapshotSize, learner_need, machine_with, model_config, model_shape
+from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (
     ANSWER_SHARE,
@@ -29,8 +30,10 @@ from echo2.planning.estimates import (
     training_seconds,
     training_share,
 )
+from echo2.planning.memory_needs import rollouts_held, sampling_need
 from echo2.planning.plan import NoPlanError, Plan, make_plan
 from echo2.planning.plan_inputs import PlanInputs
+from echo2.worker.decide.home import SLOTS_MIN
 
 #: In bfloat16, at rates from 1e-6 to 2e-5, a step's delta is 1 to 1.5 % (docs/log.md); the first steps change more.
 DELTA_SHARE = 0.03
@@ -131,22 +134,38 @@ class FirstPlan:
         """
         sampling, filled, told = self._config.sampling, list[Offer](), list[str]()
         for offer in offers:
+            if offer.form:
+                self._check_form(offer)
             if offer.gpu:
                 card = gpu(offer.gpu, f"offer {offer.name!r}: gpu")
                 offer = replace(offer, memory_gb=offer.memory_gb or card.memory_gb)
                 if offer.rollouts_per_second is None:
                     at_once = (offer.groups_per_batch or sampling.groups_per_batch) * sampling.group_size
-                    rate = rollouts_per_second(self._work(), card, at_once)
+                    if offer.form:  # an offer without room is left out later
+                        asked = sampling_need(self._config, self._shape)
+                        at_once = min(at_once, rollouts_held(asked, offer.form, offer.memory_gb) or SLOTS_MIN)
+                    rate = rollouts_per_second(self._work(offer.form), card, at_once)
                     offer = replace(offer, rollouts_per_second=rate)
-                    told.append(f"{offer.name} {rate:.3g}/s with {at_once} at once")
+                    in_form = f" in {offer.form}" if offer.form else ""
+                    told.append(f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}")
             filled.append(offer)
         if not told:
             return tuple(filled), []
+        engines = self._work().engine + (" and the engines that round" if any(one.form for one in filled) else "")
         why = (
-            f"estimated within a factor of {SPREAD:g} for {self._work().engine} ({self._told_length()}); `echo2 probe` "
+            f"estimated within a factor of {SPREAD:g} for {engines} ({self._told_length()}); `echo2 probe` "
             "measures them"
         )
         return tuple(filled), [Basis("rates", ", ".join(told), why)]
+
+    def _check_form(self, offer: Offer) -> None:
+        """Raise UserError if the engines that round do not know the model."""
+        config = model_config(self._config.model.path)
+        if config is not None and (known := in_worker(config)).name == "transformers":
+            raise UserError(
+                f"offer {offer.name!r}: form = {offer.form!r}: the engines that round have the models of compact, and "
+                f"{known.why}. Leave form out."
+            )
 
     def snapshot_size(self) -> SnapshotSize:
         """Estimate what a worker receives in a full snapshot.
@@ -165,13 +184,17 @@ class FirstPlan:
             return f"answers of {self._given_tokens:g}, --answer-tokens"
         return f"answers of {self.answer_tokens:g}, half of the longest; --answer-tokens"
 
-    def _work(self) -> Workload:
-        config = self._config
+    def _work(self, form: str = "") -> Workload:
+        config, shape = self._config, self._shape
         engine = config.workers.engine if config.workers.engine in STEP_SECONDS else "vllm"
+        width: float = BYTES_PER_VALUE[config.model.snapshot_dtype]
+        if form:
+            engine = next(name for name, its_form in FORMS.items() if its_form == form)
+            width = form_bytes(shape, form) / shape.parameters
         return Workload(
-            self._shape,
+            shape,
             self.answer_tokens,
-            bytes_per_weight=BYTES_PER_VALUE[config.model.snapshot_dtype],
+            bytes_per_weight=width,
             lora=bool(config.lora.rank),
             engine=engine,
         )

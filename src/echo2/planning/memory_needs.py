@@ -10,12 +10,14 @@ from rich.table import Table
 
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.config.values import FORMS, LLAMACPP_FORMS
 from echo2.core.errors import UserError
 from echo2.core.printable import size
 from echo2.core.types import Hardware
-from echo2.learner.core.fitting import LearnerMemoryNeed, MemoryNeed, learner_need, worker_need
-from echo2.learner.decide.memory import GB
+from echo2.learner.core.fitting import LearnerMemoryNeed, MemoryNeed, learner_need, row_tokens, worker_need
+from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, USABLE
 from echo2.learner.decide.model_shape import ModelShape
+from echo2.worker.decide.home import SLOTS_MIN, EngineCandidate, SamplingNeed, need_of, slots_in
 
 #: Settings that are changed together, at most, to make a run fit.
 CHANGES_MAX = 2
@@ -84,6 +86,38 @@ def _learner_remedies(config: Config) -> str:
     return f"Set {adapter}{fewer}{local}a lower sampling.max_tokens, or take a larger machine."
 
 
+def sampling_need(config: Config, shape: ModelShape) -> SamplingNeed:
+    """Return what the run asks of a worker that rounds."""
+    sampling = config.sampling
+    width = BYTES_PER_VALUE[config.model.snapshot_dtype]
+    slots = sampling.groups_per_batch * sampling.group_size
+    return SamplingNeed(shape, slots, row_tokens(config, shape), width, bool(config.lora.rank))
+
+
+def rollouts_held(asked: SamplingNeed, form: str, memory_gb: float) -> int:
+    """Return how many rollouts at once a worker has room for with weights in a form, at most as many as the run asks
+    for, as the worker itself decides it; 0: too few."""
+    return slots_in(asked, EngineCandidate("", form, int(USABLE * memory_gb * GB)))
+
+
+def _check_form_fits(config: Config, shape: ModelShape, offer: Offer) -> None:
+    """Raise DoesNotFitError if a worker on this offer has no room for the fewest rollouts in its form."""
+    asked = sampling_need(config, shape)
+    parts = dict(need_of(asked, offer.form, min(SLOTS_MIN, asked.slots)))
+    need = MemoryNeed(parts, int(USABLE * offer.memory_gb * GB), "the machine")
+    remedies = "Name a form with fewer bits, set a lower sampling.max_tokens, or take larger machines."
+    _check_fits(f"A worker on {offer.name!r} with form = {offer.form!r}", need, remedies)
+
+
+def _form_that_fits(config: Config, shape: ModelShape, offer: Offer) -> str:
+    """Return which form of llama.cpp would fit this offer, in words; empty: none."""
+    asked = sampling_need(config, shape)
+    for form in (FORMS[engine] for engine in LLAMACPP_FORMS):
+        if rollouts := rollouts_held(asked, form, offer.memory_gb):
+            return f', form = "{form}" would hold {rollouts} rollouts at once'
+    return ""
+
+
 def offers_that_fit(
     config: Config, shape: ModelShape, offers: Sequence[Offer]
 ) -> tuple[tuple[Offer, ...], dict[str, str]]:
@@ -92,19 +126,23 @@ def offers_that_fit(
     Raises:
         DoesNotFitError: none can.
     """
-    fitting, left_out = [], {}
+    fitting, left_out, reasons = [], dict[str, DoesNotFitError](), dict[str, str]()
     for offer in offers:
         if offer.memory_gb:
             machine = Hardware(int(offer.memory_gb * GB), (int(offer.memory_gb * GB),))
             try:
-                worker_that_fits(config, shape, machine, f"A worker on {offer.name!r}")
+                if offer.form:
+                    _check_form_fits(config, shape, offer)
+                else:
+                    worker_that_fits(config, shape, machine, f"A worker on {offer.name!r}")
             except DoesNotFitError as error:
-                left_out[offer.name] = error
+                left_out[offer.name], instead = error, "" if offer.form else _form_that_fits(config, shape, offer)
+                reasons[offer.name] = str(error).partition(")")[0] + ")" + instead
                 continue
         fitting.append(offer)
     if not fitting:
         raise next(iter(left_out.values()))
-    return tuple(fitting), {name: str(error).partition(")")[0] + ")" for name, error in left_out.items()}
+    return tuple(fitting), reasons
 
 
 def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:

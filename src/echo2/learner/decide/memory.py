@@ -220,16 +220,20 @@ def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length:
     }
 
 
+def form_bytes(shape: ModelShape, form: str) -> int:
+    """Bytes of a model's weights in a form: the embedding and the output layer have 8 bits in all of them."""
+    outer = shape.vocabulary * (1 if shape.tied else 2)
+    return int((FORM_BITS[form] * (shape.parameters - outer) + FORM_BITS[form.replace("q4", "q8")] * outer) / 8)
+
+
 def rounded_parts(shape: ModelShape, form: str, has_adapter: bool, rollouts: int, length: int) -> dict[str, int]:
     """Bytes by part of a worker that decodes with weights in a form, by llama.cpp; MLX takes less. Without an adapter
     each version brings all weights, and is loaded beside the one before.
     """
-    outer = shape.vocabulary * (1 if shape.tied else 2)
-    bits = FORM_BITS[form] * (shape.parameters - outer) + FORM_BITS[form.replace("q4", "q8")] * outer
     parts = worker_parts(shape, LLAMACPP_VALUE_BYTES, rollouts, length)
     return {
         "process": parts["process"],
-        "weights": int(bits / 8) * (1 if has_adapter else 2),
+        "weights": form_bytes(shape, form) * (1 if has_adapter else 2),
         "keys and values": LLAMACPP_CELLS * parts["keys and values"],
         "logits": parts["logits"] + 4 * LLAMACPP_TOKENS * shape.vocab,
     }

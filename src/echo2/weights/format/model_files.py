@@ -37,6 +37,8 @@ MODEL_FILES = (
     "chat_template.json",
 )
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Weights for MLX, whose programs take every file of this ending; transformers shall not take these for its own.
+MLX_WEIGHTS = "model-mlx.safetensors"
 #: Headers are small: a file that claims a larger one is not safetensors.
 MAX_HEADER_BYTES = 100 << 20
 
@@ -48,6 +50,8 @@ def find_model(path: str, setting: str = "model.path") -> Path:
     Raises:
         UserError: there is no such model.
     """
+    if Path(path).exists():
+        _refuse_for_home(Path(path), setting)
     if Path(path).is_dir():
         return Path(path)
     if path.startswith(("/", ".", "~")) or path.count("/") != 1:
@@ -66,6 +70,20 @@ def find_model(path: str, setting: str = "model.path") -> Path:
             f"{setting} = {path!r}: no such directory, and the hub does not provide it ({type(error).__name__}; "
             "HF_HUB_OFFLINE or no network?). Check the name, or download the model and give its directory."
         ) from error
+
+
+def _refuse_for_home(path: Path, setting: str) -> None:
+    """Raise UserError for files that programs at home read (`echo2 export --gguf`, `--mlx`)."""
+    names = [path.name] if path.is_file() else [entry.name for entry in path.iterdir()]
+    if {WEIGHTS, INDEX} & set(names):
+        return
+    for end, program in ((".gguf", "llama.cpp"), (MLX_WEIGHTS, "MLX")):
+        if any(name.endswith(end) for name in names):
+            raise UserError(
+                f"{setting} = {str(path)!r} is for {program}, rounded or in its own form: neither the learner nor a "
+                "worker reads it, for each rounds the run's weights itself. Give the Hugging Face directory (`echo2 "
+                "export` without --gguf and --mlx); which form a worker rounds to, --engine says."
+            )
 
 
 def model_files(directory: Path) -> dict[str, bytes]:
