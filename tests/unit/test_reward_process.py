@@ -20,12 +20,12 @@ from echo2.core import frames
 from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Message, Rollout, Task
-from echo2.reward import confinement, messages
+from echo2.reward import messages
 from echo2.reward import reward_processes as reward_process
 from echo2.reward.reward_processes import RewardProcesses
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox import code_process as sandbox_process
-from echo2.sandbox import pipes
+from echo2.sandbox import confinement, pipes
 from echo2.tasks.sources import ReasoningGymRows
 
 OWN = """

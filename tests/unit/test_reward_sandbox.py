@@ -24,11 +24,12 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.core.types import Rollout, Task
-from echo2.reward import confinement, functions
+from echo2.reward import functions
 from echo2.reward.expressions import evaluate
 from echo2.reward.functions import RUN_TEXT, unusable
 from echo2.reward.sandbox import Sandbox
 from echo2.reward.score import RewardFailure, Scorer
+from echo2.sandbox import confinement
 from echo2.tasks.sources import ReasoningGymRows
 
 pytest.importorskip("reasoning_gym")
@@ -320,7 +321,8 @@ def in_python(script: str, *arguments: str, status: int = 0) -> str:
 def test_a_score_is_a_number_between_0_and_1() -> None:
     script = """
 import json, math, sys
-from echo2.reward import confinement, sandbox_child
+from echo2.reward import sandbox_child
+from echo2.sandbox import confinement
 assert not confinement.missing()
 values = [0.5, math.nan, math.inf, -1.0, -0.1, 1e12, 1.0]
 print(json.dumps(sandbox_child._scores(lambda text: values[int(text)], [str(i) for i in range(7)])))

@@ -14,7 +14,8 @@ from decimal import Decimal
 from typing import Any
 
 from echo2.core.errors import UserError
-from echo2.reward import confinement, sandbox
+from echo2.reward import sandbox
+from echo2.sandbox import confinement
 
 Completion = str | Sequence[Mapping[str, str]]
 

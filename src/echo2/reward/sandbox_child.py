@@ -1,7 +1,7 @@
 """The sandboxed scoring process (`python -m echo2.reward.sandbox_child`): only its forks run scorers on completions.
 
-Each group is scored in a fork that has given up its rights (`confinement.py`) and answers with one number a completion;
-this process reads the numbers and never a completion. A completion on which the scorer hangs, dies or raises scores 0:
+Each group is scored in a fork that has given up its rights (`sandbox/confinement.py`) and answers with one number a
+completion; this process reads the numbers and never a completion. A completion on which the scorer hangs, dies or raises scores 0:
 an answer that a scorer cannot read is wrong. After a hang or a death, the next completion gets a new fork. Those that
 need long wait until the others are scored, and all of a group that hang or die share one budget of time.
 """
@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 
 from echo2.core.child import take_pipes
 from echo2.core.errors import UserError
-from echo2.reward import confinement, expressions, text_scorers
+from echo2.reward import expressions, text_scorers
 from echo2.reward.text_scorers import Score
-from echo2.sandbox import pipes
+from echo2.sandbox import confinement, pipes
 
 QUICK_SECONDS = 0.5  # limit for one completion while others of its group wait
 COMPLETION_SECONDS = 5.0  # its limit when it is tried again after them

@@ -1,9 +1,13 @@
-"""Permanently drops all rights of a process that scoring text does not need.
+"""Permanently drops all rights of a process that scoring text, or a task's commands, do not need.
 
 After `confine`, the process can compute, read Python's own files and write to the descriptor it was left. It cannot
 open anything else, write a file, use the network, start a program, signal or inspect another process, or exceed its
 memory limit. Two mechanisms of the Linux kernel enforce this without root: Landlock (which files may be opened) and
 seccomp (which system calls are allowed). They hold even if code in the process escapes Python's own restrictions.
+
+`python -m echo2.sandbox.confinement FOLDER BYTES COMMAND ...` runs a command of a task (`containers.py`): it reads the
+system's programs and FOLDER, writes the folders in it, files of at most so many bytes, and has no network. All that it
+starts stays in its process group, so that whoever started it ends it whole.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ SYSTEM_CALLS = frozenset(
 OPENING = {"openat": 2, "open": 1}
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
 PR_SET_PDEATHSIG = 1
+#: What root becomes before it runs a task's command.
+NOBODY = 65534
+#: What programs read outside the folders of the system's programs, without secrets.
+SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 
 def missing() -> str:
@@ -95,9 +104,61 @@ def confine(keep: int, parent: int) -> None:
     calls.load()
 
 
+def confine_command(folder: Path, file_bytes: int) -> None:
+    """Give up what a task's command does not need, root's rights first. `folder`: the only one outside the system.
+
+    Raises:
+        OSError: the kernel refuses; the process still has its rights and must not go on.
+    """
+    import landlockpy
+    import seccompy
+
+    for limit, value in ((resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)):
+        resource.setrlimit(limit, (value, value))
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setgid(NOBODY)
+        os.setuid(NOBODY)
+    abi = landlockpy.abi_version()
+    rights, scopes = landlockpy.fs_for_abi(abi), landlockpy.Scope.ABSTRACT_UNIX_SOCKET | landlockpy.Scope.SIGNAL
+    if scopes & ~landlockpy.scope_for_abi(abi):
+        raise OSError("Landlock keeps no signals in before Linux 6.12")
+    reading = landlockpy.AccessFS.READ_FILE | landlockpy.AccessFS.READ_DIR
+    device = landlockpy.AccessFS.READ_FILE | landlockpy.AccessFS.WRITE_FILE
+    with landlockpy.Ruleset(handled_fs=rights, scoped=scopes) as rules:
+        for place in (*SYSTEM_LIBRARIES, "/usr", "/bin", "/sbin", *SYSTEM_FILES):
+            if os.path.isdir(place):
+                rules.allow_path(place, reading | landlockpy.AccessFS.EXECUTE)
+            elif os.path.exists(place):
+                rules.allow_path(place, landlockpy.AccessFS.READ_FILE)
+        for name in DEVICES:
+            rules.allow_path(name, device)
+        rules.allow_path(folder, reading | landlockpy.AccessFS.EXECUTE)
+        for inner in folder.iterdir():
+            if os.access(inner, os.W_OK):
+                rules.allow_path(inner, rights)
+        rules.restrict()
+    calls = seccompy.Filter()
+    for name in ("socket", "io_uring_setup", "setsid", "setpgid", "unshare", "ptrace", "setns", "mount"):
+        calls.errno(name, 1)  # EPERM
+    calls.load()
+
+
 def _readable() -> list[str]:
     """Directories of Python and of the loaded packages. Not `sys.path`, which may contain a project's own folder."""
     packages = {name.partition(".")[0] for name in sys.modules}
     files = (getattr(sys.modules.get(package), "__file__", None) for package in packages)
     places = {sys.prefix, sys.base_prefix, *SYSTEM_LIBRARIES, *(os.path.dirname(file) for file in files if file)}
     return sorted(place for place in places if os.path.isabs(place) and place != "/" and os.path.exists(place))
+
+
+def main() -> None:
+    """Confine this process and run the command in its place. Whoever started it reads why it can't."""
+    if reason := missing():
+        raise SystemExit(f"commands cannot be confined here: {reason}")
+    confine_command(Path(sys.argv[1]), int(sys.argv[2]))
+    os.execvpe(sys.argv[3], sys.argv[3:], {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"})
+
+
+if __name__ == "__main__":
+    main()
