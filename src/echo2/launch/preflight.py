@@ -33,7 +33,7 @@ from echo2.reward.judge import read_key
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import LocalEnvironment
-from echo2.tasks.harness_process import OWN, VERIFIERS, is_harness, load_harness
+from echo2.tasks.harness_process import HARBOR, OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.streams import load_tasks, training_tasks
 from echo2.tasks.teaching import check_teaching
 from echo2.transport.limits import ROUTES_BYTES_MAX
@@ -121,7 +121,7 @@ def check_harness(config: Config) -> None:
             f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: a harness calls the "
             "model at times that differ from run to run. Leave one of them out."
         )
-    if config.tasks.environment.startswith(OWN):
+    if config.tasks.environment.startswith(OWN) or (config.tasks.environment == HARBOR and config.workers.count):
         load_harness(config.tasks.environment)
 
 

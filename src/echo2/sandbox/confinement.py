@@ -18,6 +18,8 @@ import platform
 import resource
 import signal
 import sys
+import threading
+import traceback
 from pathlib import Path
 
 MEMORY_BYTES = 1 << 30  # beyond what the process holds when it is confined
@@ -153,11 +155,26 @@ def _readable() -> list[str]:
 
 
 def main() -> None:
-    """Confine this process and run the command in its place. Whoever started it reads why it can't."""
+    """Confine a child that runs the command; end all of the process group with it, or at the end of standard input."""
     if reason := missing():
         raise SystemExit(f"commands cannot be confined here: {reason}")
-    confine_command(Path(sys.argv[1]), int(sys.argv[2]))
-    os.execvpe(sys.argv[3], sys.argv[3:], {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"})
+    child = os.fork()
+    if child == 0:
+        try:
+            confine_command(Path(sys.argv[1]), int(sys.argv[2]))
+            os.execvpe(sys.argv[3], sys.argv[3:], {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"})
+        finally:  # what was raised is printed by nobody else
+            traceback.print_exc()
+            os._exit(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    os._exit(128 - status if status < 0 else status)
+
+
+def _end_with_parent() -> None:
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

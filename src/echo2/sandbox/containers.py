@@ -146,7 +146,7 @@ class _Call:
         except OSError as error:
             raise ContainerFault(f"{self.program[0]} does not start: {error}.") from error
         try:
-            stream, _ = await child.streams()
+            stream, _stdin = await child.streams()  # held: its end ends the command
             async with asyncio.TaskGroup() as group:
                 group.create_task(heard.listen(stream))
                 if stopped := await self._limit(child, heard):
@@ -226,7 +226,7 @@ class FolderContainer:
         over, output_bytes = self._over, self._limits.output_bytes + len(nonce) + 1
         call = _Call(program, seconds, output_bytes, environment, over)
         status, said, stopped = await call.run()
-        if status < 0 and not stopped and self._is_bubblewrap:  # else a command may have killed its shell
+        if status < 0 and not stopped:
             raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
         return _outcome(nonce, status, said, stopped, program[0])
 
@@ -246,7 +246,7 @@ class FolderContainer:
             return "processes"
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""
 
-    def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> tuple[tuple[str, ...], None]:
         words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
         words = [*(words if os.getuid() == 0 else []), "bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
         words += ["--uid", "0", "--gid", "0", "--hostname", "task", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
@@ -262,7 +262,7 @@ class FolderContainer:
             words += ["--setenv", name, value]
         limits = ["prlimit", f"--nproc={self._limits.num_processes}", f"--fsize={FILE_BYTES_MAX}", "--core=0", "--"]
         words += ["--remount-ro", "/", "--chdir", self._image.directory, "--", *limits, *command]
-        return tuple(words), dict(PLAIN)
+        return tuple(words), None
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
         folder = str(self._folder)
@@ -414,6 +414,8 @@ class Containers:
 
     async def _image(self, key: str) -> str:
         image, program = self._asked.pop(key), self.runtime
+        prune = (program, "container", "prune", "--force", "--filter", "label=echo2", "--filter", "until=1h")
+        await _Call(prune, START_SECONDS).run()  # of owners that were killed
         status, _, _ = await _Call((program, "image", "inspect", key), START_SECONDS).run()
         if status and image.name:
             await _must(program, "pull", "--quiet", key, seconds=image.build_seconds)

@@ -1,6 +1,6 @@
 """A run's harness in a separate process: it plays many rollouts at once, and calls each rollout's model over HTTP.
 
-`tasks.environment` names it: `harness:file.py:Class`, `harness:package.module:Class`, `verifiers`, or
+`tasks.environment` names it: `harness:file.py:Class`, `harness:package.module:Class`, `harbor`, `verifiers`, or
 `openenv:http://HOST:PORT`. The last two are packages with conflicting pins, each in a separate Python. A rollout that
 takes too long is given up alone. A process that dies or hangs is replaced, and the other rollouts that it was playing
 begin again.
@@ -24,14 +24,14 @@ from echo2.tasks.loopback_model import LoopbackModel, Play
 
 log = logging.getLogger(__name__)
 
-OWN, VERIFIERS, OPENENV = "harness:", "verifiers", "openenv:"
+OWN, HARBOR, VERIFIERS, OPENENV = "harness:", "harbor", "verifiers", "openenv:"
 #: Time that a rollout may take beyond its own limit before its process is killed.
 GRACE_SECONDS = 30.0
 
 
 def is_harness(environment: str) -> bool:
     """Whether `tasks.environment` names a harness, which calls the model by itself."""
-    return environment == VERIFIERS or environment.startswith((OWN, OPENENV))
+    return environment in (HARBOR, VERIFIERS) or environment.startswith((OWN, OPENENV))
 
 
 class HarnessProcess:
@@ -40,7 +40,7 @@ class HarnessProcess:
     def __init__(self, spec: str) -> None:
         entry = "echo2.tasks.harness_process:make_handler"
         name = f"The process of {spec}"
-        python = sys.executable if spec.startswith(OWN) else own_python(spec.partition(":")[0])
+        python = sys.executable if spec == HARBOR or spec.startswith(OWN) else own_python(spec.partition(":")[0])
         self._process = CodeProcess(name, entry, {"spec": spec}, python=python)
 
     async def start(self) -> None:
@@ -106,6 +106,10 @@ def load_harness(spec: str) -> Play:
         from echo2.tasks import verifiers_play
 
         return verifiers_play.make_play()
+    if spec == HARBOR:
+        from echo2.tasks import harbor_play
+
+        return harbor_play.make_play()
     if spec.startswith(OPENENV):
         from echo2.tasks import openenv_play
 

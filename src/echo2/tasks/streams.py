@@ -26,6 +26,7 @@ from echo2.core.types import Task
 from echo2.sandbox.plugins import innermost_line, load_named
 from echo2.tasks.base import TaskSource, TaskStream, digest_of, permute, row_name
 from echo2.tasks.digit_sorting import DigitSorting
+from echo2.tasks.harbor_rows import HarborRows, is_task_set
 from echo2.tasks.logs import LoggedRollouts
 from echo2.tasks.sources import HfRows, JsonlRows, ParquetRows, ReasoningGymRows
 from echo2.tasks.teaching import TEACHER_PROMPT
@@ -35,7 +36,7 @@ from echo2.tasks.verifiers_rows import VerifiersRows
 BLOCK = 1000
 BUILT_IN = {"digit_sorting": DigitSorting}
 KINDS = (
-    "rows.jsonl, rows.parquet, a Hugging Face dataset directory, hub:owner/name[/configuration], reasoning_gym:<name>, "
+    "rows.jsonl, rows.parquet, a directory of a Hugging Face dataset or of Harbor tasks, hub:owner/name[/configuration], reasoning_gym:<name>, "
     f"verifiers:<taskset>, logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
 )
 
@@ -280,6 +281,8 @@ def _read_rows(name: str, split: str, source: str) -> TaskSource:
     if name.startswith("hub:"):
         return HfRows(name.removeprefix("hub:"), split, from_hub=True)
     path = Path(name)
+    if name and path.is_dir() and not split and is_task_set(path):
+        return HarborRows(path)
     if name and path.is_dir():
         return HfRows(name, split, from_hub=False)
     readers: dict[str, Callable[[Path], TaskSource]] = {".jsonl": JsonlRows, ".parquet": ParquetRows}

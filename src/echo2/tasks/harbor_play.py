@@ -1,0 +1,203 @@
+"""Plays tasks in Harbor's format (`harbor_rows.py`): the policy has a shell in a container, and the task's tests give
+the reward. A harness of the house (`harness_process.py`: environment = "harbor").
+
+The policy calls the tool `bash`; a model whose chat template knows no tools writes a block of code. Each command is a
+shell of its own; files stay. An answer without a command ends the conversation, as do the task's time and the room of
+the rollout. Then `tests/test.sh` runs in the same container, in a fresh process, with fresh /tests and /logs.
+
+A command or a test that exceeds a limit is the policy's affair. A container that does not start or dies, and tests that
+leave no reward, are nobody's zero: the rollout is lost by that cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from echo2.core.devices import num_cores
+from echo2.core.errors import UserError
+from echo2.sandbox.containers import IMAGES, ROOT, Container, Containers, Image, Limits, Ran, find_runtime
+from echo2.tasks.harbor_rows import COLUMN, DOCKERFILE, ENVIRONMENT, TESTS, Files, HarborTask, unpacked_files
+from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
+
+if TYPE_CHECKING:
+    from echo2.tasks.loopback_model import Play
+
+COMMAND_SECONDS = 60.0
+#: Commands that run at once, for each core: most wait for something.
+COMMANDS_PER_CORE = 4
+SYSTEM = (
+    "You solve a task in a Linux shell. Run a command with the tool bash, or write it in a block that begins with "
+    "```bash and ends with ```. Each command is a new shell; files stay. When the task is done, answer without a command."
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "bash",
+        "description": "Run a command in the shell and read what it prints.",
+        "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    },
+}
+BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)(?:```|\Z)", re.DOTALL)
+#: What prints the reward, in a line of its own; the tests wrote one of the two.
+READ_REWARD = f'cd "${ROOT}/logs/verifier" && cat reward.json 2>/dev/null || cat reward.txt'
+
+
+def make_play() -> Play:
+    """Return a function that plays one rollout of a row of `HarborRows`.
+
+    Raises:
+        ContainerFault: this machine has no containers.
+    """
+    containers = Containers(find_runtime())
+    running = asyncio.Semaphore(COMMANDS_PER_CORE * num_cores())
+
+    async def play(columns: Mapping[str, Any], seed: int, model: LoopbackModel) -> float:
+        row = columns.get(COLUMN)
+        if not isinstance(row, Mapping):
+            raise UserError(f"The row has no column {COLUMN!r}: tasks.source must be a directory of Harbor tasks.")
+        task = HarborTask(**{one.name: row[one.name] for one in fields(HarborTask)})
+        image = image_of(task, unpacked_files(row["files"], ENVIRONMENT), containers.runtime)
+        limits = Limits(memory_bytes=task.memory_bytes, cpus=task.cpus, has_network=task.has_network)
+        container = await containers.open(image, limits)
+        try:
+            with suppress(OutOfRoomError, TimeoutError):  # what was done until then counts
+                async with asyncio.timeout(task.agent_seconds):
+                    await _converse(model, row["instruction"], container, task, running)
+            return await _reward(container, task, unpacked_files(row["files"], TESTS), running)
+        finally:
+            await container.close()
+
+    return play
+
+
+def image_of(task: HarborTask, files: Files, runtime: str) -> Image:
+    """Return what the task's container begins with. Without images, of a Dockerfile only FROM, which is the machine
+    itself, WORKDIR and COPY into it can be done.
+
+    Raises:
+        UserError: the Dockerfile has more, or a path leads out of its folder.
+    """
+    if runtime in IMAGES:
+        if DOCKERFILE in files and not task.image:
+            return Image(task.directory, files, build_seconds=task.build_seconds)
+        if not task.image:
+            raise UserError(f"The task {task.name} has neither {ENVIRONMENT}/{DOCKERFILE} nor environment.docker_image.")
+        left = {name: entry for name, entry in files.items() if DOCKERFILE not in files}
+        return Image(task.directory, left, task.image, task.build_seconds)
+    if DOCKERFILE not in files:
+        return Image(task.directory or "/app", files)
+    directory, put = "/app", Files()
+    text = re.sub(r"\\\n", " ", files[DOCKERFILE][0].decode(errors="replace"))
+    for line in filter(None, (line.partition(" #")[0].strip() for line in text.splitlines())):
+        word, *rest = shlex.split(line, comments=True) or ["#"]
+        match word.upper(), rest:
+            case ("#" | "FROM" | "CMD"), _:
+                continue
+            case "WORKDIR", [path] if re.fullmatch(r"(/[\w-][\w.-]*)+/?", path):
+                directory = path.rstrip("/")
+            case "COPY", [*sources, target] if sources and not any(one.startswith("--") for one in rest):
+                put |= _copied(files, sources, target, directory, task.name)
+            case _:
+                raise UserError(
+                    f"The task {task.name} needs an image made by {line[:80]!r}: {runtime} makes none. Install podman."
+                )
+    return Image(task.directory or directory, put)
+
+
+def _copied(files: Files, sources: list[str], target: str, directory: str, name: str) -> Files:
+    """Return what a COPY of a Dockerfile puts below the directory."""
+    below = target.removeprefix(directory).strip("/") if target.startswith("/") else target.removeprefix("./").strip("/")
+    if (target.startswith("/") and not f"{target}/".startswith(f"{directory}/")) or ".." in target.split("/"):
+        raise UserError(f"The task {name} copies to {target}, outside {directory}: that needs an image. Install podman.")
+    prefix = "" if below in ("", ".") else f"{below}/"
+    put: Files = {}
+    for source in (one.removeprefix("./").strip("/") for one in sources):
+        if source in files:  # a file: its target is a folder, or its new name
+            is_folder = not prefix or target.endswith("/") or len(sources) > 1
+            put[prefix + source.rpartition("/")[2] if is_folder else below] = files[source]
+            continue
+        inner = {one: entry for one, entry in files.items() if source in ("", ".") or one.startswith(f"{source}/")}
+        if not inner:
+            raise UserError(f"The task {name} copies {source!r}, and its {ENVIRONMENT}/ does not have that.")
+        start = "" if source in ("", ".") else f"{source}/"
+        put |= {prefix + one.removeprefix(start): entry for one, entry in inner.items() if one != DOCKERFILE}
+    return put
+
+
+async def _converse(
+    model: LoopbackModel, instruction: str, container: Container, task: HarborTask, running: asyncio.Semaphore
+) -> None:
+    talk: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": instruction}]
+    while True:
+        message = await model.chat(talk, tools=[TOOL])
+        talk.append(message)
+        calls = message.get("tool_calls") or []
+        commands = [_command(call["function"]) for call in calls] or BLOCK.findall(message["content"] or "")[:1]
+        if not commands:
+            return
+        for number, command in enumerate(commands):
+            said = "The tool is bash, with the argument command." if command is None else ""
+            if command is not None:
+                async with running:
+                    said = told(await container.run(command, COMMAND_SECONDS, task.variables))
+            role = {"role": "tool", "tool_call_id": calls[number]["id"]} if calls else {"role": "user"}
+            talk.append({**role, "content": said})
+
+
+def _command(function: Mapping[str, Any]) -> str | None:
+    try:
+        command = json.loads(function["arguments"])["command"]
+    except (KeyError, TypeError, ValueError):
+        return None
+    is_call = function["name"] == "bash" and isinstance(command, str) and "\0" not in command
+    return command if is_call else None
+
+
+def told(ran: Ran) -> str:
+    """Return what the policy reads of a command."""
+    ended = f"[stopped: it exceeded its limit of {ran.stopped}]" if ran.stopped else f"[exit status {ran.status}]"
+    return ran.output if ran.status == 0 and ran.output.strip() else f"{ran.output.rstrip()}\n{ended}".lstrip()
+
+
+async def _reward(container: Container, task: HarborTask, tests: Files, running: asyncio.Semaphore) -> float:
+    """Run the tests, and read what they wrote.
+
+    Raises:
+        UserError: they ended by themselves and wrote no reward.
+    """
+    async with running:
+        await container.put("/tests", tests)
+        await container.put("/logs", {"verifier/.keep": (b"", False)})
+        given = {**task.variables, **task.tests_variables}
+        ran = await container.run(f'bash "${ROOT}/tests/test.sh"', task.tests_seconds, given)
+        read = await container.run(READ_REWARD, COMMAND_SECONDS)
+    try:
+        return reward_in(read.output)
+    except ValueError as error:
+        if ran.stopped:
+            return 0.0  # the work that they tested exceeded a limit
+        raise UserError(
+            f"The tests of {task.name} wrote no reward to /logs/verifier ({error}); exit status {ran.status}: "
+            f"{ran.output.strip()[-1000:]}"
+        ) from error
+
+
+def reward_in(text: str) -> float:
+    """Return the reward: a number, or of a JSON object the entry `reward`, or its only entry.
+
+    Raises:
+        ValueError: the text is neither.
+    """
+    found = json.loads(text)
+    if isinstance(found, dict):
+        found = found["reward"] if "reward" in found else next(iter(found.values())) if len(found) == 1 else None
+    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
+        raise ValueError(f"it is {text.strip()[:100]!r}")
+    return float(found)

@@ -1,0 +1,48 @@
+"""Containers of every runtime that works on this machine; tests of the others are skipped, saying why."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from echo2.sandbox import containers
+from echo2.sandbox.containers import IMAGES, Image
+
+
+def needs(runtime: str) -> pytest.MarkDecorator:
+    reason = containers._unusable(runtime)
+    return pytest.mark.skipif(bool(reason), reason=f"no {runtime} here: {reason}")
+
+
+EACH_RUNTIME = pytest.mark.parametrize(
+    "runtime", [pytest.param(name, marks=needs(name)) for name in containers.RUNTIMES]
+)
+
+
+def image_for(runtime: str, **files: bytes) -> Image:
+    """An image with these files where commands run, made without a network."""
+    plain = {name: (data, False) for name, data in files.items()}
+    if runtime not in IMAGES:
+        return Image("/app", plain)
+    if (busybox := shutil.which("busybox")) is None:
+        pytest.skip("an image needs a program, and there is no busybox here: apt-get install busybox-static")
+    links = 'RUN ["/bin/busybox", "--install", "-s", "/bin"]'
+    text = f"FROM scratch\nCOPY busybox /bin/\n{links}\nWORKDIR /app\nCOPY files /app\n"
+    context = {f"files/{name}": entry for name, entry in {**plain, "none": (b"", False)}.items()}
+    return Image("", {**context, "Dockerfile": (text.encode(), False), "busybox": (Path(busybox).read_bytes(), True)})
+
+
+def left_over(name: str) -> list[str]:
+    """Processes of this machine whose command line has this name."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            line = Path("/proc", pid, "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if name in line and int(pid) != os.getpid():
+            found.append(line)
+    return found

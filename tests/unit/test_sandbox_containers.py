@@ -1,0 +1,222 @@
+"""Containers of each runtime that is here: files stay, processes do not, limits hold, and a fault is no task's failure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from container_cases import EACH_RUNTIME, image_for, left_over, needs
+from echo2.core.child import child_environment
+from echo2.core.errors import UserError
+from echo2.sandbox import containers
+from echo2.sandbox.containers import (
+    IMAGES,
+    Container,
+    ContainerFault,
+    Containers,
+    Image,
+    Limits,
+    find_runtime,
+    write_files,
+)
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux"),
+]
+LIMITS = Limits(memory_bytes=96 << 20, num_processes=40, output_bytes=1000)
+
+
+def inside(runtime: str, scene: Callable[[Container], Awaitable[Any]], limits: Limits = LIMITS, **files: bytes) -> Any:
+    async def play() -> Any:
+        container = await Containers(runtime).open(image_for(runtime, **files), limits)
+        try:
+            return await scene(container)
+        finally:
+            await container.close()
+
+    return asyncio.run(play())
+
+
+@EACH_RUNTIME
+def test_files_stay_from_command_to_command_and_processes_do_not(runtime: str) -> None:
+    mark = f"7{secrets.randbelow(10**6):06d}"
+
+    async def scene(container: Container) -> None:
+        assert (await container.run("cat given", 20)).output == "given\n"
+        ran = await container.run(f"echo made > made; sleep {mark} & echo $WORD; exit 3", 20, {"WORD": "two words"})
+        assert (ran.status, ran.output, ran.stopped) == (3, "two words\n", "")
+        assert not left_over(mark)
+        ran = await container.run("cat made; cat nothing", 20)
+        assert ran.status == 1
+        assert ran.output.startswith("made\n")
+        assert "nothing" in ran.output  # what it says of its errors is read, too
+        await container.put("/tests", {"deep/one.sh": (b"echo it is read", True)})
+        assert (await container.run('sh "$ECHO2_ROOT/tests/deep/one.sh"', 20)).output == "it is read\n"
+        await container.put("/tests", {"two.sh": (b"", False)})
+        assert (await container.run('ls "$ECHO2_ROOT/tests"', 20)).output == "two.sh\n"
+
+    inside(runtime, scene, given=b"given\n")
+
+
+@EACH_RUNTIME
+@pytest.mark.parametrize(
+    ("command", "seconds", "stopped"),
+    [
+        ("sleep 1000", 0.5, ("time",)),
+        ("yes", 30.0, ("output",)),
+        ("tail /dev/zero", 30.0, ("memory", "")),  # images: the kernel kills it in the container, which lives
+        ("b() { b | b & }; b; sleep 8", 30.0, ("processes", "")),  # or forks are refused
+    ],
+)
+def test_what_exceeds_a_limit_is_ended_and_the_next_command_runs(
+    runtime: str, command: str, seconds: float, stopped: tuple[str, ...]
+) -> None:
+    async def scene(container: Container) -> None:
+        await container.run("echo kept > file", 20)
+        ran = await container.run(command, seconds)
+        assert ran.stopped in stopped
+        assert ran.status == 137 or "b()" in command
+        assert len(ran.output) < 1100
+        assert (await container.run("cat file", 20)).output == "kept\n"
+
+    inside(runtime, scene)
+
+
+@EACH_RUNTIME
+def test_output_keeps_its_beginning_and_its_end(runtime: str) -> None:
+    ran = inside(runtime, lambda container: container.run("seq 1 10000", 20))
+    assert ran.output.startswith("1\n2\n3\n")
+    assert ran.output.endswith("\n9999\n10000\n")
+    assert "bytes left out" in ran.output
+
+
+@EACH_RUNTIME
+def test_a_command_sees_nothing_of_the_machine(runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_OF_THE_MACHINE", "told")
+    (tmp_path / "secret").write_text("told")
+    commands = [
+        f"cat {tmp_path}/secret",
+        "env",
+        "cat /etc/shadow /root/.ssh/* /proc/1/environ",
+        f"echo x > {tmp_path}/made; echo x > /usr/made",
+        "kill -9 -1",  # all that it may
+        f"kill -9 {os.getpid()}",
+    ]
+
+    async def scene(container: Container) -> list[str]:
+        return [(await container.run(command, 20)).output for command in commands]
+
+    said = inside(runtime, scene)
+    assert not any("told" in text for text in said)
+    assert not (tmp_path / "made").exists()
+    assert not Path("/usr/made").exists()
+
+
+@EACH_RUNTIME
+def test_there_is_no_network(runtime: str) -> None:
+    """Not even this machine's own: a listener on loopback hears of nobody."""
+    ask = "exec 3<>/dev/tcp/127.0.0.1/%d && echo reached"
+    if runtime in IMAGES:
+        ask = "busybox nc -w 2 127.0.0.1 %d </dev/null && echo reached"
+
+    async def scene(container: Container) -> str:
+        calls: list[Any] = []
+        server = await asyncio.start_server(lambda reader, writer: calls.append(writer.close()), "127.0.0.1", 0)
+        said = (await container.run(ask % server.sockets[0].getsockname()[1], 20)).output
+        server.close()
+        assert not calls
+        return said
+
+    assert "reached" not in inside(runtime, scene)
+
+
+@EACH_RUNTIME
+def test_a_container_ends_with_its_owner_even_if_that_is_killed(runtime: str) -> None:
+    """A child owns the container, and is killed while a command runs."""
+    image_for(runtime)  # skips where there is none
+    mark = f"8{secrets.randbelow(10**6):06d}"
+    owner = f"""
+import asyncio
+from container_cases import image_for
+from echo2.sandbox.containers import Containers, Limits
+
+async def play():
+    container = await Containers({runtime!r}).open(image_for({runtime!r}), Limits())
+    running = asyncio.ensure_future(container.run("echo up > up; sleep {mark}", 100))
+    while (await asyncio.sleep(0.1)) or not running.done():
+        print("sleeping", flush=True)
+
+asyncio.run(play())
+"""
+    variables = child_environment() | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", owner], stdout=subprocess.PIPE, env=variables) as process:
+        assert process.stdout is not None
+        for _ in process.stdout:
+            if any(line.startswith("sleep") for line in left_over(mark)):
+                break
+        process.send_signal(signal.SIGKILL)
+    while any(line.startswith("sleep") for line in left_over(mark)):  # the test's own limit ends this
+        pass
+
+
+@needs("bubblewrap")
+def test_a_task_cannot_plant_what_is_put_later(tmp_path: Path) -> None:
+    """Links to where this process writes lead nowhere, and deep folders are removed."""
+
+    async def scene(container: Container) -> None:
+        await container.run(f"ln -s {tmp_path} $ECHO2_ROOT/tests; rm -rf /logs; ln -s {tmp_path} /logs/verifier", 20)
+        deep = "d=$(printf 'd/%.0s' $(seq 500)); for i in 1 2 3 4; do mkdir -p $d; cd $d; done"
+        assert (await container.run(f"mkdir x; chmod 000 x; {deep}", 20)).status == 0
+        for place in ("/tests", "/logs"):
+            await container.put(place, {"verifier/file": (b"", False)})
+        assert not list(tmp_path.iterdir())
+
+    inside("bubblewrap", scene)
+
+
+def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime that is not there, or that dies as it starts."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    broken = tmp_path / "podman"
+    broken.write_text("#!/bin/sh\necho no storage >&2; exit 125\n")
+    broken.chmod(0o755)
+
+    async def play(runtime: str, image: Image) -> None:
+        container = await Containers(runtime).open(image, Limits())
+        try:
+            await container.run("true", 20)
+        finally:
+            await container.close()
+
+    with pytest.raises(ContainerFault, match="no storage"):
+        asyncio.run(play("podman", Image(name="some/image")))
+    (tmp_path / "bwrap").write_text("#!/bin/sh\necho bwrap: no namespaces >&2; exit 1\n")
+    (tmp_path / "bwrap").chmod(0o755)
+    (tmp_path / "setpriv").write_text('#!/bin/sh\nshift 3; exec "$@"\n')
+    (tmp_path / "setpriv").chmod(0o755)
+    with pytest.raises(ContainerFault, match="no namespaces"):
+        asyncio.run(play("bubblewrap", Image()))
+    with pytest.raises(ContainerFault, match="network"):
+        asyncio.run(Containers("bubblewrap").open(Image(), Limits(has_network=True)))
+    monkeypatch.setenv(containers.VARIABLE, "podmen")
+    find_runtime.cache_clear()
+    with pytest.raises(ContainerFault, match="must be one of podman"):
+        find_runtime()
+    find_runtime.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["../out", "/etc/out", "a/../../out", "", "."])
+def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UserError, match="must be relative"):
+        write_files(tmp_path / "new", {name: (b"", False)})
+    assert not list((tmp_path / "new").iterdir())
