@@ -1,4 +1,4 @@
-"""Containers of each runtime that is here: files stay, processes do not, limits hold, and a fault is no task's failure."""
+"""Containers of each runtime that is here: files stay, processes do not, limits hold, and faults are no failures."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from echo2.sandbox.containers import (
     IMAGES,
     Container,
     ContainerFault,
+    ContainerLimits,
     Containers,
     Image,
-    Limits,
     find_runtime,
     write_files,
 )
@@ -33,10 +33,12 @@ pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux"),
 ]
-LIMITS = Limits(memory_bytes=96 << 20, num_processes=40, output_bytes=1000)
+LIMITS = ContainerLimits(memory_bytes=96 << 20, num_processes=40, output_bytes=1000)
 
 
-def inside(runtime: str, scene: Callable[[Container], Awaitable[Any]], limits: Limits = LIMITS, **files: bytes) -> Any:
+def inside(
+    runtime: str, scene: Callable[[Container], Awaitable[Any]], limits: ContainerLimits = LIMITS, **files: bytes
+) -> Any:
     async def play() -> Any:
         container = await Containers(runtime).open(image_for(runtime, **files), limits)
         try:
@@ -148,10 +150,10 @@ def test_a_container_ends_with_its_owner_even_if_that_is_killed(runtime: str) ->
     owner = f"""
 import asyncio
 from container_cases import image_for
-from echo2.sandbox.containers import Containers, Limits
+from echo2.sandbox.containers import Containers, ContainerLimits
 
 async def play():
-    container = await Containers({runtime!r}).open(image_for({runtime!r}), Limits())
+    container = await Containers({runtime!r}).open(image_for({runtime!r}), ContainerLimits())
     running = asyncio.ensure_future(container.run("echo up > up; sleep {mark}", 100))
     while (await asyncio.sleep(0.1)) or not running.done():
         print("sleeping", flush=True)
@@ -175,13 +177,13 @@ def test_a_task_cannot_plant_what_is_put_later(tmp_path: Path) -> None:
 
     async def scene(container: Container) -> None:
         await container.run(f"ln -s {tmp_path} $ECHO2_ROOT/tests; rm -rf /logs; ln -s {tmp_path} /logs/verifier", 20)
-        deep = "d=$(printf 'd/%.0s' $(seq 500)); for i in 1 2 3 4; do mkdir -p $d; cd $d; done"
+        deep = "d=$(printf 'd/%.0s' $(seq 500)); for i in 1; do mkdir -p $d; cd $d; done"
         assert (await container.run(f"mkdir x; chmod 000 x; {deep}", 20)).status == 0
         for place in ("/tests", "/logs"):
             await container.put(place, {"verifier/file": (b"", False)})
-        assert not list(tmp_path.iterdir())
 
     inside("bubblewrap", scene)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +194,7 @@ def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: p
     broken.chmod(0o755)
 
     async def play(runtime: str, image: Image) -> None:
-        container = await Containers(runtime).open(image, Limits())
+        container = await Containers(runtime).open(image, ContainerLimits())
         try:
             await container.run("true", 20)
         finally:
@@ -207,7 +209,7 @@ def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: p
     with pytest.raises(ContainerFault, match="no namespaces"):
         asyncio.run(play("bubblewrap", Image()))
     with pytest.raises(ContainerFault, match="network"):
-        asyncio.run(Containers("bubblewrap").open(Image(), Limits(has_network=True)))
+        asyncio.run(Containers("bubblewrap").open(Image(), ContainerLimits(has_network=True)))
     monkeypatch.setenv(containers.VARIABLE, "podmen")
     find_runtime.cache_clear()
     with pytest.raises(ContainerFault, match="must be one of podman"):

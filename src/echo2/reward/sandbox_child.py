@@ -1,9 +1,10 @@
 """The sandboxed scoring process (`python -m echo2.reward.sandbox_child`): only its forks run scorers on completions.
 
 Each group is scored in a fork that has given up its rights (`sandbox/confinement.py`) and answers with one number a
-completion; this process reads the numbers and never a completion. A completion on which the scorer hangs, dies or raises scores 0:
-an answer that a scorer cannot read is wrong. After a hang or a death, the next completion gets a new fork. Those that
-need long wait until the others are scored, and all of a group that hang or die share one budget of time.
+completion; this process reads the numbers and never a completion. A completion on which the scorer hangs, dies or
+raises scores 0: an answer that a scorer cannot read is wrong. After a hang or a death, the next completion gets a new
+fork. Those that need long wait until the others are scored, and all of a group that hang or die share one budget of
+time.
 """
 
 from __future__ import annotations

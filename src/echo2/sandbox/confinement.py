@@ -162,7 +162,8 @@ def main() -> None:
     if child == 0:
         try:
             confine_command(Path(sys.argv[1]), int(sys.argv[2]))
-            os.execvpe(sys.argv[3], sys.argv[3:], {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"})
+            del os.environ["PYTHONPATH"]  # ours
+            os.execvp(sys.argv[3], sys.argv[3:])
         finally:  # what was raised is printed by nobody else
             traceback.print_exc()
             os._exit(1)
@@ -174,7 +175,7 @@ def main() -> None:
 def _end_with_parent() -> None:
     while os.read(0, 1):
         pass
-    os.killpg(0, signal.SIGKILL)
+    os.kill(0, signal.SIGKILL)  # its process group
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Protocol
 
@@ -28,8 +28,10 @@ from echo2.core.background import Shared
 from echo2.core.child import PACKAGE_ROOT, ChildProcess
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
-from echo2.sandbox.process_table import Usage, usage
+from echo2.sandbox.process_table import Used, usage
 
+#: A program with its arguments, and its environment (None: this process's).
+Started = tuple[tuple[str, ...], Mapping[str, str] | None]
 #: Names one of RUNTIMES, in place of the first that works here.
 VARIABLE = "ECHO2_CONTAINERS"
 IMAGES = ("podman", "docker")
@@ -61,8 +63,8 @@ class ContainerFault(UserError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Limits of a container. `cpus` counts only with images. Shared memory is counted once."""
+class ContainerLimits:
+    """ContainerLimits of a container. `cpus` counts only with images. Shared memory is counted once."""
 
     memory_bytes: int = 2 << 30
     num_processes: int = 256
@@ -74,7 +76,7 @@ class Limits:
 @dataclass(frozen=True, slots=True)
 class Ran:
     """What a command did. `status`: its exit status; `output`: the first and last of what it printed, at most
-    `Limits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output), or empty."""
+    `ContainerLimits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output), or empty."""
 
     status: int
     output: str
@@ -186,7 +188,8 @@ def _kill(pid: int) -> None:
 async def _must(*program: str, seconds: float = START_SECONDS) -> str:
     status, said, stopped = await _Call(program, seconds).run()
     if status or stopped:
-        reason = f"took longer than {seconds:g} s" if stopped else f"failed with status {status}: {said.strip()[-1500:]}"
+        failed = f"failed with status {status}: {said.strip()[-1500:]}"
+        reason = f"took longer than {seconds:g} s" if stopped else failed
         raise ContainerFault(f"`{' '.join(program[:3])}` {reason}")
     return said
 
@@ -215,7 +218,7 @@ class FolderContainer:
     """A container over folders of this machine: bubblewrap, or Landlock where that is not there. What is in its folder
     itself, a command can neither make nor replace; it writes only what is in FOLDERS."""
 
-    def __init__(self, folder: Path, image: Image, limits: Limits, is_bubblewrap: bool) -> None:
+    def __init__(self, folder: Path, image: Image, limits: ContainerLimits, is_bubblewrap: bool) -> None:
         self._folder, self._image, self._limits, self._is_bubblewrap = folder, image, limits, is_bubblewrap
 
     async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
@@ -241,12 +244,12 @@ class FolderContainer:
         await _must(*REMOVE, str(self._folder))
 
     def _over(self, pid: int) -> str:
-        used: Usage = usage(pid)
+        used: Used = usage(pid)
         if len(used.pids) > self._limits.num_processes:
             return "processes"
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""
 
-    def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> tuple[tuple[str, ...], None]:
+    def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
         words = [*(words if os.getuid() == 0 else []), "bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
         words += ["--uid", "0", "--gid", "0", "--hostname", "task", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
@@ -264,7 +267,7 @@ class FolderContainer:
         words += ["--remount-ro", "/", "--chdir", self._image.directory, "--", *limits, *command]
         return tuple(words), None
 
-    def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> tuple[tuple[str, ...], dict[str, str]]:
+    def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         folder = str(self._folder)
         words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX))
         inner = ("/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
@@ -276,7 +279,7 @@ class ImageContainer:
     """A container of podman or docker. Its first process, of ours, ends with this one; a limit that is exceeded ends
     all its processes, and the next command starts it again with its files."""
 
-    def __init__(self, program: str, image: str, directory: str, limits: Limits) -> None:
+    def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits) -> None:
         self._program, self._image, self._directory, self._limits = program, image, directory, limits
         self._name = f"echo2-{secrets.token_hex(8)}"
         self._main: ChildProcess | None = None
@@ -322,9 +325,11 @@ class ImageContainer:
                 said = await stream.readline()
                 if said != b"up\n":
                     said += await stream.read(2000)
-                    raise ContainerFault(f"{self._program} does not start {self._image}: {said.decode(errors='replace')}")
+                    raise OSError(said.decode(errors="replace"))
         except (OSError, TimeoutError) as error:
-            raise ContainerFault(f"{self._program} does not start {self._image}: {error!r}") from error
+            raise ContainerFault(
+                f"{self._program} does not start {self._image}: {error or 'it took too long'}"
+            ) from error
         return self._main
 
     def _made(self) -> list[str]:
@@ -342,7 +347,7 @@ class ImageContainer:
 
 
 def ulimits() -> list[str]:
-    """Limits that this process can pass on; a runtime's own may be above them, and refused."""
+    """ContainerLimits that this process can pass on; a runtime's own may be above them, and refused."""
     return ["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=32768:32768"]
 
 
@@ -390,7 +395,7 @@ class Containers:
         self._images = Shared[str, str](self._image)
         self._asked: dict[str, Image] = {}
 
-    async def open(self, image: Image, limits: Limits) -> Container:
+    async def open(self, image: Image, limits: ContainerLimits) -> Container:
         """Open a container.
 
         Raises:
@@ -404,9 +409,9 @@ class Containers:
                 await opened.put(image.directory or "/app", image.files)
             return opened
         if limits.has_network:
-            raise ContainerFault(f"The task needs a network, which {self.runtime} cannot give apart from this machine's.")
+            raise ContainerFault(f"The task needs a network, and {self.runtime} has only this machine's own.")
         folder = Path(tempfile.mkdtemp(prefix="echo2-container-"))
-        folder.chmod(0o755)
+        os.chmod(folder, 0o755)
         opened = FolderContainer(folder, image, limits, self.runtime == "bubblewrap")
         for name in FOLDERS:
             await opened.put(name, (image.files or {}) if name == "app" else {})

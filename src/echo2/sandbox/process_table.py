@@ -26,7 +26,7 @@ class _Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class Used:
     """A process, all that descends from it, and all of its group. `inner`: its children."""
 
     pids: frozenset[int]
@@ -41,7 +41,7 @@ class Usage:
 _table: tuple[float, dict[int, _Row]] = (-1.0, {})
 
 
-def usage(pid: int) -> Usage:
+def usage(pid: int) -> Used:
     """Return what a process and those that it started use; nothing, where there is no /proc."""
     global _table
     if time.monotonic() - _table[0] > FRESH_SECONDS:
@@ -57,7 +57,7 @@ def usage(pid: int) -> Usage:
             found.add(one)
             waiting += children.get(one, [])
     resident = sum(rows[one].num_pages for one in found) * PAGE_BYTES
-    return Usage(frozenset(found), tuple(children.get(pid, ())), resident)
+    return Used(frozenset(found), tuple(children.get(pid, ())), resident)
 
 
 def _read() -> dict[int, _Row]:
@@ -74,7 +74,7 @@ def _read() -> dict[int, _Row]:
 
 
 def _own_bytes(pid: int) -> int:
-    """Return the process's part of the memory that it uses; all of it, if the kernel does not say how much is shared."""
+    """Return the process's part of the memory that it uses; all of it, if the kernel does not say what is shared."""
     try:
         lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))

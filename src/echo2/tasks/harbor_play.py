@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo2.core.devices import num_cores
 from echo2.core.errors import UserError
-from echo2.sandbox.containers import IMAGES, ROOT, Container, Containers, Image, Limits, Ran, find_runtime
+from echo2.sandbox.containers import IMAGES, ROOT, Container, ContainerLimits, Containers, Image, Ran, find_runtime
 from echo2.tasks.harbor_rows import COLUMN, DOCKERFILE, ENVIRONMENT, TESTS, Files, HarborTask, unpacked_files
 from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
 
@@ -34,7 +34,7 @@ COMMAND_SECONDS = 60.0
 COMMANDS_PER_CORE = 4
 SYSTEM = (
     "You solve a task in a Linux shell. Run a command with the tool bash, or write it in a block that begins with "
-    "```bash and ends with ```. Each command is a new shell; files stay. When the task is done, answer without a command."
+    "```bash and ends with ```. Each command is a new shell; files stay. When all is done, answer without a command."
 )
 TOOL = {
     "type": "function",
@@ -64,7 +64,7 @@ def make_play() -> Play:
             raise UserError(f"The row has no column {COLUMN!r}: tasks.source must be a directory of Harbor tasks.")
         task = HarborTask(**{one.name: row[one.name] for one in fields(HarborTask)})
         image = image_of(task, unpacked_files(row["files"], ENVIRONMENT), containers.runtime)
-        limits = Limits(memory_bytes=task.memory_bytes, cpus=task.cpus, has_network=task.has_network)
+        limits = ContainerLimits(memory_bytes=task.memory_bytes, cpus=task.cpus, has_network=task.has_network)
         container = await containers.open(image, limits)
         try:
             with suppress(OutOfRoomError, TimeoutError):  # what was done until then counts
@@ -88,17 +88,22 @@ def image_of(task: HarborTask, files: Files, runtime: str) -> Image:
         if DOCKERFILE in files and not task.image:
             return Image(task.directory, files, build_seconds=task.build_seconds)
         if not task.image:
-            raise UserError(f"The task {task.name} has neither {ENVIRONMENT}/{DOCKERFILE} nor environment.docker_image.")
+            raise UserError(f"The task {task.name} has neither {ENVIRONMENT}/{DOCKERFILE} nor docker_image.")
         left = {name: entry for name, entry in files.items() if DOCKERFILE not in files}
         return Image(task.directory, left, task.image, task.build_seconds)
     if DOCKERFILE not in files:
         return Image(task.directory or "/app", files)
     directory, put = "/app", Files()
     text = re.sub(r"\\\n", " ", files[DOCKERFILE][0].decode(errors="replace"))
-    for line in filter(None, (line.partition(" #")[0].strip() for line in text.splitlines())):
-        word, *rest = shlex.split(line, comments=True) or ["#"]
+    for line in text.splitlines():
+        try:
+            word, *rest = shlex.split(line) or ["#"]
+        except ValueError:
+            word, rest = line, []  # no instruction
         match word.upper(), rest:
-            case ("#" | "FROM" | "CMD"), _:
+            case (("FROM" | "CMD"), _):
+                continue
+            case _ if word.startswith("#"):
                 continue
             case "WORKDIR", [path] if re.fullmatch(r"(/[\w-][\w.-]*)+/?", path):
                 directory = path.rstrip("/")
@@ -113,9 +118,10 @@ def image_of(task: HarborTask, files: Files, runtime: str) -> Image:
 
 def _copied(files: Files, sources: list[str], target: str, directory: str, name: str) -> Files:
     """Return what a COPY of a Dockerfile puts below the directory."""
-    below = target.removeprefix(directory).strip("/") if target.startswith("/") else target.removeprefix("./").strip("/")
-    if (target.startswith("/") and not f"{target}/".startswith(f"{directory}/")) or ".." in target.split("/"):
-        raise UserError(f"The task {name} copies to {target}, outside {directory}: that needs an image. Install podman.")
+    is_absolute = target.startswith("/")
+    below = target.removeprefix(directory if is_absolute else "./").strip("/")
+    if (is_absolute and not f"{target}/".startswith(f"{directory}/")) or ".." in target.split("/"):
+        raise UserError(f"The task {name} copies to {target}, outside {directory}. For that install podman.")
     prefix = "" if below in ("", ".") else f"{below}/"
     put: Files = {}
     for source in (one.removeprefix("./").strip("/") for one in sources):

@@ -236,7 +236,7 @@ def _memory(environment: Mapping[str, Any]) -> int:
 
 
 def _directory(path: Any) -> str:
-    if path and not re.fullmatch(r"(/[\w.-]+)+", str(path)) or ".." in str(path).split("/"):
+    if (path and not re.fullmatch(r"(/[\w.-]+)+", str(path))) or ".." in str(path).split("/"):
         raise ValueError(f"workdir = {shown(path)} must be an absolute path")
     return str(path)
 

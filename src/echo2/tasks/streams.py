@@ -36,8 +36,9 @@ from echo2.tasks.verifiers_rows import VerifiersRows
 BLOCK = 1000
 BUILT_IN = {"digit_sorting": DigitSorting}
 KINDS = (
-    "rows.jsonl, rows.parquet, a directory of a Hugging Face dataset or of Harbor tasks, hub:owner/name[/configuration], reasoning_gym:<name>, "
-    f"verifiers:<taskset>, logs:hands.jsonl, file.py:Class, package.module:Class or {', '.join(BUILT_IN)}"
+    "rows.jsonl, rows.parquet, a directory (of a Hugging Face dataset, or of Harbor tasks), "
+    "hub:owner/name[/configuration], reasoning_gym:<name>, verifiers:<taskset>, logs:hands.jsonl, file.py:Class, "
+    f"package.module:Class or {', '.join(BUILT_IN)}"
 )
 
 
