@@ -30,8 +30,9 @@ def image_for(runtime: str, **files: bytes) -> Image:
     if (busybox := shutil.which("busybox")) is None:
         pytest.skip("an image needs a program, and there is no busybox here: apt-get install busybox-static")
     links = 'RUN ["/bin/busybox", "--install", "-s", "/bin"]'
-    text = f"FROM scratch\nCOPY busybox /bin/\n{links}\nWORKDIR /app\nCOPY files /app\n"
+    text = f"FROM scratch\nCOPY busybox bash /bin/\n{links}\nWORKDIR /app\nCOPY files /app\n"
     context = {f"files/{name}": entry for name, entry in {**plain, "none": (b"", False)}.items()}
+    context["bash"] = b'#!/bin/sh\nexec sh "$@"\n', True  # as far as these tests need it
     return Image("", {**context, "Dockerfile": (text.encode(), False), "busybox": (Path(busybox).read_bytes(), True)})
 
 

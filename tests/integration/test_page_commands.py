@@ -60,6 +60,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Path:
     for folder in ("examples", "simulations", "src/echo2/demo"):
         shutil.copytree(REPOSITORY / folder, root / folder)
     shutil.copytree(sort_model, root / "outputs" / "models" / "digit_sorting")
+    script = ("examples/terminal/build_model.py", "--out", "outputs/models/terminal")
+    subprocess.run([sys.executable, *script], cwd=root, check=True, capture_output=True)
     for name in ("my.toml", "run.toml"):
         (root / name).write_text(CONFIG)
     shutil.copy(root / "examples" / "offers.toml", root / "offers.toml")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +12,18 @@ from typing import Any
 import pytest
 
 from agent_cases import AGENTS_TOKENIZER, ScriptedEngine, sampled, texts, trained
-from container_cases import needs
+from container_cases import image_for, needs
 from echo2.core.errors import UserError
 from echo2.core.types import Task
 from echo2.engines.engine import RequestFailure
-from echo2.sandbox.containers import ContainerFault, Containers, find_runtime
+from echo2.sandbox.containers import (
+    IMAGES,
+    ContainerFault,
+    ContainerLimits,
+    Containers,
+    ImageContainer,
+    find_runtime,
+)
 from echo2.tasks import harbor_play
 from echo2.tasks.base import TaskStream
 from echo2.tasks.harbor_play import image_of, reward_in
@@ -199,6 +208,26 @@ def test_the_policy_works_in_a_shell_and_the_tests_give_the_reward(
         assert [row.reward_parts for row in rows] == [{"environment": reward}]
         assert "[exit status 0]" in own[0]
         assert "tests" not in own[0]
+
+
+@pytest.mark.parametrize("runtime", [pytest.param(name, marks=needs(name)) for name in IMAGES])
+def test_a_prebuilt_image_is_played_in(runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def made() -> str:
+        container = await Containers(runtime).open(image_for(runtime), ContainerLimits())
+        await container.close()
+        assert isinstance(container, ImageContainer)
+        return container.image
+
+    toml = f"[environment]\ndocker_image = {json.dumps(asyncio.run(made()))}\nworkdir = '/work'\n"
+    test = 'test "$(cat answer.txt)" = 3 && reward=1 || reward=0; echo $reward > /logs/verifier/reward.txt'
+    task = make_task(tmp_path, toml=toml, test=test, **{"environment/names.txt": "a\nb\nc\n"})
+
+    def speak(prompt: str) -> str:
+        command = "wc -l < names.txt > answer.txt; mkdir -p /logs/verifier; echo 9 > /logs/verifier/reward.txt"
+        return "Done." if "<|im_start|>tool" in prompt else calls(command)
+
+    group = group_of(outcome_of(play_with(runtime, monkeypatch), task, speak)[0])
+    assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {1.0}
 
 
 @bubblewrap

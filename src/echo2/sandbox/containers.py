@@ -283,7 +283,7 @@ class ImageContainer:
     all its processes, and the next command starts it again with its files."""
 
     def __init__(self, program: str, image: str, directory: str, limits: ContainerLimits) -> None:
-        self._program, self._image, self._directory, self._limits = program, image, directory, limits
+        self._program, self.image, self._directory, self._limits = program, image, directory, limits
         self._name = f"echo2-{secrets.token_hex(8)}"
         self._main: ChildProcess | None = None
         self._lifeline: asyncio.StreamWriter | None = None  # its first process reads the end of this
@@ -331,7 +331,7 @@ class ImageContainer:
                     raise OSError(said.decode(errors="replace"))
         except (OSError, TimeoutError) as error:
             raise ContainerFault(
-                f"{self._program} does not start {self._image}: {error or 'it took too long'}"
+                f"{self._program} does not start {self.image}: {error or 'it took too long'}"
             ) from error
         return self._main
 
@@ -341,7 +341,7 @@ class ImageContainer:
         words += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._limits.num_processes)]
         words += ["--cpus", f"{self._limits.cpus:g}", "--security-opt", "no-new-privileges", *ulimits()]
         words += [] if self._limits.has_network else ["--network", "none"]
-        return [*words, "--entrypoint", "/bin/sh", self._image, "-c", FIRST]
+        return [*words, "--entrypoint", "/bin/sh", self.image, "-c", FIRST]
 
     async def _kill(self) -> None:
         await _Call((self._program, "kill", self._name), START_SECONDS).run()
