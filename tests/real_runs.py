@@ -14,6 +14,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from echo2.sandbox import containers
+
 REPOSITORY = Path(__file__).parents[1]
 #: A run that makes no progress for this long is stuck.
 STUCK_SECONDS = 60.0
@@ -59,7 +61,8 @@ SMALL = {
 
 def echo2(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command of ours in a directory."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    runtime = "landlock" if containers._unusable("bubblewrap") else "bubblewrap"  # images would have to be pulled
+    environment = {containers.VARIABLE: runtime, **os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "echo2", *arguments]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, check=False, env=environment)
 
