@@ -331,7 +331,7 @@ class ImageContainer:
                     raise OSError(said.decode(errors="replace"))
         except (OSError, TimeoutError) as error:
             raise ContainerFault(
-                f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
+                f"{self._program} does not start {self.image}: {error or 'it took too long'}"
             ) from error
         return self._main
 
