@@ -230,3 +230,18 @@ def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="must be relative"):
         write_files(tmp_path / "new", {name: (b"", False)})
     assert not list((tmp_path / "new").iterdir())
+
+
+@needs("bubblewrap")
+def test_folders_of_killed_owners_are_removed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers.tempfile, "tempdir", str(tmp_path))
+    dead, fresh, live = (tmp_path / f"{containers.PREFIX}{pid}-x" for pid in (2**30, 2**30 + 1, os.getpid()))
+    for folder in (dead, fresh, live):
+        (folder / "app").mkdir(parents=True)
+        if folder != fresh:
+            os.utime(folder, (0, 0))
+    tmp_path.chmod(0o755)
+    asyncio.run(Containers("bubblewrap").open(Image(), LIMITS))
+    assert not dead.exists()
+    assert fresh.exists()
+    assert live.exists()

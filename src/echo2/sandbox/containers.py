@@ -13,11 +13,13 @@ command that exceeds one is ended with all that it started, and says so (`Ran.st
 from __future__ import annotations
 
 import asyncio
+import glob
 import os
 import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -52,6 +54,9 @@ WRAPPED = (
 )
 #: Removes a folder in which a command may have made folders that nobody may enter.
 REMOVE = ("/bin/sh", "-c", 'chmod -R u+rwX "$0" 2>/dev/null; rm -rf "$0"')
+#: Of a container's folder, before the number of the process that owns it; and when one without an owner is removed.
+PREFIX = "echo2-container-"
+STALE_SECONDS = 3600.0
 #: A container's first process: ends when our end of its stdin closes, and buries what others leave.
 FIRST = "echo up; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done"
 #: What may be read of /etc without secrets.
@@ -331,7 +336,7 @@ class ImageContainer:
                     raise OSError(said.decode(errors="replace"))
         except (OSError, TimeoutError) as error:
             raise ContainerFault(
-                f"{self._program} does not start {self.image}: {error or 'it took too long'}"
+                f"{self._program} does not start {self.image}: {str(error) or 'it took too long'}"
             ) from error
         return self._main
 
@@ -397,6 +402,7 @@ class Containers:
         self.runtime = runtime
         self._images = Shared[str, str](self._image)
         self._asked: dict[str, Image] = {}
+        self._is_tidy = False
 
     async def open(self, image: Image, limits: ContainerLimits) -> Container:
         """Open a container.
@@ -408,17 +414,31 @@ class Containers:
             key = image.name or _tag(image)
             self._asked[key] = image
             opened: Container = ImageContainer(self.runtime, await self._images.get(key), image.directory, limits)
-            if image.name and image.files:
-                await opened.put(image.directory or "/app", image.files)
+            try:
+                if image.name and image.files:
+                    await opened.put(image.directory or "/app", image.files)
+            except BaseException:
+                await opened.close()
+                raise
             return opened
         if limits.has_network:
             raise ContainerFault(f"The task needs a network, and {self.runtime} has only this machine's own.")
-        folder = Path(tempfile.mkdtemp(prefix="echo2-container-"))
+        await self._tidy()
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         os.chmod(folder, 0o755)
         opened = FolderContainer(folder, image, limits, self.runtime == "bubblewrap")
         for name in FOLDERS:
             await opened.put(name, (image.files or {}) if name == "app" else {})
         return opened
+
+    async def _tidy(self) -> None:
+        """Remove folders of processes that were killed: an hour old, so that a machine that shares its folder for
+        temporary files with others, whose processes it does not see, removes none in use."""
+        if self._is_tidy:
+            return
+        self._is_tidy = True
+        for path in _stale_folders():
+            await _Call((*REMOVE, path), START_SECONDS).run()
 
     async def _image(self, key: str) -> str:
         image, program = self._asked.pop(key), self.runtime
@@ -435,6 +455,15 @@ class Containers:
                 build = (program, "build", "--quiet", "--label", "echo2", *limits, "--tag", key, str(context))
                 await _must(*build, seconds=image.build_seconds)
         return key
+
+
+def _stale_folders() -> list[str]:
+    now, stale = time.time(), []
+    for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*-*")):
+        owner = os.path.basename(path).removeprefix(PREFIX).partition("-")[0]
+        if not os.path.exists(f"/proc/{owner}") and os.path.getmtime(path) < now - STALE_SECONDS:
+            stale.append(path)
+    return stale
 
 
 def _tag(image: Image) -> str:
