@@ -46,6 +46,7 @@ from echo2.transport.tickets import Credentials, Ticket
 
 WORKERS_PER_PROCESS = 500
 CALL_SECONDS = 60.0
+GROUPS_PER_STEP_MIN = 32
 #: Until a process of workers has imported what it needs and made its links.
 READY_SECONDS = 60.0
 #: `echo2`, with the bounds on one address set to those on all.
@@ -272,7 +273,7 @@ def restart(head: head_load.RealHead) -> None:
 
 
 def outcomes(run: Path) -> dict[str, int]:
-    with sqlite3.connect(f"file:{run / 'ledger.db'}?mode=ro", uri=True) as ledger:
+    with sqlite3.connect(f"file:{RunDir(run).ledger}?mode=ro", uri=True) as ledger:
         return dict(ledger.execute("SELECT coalesce(outcome, 'open'), count(*) FROM leases GROUP BY 1").fetchall())
 
 
@@ -350,13 +351,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--seconds", type=float, default=40.0)
     parser.add_argument("--join-seconds", type=float, default=10.0, help="in which all workers begin to connect")
-    parser.add_argument("--settle-seconds", type=float, default=10.0, help="from the last one's arrival to measuring")
+    parser.add_argument("--settle-seconds", type=float, default=45.0, help="from the last one's arrival to measuring")
     parser.add_argument("--patience-seconds", type=float, default=120.0, help="for all workers to be there")
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--batch", type=int, default=1, help="groups that a worker samples at once")
     parser.add_argument("--sampling-seconds", type=float, default=27.0, help="of a group, on average")
-    parser.add_argument("--step", type=int, default=128, help="groups a step")
+    parser.add_argument("--step", type=int, default=0, help="groups a step; 0: by workers")
     parser.add_argument("--restart", action="store_true", help="kill the head at the end, and start it again")
     parser.add_argument("--profile", default="", help="write the head's cProfile there; its times are not real ones")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
@@ -366,7 +367,9 @@ def main() -> None:
     if options.range:
         asyncio.run(workers(options))
         return
+    step = options.step
     for count in options.workers:
+        options.step = step or max(GROUPS_PER_STEP_MIN, count // 4)  # steps in advance shall not limit the workers
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             enrol(Path(folder), count)
             head = head_load.RealHead(Path(folder), 0, options, echo2=("-c", ECHO2))

@@ -36,8 +36,8 @@ FIRST_BYTES_SECONDS = 5.0
 NAMELESS_SECONDS = 20.0
 #: Time for data in flight to reach a caller after the server has closed one connection, or all of them.
 CLOSE_SECONDS = 1.0
-#: Time until unacknowledged data closes a connection; longer than keepalive takes to notice (`grpc_options`).
-SILENCE_SECONDS = 15.0
+#: Time until unacknowledged data closes a connection; a silent one is asked after the second time, by the kernel.
+SILENCE_SECONDS, QUIET_SECONDS = 15, 5
 #: Pause after running out of descriptors, and between two log lines about refused connections.
 PAUSE_SECONDS = 0.25
 LOG_SECONDS = 30.0
@@ -184,8 +184,7 @@ class Door:
                 taken.close()
                 continue
             taken.setblocking(False)
-            if sys.platform == "linux":  # detect a caller that vanished while data for it is unacknowledged
-                taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
+            _notice_when_gone(taken)
             Connection(self, host).start(taken)
 
     def _accept_again(self, listener: socket.socket) -> None:
@@ -455,6 +454,21 @@ def _listen(family: int, address: str, port: int) -> socket.socket:
     listener = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     listener.setblocking(False)
     return listener
+
+
+def _notice_when_gone(taken: socket.socket) -> None:
+    """Have the kernel close a connection whose caller's machine vanished: it asks by itself, without waking a process
+    at either end, where pings of gRPC for thousands of silent workers cost a large share of a core.
+    """
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
+    elif sys.platform == "darwin":
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, QUIET_SECONDS)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS // QUIET_SECONDS)
 
 
 def _plain(host: str) -> str:

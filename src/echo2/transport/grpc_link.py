@@ -50,7 +50,10 @@ class GrpcLink:
     def __init__(self, address: str, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
         self._address, self._is_closed, self._host = address, False, split(address)[0]
         tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
-        self._channel = grpc.aio.secure_channel(address, tls, options=grpc_options.client(server_name, self._host))
+        is_head = server_name == SERVER_NAME
+        seconds = grpc_options.HEAD_KEEPALIVE_SECONDS if is_head else grpc_options.KEEPALIVE_SECONDS
+        options = grpc_options.client(server_name, self._host, seconds)
+        self._channel = grpc.aio.secure_channel(address, tls, options=options)
         self._calls = {name: self._callable(method) for name, method in METHODS.items()}
 
     def _callable(self, method: Method) -> Any:
@@ -233,7 +236,7 @@ async def attended(
         PeerError: the head refused this machine.
         UserError: the run's owner revoked this machine.
     """
-    retries = Retries(RECONNECT_SECONDS, patience_seconds)
+    retries = Retries(RECONNECT_SECONDS, patience_seconds, spread=0.5)  # all workers may have lost the head at once
     while True:
         at_least_seconds = 0.0
         try:
