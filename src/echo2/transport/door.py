@@ -194,6 +194,8 @@ class Door:
     def _reason_against(self, network: str) -> str:
         half, unnamed = max(1, self.connections_max // 2), max(1, int(limits.UNNAMED_SHARE * self.connections_max))
         few = max(1, unnamed // 2)
+        if not self._may_begin(network, amount=0.0):
+            return "began too many handshakes"
         if len(self._open) >= self.connections_max:
             return f"{self.connections_max} connections are open"
         if len(self._open) - len(self._named) >= unnamed:  # the others are for members that have made a call
@@ -230,12 +232,16 @@ class Door:
         self._unproven_by_address[connection.network] += 1
 
     def may_begin(self, connection: Connection) -> bool:
-        """Whether the handshake rates, of this address and in all, allow one more."""
+        """Whether the handshake rates, of this address and in all, allow one more; it is counted."""
+        return self._may_begin(connection.network, amount=1.0)
+
+    def _may_begin(self, network: str, amount: float) -> bool:
         now = asyncio.get_running_loop().time()
         rate, burst = limits.HANDSHAKES_PER_SECOND_PER_ADDRESS, limits.HANDSHAKES_BURST_PER_ADDRESS
-        if self._handshakes.take(connection.network, rate, burst, now) < 0:
+        if self._handshakes.take(network, rate, burst, now, amount) < 1.0 - amount:
             return False
-        return self._handshakes.take("", limits.HANDSHAKES_PER_SECOND, limits.HANDSHAKES_BURST, now) >= 0
+        rate, burst = limits.HANDSHAKES_PER_SECOND, limits.HANDSHAKES_BURST
+        return self._handshakes.take("", rate, burst, now, amount) >= 1.0 - amount
 
     async def forward(self, connection: Connection) -> int:
         """Connect a connection to the server; returns the port by which the server knows it.

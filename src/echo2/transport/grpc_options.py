@@ -30,6 +30,8 @@ ANSWER_SECONDS = 5.0
 #: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
 #: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
 CONNECT_SECONDS = 5.0
+#: The same to the head, to which a whole fleet may come back at once: who gives up its turn makes the head begin again.
+HEAD_CONNECT_SECONDS = 10.0
 #: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
 #: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
 #: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
@@ -64,7 +66,6 @@ _CLIENT: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),  # each link is a connection of its own
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),  # only the caller knows which calls may be repeated
 ]
@@ -112,11 +113,14 @@ def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]
     return [*_SERVER, *bounds]
 
 
-def client(server_name: str, host: str, keepalive_seconds: float = KEEPALIVE_SECONDS) -> list[tuple[str, Any]]:
+def client(server_name: str, host: str, is_head: bool = False) -> list[tuple[str, Any]]:
     """Options of a link to `host`, which must prove `server_name`."""
+    keepalive_seconds = HEAD_KEEPALIVE_SECONDS if is_head else KEEPALIVE_SECONDS
+    connect_seconds = HEAD_CONNECT_SECONDS if is_head else CONNECT_SECONDS
     own = [
         ("grpc.ssl_target_name_override", server_name),
         ("grpc.enable_http_proxy", int(bool(proxy_of(host)))),
         ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
+        ("grpc.min_reconnect_backoff_ms", int(connect_seconds * 1000)),
     ]
     return [*_CLIENT, *own]

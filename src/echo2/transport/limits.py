@@ -37,7 +37,7 @@ UNNAMED_SHARE = 0.25
 #: Handshakes (about 1 ms of a core each): of one address, and in all.
 HANDSHAKES_PER_SECOND_PER_ADDRESS = 16.0
 HANDSHAKES_BURST_PER_ADDRESS = 256.0
-HANDSHAKES_PER_SECOND = 256.0
+HANDSHAKES_PER_SECOND = 128.0
 HANDSHAKES_BURST = 1024.0
 #: Calls of one peer to the head: heartbeats, results, download reports. Measuring its link takes a thousand calls.
 CALLS_PER_SECOND_MAX = 100.0

@@ -10,6 +10,7 @@ that a worker without work, or with little, does not look slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, ValuesView
 from dataclasses import dataclass, field
 
@@ -31,9 +32,9 @@ REPORTS_PER_SECOND = 50.0
 LOST_AFTER_REPORTS, LOST_AFTER_HEARTBEATS = 2, 3
 #: Heartbeats after its connection closed: a worker that only lost its link is back within one or two.
 GRACE_HEARTBEATS = 3
-#: Workers that come back at once, and a second, where many lost the head together; below what `transport/limits.py`
-#: admits.
-RETURNS_AT_ONCE, RETURNS_PER_SECOND = 100, 100.0
+#: Where more than so many workers lost the head together, nobody counts as lost while others come back: they take turns
+#: at the head's door. So many a second come back at least, or they are not waited for.
+RETURNS_AT_ONCE, RETURNS_PER_SECOND = 100, 20.0
 #: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
 Kind = tuple[SnapshotRef | None, str]
 #: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
@@ -174,6 +175,7 @@ class Fleet:
     num_free: int = 0
     active_groups: int = 0
     most_groups: int | None = None
+    _returned_at: float = -math.inf
     _workers: dict[str, Worker] = field(default_factory=dict)
     _own: dict[str, Worker] = field(default_factory=dict)
     silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
@@ -184,6 +186,9 @@ class Fleet:
 
     def join(self, worker: Worker, now: float) -> None:
         """Add a worker, replacing an earlier one with its id."""
+        before = self._workers.get(worker.worker_id)
+        if before is not None and before.detached:
+            self._returned_at = now
         self._workers[worker.worker_id] = worker
         if worker.is_own:
             self._own[worker.worker_id] = worker
@@ -260,13 +265,13 @@ class Fleet:
         self.file(worker)
 
     def waits_on(self, worker: Worker, now: float) -> bool:
-        """Wait longer for a worker whose connection closed, if so many are away that it may still wait for its turn to
-        come back. Return whether there is such a wait.
+        """Wait longer for a worker whose connection closed, if many are away and come back one after the other. Return
+        whether there is such a wait.
         """
-        if worker.detached_at is None:
+        num_away, grace = len(self._workers) - self.num_attending, GRACE_HEARTBEATS * self.heartbeat_seconds
+        if worker.detached_at is None or num_away <= RETURNS_AT_ONCE:
             return False
-        num_before = max(0, len(self._workers) - self.num_attending - RETURNS_AT_ONCE)
-        until = worker.detached_at + GRACE_HEARTBEATS * self.heartbeat_seconds + num_before / RETURNS_PER_SECOND
+        until = min(self._returned_at, worker.detached_at + num_away / RETURNS_PER_SECOND) + grace
         if until > now:
             self.silence.set(worker.worker_id, until)
         return until > now
