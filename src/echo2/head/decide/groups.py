@@ -346,8 +346,8 @@ class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
     `next_id`: no lease has had this id or a later one; `first_id`: the first lease of this head, which may not know
     earlier ones. `installed_at`: the newest weights that its worker had said it has when it got the lease; None if
-    there are none. `changed`: workers whose leases changed since `take_changed`. `_newest`: by step, the newest lease on
-    each train group, the first granted first.
+    there are none. `changed`: workers whose leases changed since `take_changed`. `_newest`: by step, the newest lease
+    on each train group, the first granted first.
     """
 
     next_id: int = 1

@@ -28,8 +28,8 @@ from echo2.transport.identity import RunIdentity
 
 log = logging.getLogger(__name__)
 
-#: Interval at which the head looks after its run, and status.json is written: less often where that would take more than
-#: this share of a processor, as it does with thousands of workers.
+#: Interval at which the head looks after its run, and status.json is written: less often where that would take more
+#: than this share of a processor, as it does with thousands of workers.
 STATUS_SECONDS, STATUS_SHARE = 0.5, 0.02
 #: Time for the workers and the learner to receive the message that the run is over.
 CLOSING_SECONDS = 1.0
