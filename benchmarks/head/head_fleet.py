@@ -269,7 +269,9 @@ def restart(head: head_load.RealHead) -> None:
     head.process.kill()
     head.process.wait()
     (head.run / "status.json").unlink()
-    head.process = subprocess.Popen([*head.process.args, "--resume"], stderr=head._log)
+    command = head.process.args
+    assert isinstance(command, list)
+    head.process = subprocess.Popen([*command, "--resume"], stderr=head._log)
 
 
 def outcomes(run: Path) -> dict[str, int]:
