@@ -127,7 +127,7 @@ class LinkCases(ABC):
             async with self.linked(desk) as link:
                 reply = await link.call("FetchManifest", wire.ManifestRequest(lineage=3, version=7), SECONDS)
                 assert reply == wire.SnapshotNotice(version=7, manifest=b"\0\0\0")
-                assert await link.call("Report", wire.WorkerReport(doing="x"), SECONDS) == wire.Empty()
+                assert await link.call("Report", wire.WorkerReport(doing="x"), SECONDS) == wire.ReportReply()
             assert [peer.role for peer in desk.peers] == ["worker"]
             assert desk.peers[0].peer_id
 

@@ -165,7 +165,7 @@ async def learner(directory: Path, ready: asyncio.Event, marks: list[tuple[int, 
         return (await connect(f"@{RunDir(directory / 'run').learner_ticket}", directory / "learner"))[0]
 
     publisher = Publisher(directory / "learner")
-    client = await join_head(await connect_head(), 0, LearnerInfo("cpu", VOCAB), publisher, 60.0, print)
+    client = await join_head(await connect_head(), 0, LearnerInfo("cpu", VOCAB), publisher, 300.0, print)
     files = tokenizer_files()
     await client.publish(0, BorrowedWeights({"w": TensorBytes("I16", (4,), bytes(8))}, files))
     ready.set()

@@ -13,7 +13,7 @@ from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.granting import FULL_TIMES, LEASE_STRETCH_MAX, STRANGER_STRETCH
-from echo2.head.fleet.decide.fleet import LOST_AFTER_HEARTBEATS
+from echo2.head.fleet.decide.fleet import LOST_AFTER_HEARTBEATS, LOST_AFTER_REPORTS
 from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
 from planner_cases import OPTIONS, Desk, of, running
@@ -21,6 +21,7 @@ from planner_cases import OPTIONS, Desk, of, running
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
 SECONDS = OPTIONS.lease_seconds
 QUIET = replace(OPTIONS, heartbeat_seconds=1e6)
+LOST_SECONDS = (LOST_AFTER_REPORTS + LOST_AFTER_HEARTBEATS) * OPTIONS.heartbeat_seconds
 
 
 def wait_until(desk: Desk, at: float) -> list[do.Command]:
@@ -126,7 +127,7 @@ def test_a_slow_worker_keeps_its_leases_over_a_restart_of_the_head(at: float) ->
 
 def test_after_a_restart_a_worker_that_does_not_return_is_waited_for_a_few_heartbeats_only() -> None:
     desk = restarted(3.0 * SECONDS)
-    lost_at = desk.now + LOST_AFTER_HEARTBEATS * OPTIONS.heartbeat_seconds
+    lost_at = desk.now + LOST_SECONDS
     assert of(do.CloseLease, wait_until(desk, lost_at - 0.1)) == []
     closed = of(do.CloseLease, wait_until(desk, lost_at))
     assert [(command.outcome, command.held_seconds) for command in closed] == [("lost", lost_at)]
@@ -136,7 +137,7 @@ def test_after_a_restart_a_worker_that_does_not_return_is_waited_for_a_few_heart
 
 def test_a_stranger_gains_a_few_heartbeats_at_most_by_a_restart_of_the_head() -> None:
     desk = restarted(3.0 * SECONDS)
-    lost_at = desk.now + LOST_AFTER_HEARTBEATS * OPTIONS.heartbeat_seconds
+    lost_at = desk.now + LOST_SECONDS
     desk.now += OPTIONS.heartbeat_seconds
     desk.join("own")
     desk.tell(ev.WorkerJoined("a", 16, 0.5, FIRST, ticket="t", held_leases=(2,)))

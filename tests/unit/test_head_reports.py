@@ -12,6 +12,7 @@ import pytest
 
 from echo2.config.rundir import best_version, read_metrics
 from echo2.core.errors import PeerError
+from echo2.head.fleet.decide.fleet import REPORTS_PER_SECOND, Worker
 from echo2.head.ledger.metrics import KEPT_ROWS, Metrics
 from echo2.head.ledger.rollout_log import read_groups
 from echo2.transport import wire_pb2 as wire
@@ -155,3 +156,19 @@ def test_heartbeats_without_news_are_one_event_for_all_workers(tmp_path: Path) -
             assert [event["worker_id"] for event in events("WorkerReported")] == list(head.connections.workers)
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
+
+
+def test_a_report_is_answered_with_the_time_until_the_next_which_grows_with_the_fleet(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending():
+            fleet, peer = open_head.head.planner.fleet, open_head.peer("w-1")
+            await until(lambda: fleet.num_attending)
+            reply = await open_head.service.report(peer, wire.WorkerReport())
+            assert reply.heartbeat_seconds == fleet.report_seconds == fleet.heartbeat_seconds
+            for number in range(int(10 * fleet.heartbeat_seconds * REPORTS_PER_SECOND)):
+                fleet.join(Worker(f"other-{number}", 1, 0.0, None, 0.0), 0.0)
+            reply = await open_head.service.report(peer, wire.WorkerReport())
+            assert reply.heartbeat_seconds == pytest.approx(10 * fleet.heartbeat_seconds, rel=0.01)
+
+    asyncio.run(scenario())

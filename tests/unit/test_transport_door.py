@@ -139,6 +139,19 @@ def test_a_member_that_asks_for_nothing_or_was_revoked_is_dropped(
     run(scenario())
 
 
+def test_the_kernel_asks_whether_a_silent_callers_machine_is_there(identity: RunIdentity, tmp_path: Path) -> None:
+    async def scenario() -> None:
+        server = GrpcServer(LOOPBACK, 0, identity, {"Report": Desk().report})
+        async with linked(await server.start(), enrolled(identity, tmp_path / "peer")[1]) as link:
+            await report(link)
+            (connection,) = server._door.connections()
+            taken = connection.outer.transport.get_extra_info("socket")
+            assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        await server.stop()
+
+    run(scenario())
+
+
 def test_handshakes_of_one_address_are_slowed_down(
     identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,9 @@ from collections import Counter
 import pytest
 from broadcast_schemes import plan_chain
 
+from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
+from echo2.weights.broadcast.decide.origin_messages import ORIGIN
+from echo2.weights.broadcast.decide.plan import PLACES_EXAMINED, MembersView, RoutePlan
 from echo2.weights.broadcast.decide.routes import Receiver, can_link, plan_routes
 from seeds import seeds
 
@@ -204,3 +207,18 @@ def test_few_members_with_unequal_uplinks_get_shares_that_no_scheme_can_beat(ups
     for name, mine in routes.items():
         for stripe, source in enumerate(mine):
             assert source == "" or (source != name and routes[source][stripe] == ""), "two hops"
+
+
+def test_late_members_of_a_large_fleet_spare_the_origin_and_are_spread_over_all_that_can_serve() -> None:
+    """A late member looks at some of the members only, in turn."""
+    those = {f"w{at}": Receiver(f"w{at}", f"10.0.{at // 250}.{at % 250}:1", up=1e7) for at in range(1200)}
+    fleet = MembersView(those, lambda _: 1e7, lambda *_: True, fan_out=8)
+    plan = RoutePlan(PayloadId(SnapshotRef(RUN_POLICY, 1, 1)), num_stripes=8)
+    plan.whole.update((f"w{at}", None) for at in range(600))
+    for at in range(600, 1200):
+        plan.add_late(f"w{at}", fleet)
+        assert ORIGIN not in plan.routes[f"w{at}"]
+    served = [plan.load(source) for source in those]
+    assert sum(served) == 8 * 600
+    assert max(served) <= 3 * 8  # 8 each, were those that have the payload the only ones to serve
+    assert sum(load > 0 for load in served) > 2 * PLACES_EXAMINED

@@ -61,7 +61,7 @@ def _methods() -> list[Method]:
         Method("Enrol", wire.EnrolRequest, wire.EnrolReply, False, joining, in_header=True),  # by anyone with a ticket
         Method("Describe", wire.Empty, wire.RunFacts, False, worker),
         Method("Attend", wire.WorkerHello, wire.Order, True, node),
-        Method("Report", wire.WorkerReport, wire.Empty, False, node),
+        Method("Report", wire.WorkerReport, wire.ReportReply, False, node),
         Method("Leave", wire.Empty, wire.Empty, False, worker),  # the head then grants this worker's leases to others
         Method("FailLease", wire.LeaseFailed, wire.Empty, False, worker),
         Method("Deliver", wire.Deliveries, wire.DeliveryReplies, False, worker, is_large=True),

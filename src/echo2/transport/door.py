@@ -36,8 +36,8 @@ FIRST_BYTES_SECONDS = 5.0
 NAMELESS_SECONDS = 20.0
 #: Time for data in flight to reach a caller after the server has closed one connection, or all of them.
 CLOSE_SECONDS = 1.0
-#: Time until unacknowledged data closes a connection; longer than keepalive takes to notice (`grpc_options`).
-SILENCE_SECONDS = 15.0
+#: Time until unacknowledged data closes a connection; a silent one is asked after the second time, by the kernel.
+SILENCE_SECONDS, QUIET_SECONDS = 15, 5
 #: Pause after running out of descriptors, and between two log lines about refused connections.
 PAUSE_SECONDS = 0.25
 LOG_SECONDS = 30.0
@@ -184,8 +184,7 @@ class Door:
                 taken.close()
                 continue
             taken.setblocking(False)
-            if sys.platform == "linux":  # detect a caller that vanished while data for it is unacknowledged
-                taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE_SECONDS * 1000))
+            _notice_when_gone(taken)
             Connection(self, host).start(taken)
 
     def _accept_again(self, listener: socket.socket) -> None:
@@ -195,6 +194,8 @@ class Door:
     def _reason_against(self, network: str) -> str:
         half, unnamed = max(1, self.connections_max // 2), max(1, int(limits.UNNAMED_SHARE * self.connections_max))
         few = max(1, unnamed // 2)
+        if not self._may_begin(network, amount=0.0):
+            return "began too many handshakes"
         if len(self._open) >= self.connections_max:
             return f"{self.connections_max} connections are open"
         if len(self._open) - len(self._named) >= unnamed:  # the others are for members that have made a call
@@ -231,12 +232,16 @@ class Door:
         self._unproven_by_address[connection.network] += 1
 
     def may_begin(self, connection: Connection) -> bool:
-        """Whether the handshake rates, of this address and in all, allow one more."""
+        """Whether the handshake rates, of this address and in all, allow one more; it is counted."""
+        return self._may_begin(connection.network, amount=1.0)
+
+    def _may_begin(self, network: str, amount: float) -> bool:
         now = asyncio.get_running_loop().time()
         rate, burst = limits.HANDSHAKES_PER_SECOND_PER_ADDRESS, limits.HANDSHAKES_BURST_PER_ADDRESS
-        if self._handshakes.take(connection.network, rate, burst, now) < 0:
+        if self._handshakes.take(network, rate, burst, now, amount) < 1.0 - amount:
             return False
-        return self._handshakes.take("", limits.HANDSHAKES_PER_SECOND, limits.HANDSHAKES_BURST, now) >= 0
+        rate, burst = limits.HANDSHAKES_PER_SECOND, limits.HANDSHAKES_BURST
+        return self._handshakes.take("", rate, burst, now, amount) >= 1.0 - amount
 
     async def forward(self, connection: Connection) -> int:
         """Connect a connection to the server; returns the port by which the server knows it.
@@ -455,6 +460,21 @@ def _listen(family: int, address: str, port: int) -> socket.socket:
     listener = socket.create_server((address, port), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
     listener.setblocking(False)
     return listener
+
+
+def _notice_when_gone(taken: socket.socket) -> None:
+    """Have the kernel close a connection whose caller's machine vanished: it asks by itself, without waking a process
+    at either end, where pings of gRPC for thousands of silent workers cost a large share of a core.
+    """
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET_SECONDS)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
+    elif sys.platform == "darwin":
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPALIVE, QUIET_SECONDS)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET_SECONDS)
+        taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, SILENCE_SECONDS // QUIET_SECONDS)
 
 
 def _plain(host: str) -> str:

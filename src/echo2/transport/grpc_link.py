@@ -12,7 +12,7 @@ import logging
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 JOIN_SECONDS = 60.0
 JOIN_PAUSE_SECONDS = Backoff(0.5, 5.0)
 CALL_SECONDS = 20.0
-#: Pauses before reconnecting.
-RECONNECT_SECONDS = Backoff(0.2, 5.0)
+#: Pauses before reconnecting; the longest one as a share of the heartbeat, which says how large the fleet is.
+RECONNECT_SECONDS, RECONNECT_SHARE = Backoff(0.2, 5.0), 0.1
 
 #: gRPC's texts of failures to connect: the system's own word for it, and a host name that has no address.
 _NO_CONNECTION = re.compile(r"remote host: .*?([A-Z][a-z]+(?: [a-z]+)*)")
@@ -50,7 +50,8 @@ class GrpcLink:
     def __init__(self, address: str, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
         self._address, self._is_closed, self._host = address, False, split(address)[0]
         tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
-        self._channel = grpc.aio.secure_channel(address, tls, options=grpc_options.client(server_name, self._host))
+        options = grpc_options.client(server_name, self._host, is_head=server_name == SERVER_NAME)
+        self._channel = grpc.aio.secure_channel(address, tls, options=options)
         self._calls = {name: self._callable(method) for name, method in METHODS.items()}
 
     def _callable(self, method: Method) -> Any:
@@ -239,6 +240,10 @@ async def attended(
         try:
             async for order in link.stream("Attend", hello()):
                 retries.succeeded()
+                if order.HasField("settings"):
+                    most = max(RECONNECT_SECONDS.most_seconds, RECONNECT_SHARE * order.settings.heartbeat_seconds)
+                    pauses = replace(RECONNECT_SECONDS, most_seconds=most)
+                    retries = Retries(pauses, patience_seconds, spread=0.5)  # all may have lost the head at once
                 yield order
             reason = "the head ended the stream"
         except LinkError as error:

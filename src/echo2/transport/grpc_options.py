@@ -20,12 +20,18 @@ from echo2.transport import limits
 VARIABLE = "grpc_proxy"
 EXCEPTIONS = ("no_grpc_proxy", "no_proxy")
 OTHERS = ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
-#: A silent connection is probed after this long, and closed after as long again without an answer: a host that vanished
-#: is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
+#: A caller probes a silent connection after this long, and closes it after `ANSWER_SECONDS` without an answer: a host
+#: that vanished is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
 KEEPALIVE_SECONDS = 5.0
+#: The same for a connection to the head, which answers all of them; and of a server, for processes that hang: whether
+#: the machine is there, the kernel asks (`door`), which wakes no process.
+HEAD_KEEPALIVE_SECONDS, SERVER_KEEPALIVE_SECONDS = 20.0, 60.0
+ANSWER_SECONDS = 5.0
 #: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
 #: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)
 CONNECT_SECONDS = 5.0
+#: The same to the head, to which a whole fleet may come back at once: who gives up its turn makes the head begin again.
+HEAD_CONNECT_SECONDS = 10.0
 #: Initial flow-control window of one stream; gRPC widens it on longer paths. A worker fetches chunks from many peers at
 #: once: with 8 MiB each, the senders' BBR start-ups together overran its queue (100 Mbit/s, four sources: 4700 packets
 #: of 48 MiB dropped, 2900 with this window, 750 with gRPC's own; one run each, on a busy machine).
@@ -38,8 +44,7 @@ HANDSHAKE_SECONDS = 10.0
 REQUEST_HEADER = "request-bin"
 _BOTH: list[tuple[str, Any]] = [
     ("grpc.max_send_message_length", limits.MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", int(KEEPALIVE_SECONDS * 1000)),
-    ("grpc.keepalive_timeout_ms", int(KEEPALIVE_SECONDS * 1000)),
+    ("grpc.keepalive_timeout_ms", int(ANSWER_SECONDS * 1000)),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
@@ -50,6 +55,7 @@ _BOTH: list[tuple[str, Any]] = [
 ]
 _SERVER: list[tuple[str, Any]] = [
     *_BOTH,
+    ("grpc.keepalive_time_ms", int(SERVER_KEEPALIVE_SECONDS * 1000)),
     ("grpc.so_reuseport", 0),  # two servers on one port would share its callers at random
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
     ("grpc.http2.max_ping_strikes", 0),
@@ -60,7 +66,6 @@ _CLIENT: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", limits.MESSAGE_BYTES_MAX),
     ("grpc.use_local_subchannel_pool", 1),  # each link is a connection of its own
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", int(CONNECT_SECONDS * 1000)),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.enable_retries", 0),  # only the caller knows which calls may be repeated
 ]
@@ -108,7 +113,14 @@ def server(message_bytes_max: int, connections_max: int) -> list[tuple[str, Any]
     return [*_SERVER, *bounds]
 
 
-def client(server_name: str, host: str) -> list[tuple[str, Any]]:
+def client(server_name: str, host: str, is_head: bool = False) -> list[tuple[str, Any]]:
     """Options of a link to `host`, which must prove `server_name`."""
-    is_proxied = ("grpc.enable_http_proxy", int(bool(proxy_of(host))))
-    return [*_CLIENT, ("grpc.ssl_target_name_override", server_name), is_proxied]
+    keepalive_seconds = HEAD_KEEPALIVE_SECONDS if is_head else KEEPALIVE_SECONDS
+    connect_seconds = HEAD_CONNECT_SECONDS if is_head else CONNECT_SECONDS
+    own = [
+        ("grpc.ssl_target_name_override", server_name),
+        ("grpc.enable_http_proxy", int(bool(proxy_of(host)))),
+        ("grpc.keepalive_time_ms", int(keepalive_seconds * 1000)),
+        ("grpc.min_reconnect_backoff_ms", int(connect_seconds * 1000)),
+    ]
+    return [*_CLIENT, *own]

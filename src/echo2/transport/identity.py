@@ -273,6 +273,8 @@ class RunIdentity:
             names = set(os.listdir(self._directory / _REVOKED))
         except OSError as error:
             raise UserError(f"Cannot read {self._directory / _REVOKED}: {error.strerror}.") from error
+        if not names:
+            return frozenset()
         return frozenset(
             peer_id for peer_id, entry in self._members.items() if peer_id in names or entry["ticket"] in names
         )

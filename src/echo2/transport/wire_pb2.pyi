@@ -402,6 +402,12 @@ class WorkerReport(_message.Message):
     refused: str
     def __init__(self, doing: _Optional[str] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
 
+class ReportReply(_message.Message):
+    __slots__ = ("heartbeat_seconds",)
+    HEARTBEAT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    heartbeat_seconds: float
+    def __init__(self, heartbeat_seconds: _Optional[float] = ...) -> None: ...
+
 class LeaseFailed(_message.Message):
     __slots__ = ("lease_id", "reason", "detail")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]

@@ -121,6 +121,7 @@ class WorkerProcess:
         self._stopped: asyncio.Future[str] = self._loop.create_future()
         self._wake: asyncio.TimerHandle | None = None
         self._beating: asyncio.Task[None] | None = None
+        self._heartbeat_seconds = 0.0  # the head says it
 
     async def run(self) -> str:
         """Attend until the run is over. Return the reason.
@@ -214,8 +215,8 @@ class WorkerProcess:
             async with aclosing(attended(self._link, *calls)) as orders:
                 async for order in orders:
                     if order.HasField("settings"):
-                        seconds = order.settings.heartbeat_seconds
-                        self._beating = self._beating or self._background.spawn(self._beat(seconds))
+                        self._heartbeat_seconds = order.settings.heartbeat_seconds
+                        self._beating = self._beating or self._background.spawn(self._beat())
                         await self._start(order.settings)
                     else:
                         self._obey(order)
@@ -336,9 +337,9 @@ class WorkerProcess:
         else:
             self._weights.node.obey(order)
 
-    async def _beat(self, heartbeat_seconds: float) -> None:
+    async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(heartbeat_seconds)
+            await asyncio.sleep(self._heartbeat_seconds)
             await self._report()
 
     async def _report(self) -> None:
@@ -349,14 +350,17 @@ class WorkerProcess:
         report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
         if (installed := self._installed()) is not None:
             report.installed.CopyFrom(messages.encode_ref(installed))
-        await self._tell("Report", report, "heartbeat")
+        reply = await self._tell("Report", report, "heartbeat")
+        if reply is not None:
+            self._heartbeat_seconds = reply.heartbeat_seconds or self._heartbeat_seconds
 
-    async def _tell(self, method: str, message: Any, what: str, seconds: float = CALL_SECONDS) -> None:
-        """Call the head. What it does not take is not told again."""
+    async def _tell(self, method: str, message: Any, what: str, seconds: float = CALL_SECONDS) -> Any:
+        """Call the head and return its reply. What it does not take is not told again: None."""
         try:
-            await self._link.call(method, message, seconds)
+            return await self._link.call(method, message, seconds)
         except (LinkError, PeerError) as error:
             log.info("%s not taken: %s", what, error)
+            return None
 
     async def _leave(self) -> None:
         """Tell the head that this worker leaves, so that it grants the leases to others at once."""

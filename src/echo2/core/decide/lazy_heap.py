@@ -40,6 +40,9 @@ class LazyHeap(Generic[Key, Rank]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
+    def first_key(self) -> Key | None:
+        return None if self.first() is None else self._heap[0][2]
+
     def pop_until(self, last: Rank) -> list[Key]:
         """Remove and return every key whose rank is not above `last`, smallest first."""
         due: list[Key] = []

@@ -253,38 +253,39 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
 
 def grant_backup_leases(state: PlannerState, now: float) -> None:
     """Grant second leases on the late groups of the step that the learner waits for, the latest first."""
-    for late_at, late, holder in _lates(state):
-        worker = _idle_worker(state, holder) if late_at <= now else None
-        record = state.groups.get(late.group.number)
+    if not state.fleet.num_free:
+        return
+    while (late := _latest(state)) is not None and late[0] <= now and late[1].granted_at < now:
+        _, late_lease, holder = late
+        worker, record = _idle_worker(state, holder), state.groups.get(late_lease.group.number)
         if worker is None or record is None:
             return
         size = num_samples_for(state, record, worker)
         lease = lease_of(state, record, now, granted_seconds(state, worker), size)
         state.open_lease(worker.worker_id, lease)
-        reason = f"group {late.group.number} is late at {holder}: the first result counts"
+        reason = f"group {record.number} is late at {holder}: the first result counts"
         state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
         state.settle(now)
 
 
 def next_at(state: PlannerState) -> float | None:
     """Return when the next group becomes late, if an idle worker could take it."""
-    lates = _lates(state)
-    return lates[0][0] if lates and _idle_worker(state, lates[0][2]) is not None else None
+    late = _latest(state) if state.fleet.num_free else None
+    return late[0] if late is not None and _idle_worker(state, late[2]) is not None else None
 
 
-def _lates(state: PlannerState) -> list[tuple[float, Lease, str]]:
-    """Return when the last lease on each missing group becomes late: (time, lease, worker), sorted by time."""
+def _latest(state: PlannerState) -> tuple[float, Lease, str] | None:
+    """Return when the newest lease on a missing group becomes late, of the group whose is the first: (time, lease,
+    worker).
+    """
     usual, step = state.measurements.lease_seconds, state.training.open_step
-    if step is None or not state.fleet.num_free or state.options.deterministic:
-        return []
+    if step is None or state.options.deterministic:
+        return None
+    if (held := state.leases.longest_held(step)) is None:
+        return None
     after = LATE_AFTER * usual if state.measurements.num_leases >= LEASES_KNOWN else state.options.lease_seconds
-    found = []
-    for record in state.groups.of_step(step):
-        held = state.leases.of_group(state.train_group(record.number)) if record.state in ("pending", "leased") else ()
-        for worker_id, lease in filter(None, map(state.leases.get, held)):
-            if lease.lease_id == max(held):
-                found.append((lease.granted_at + after, lease, worker_id))
-    return sorted(found, key=lambda late: (late[0], late[1].lease_id))
+    worker_id, lease = held
+    return lease.granted_at + after, lease, worker_id
 
 
 def _idle_worker(state: PlannerState, holder: str) -> Worker | None:

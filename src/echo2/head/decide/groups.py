@@ -346,7 +346,8 @@ class LeaseTable:
     """The open leases, by id, by group and by worker. A lease past its deadline stays open until it is closed.
     `next_id`: no lease has had this id or a later one; `first_id`: the first lease of this head, which may not know
     earlier ones. `installed_at`: the newest weights that its worker had said it has when it got the lease; None if
-    there are none. `changed`: workers whose leases changed since `take_changed`.
+    there are none. `changed`: workers whose leases changed since `take_changed`. `_newest`: by step, the newest lease
+    on each train group, the first granted first.
     """
 
     next_id: int = 1
@@ -358,6 +359,7 @@ class LeaseTable:
     installed_at: dict[int, SnapshotRef | None] = field(default_factory=dict)
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
     changed: dict[str, None] = field(default_factory=dict)
+    _newest: dict[int, LazyHeap[int, float]] = field(default_factory=dict)
 
     def start_at(self, lease_id: int) -> None:
         """Number further leases from here on: an earlier head granted those before."""
@@ -383,7 +385,9 @@ class LeaseTable:
             raise InvariantError(f"lease {lease.lease_id} granted twice")
         self._open[lease.lease_id] = (worker_id, lease)
         self.installed_at[lease.lease_id] = installed
+        self._index(lease, is_newest=False)
         self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
+        self._index(lease, is_newest=True)
         self._by_worker.setdefault(worker_id, {})[lease.lease_id] = None
         self._samples[worker_id] = self._samples.get(worker_id, 0) + lease.num_samples
         self.changed[worker_id] = None
@@ -403,13 +407,34 @@ class LeaseTable:
         self.deadlines.drop(lease_id)
         del self.installed_at[lease_id]
         self._samples[worker_id] -= lease.num_samples
+        self._index(lease, is_newest=False)
         del self._by_group[lease.group][lease_id]
         if not self._by_group[lease.group]:
             del self._by_group[lease.group]
+        self._index(lease, is_newest=True)
         del self._by_worker[worker_id][lease_id]
         if not self._by_worker[worker_id]:
             del self._by_worker[worker_id], self._samples[worker_id]
         return worker_id, lease
+
+    def _index(self, lease: Lease, is_newest: bool) -> None:
+        """Add the newest lease on this lease's group to `_newest`, or remove it (before the leases on it change)."""
+        held = self._by_group.get(lease.group)
+        if not held or lease.group.kind != "train":
+            return
+        newest, heap = max(held), self._newest.setdefault(lease.step, LazyHeap())
+        if is_newest:
+            heap.set(newest, self._open[newest][1].granted_at)
+            return
+        heap.drop(newest)
+        if not heap:
+            del self._newest[lease.step]
+
+    def longest_held(self, step: int) -> tuple[str, Lease] | None:
+        """Return the worker and the lease of the train group of this step whose newest lease was granted first."""
+        heap = self._newest.get(step)
+        lease_id = None if heap is None else heap.first_key()
+        return None if lease_id is None else self._open[lease_id]
 
     def of_group(self, group: GroupRef) -> tuple[int, ...]:
         return tuple(self._by_group.get(group, ()))

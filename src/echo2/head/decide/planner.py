@@ -28,6 +28,8 @@ from echo2.head.fleet.decide.fleet import UNKNOWN, Worker
 from echo2.head.fleet.decide.measurements import learner_wait
 from echo2.head.strangers.decide import checks, strangers
 
+#: What comes from a worker at work: as good as a report that it is alive.
+_AT_WORK = ev.GroupDelivered | ev.DeliveryMalformed | ev.LeaseFailed | ev.GroupChecked
 #: How many lease durations an evaluation waits for a machine of the owner.
 EVAL_WAIT_LEASES = 2.0
 
@@ -47,6 +49,8 @@ class Planner(PlannerState):
         any_change = bool(self.leases.changed) or not isinstance(event, ev.WorkerReported | ev.WorkersHeard)
         if isinstance(event, ev.WorkersHeard):
             workers.workers_heard(self, event.worker_ids, now)
+        elif isinstance(event, _AT_WORK):
+            workers.workers_heard(self, (event.worker_id,), now)
         if isinstance(event, ev.WorkerReported) and workers.worker_reported(self, event, now):
             any_change = True
         # Deadlines go first: a result that arrives at its deadline is late, whether or not the timer has fired yet.

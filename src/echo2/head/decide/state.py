@@ -316,8 +316,9 @@ class PlannerOptions:
     the groups to check; None: nothing is checked. `require_checks`: strangers that are not trusted yet work only while
     a machine of the owner can check them.
 
-    `heartbeat_seconds` (between two reports of a worker) and `max_failures` (failed groups in a row that stop the run)
-    are not settings: a run uses the defaults. Simulations with other time scales or failing machines use other values.
+    `heartbeat_seconds` (between two reports of a worker, at least) and `max_failures` (failed groups in a row that stop
+    the run) are not settings: a run uses the defaults. Simulations with other time scales or failing machines use other
+    values.
     """
 
     groups_per_step: int

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import time
 
 from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.core import logs
@@ -27,8 +28,9 @@ from echo2.transport.identity import RunIdentity
 
 log = logging.getLogger(__name__)
 
-#: Interval at which status.json is written.
-STATUS_SECONDS = 0.5
+#: Interval at which the head looks after its run, and status.json is written: less often where that would take more
+#: than this share of a processor, as it does with thousands of workers.
+STATUS_SECONDS, STATUS_SHARE = 0.5, 0.02
 #: Time for the workers and the learner to receive the message that the run is over.
 CLOSING_SECONDS = 1.0
 
@@ -100,7 +102,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
     """Consumes: the planner's tables; the revocations of `echo2 revoke`. Produces: status.json; expulsions;
     replacements of the owner's tickets that no longer admit a machine. Waits for: the clock.
     """
-    disk = DiskWatch(head.rundir.path)
+    disk, status_at = DiskWatch(head.rundir.path), 0.0
     while True:
         try:
             if head.kept is not None:
@@ -110,7 +112,10 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             service.expel(identity.revoked())
             tickets.keep()
             head_report.check_budget(head)
-            head_report.write_status(head)
+            if (now := head.clock.now()) >= status_at:
+                began = time.thread_time()
+                head_report.write_status(head)
+                status_at = now + (time.thread_time() - began) / STATUS_SHARE
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 logs.cut_log(head.rundir.logs / name)
         except UserError as error:

@@ -94,9 +94,11 @@ class TaskReader:
         Raises:
             UserError: its row is unfit, or took longer than `ROW_SECONDS`; the message names the row.
         """
-        if (group.kind, cursor + AHEAD - 1) not in self._jobs:
-            for ahead in range(cursor, cursor + AHEAD):
-                self._begin(group.kind, ahead)
+        first = cursor + AHEAD
+        while first > cursor and (group.kind, first - 1) not in self._jobs:
+            first -= 1
+        for ahead in range(first, cursor + AHEAD):
+            self._begin(group.kind, ahead)
         job = self._begin(group.kind, cursor)
         while job.found is None:
             try:

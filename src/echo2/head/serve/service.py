@@ -169,7 +169,7 @@ class Service:
         config = self._head.config
         return wire.RunSettings(
             run_id=self._head.run_id,
-            heartbeat_seconds=self._head.options.heartbeat_seconds,
+            heartbeat_seconds=self._head.planner.fleet.report_seconds,
             swap=config.swap,
             slots=_slots(config.sampling),
             engine=config.workers.engine,
@@ -185,7 +185,8 @@ class Service:
             raise PeerError("unknown_worker", f"{peer.peer_id} does not attend; attend first")
         return connection
 
-    async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.Empty:
+    async def report(self, peer: Peer, report: wire.WorkerReport) -> wire.ReportReply:
+        """Keep what a worker says of itself. Answer when to report again."""
         connection, installed = self._connection(peer), _installed(report)
         if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
             raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
@@ -204,7 +205,7 @@ class Service:
             await self._head.events.tell(ev.WorkerReported(peer.peer_id, installed, report.refused))
         else:
             self._head.events.seen(peer.peer_id)
-        return wire.Empty()
+        return wire.ReportReply(heartbeat_seconds=self._head.planner.fleet.report_seconds)
 
     async def leave(self, peer: Peer, _: wire.Empty) -> wire.Empty:
         """Remove a worker that its owner ends. Other workers get its leases at once."""

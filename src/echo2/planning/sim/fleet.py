@@ -130,6 +130,7 @@ class SimWorker(Actor):
         self._sampling: dict[int, _Sampling] = {}
         self.held: tuple[SnapshotRef, ...] = ()  # what the engine can check under
         self._wakes = 0
+        self._heartbeat_seconds = self.scenario.heartbeat_seconds
         self._stands_until = self._stood_seconds = 0.0
 
     # ---- events ------------------------------------------------------------------------------------------------------
@@ -151,7 +152,7 @@ class SimWorker(Actor):
             case _Heartbeat():
                 if self.scheduler.connected:
                     self._call(ev.WorkerReported(self.name, self.scheduler.installed))
-                self.post(self.scenario.heartbeat_seconds, event)
+                self.post(self._heartbeat_seconds, event)
             case _Wake() if event.number == self._wakes:
                 self.tell(wev.Tick())
             case Ordered() if event.epoch == self.epoch:
@@ -205,7 +206,7 @@ class SimWorker(Actor):
         self.epoch += 1
         self._restart()
         self._dial()
-        self.post(self.scenario.heartbeat_seconds, _Heartbeat())
+        self.post(self._heartbeat_seconds, _Heartbeat())
 
     def _die(self) -> None:
         self.history.killed["worker"] += 1
@@ -277,6 +278,8 @@ class SimWorker(Actor):
             case Hello() if isinstance(value, Refused) and body.epoch == self.epoch:
                 self.epoch += 1
                 self.post(REDIAL_SECONDS, _Dial(self.epoch))
+            case ev.WorkerReported() if isinstance(value, float):
+                self._heartbeat_seconds = value
             case ev.GroupDelivered() | ev.DeliveryMalformed() if isinstance(value, Refused):
                 self._failed(body)
             case ev.GroupDelivered() | ev.DeliveryMalformed():

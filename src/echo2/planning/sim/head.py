@@ -318,7 +318,7 @@ class SimHead(Actor):
                     return Refused("unknown_worker")
                 self.origin.holds(sender, body.installed)
                 self.tell_soon(body)
-                return None
+                return self.planner.fleet.report_seconds
             case ev.GroupChecked():
                 self.tell_soon(body)
                 return None

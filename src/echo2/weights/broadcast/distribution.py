@@ -87,9 +87,9 @@ class Distribution:
         return ref == max((known for known in self.archive.retained if known.policy == ref.policy), default=None)
 
     def _tell(self, manifest: Manifest, worker_ids: list[str]) -> None:
-        notice = self._notice(manifest)
+        order = wire.Order(snapshot=self._notice(manifest))
         for worker_id in worker_ids:
-            self._order(worker_id, wire.Order(snapshot=notice))
+            self._order(worker_id, order)
         there = ((worker_id, self._attending(worker_id)) for worker_id in worker_ids)
         wanting = tuple(name for name, one in there if one is not None and one.installed != manifest.ref)
         if wanting:

@@ -10,6 +10,7 @@ that a worker without work, or with little, does not look slow.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, ValuesView
 from dataclasses import dataclass, field
 
@@ -24,10 +25,16 @@ NEW_RATE = 0.5
 UNKNOWN = "unknown"
 #: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
 REST_SECONDS = Backoff(1.0, 60.0)
-#: A worker counts as lost after this many heartbeats without a report; a busy machine or a slow link may miss some.
-LOST_AFTER_HEARTBEATS = 5
-#: The same after its connection closed: a worker that only lost its link is back within a heartbeat or two.
+#: Reports that the head takes from all workers together: the more there are, the less often each reports.
+REPORTS_PER_SECOND = 50.0
+#: A worker counts as lost when nothing has come from it for this many intervals between its reports, and so many
+#: heartbeats more (the shortest interval): a busy machine or a slow link may miss some.
+LOST_AFTER_REPORTS, LOST_AFTER_HEARTBEATS = 2, 3
+#: Heartbeats after its connection closed: a worker that only lost its link is back within one or two.
 GRACE_HEARTBEATS = 3
+#: Where more than so many workers lost the head together, nobody counts as lost while others come back: they take turns
+#: at the head's door. So many a second come back at least, or they are not waited for.
+RETURNS_AT_ONCE, RETURNS_PER_SECOND = 100, 20.0
 #: Workers of one kind may get the same groups: the installed snapshot, and a stranger's ticket ("": the owner's).
 Kind = tuple[SnapshotRef | None, str]
 #: Groups that a worker may hold, as a multiple of those that fill its slots. Rollouts of a group end one by one, which
@@ -155,8 +162,8 @@ class Worker:
 
 @dataclass(slots=True)
 class Fleet:
-    """The workers by id, in order of joining. `silence`: when each counts as lost; `rests`: end of the rest of each
-    worker that failed a lease.
+    """The workers by id, in order of joining. `heartbeat_seconds`: the shortest time between two reports of a worker;
+    `silence`: when each counts as lost; `rests`: end of the rest of each worker that failed a lease.
     """
 
     heartbeat_seconds: float
@@ -168,6 +175,7 @@ class Fleet:
     num_free: int = 0
     active_groups: int = 0
     most_groups: int | None = None
+    _returned_at: float = -math.inf
     _workers: dict[str, Worker] = field(default_factory=dict)
     _own: dict[str, Worker] = field(default_factory=dict)
     silence: LazyHeap[str, float] = field(default_factory=LazyHeap)
@@ -178,13 +186,16 @@ class Fleet:
 
     def join(self, worker: Worker, now: float) -> None:
         """Add a worker, replacing an earlier one with its id."""
+        before = self._workers.get(worker.worker_id)
+        if before is not None and before.detached:
+            self._returned_at = now
         self._workers[worker.worker_id] = worker
         if worker.is_own:
             self._own[worker.worker_id] = worker
         else:
             self._own.pop(worker.worker_id, None)
-        self.seen(worker.worker_id, now)
         self.file(worker)
+        self.seen(worker.worker_id, now)
 
     def recognise(self, worker: Worker) -> None:
         """Record that a worker whose ticket was unknown is a machine of the owner."""
@@ -195,9 +206,15 @@ class Fleet:
     def get(self, worker_id: str) -> Worker | None:
         return self._workers.get(worker_id)
 
+    @property
+    def report_seconds(self) -> float:
+        """The time between two reports of a worker, which grows with the number of workers that are connected."""
+        return max(self.heartbeat_seconds, self.num_attending / REPORTS_PER_SECOND)
+
     def seen(self, worker_id: str, now: float) -> None:
         """Record that the worker is alive: it counts as lost only after another period of silence."""
-        self.silence.set(worker_id, now + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds)
+        seconds = LOST_AFTER_REPORTS * self.report_seconds + LOST_AFTER_HEARTBEATS * self.heartbeat_seconds
+        self.silence.set(worker_id, now + seconds)
 
     def report(self, worker: Worker, installed: SnapshotRef | None, refused: str, now: float) -> bool:
         """Record what a worker says it has installed, and refused. Return whether the installed snapshot changed."""
@@ -246,6 +263,18 @@ class Fleet:
         worker.detached_at = now
         self.silence.set(worker.worker_id, now + GRACE_HEARTBEATS * self.heartbeat_seconds)
         self.file(worker)
+
+    def waits_on(self, worker: Worker, now: float) -> bool:
+        """Wait longer for a worker whose connection closed, if many are away and come back one after the other. Return
+        whether there is such a wait.
+        """
+        num_away, grace = len(self._workers) - self.num_attending, GRACE_HEARTBEATS * self.heartbeat_seconds
+        if worker.detached_at is None or num_away <= RETURNS_AT_ONCE:
+            return False
+        until = min(self._returned_at, worker.detached_at + num_away / RETURNS_PER_SECOND) + grace
+        if until > now:
+            self.silence.set(worker.worker_id, until)
+        return until > now
 
     def rest(self, worker: Worker, now: float) -> None:
         """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count

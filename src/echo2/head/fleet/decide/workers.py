@@ -130,8 +130,10 @@ def expire(state: PlannerState, now: float) -> bool:
     """End all overdue rests, silent workers and expired leases. Return whether there were any."""
     any_over = state.fleet.end_rests(now) | state.credits.end_rests(now)
     for worker_id in state.fleet.silence.pop_until(now):
-        any_over = True
         worker = state.fleet.get(worker_id)
+        if worker is not None and state.fleet.waits_on(worker, now):
+            continue
+        any_over = True
         away = worker is not None and worker.detached
         lose_worker(
             state, worker_id, "its connection closed and it did not come back" if away else "silent for too long", now

@@ -229,14 +229,14 @@ class Broadcast(StateMachine):
         if plan is None:
             stripes = max(1, min(MAX_STRIPES, event.num_chunks))
             plan = self.plans[event.payload] = RoutePlan(event.payload, stripes)
-            plan.whole.update(key for key, payloads in self.held.items() if event.payload in payloads)
+            plan.whole.update((key, None) for key, payloads in self.held.items() if event.payload in payloads)
             self._forget_old_plans()
         self._reason = f"{event.payload} is to be sent"
         wanted = [key for key in dict.fromkeys(event.worker_ids) if key in self.members]
         for worker_id in wanted:  # assigned anew: the worker may have lost its chunks
             if worker_id in plan.whole:
                 self._move_children(plan, worker_id)
-                plan.whole.discard(worker_id)
+                del plan.whole[worker_id]
                 plan.routes.pop(worker_id, None)
             plan.changed.update({worker_id: None} if worker_id in plan.routes else {})
         new = [worker_id for worker_id in wanted if worker_id not in plan.routes]
@@ -352,7 +352,7 @@ class Broadcast(StateMachine):
 
     def _give_up(self, plan: RoutePlan, source: str) -> None:
         """Stop using this source for this payload, and move the members that still do."""
-        plan.whole.discard(source) if source not in plan.routes else None
+        plan.whole.pop(source, None) if source not in plan.routes else None
         plan.unusable.add(source)
         plan.replace_source(source, list(plan.children.get(source, ())), self.fleet)
         if source in plan.routes and source not in plan.whole:

@@ -1,0 +1,137 @@
+"""A fleet of thousands: how often its workers report, who counts as lost, and that no event looks through a step."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from echo2.core.types import RUN_POLICY, GroupRef, Lease
+from echo2.head.decide import commands as do
+from echo2.head.decide import events as ev
+from echo2.head.decide.groups import LeaseTable
+from echo2.head.fleet.decide.fleet import (
+    GRACE_HEARTBEATS,
+    LOST_AFTER_HEARTBEATS,
+    LOST_AFTER_REPORTS,
+    REPORTS_PER_SECOND,
+    RETURNS_AT_ONCE,
+    RETURNS_PER_SECOND,
+)
+from test_head_fleet import FIRST, Hall, count_lines, of
+
+SECONDS = 2.0
+GRACE = GRACE_HEARTBEATS * SECONDS
+
+
+def at(hall: Hall, now: float, *events: ev.Event) -> list[str]:
+    """Pass the events, and let the deadlines up to `now` come. Return the workers that are lost."""
+    hall.now = now
+    commands = [command for event in (*events, ev.Tick()) for command in hall.tell(event)]
+    return [command.worker_id for command in of(do.WorkerGone, commands)]
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_workers", "seconds"), [(20, SECONDS), (100, SECONDS), (150, 3.0), (400, 8.0)])
+def test_all_workers_together_report_so_often_at_most(num_workers: int, seconds: float) -> None:
+    fleet = Hall(num_workers, heartbeat_seconds=SECONDS).planner.fleet
+    assert fleet.report_seconds == seconds
+    assert num_workers / fleet.report_seconds <= REPORTS_PER_SECOND
+
+
+def test_the_interval_shrinks_with_the_fleet() -> None:
+    hall = Hall(400, heartbeat_seconds=SECONDS)
+    for number in range(300):
+        hall.tell(ev.WorkerLeft(f"w{number}", "its owner ended it"))
+    assert hall.planner.fleet.report_seconds == SECONDS
+
+
+@pytest.mark.parametrize("num_workers", [4, 400])
+def test_a_silent_worker_is_lost_after_two_reports_and_some_heartbeats(num_workers: int) -> None:
+    hall = Hall(num_workers, heartbeat_seconds=SECONDS)
+    heard = tuple(f"w{number}" for number in range(num_workers))
+    at(hall, 1.0, ev.WorkersHeard(heard))
+    seconds = LOST_AFTER_REPORTS * hall.planner.fleet.report_seconds + LOST_AFTER_HEARTBEATS * SECONDS
+    assert at(hall, seconds, ev.WorkersHeard(heard[1:])) == []
+    assert at(hall, 1.0 + seconds) == ["w0"]
+
+
+def test_a_worker_that_delivers_or_fails_a_lease_need_not_report() -> None:
+    hall = Hall(4, heartbeat_seconds=SECONDS)
+    mine = {worker_id: lease_id for lease_id, (worker_id, _) in hall.leases.items()}
+    failed = ev.LeaseFailed("w1", mine["w1"], "engine_failed", "it broke")
+    assert at(hall, 9.0, hall.deliver(mine["w0"]), failed) == []
+    assert at(hall, 11.0) == ["w2", "w3"]
+    assert sorted(at(hall, 19.0)) == ["w0", "w1"]
+
+
+# ---- workers that come back ------------------------------------------------------------------------------------------
+
+
+def test_nobody_is_lost_while_the_others_of_a_large_fleet_come_back() -> None:
+    hall = Hall(300, heartbeat_seconds=SECONDS)
+    for number in range(300):
+        assert at(hall, 1.0, ev.WorkerDetached(f"w{number}", "the head's link was cut")) == []
+    hall.now = GRACE
+    hall.join("w0")
+    assert at(hall, 1.0 + GRACE) == []
+    hall.join("w1")
+    assert at(hall, 0.5 + 2 * GRACE) == []
+    assert len(at(hall, 1.0 + 2 * GRACE)) == 298  # nobody has come since
+
+
+def test_those_who_stay_away_are_lost_although_one_comes_and_goes() -> None:
+    hall = Hall(300, heartbeat_seconds=SECONDS)
+    for number in range(300):
+        at(hall, 1.0, ev.WorkerDetached(f"w{number}", "the head's link was cut"))
+    num_lost, now, last = 0, 1.0, 1.0 + 300 / RETURNS_PER_SECOND + GRACE
+    while now < last:
+        now += 1.0
+        back, away = ev.WorkerJoined("w0", 4, 1.0, FIRST), ev.WorkerDetached("w0", "cut again")
+        num_lost += len(at(hall, now, back, away))
+    assert num_lost >= 300 - RETURNS_AT_ONCE
+
+
+def test_one_of_many_that_is_gone_is_lost_after_its_grace() -> None:
+    hall = Hall(300, heartbeat_seconds=SECONDS)
+    at(hall, 1.0, ev.WorkerDetached("w7", "cut"))
+    assert at(hall, 0.9 + GRACE) == []
+    assert at(hall, 1.0 + GRACE) == ["w7"]
+
+
+# ---- what one event costs --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["delivery", "report"])
+def test_an_event_costs_no_more_in_a_large_step_that_a_free_worker_could_help_with(kind: str) -> None:
+    costs = []
+    for num_workers in (20, 600):
+        hall = Hall(num_workers, max_staleness=0)
+        hall.join("free")
+        assert hall.planner.fleet.num_free == 1
+        events = {"delivery": hall.deliver(min(hall.leases)), "report": ev.WorkerReported("w3", None)}
+        costs.append(count_lines(hall.planner, events[kind], hall.now + 0.1))
+    assert costs[1] <= 1.3 * costs[0] + 20, costs  # a look at each group of the step would cost 600 lines
+
+
+def test_the_longest_held_group_is_the_one_whose_newest_lease_is_the_oldest() -> None:
+    table, draw, leases = LeaseTable(), random.Random(1), dict[int, Lease]()
+    for _ in range(2000):
+        if leases and draw.random() < 0.45:
+            lease_id = draw.choice(list(leases))
+            assert table.close(lease_id)[1] == leases.pop(lease_id)
+        else:
+            group = GroupRef(RUN_POLICY, "train" if draw.random() < 0.9 else "eval", draw.randrange(40))
+            granted_at = float(table.next_id)
+            lease = Lease(table.take_id(), group, group.number % 3, 0, 8, 0, None, granted_at + 9.0, 9.0, 1)
+            table.add(f"w{draw.randrange(9)}", lease)
+            leases[lease.lease_id] = lease
+        for step in range(3):
+            newest: dict[int, int] = {}
+            for lease_id, lease in leases.items():
+                if lease.step == step and lease.group.kind == "train":
+                    newest[lease.group.number] = max(lease_id, newest.get(lease.group.number, 0))
+            held = table.longest_held(step)
+            assert (held[1].lease_id if held else None) == min(newest.values(), default=None)
