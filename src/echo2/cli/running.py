@@ -136,11 +136,12 @@ def _run(options: argparse.Namespace) -> int:
     from echo2.core.child import end_with_supervisor
     from echo2.launch.start import how_to_continue, run
 
-    options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)
+    then = how_to_continue(options.given)
+    options.interrupted = "interrupted" if options.dry_run else f"interrupted; {then}"
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     options.config = _target(options, options.config)
     given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json
-    return run(*given, has_page=options.view, has_learner=not options.no_learner)
+    return run(*given, has_page=options.view, has_learner=not options.no_learner, then=then)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -161,8 +162,9 @@ def _demo(options: argparse.Namespace) -> int:
         if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
             raise UserError(f"The demo's model was not built in {DEMO_MODEL}. The lines above say why.")
     where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    options.interrupted = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
-    return run(DEMO, where, False, False, {}, options.json)
+    then = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
+    options.interrupted = f"interrupted; {then}"
+    return run(DEMO, where, False, False, {}, options.json, then=then)
 
 
 def _target(options: argparse.Namespace, given: Path | None) -> Path:
