@@ -107,8 +107,9 @@ TEXTS = ("", "stop", "length", "train", "eval", "vllm", "compact", "transformers
 
 def anything(message: Message, source: random.Random) -> None:
     """One field of the message, at any depth, gets another value of its kind."""
-    field = source.choice(message.DESCRIPTOR.fields)
-    old = getattr(message, field.name)
+    fields: Any = message.DESCRIPTOR.fields
+    field: FieldDescriptor = source.choice(fields)
+    old: Any = getattr(message, field.name)
     if isinstance(old, Message):
         anything(old, source)
     elif isinstance(old, MutableMapping):
@@ -123,7 +124,8 @@ def anything(message: Message, source: random.Random) -> None:
     elif old and source.random() < 0.5:
         anything(source.choice(old), source)
     else:
-        anything(old.add(), source)
+        added: Any = old
+        anything(added.add(), source)
 
 
 def _other(field: FieldDescriptor, old: Any, source: random.Random) -> Any:
@@ -156,7 +158,7 @@ class Searched(worker.WorkerProcess):
         super().__init__(*args)
         draw = self.source.choice
         self.anything, self.call = draw((0.0, 0.0, 0.1, 0.5)), self._link.call
-        self._link.call = self._call  # type: ignore[method-assign]
+        self._link.call = self._call  # type: ignore[method-assign, assignment]
         self.temperature, self.top_p = draw((1.0, 0.9, 0.7)), draw((1.0, 1.0, 0.9))
         self.tokens, self.spans = (
             draw((None, random_tokens, copies)),
