@@ -52,6 +52,20 @@ def test_a_mistake_is_json_where_json_was_asked_for(capsys: pytest.CaptureFixtur
         assert told["error"] in plain
 
 
+def test_a_demo_whose_model_cannot_be_built_says_why(tmp_path: Path) -> None:
+    """In the words of the process that builds it, and without its traceback."""
+    (tmp_path / "outputs/models/digit_sorting").mkdir(parents=True)
+    (tmp_path / "outputs/models/digit_sorting/notes.txt").write_text("not a model\n")
+    command = [sys.executable, "-m", "echo2", "demo"]
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(SOURCE)}
+    )
+    *_, why, what = done.stderr.splitlines()
+    assert (done.returncode, "Traceback" in done.stderr) == (2, False), done.stderr
+    assert why == "error: outputs/models/digit_sorting exists and is not a model directory. Name another, or remove it."
+    assert what == "error: The demo's model was not built in outputs/models/digit_sorting. The lines above say why."
+
+
 @pytest.fixture
 def config_file(tmp_path: Path) -> Path:
     """A configuration that passes every check made before a process starts."""

@@ -57,7 +57,7 @@ def test_a_result_that_is_not_trained_on_after_all_moves_to_its_cause() -> None:
     assert (machine.useful_seconds, machine.useful_groups) == (3.0, 1)
     assert machine.wasted_seconds == {"uninformative": 3.0}
     costs.count_as_wasted("a stranger", "stale")
-    assert costs.wasted_usd() == pytest.approx(0.003)
+    assert costs.wasted_usd(60.0) == pytest.approx(0.003)
 
 
 def test_waste_is_charged_by_cause() -> None:
@@ -70,14 +70,25 @@ def test_waste_is_charged_by_cause() -> None:
     costs.wasted_lease("w1", "expired", lasted_seconds=0.5)  # no longer than it lasted
     machine = costs.machines["w1"]
     assert machine.wasted_seconds == {"duplicate": 1.5, "expired": 3.5}
-    assert costs.wasted_usd() == pytest.approx(0.005)
+    assert costs.wasted_usd(60.0) == pytest.approx(0.005)
 
 
 def test_a_lost_lease_of_a_worker_without_results_costs_what_it_lasted() -> None:
     costs = CostBook()
     costs.joined("w1", 3.6, now=0.0)
     costs.wasted_lease("w1", "lost", lasted_seconds=7.0)
-    assert costs.wasted_usd() == pytest.approx(0.007)
+    assert costs.wasted_usd(60.0) == pytest.approx(0.007)
+
+
+def test_waste_is_no_more_than_what_was_paid() -> None:
+    """Six leases side by side, which a head that was stopped for a while finds lost when it is resumed."""
+    costs = CostBook()
+    costs.joined("w1", 3.6, now=0.0)
+    costs.left("w1", now=50.0)
+    for _ in range(6):
+        costs.wasted_lease("w1", "lost", lasted_seconds=220.0)
+    assert costs.machines["w1"].wasted(300.0) == {"lost": pytest.approx(50.0)}
+    assert costs.wasted_usd(300.0) == pytest.approx(costs.cum_usd(300.0)) == pytest.approx(0.05)
 
 
 @given(

@@ -53,6 +53,9 @@ def test_causes_add_up_to_the_total_of_every_machine(
     bills = itemise(book.to_plain(now), idle)
     everything = total(bills)
     assert everything.usd == pytest.approx(book.cum_usd(now))
+    wasted = sum(everything.by_cause.get(cause, 0.0) for cause in ("stale", "duplicate", "expired"))
+    if not book.machines.get("learner"):
+        assert book.wasted_usd(now) == pytest.approx(wasted)
     for bill in [*bills, everything]:
         assert math.fsum(bill.by_cause.values()) == pytest.approx(bill.usd)
         assert min(bill.by_cause.values(), default=0.0) >= 0.0

@@ -15,6 +15,7 @@ from echo2.head.serve import report
 from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.views.display import failure_lines
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 
@@ -52,7 +53,7 @@ def test_a_reward_that_raises_is_counted_with_its_traceback_and_a_restart_keeps_
         assert "AttributeError: 'dict' object" in (tmp_path / "run" / "logs" / "reward.log").read_text()
         assert "reward_failed: The reward function mine raised" in caplog.text
         async with OpenHead(tmp_path, raw) as again:
-            assert report.status(again.head)["failures"] == [found]
+            assert report.status(again.head)["failures"] == [found | {"num_before": 2}]
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
@@ -75,6 +76,32 @@ def test_what_leases_say_counts_by_kind_and_what_is_nobodys_mistake_does_not() -
     failures.see(ev.GroupScored(group), [])
     found = [(one["kind"], one["count"], one["message"]) for one in failures.to_plain()]
     assert found == [("environment_failed", 2, "w: environment_failed here"), ("engine_failed", 1, "w: made_up here")]
+
+
+def test_what_fails_after_a_restart_is_told_in_the_place_of_what_failed_before() -> None:
+    """Whoever mends a reward and resumes the run sees the next mistake, not the mended one."""
+    first = Failures()
+    for message in ("old", "older"):
+        first.add("reward_failed", message, "old lines")
+    again = Failures(first.to_plain())
+    for count, message in ((3, "new"), (4, "newer")):
+        again.add("reward_failed", message, "new lines")
+        (found,) = again.to_plain()
+        assert (found["count"], found["num_before"]) == (count, 2)
+        assert (found["message"], found["traceback"]) == ("new", "new lines")
+
+
+@pytest.mark.parametrize(
+    ("num_before", "words"),
+    [
+        (10, "lost to your reward function before the head was started again; logs/reward.log has all. The first: it"),
+        (9, "lost to your reward function; logs/reward.log has all. The first since the head was started again: it"),
+    ],
+)
+def test_failures_of_before_a_restart_are_told_apart(num_before: int, words: str) -> None:
+    failure = {"kind": "reward_failed", "count": 10, "message": "it", "traceback": "", "num_before": num_before}
+    (line,) = failure_lines({"failures": [failure]})
+    assert words in line
 
 
 def test_a_lease_that_its_worker_does_not_hold_counts_nothing(tmp_path: Path) -> None:

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import MutableSequence
+
 import pytest
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from hostile_worker import anything
 
 from echo2.config import Config
 from echo2.config.offers import Offer
@@ -11,6 +17,7 @@ from echo2.core.errors import PeerError
 from echo2.head.ledger.books import Evals
 from echo2.head.ledger.costs import CostBook, itemise
 from echo2.head.serve.claims import PID_MAX, check_price, most_paid, process_id
+from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
 from echo2.views.display import strangers_lines
 
@@ -85,3 +92,33 @@ def test_an_evaluation_that_is_given_up_has_no_accuracy() -> None:
     row = evals.skip(3, "no machine of the owner")
     assert "eval/accuracy" not in row
     assert evals.not_evaluated == {3: "no machine of the owner"}
+
+
+def fields_of(kind: Descriptor, where: str = "") -> set[str]:
+    """Return the paths of all fields of a message, and of the messages in it."""
+    found = {f"{where}{field.name}" for field in kind.fields}
+    within = (field for field in kind.fields if field.message_type and not field.message_type.GetOptions().map_entry)
+    return found.union(*(fields_of(field.message_type, f"{where}{field.name}.") for field in within))
+
+
+def fields_in(message: Message, where: str = "") -> set[str]:
+    """Return the paths of the fields that have a value."""
+    found = set[str]()
+    for field, value in message.ListFields():
+        found.add(f"{where}{field.name}")
+        values = [value] if isinstance(value, Message) else value if isinstance(value, MutableSequence) else []
+        found = found.union(*(fields_in(one, f"{where}{field.name}.") for one in values if isinstance(one, Message)))
+    return found
+
+
+@pytest.mark.parametrize("kind", [wire.Deliveries, wire.WorkerHello, wire.WorkerReport, wire.FetchReport])
+def test_the_searched_liars_lie_in_every_field_that_a_stranger_may_fill(kind: type[wire.Deliveries]) -> None:
+    """Also in fields that are added later: the search of `make bench-hostile` walks the messages."""
+    source, filled = random.Random(0), set[str]()
+    for _ in range(40):
+        message = kind()
+        for _ in range(200):
+            anything(message, source)
+            filled |= fields_in(message)
+            assert type(message).FromString(message.SerializeToString()) is not None
+    assert filled == fields_of(kind.DESCRIPTOR)

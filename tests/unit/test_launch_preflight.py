@@ -51,6 +51,20 @@ def test_good_settings_pass(raw: dict[str, Any]) -> None:
     check(build(raw, "my.toml"))
 
 
+@pytest.mark.parametrize("form", ["text", "messages"])
+@pytest.mark.parametrize("template", ["none", "chat_template.jinja", "tokenizer_config.json"])
+def test_texts_that_a_chat_model_reads_without_its_template_are_noted(
+    raw: dict[str, Any], capsys: pytest.CaptureFixture[str], form: str, template: str
+) -> None:
+    prompt = "1 + 1 =" if form == "text" else [{"role": "user", "content": "1 + 1 ="}]
+    Path(raw["tasks"]["source"]).write_text(json.dumps({"prompt": prompt, "answer": "2"}) + "\n")
+    if template != "none":
+        (Path(raw["model"]["path"]) / template).write_text('{"chat_template": "..."}')
+    check(build(raw, "my.toml"))
+    noted = "are texts, which the model reads as they are, without its chat template" in capsys.readouterr().err
+    assert noted == (form == "text" and template != "none")
+
+
 def test_paths_of_a_run_become_absolute_and_other_names_stay(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -110,6 +110,14 @@ def test_a_script_pipes_a_message_in(
     assert (found["message"], found["tokens"] <= 4) == ("ab", True)
 
 
+def test_a_script_that_pipes_nothing_is_told(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert main(["chat", str(model)]) == 2
+    assert capsys.readouterr().err.startswith("error: The input is empty: pipe a message")
+
+
 @pytest.mark.parametrize("flags", [["--temperature", "-1"], ["--max-tokens", "0"], ["--step", "3"]])
 def test_mistakes_are_told(model: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     where = tmp_path / "none" if flags[0] == "--step" else model

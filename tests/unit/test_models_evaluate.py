@@ -127,6 +127,19 @@ def test_each_set_is_reported_with_its_best_and_its_worst_rollout(
     assert [one["reward"] for one in found["sets"]["easy"]["samples"]] == [1.0, 0.0]
 
 
+def test_training_tasks_are_not_called_held_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = configured(tmp_path, {"only": [{"prompt": "ab", "answer": "1"}]})
+    there = path.read_text().replace(f'[eval]\nsource = {{only = "{tmp_path}/only.jsonl"}}\nsamples = 2', "[tasks]")
+    path.write_text(there.replace("[tasks]", f'[tasks]\nsource = "{tmp_path}/only.jsonl"'))
+    monkeypatch.setattr(evaluate, "load_engine", fake_engine)
+    assert main(["eval", str(path)]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("reward 1.0000 on 1 training tasks (")
+    assert first.endswith("there are no held-out ones. Name some by --eval.source FILE")
+
+
 def test_an_evaluation_writes_over_no_file_and_leaves_no_empty_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,7 +14,7 @@ from echo2.reward.score import RewardFailure, Scorer
 from echo2.transport.limits import REWARD_MAX
 
 OWN = """
-import numpy as np
+import numpy as np, re
 seen = {}
 def trl(completions, answer, prompts=None, **columns):
     seen.update(columns, prompts=prompts, completions=completions)
@@ -48,6 +48,10 @@ def short(completions, **kw): return [1.0]
 def text(completions, **kw): return ["1.0"] * len(completions)
 def number(completions, **kw): return 1.0
 def nothing(completions, **kw): pass
+def takes_text(completions, **kw): return [float(c.strip() == "a") for c in completions]
+def searches(completions, **kw): return [float(re.search("a", c) is not None) for c in completions]
+def takes_chat(completions, **kw): return [float(c[0]["content"] == "a") for c in completions]
+def other(completions, **kw): return [float(len(3)) for c in completions]
 def strange(data): return 1.0
 not_callable = 3
 class Judge:
@@ -193,6 +197,25 @@ def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str
     assert name in message or name == "none"
     assert "Prompt (task 4): 'Sort these 999" in message
     assert len(message) < 600
+
+
+@pytest.mark.parametrize(
+    ("name", "is_chat", "said"),
+    [
+        ("takes_text", True, "prompts are chats, so each completion is a list of messages: completion[0]"),
+        ("searches", True, "prompts are chats, so each completion is a list of messages: completion[0]"),
+        ("takes_chat", False, "prompts are texts, so each completion is a text"),
+        ("other", True, ""),
+        ("other", False, ""),
+    ],
+)
+def test_a_function_that_expects_the_other_form_of_completions_is_told(
+    own: str, name: str, is_chat: bool, said: str
+) -> None:
+    with pytest.raises(RewardFailure) as caught:
+        rewards([f"{own}:{name}"], Task(0, (Message("user", "u"),) if is_chat else "u"), "a")
+    assert said in str(caught.value)
+    assert ("prompts are" in str(caught.value)) == bool(said)
 
 
 def test_a_sum_out_of_range_is_refused(own: str) -> None:

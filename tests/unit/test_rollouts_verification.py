@@ -269,6 +269,26 @@ def in_16_bits(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, tensors=tensors)
 
 
+def test_in_16_bits_a_little_off_is_seen_in_short_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight rollouts of eight tokens: the typical distance of a small group is not diluted."""
+    engine = engine_with("compact", in_16_bits(snapshot_of(tiny_module("qwen3"))))
+    rng = np.random.default_rng(0)
+
+    def moved(keys_B: Keys, token_B: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+        return np.clip(uniforms(keys_B, token_B) + rng.uniform(-0.15, 0.15, len(keys_B)), 0.0, 1.0 - 2.0**-53)
+
+    for seed in range(6):
+        assignment = leased(seed, num_samples=8, max_tokens=8)
+        verdict = judged(engine, assignment, sampled(engine, assignment))
+        assert verdict.fault == "", verdict
+        assert verdict.num_tokens <= TYPICAL_TOKENS
+        assert verdict.typical_interval < TOLERANCES[16].typical_interval / 2
+        with monkeypatch.context() as patch:
+            patch.setattr("echo2.engines.sampler.uniforms", moved)
+            chosen = sampled(engine, assignment)
+        assert "typically miss" in judged(engine, assignment, chosen).fault
+
+
 def test_in_16_bits_a_little_off_at_most_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that moves each random number by so little that no single token shows it, to have several rollouts to
     choose from; and one that samples a little colder."""

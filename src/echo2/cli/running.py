@@ -37,7 +37,7 @@ def add_run(add: Add) -> None:
 
 def add_demo(add: Add) -> None:
     """Add `demo`."""
-    text = "Train a model of 7 M parameters to sort digits, on this machine: two minutes, no download."
+    text = "Train a model of 7 M parameters to sort digits, on this machine: three minutes, no download."
     parser = add("demo", text, _demo, has_json=True)
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory (default: outputs/demo-<time>)")
 
@@ -136,30 +136,35 @@ def _run(options: argparse.Namespace) -> int:
     from echo2.core.child import end_with_supervisor
     from echo2.launch.start import how_to_continue, run
 
-    options.interrupted = "interrupted" if options.dry_run else how_to_continue(options.given)
+    then = how_to_continue(options.given)
+    options.interrupted = "interrupted" if options.dry_run else f"interrupted; {then}"
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     options.config = _target(options, options.config)
     given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json
-    return run(*given, has_page=options.view, has_learner=not options.no_learner)
+    return run(*given, has_page=options.view, has_learner=not options.no_learner, then=then)
 
 
 def _demo(options: argparse.Namespace) -> int:
     """Build the model unless it exists, in a separate process, and start an ordinary run.
 
     Raises:
-        UserError: torch is not installed, or as `start.run`.
+        UserError: torch is not installed, the model was not built, or as `start.run`.
     """
     from echo2.core.devices import require_torch
+    from echo2.core.errors import UserError
     from echo2.launch.start import how_to_continue, run
 
     require_torch()
     if not (DEMO_MODEL / "config.json").is_file():
         print("Building the demo's model and warming it up (once; about a minute) ...", file=sys.stderr)
         command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(DEMO_MODEL)]
-        subprocess.run(command, check=True, stdout=sys.stderr)
+        options.interrupted = "interrupted; the next `echo2 demo` builds the model from the start"
+        if subprocess.run(command, check=False, stdout=sys.stderr).returncode:
+            raise UserError(f"The demo's model was not built in {DEMO_MODEL}. The lines above say why.")
     where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    options.interrupted = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
-    return run(DEMO, where, False, False, {}, options.json)
+    then = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
+    options.interrupted = f"interrupted; {then}"
+    return run(DEMO, where, False, False, {}, options.json, then=then)
 
 
 def _target(options: argparse.Namespace, given: Path | None) -> Path:

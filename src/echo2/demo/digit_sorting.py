@@ -169,3 +169,5 @@ if __name__ == "__main__":
         build(options.out, options.seed, options.heads, options.accuracy)
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:  # whoever started this says what to do next
+        sys.exit(130)

@@ -93,6 +93,7 @@ def check(config: Config, has_learner: bool = True) -> None:
             num_rows = check_tasks(tasks, scorer, name, judged)
             if params is config.tasks.params:
                 check_teaching(config, tasks, name, num_rows)
+                note_unused_template(config.model.path, tasks, name)
             if config.tasks.environment and not is_harness(config.tasks.environment):
                 check_environment(config.tasks.environment, tasks, name)
     is_verifiers = {name.startswith(f"{VERIFIERS}:") for name in (*config.tasks.sources, *config.eval.sets.values())}
@@ -165,6 +166,19 @@ def check_tasks(tasks: TaskSource, scorer: Scorer, source: str, judged: Set[str]
         where = f"{count} of {num_rows} rows of {source}"
         print(f"warning: {where} lack the column {column!r}: their groups will fail in {function}", file=sys.stderr)
     return num_rows
+
+
+def note_unused_template(model: str, tasks: TaskSource, source: str) -> None:
+    """Print a note if the prompts are texts, and the model's directory has a chat template, which they do not pass."""
+    settings = Path(model) / "tokenizer_config.json"
+    has_template = any((Path(model) / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+    has_template |= settings.is_file() and b'"chat_template"' in settings.read_bytes()
+    if has_template and isinstance(TaskStream(tasks, 0, False).task(0).prompt, str):
+        print(
+            f"note: the prompts of {source} are texts, which the model reads as they are, without its chat template. "
+            'For a chat model write them as [{"role": "user", "content": "..."}]',
+            file=sys.stderr,
+        )
 
 
 def check_environment(spec: str, tasks: TaskSource, source: str) -> None:

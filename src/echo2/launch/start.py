@@ -86,12 +86,12 @@ def changes(old: Config, new: Config) -> list[str]:
 
 
 def how_to_continue(arguments: Sequence[str]) -> str:
-    """Return the line for a run that was interrupted: the command that continues it, from its `arguments`, those of
-    `echo2`. Only --resume is named if Python started the run: nobody typed the command."""
+    """Return the command that continues a run that did not come to its end, from its `arguments`, those of `echo2`.
+    Only --resume is named if Python started the run: nobody typed the command."""
     if LIFELINE_VARIABLE in os.environ:
-        return "interrupted; continue the run with --resume"
+        return "continue the run with --resume"
     resume = [] if "--resume" in arguments else ["--resume"]
-    return f"interrupted; continue the run with: {shlex.join(['echo2', *arguments, *resume])}"
+    return f"continue the run with: {shlex.join(['echo2', *arguments, *resume])}"
 
 
 def resolve(path: Path, overrides: Mapping[str, str], out: Path | None, resume: bool = False) -> tuple[Config, Path]:
@@ -198,9 +198,11 @@ def run(
     as_json: bool,
     has_page: bool = False,
     has_learner: bool = True,
+    then: str = "",
 ) -> int:
     """Carry out `echo2 run`. Return the exit status. `has_page`: also start `echo2 view`. `has_learner`: start the
-    learner here; otherwise it is started elsewhere, and joins with the learner's ticket."""
+    learner here; otherwise it is started elsewhere, and joins with the learner's ticket. `then`: what to do if the run
+    stops (`how_to_continue`)."""
     keep_private()
     if has_learner:
         require_torch()
@@ -231,6 +233,8 @@ def run(
     if outcome["kind"] != "finished":
         status = 2 if outcome["kind"] in ("stopped", "user_error") else 1
         print(json.dumps({"error": reason, "status": status}) if as_json else f"error: {reason}", file=sys.stderr)
+        if then and not as_json and outcome["kind"] == "stopped":
+            print(f"Once that is mended, {then}", file=sys.stderr)
         return status
     return 0
 

@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Talk until an empty line or the end of input; answer once if stdin is not a terminal.
 
     Raises:
-        UserError: there is no such checkpoint or model, or it can't be loaded.
+        UserError: there is no such checkpoint or model, it can't be loaded, or nothing was said to it.
     """
     if options.temperature < 0 or options.max_tokens < 1:
         raise UserError("Give --temperature 0 or more and --max-tokens 1 or more.")
@@ -35,6 +35,8 @@ def run(options: argparse.Namespace) -> int:
     dialogue = Dialogue(*_load(options.target, options.step, options.device), options.temperature, options.system)
     if options.json or not sys.stdin.isatty():
         message = sys.stdin.read().rstrip("\n")
+        if not message:
+            raise UserError("The input is empty: pipe a message to `echo2 chat`, or run it in a terminal.")
         found = dialogue.answer(message, options.max_tokens, lambda _: None)
         print(json.dumps({"message": message, **found}) if options.json else _safe(found["answer"]))
         return 0

@@ -33,6 +33,8 @@ from echo2.worker.alone import LocalSampler, load_engine, reward_processes
 
 #: Number of tasks sampled, and then scored, together.
 BATCH_TASKS = 64
+#: Which tasks were evaluated.
+HELD_OUT, TRAINING = "held-out", "training"
 #: Settings of training rollouts alone.
 NOT_OF_EVALUATIONS = frozenset({"sampling.temperature", "sampling.top_p", "sampling.top_k", "sampling.min_p"})
 #: Files of a checkpoint that are the learner's own, not the model's.
@@ -82,7 +84,10 @@ def run(options: argparse.Namespace) -> int:
 def report(values: Mapping[str, Any], width: int) -> list[str]:
     """Return the lines for people: the held-out reward, that of each set with its best and its worst rollout, the
     share solved of several samples, and what failed."""
-    lines = [f"held-out reward {values['eval/accuracy']:.4f} on {values['eval/num_tasks']} tasks ({values['model']})"]
+    reward, on = f"reward {values['eval/accuracy']:.4f} on {values['eval/num_tasks']}", f"({values['model']})"
+    lines = [f"held-out {reward} tasks {on}"]
+    if values["tasks"] == TRAINING:
+        lines = [f"{reward} training tasks {on}: there are no held-out ones. Name some by --eval.source FILE"]
     solved = {name: value for name, value in values.items() if name.startswith("eval/pass@")}
     if solved:
         lines.append("  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in solved.items()))
@@ -144,15 +149,13 @@ def _evaluate(
     with _whole(where) as directory:
         sampler = LocalSampler(config, "eval", *load_engine(config, directory, BATCH_TASKS), greedy=greedy)
     groups = asyncio.run(_scored(config, sampler, file))
-    failures = sampler.failures
+    failures, kind = sampler.failures, HELD_OUT if config.eval.source else TRAINING
     if not groups:
-        raise UserError(
-            f"No held-out task could be evaluated. The last failure: {failures[-1] if failures else 'none'}"
-        )
+        raise UserError(f"No {kind} task could be evaluated. The last failure: {failures[-1] if failures else 'none'}")
     if failures:
         print(f"warning: {len(failures)} tasks failed; the last: {printable(failures[-1])}", file=sys.stderr)
     metrics = eval_metrics(groups, len(failures), sampler.tasks.source_of)
-    return {"model": where, **metrics, "sets": _by_set(groups, sampler)}
+    return {"model": where, "tasks": kind, **metrics, "sets": _by_set(groups, sampler)}
 
 
 def _by_set(groups: Iterable[RolloutGroup], sampler: LocalSampler) -> dict[str, Any]:

@@ -174,8 +174,19 @@ def _blamed(function: RewardFunction, task: Task) -> Iterator[None]:
 
 
 def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFailure:
-    problem = str(error) if isinstance(error, UserError) else f"raised at {innermost_line(error)}"
+    problem = str(error) if isinstance(error, UserError) else f"raised at {innermost_line(error)}{_form(error, task)}"
     return _failure(function.name, problem, task, not isinstance(error, FINAL))
+
+
+def _form(error: Exception, task: Task) -> str:
+    """Return what completions look like, if the function seems to have taken them for the other form; else nothing."""
+    is_text, said = isinstance(task.prompt, str), str(error)
+    if not isinstance(error, TypeError | AttributeError):
+        return ""
+    if is_text:
+        return " (prompts are texts, so each completion is a text)" if "string indices" in said else ""
+    example = 'completion[0]["content"] is its text'
+    return f" (prompts are chats, so each completion is a list of messages: {example})" if "list" in said else ""
 
 
 def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequence[Rollout]) -> list[_Result]:

@@ -248,7 +248,10 @@ def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> l
     lines = [printable(_death(entry), REASON_CHARS) for entry in status.get("deaths") or []]
     for failure in status.get("failures") or []:
         what, log = FAILURE_WORDS.get(failure["kind"], (f"groups failed ({failure['kind']})", "head.log"))
-        line = f"{failure['count']} {what}; logs/{log} has all. The first: {failure['message']}"
+        before = failure.get("num_before", 0)
+        when = " before the head was started again" if before == failure["count"] else ""
+        first = "The first since the head was started again" if 0 < before < failure["count"] else "The first"
+        line = f"{failure['count']} {what}{when}; logs/{log} has all. {first}: {failure['message']}"
         lines.append(printable(line, REASON_CHARS))
         if with_tracebacks:
             lines += [printable(one, REASON_CHARS) for one in failure["traceback"].rstrip().split("\n") if one]

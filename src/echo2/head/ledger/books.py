@@ -14,7 +14,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from echo2.config import Config
@@ -123,19 +123,23 @@ class BroadcastTimes:
 
 @dataclass(slots=True)
 class Failure:
-    """Number of failures of one kind, with message and traceback of the first."""
+    """Number of failures of one kind, with message and traceback of the first since the head was started: what was
+    mended meanwhile is not what fails now. `num_before`: failures under earlier heads; if there are no others, message
+    and traceback are of those."""
 
     kind: str
     count: int
     message: str
     traceback: str = ""
+    num_before: int = 0
 
 
 class Failures:
     """The failures of one run. `plain`: the result of an earlier head's `to_plain`."""
 
     def __init__(self, plain: list[dict[str, Any]] | None = None) -> None:
-        self._by_kind = {entry["kind"]: Failure(**entry) for entry in plain or []}
+        before = [Failure(**entry) for entry in plain or []]
+        self._by_kind = {one.kind: replace(one, num_before=one.count) for one in before}
         self._refusals: dict[str, int] = {}
 
     def see(self, event: ev.Event, commands: Sequence[do.Command]) -> None:
@@ -163,11 +167,13 @@ class Failures:
     def add(self, kind: str, message: str, traceback: str = "") -> None:
         """Count one more failure of a kind; keep the message and traceback of the first."""
         log.warning("%s: %s", kind, message)  # the log handler collapses repetitions
-        if kind in self._by_kind:
-            self._by_kind[kind].count += 1
-        else:
+        num_before = num = 0
+        if (old := self._by_kind.get(kind)) is not None:
+            num_before, num = old.num_before, old.count
+            old.count += 1
+        if num == num_before:
             first = printable(message, MESSAGE_CHARS), printable_lines(traceback, TRACEBACK_CHARS)
-            self._by_kind[kind] = Failure(kind, 1, *first)
+            self._by_kind[kind] = Failure(kind, num + 1, *first, num_before)
 
     def count(self, kind: str) -> int:
         return self._by_kind[kind].count if kind in self._by_kind else 0

@@ -97,8 +97,15 @@ class MachineCost:
     def usd(self, now: float) -> float:
         return self.seconds(now) / 3600 * self.price_usd_per_hour
 
-    def wasted_usd(self) -> float:
-        return sum(self.wasted_seconds.values()) / 3600 * self.price_usd_per_hour
+    def wasted(self, now: float) -> dict[str, float]:
+        """Return the wasted seconds by cause, within what is paid for, as on the bill: leases that a stopped head held
+        last on in its absence, and those of one worker side by side."""
+        paid = {"attended_seconds": self.seconds(now), "standby_seconds": self.standby(now)}
+        found = worker_seconds(asdict(self) | paid)
+        return {cause: found[cause] for cause in self.wasted_seconds}
+
+    def wasted_usd(self, now: float) -> float:
+        return sum(self.wasted(now).values()) / 3600 * self.price_usd_per_hour
 
 
 class CostBook:
@@ -198,8 +205,8 @@ class CostBook:
     def cum_usd(self, now: float) -> float:
         return sum(machine.usd(now) for machine in self.machines.values())
 
-    def wasted_usd(self) -> float:
-        return sum(machine.wasted_usd() for machine in self.machines.values())
+    def wasted_usd(self, now: float) -> float:
+        return sum(machine.wasted_usd(now) for machine in self.machines.values())
 
 
 @dataclass(frozen=True, slots=True)

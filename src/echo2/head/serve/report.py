@@ -62,7 +62,7 @@ def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[
         "cost/step_usd": max(0.0, cum_usd - before),
         "cost/cum_usd": cum_usd,
         "cost/usd_per_mtok": cum_usd / tokens * 1e6 if tokens else 0.0,
-        "cost/wasted_usd": head.books.costs.wasted_usd(),
+        "cost/wasted_usd": head.books.costs.wasted_usd(now),
     }
 
 
@@ -267,16 +267,16 @@ def summary(head: Head) -> dict[str, Any]:
         "machines": {
             name: {
                 "usd": machine.usd(now),
-                "wasted_usd": machine.wasted_usd(),
+                "wasted_usd": machine.wasted_usd(now),
                 "seconds": machine.seconds(now),
                 "useful_seconds": machine.useful_seconds,
                 "useful_groups": machine.useful_groups,
-                "wasted_seconds": machine.wasted_seconds,
+                "wasted_seconds": machine.wasted(now),
             }
             for name, machine in sorted(head.books.costs.machines.items())
         },
         "cost_usd": head.books.costs.cum_usd(now),
-        "wasted_usd": head.books.costs.wasted_usd(),
+        "wasted_usd": head.books.costs.wasted_usd(now),
     }
 
 
