@@ -9,7 +9,6 @@ import logging
 
 from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.core import logs
-from echo2.core.addresses import join
 from echo2.core.background import spawn
 from echo2.core.disk import DiskWatch, checkpoint_bytes
 from echo2.core.errors import InvariantError, NoRoomError, UserError
@@ -63,7 +62,7 @@ async def _serve(rundir: RunDir) -> None:
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
     head.ledger.set_meta("port", bound)
-    address = join(config.head.advertise or host, bound)
+    address = config.head.advertised(bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
     if head.kept is not None:

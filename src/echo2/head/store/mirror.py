@@ -35,6 +35,7 @@ from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading, open_for_writing
 from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
 from echo2.head.store.log import add_mark, copy_name, decode, entry_key, send, take_log
+from echo2.transport.base import AWAY
 
 log = logging.getLogger(__name__)
 
@@ -216,9 +217,9 @@ class Mirror:
     def check(self) -> None:
         """Raises PeerError if this head may not answer now: the store takes nothing, or another head has the run."""
         if self._writer.fenced is not None:
-            raise PeerError("busy", "this head's run was taken over by another one")
+            raise PeerError(AWAY, "this head's run was taken over by another one")
         if self.trouble:
-            raise PeerError("busy", self.trouble)
+            raise PeerError(AWAY, self.trouble)
 
     @property
     def trouble(self) -> str:
