@@ -82,7 +82,8 @@ async def _serve(rundir: RunDir) -> None:
         _write_end(head, head.ending.outcome)
     await head.close()
     if mirror is not None and sending is not None:
-        await mirror.close()
+        kind, reason = head.ending.outcome
+        await mirror.close("" if kind in ("no_room", "bug") else reason)  # then another machine may do better
         sending.cancel()
     await asyncio.sleep(CLOSING_SECONDS)
     await server.stop()
