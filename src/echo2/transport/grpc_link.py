@@ -70,7 +70,7 @@ class GrpcLink:
         if self._address != self._addresses.current and not self._is_closed:
             before = self._channel
             self._dial()
-            log.info("calling the head at %s", self._address)
+            log.debug("calling the head at %s", self._address)
             spawn(before.close(), unforeseen(log, "closing a connection"))
 
     def _failed_at(self, address: str) -> None:
