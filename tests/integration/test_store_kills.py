@@ -86,6 +86,13 @@ class Machines:
         """Go on from the store in an empty directory."""
         self.head = self._head("--resume-from", self.store, *settings)
 
+    def stand_by(self) -> subprocess.Popen[bytes]:
+        """Start a standby, and wait until it waits."""
+        found = self._head("--resume-from", self.store, "--standby")
+        said = self.root / f"head-{self.num_heads}.log"
+        self.wait(lambda: "standing by" in said.read_text(), "standby")
+        return found
+
     def version(self) -> int:
         status = read(self.out / "status.json") or {}
         return int(status.get("version", -1)) if status.get("head", {}).get("pid") == self.head.pid else -1
@@ -174,3 +181,29 @@ def test_a_run_whose_heads_disk_is_lost_at_random_instants(tmp_path: Path, sort_
     calm.finish(10 * STUCK_SECONDS)
     after = Run(tmp_path / "learner", sort_model)
     assert after.weights() == calm.weights()
+
+
+def test_a_standby_takes_over_by_itself_and_the_next_one_ends_with_the_run(tmp_path: Path, sort_model: Path) -> None:
+    with Machines(tmp_path, sort_model, _store(tmp_path)) as machines:
+        machines.wait(lambda: machines.version() >= 1, "a step")
+        burnt, standby = machines.out, machines.stand_by()
+        machines.head.kill()
+        machines.head.wait()
+        began = time.monotonic()
+        shutil.rmtree(burnt)
+        machines.head, second = standby, machines.out
+        machines.wait(lambda: machines.version() >= 0, "head")
+        seconds = time.monotonic() - began
+        reached = machines.version()
+        machines.wait(lambda: machines.version() > reached + 1, "progress")
+        third = machines.stand_by()
+        machines.head.send_signal(signal.SIGTERM)
+        assert machines.head.wait(STUCK_SECONDS) == 0, machines.logs()
+        for process in (third, machines.learner, *machines.workers):
+            assert process.wait(STUCK_SECONDS) == 0, machines.logs()
+        assert "the run is over, and this standby is not needed: told to end (SIGTERM)" in machines.logs()
+        assert not (machines.out / "config.json").exists()
+        audit = json.loads(echo2(tmp_path, "audit", str(second), "--json").stdout)
+        _figures(seconds=seconds, acknowledged=_deliveries(machines), audit=audit)
+    assert audit["lost"] == audit["doubled"] == 0
+    assert audit["leases"]["accepted"] >= _deliveries(machines) > 0

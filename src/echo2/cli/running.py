@@ -138,13 +138,13 @@ def _run(options: argparse.Namespace) -> int:
     from echo2.core.child import end_with_supervisor
     from echo2.launch.start import how_to_continue, run
 
+    fetched = ["run", f"{options.out}/config.json", "--out", str(options.out)]
+    resumed = how_to_continue(fetched if options.resume_from else options.given)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
     target = _target(options, options.config, has_learner=not options.no_learner)
     if target is None:
         return 0
-    if not options.dry_run:
-        given = ["run", str(target), "--out", str(options.out)] if options.resume_from else options.given
-        options.interrupted = how_to_continue(given)
+    options.interrupted = "interrupted" if options.dry_run else resumed
     given = target, options.out, options.resume, options.dry_run, options.overrides, options.json
     return run(*given, has_page=options.view, has_learner=not options.no_learner)
 
