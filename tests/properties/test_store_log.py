@@ -14,7 +14,7 @@ from random import Random
 import pytest
 
 from echo2.core.errors import LinkError, UserError
-from echo2.head.store.decide.log import SIGN_SECONDS, SILENT_SECONDS, Claim, LogWriter, Mark, Sign, Watch
+from echo2.head.store.decide.log import SIGN_SECONDS, SILENT_SECONDS, Claim, LogWriter, Mark, Sign, SignWatch
 from echo2.head.store.log import SIGN_KEY, LogReader, add_mark, copy_name, encode, send, take_log, why_over
 from seeds import seeds
 
@@ -243,7 +243,7 @@ class Standbys(World):
 
     def __init__(self, random: Random) -> None:
         super().__init__(random, 0.0)
-        self.watches = [Watch(), Watch()]
+        self.watches = [SignWatch(), SignWatch()]
         self.clocks = [(random.uniform(0.5, 2.0), random.uniform(-1e6, 1e6)) for _ in self.watches]
         self.num_taken_over = self.num_woken = 0
 
@@ -295,7 +295,7 @@ class Standbys(World):
             self.fetch()
             self.start(self.directories[-1])
             self.num_taken_over += self.directories[-1].writer is not None
-            self.watches[number] = Watch()
+            self.watches[number] = SignWatch()
 
 
 def settled(world: World) -> Records:
@@ -330,7 +330,7 @@ def test_standbys_follow_heads_that_sleep_and_wake_up() -> None:
 
 @pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
 def test_a_head_that_gives_signs_is_not_taken_over_and_a_silent_one_is(rate: float) -> None:
-    watch, now = Watch(), 0.0
+    watch, now = SignWatch(), 0.0
     while now < 100 * SILENT_SECONDS:
         watch.look(b"%d" % (now // (2 * SIGN_SECONDS)), 7e8 + now * rate)
         assert not watch.is_silent
@@ -344,7 +344,7 @@ def test_a_head_that_gives_signs_is_not_taken_over_and_a_silent_one_is(rate: flo
 
 def test_a_standby_that_saw_nothing_has_seen_nobody_be_silent() -> None:
     """It slept, or the store was away, for the head as well."""
-    watch = Watch()
+    watch = SignWatch()
     for now in (0.0, 2.0, 1e6, 2e6, 2e6 + 2.0):
         watch.look(b"sign", now)
     assert not watch.is_silent

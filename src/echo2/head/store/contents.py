@@ -25,7 +25,7 @@ from echo2.config.rundir import RunDir, write_atomically
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.store.decide.log import LOOK_SECONDS, Watch
+from echo2.head.store.decide.log import LOOK_SECONDS, SignWatch
 from echo2.head.store.log import SIGN_KEY, LogReader, why_over
 from echo2.head.store.mirror import LedgerFile, Mirror, write_claim
 from echo2.learner.core import checkpoint
@@ -181,7 +181,7 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
         UserError: as `fetch_run`, and as `check`.
         LinkError: the store cannot be reached when the wait begins.
     """
-    objects, watch, aside = open_objects(url), Watch(), RunDir(out / "fetching")
+    objects, watch, aside = open_objects(url), SignWatch(), RunDir(out / "fetching")
     if RunDir(out).config.exists():
         raise UserError(f"--standby fills an empty directory, and {out} holds a run. Choose another --out.")
     try:
@@ -208,7 +208,7 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
         shutil.rmtree(aside.path, ignore_errors=True)
 
 
-def _await_silence(objects: Objects, watch: Watch) -> str:
+def _await_silence(objects: Objects, watch: SignWatch) -> str:
     while not watch.is_silent:
         time.sleep(LOOK_SECONDS)
         watch.look(found := objects.get(SIGN_KEY), time.monotonic())

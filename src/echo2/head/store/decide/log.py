@@ -153,7 +153,7 @@ class Sign:
     over: str = ""
 
 
-class Watch:
+class SignWatch:
     """How long a head has been silent, by a standby's own clock. Only time between two looks counts, and little of a
     long one: a standby that slept, or did not reach the store, has not seen anybody be silent."""
 
