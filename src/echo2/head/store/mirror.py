@@ -256,6 +256,8 @@ class Mirror:
         while self._writer.fenced is None:
             try:
                 await self._step(fail)
+                if self._writer.fenced is None:
+                    await self._give_sign()
             except LinkError as error:
                 if not self._error:
                     log.warning("%s", error)
@@ -284,7 +286,6 @@ class Mirror:
             self._notify()
 
     async def _step(self, fail: Callable[[Exception], object]) -> None:
-        await self._give_sign()
         sending, position = self._writer.to_send(), self._writer.position
         if sending is None:
             is_quiet = not await self._change(PROBE_SECONDS)
