@@ -84,7 +84,7 @@ class GrpcLink:
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
         self._follow()
-        address = self._address
+        address, channel = self._address, self._channel
         try:
             spec, header = METHODS[method], None
             if spec.in_header:
@@ -94,7 +94,7 @@ class GrpcLink:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, address, error) from error
         except asyncio.CancelledError:
-            self._raise_if_closed(method, address)
+            self._raise_if_closed(method, channel)
             raise
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
@@ -104,7 +104,7 @@ class GrpcLink:
 
     async def frames(self, method: str, request: Any) -> AsyncGenerator[bytes, None]:
         self._follow()
-        under_way, address = None, self._address
+        under_way, address, channel = None, self._address, self._channel
         try:
             under_way = self._calls[method](request)
             while (reply := await under_way.read()) is not grpc.aio.EOF:
@@ -112,7 +112,7 @@ class GrpcLink:
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
             raise self._translated(method, address, error) from error
         except asyncio.CancelledError:
-            self._raise_if_closed(method, address)
+            self._raise_if_closed(method, channel)
             raise
         finally:
             if under_way is not None:
@@ -126,11 +126,11 @@ class GrpcLink:
         self._is_closed = True
         await self._channel.close()
 
-    def _raise_if_closed(self, method: str, address: str) -> None:
-        """Raises LinkError if `close` or `_follow` ended the call to this address: gRPC reports that as if the caller
-        had been cancelled."""
+    def _raise_if_closed(self, method: str, channel: grpc.aio.Channel) -> None:
+        """Raises LinkError if `close` or `_follow` ended the call on this channel: gRPC reports that as if the caller
+        had been cancelled. (By then the address may be the same again.)"""
         task = asyncio.current_task()
-        if (self._is_closed or self._address != address) and (task is None or not task.cancelling()):
+        if (self._is_closed or channel is not self._channel) and (task is None or not task.cancelling()):
             raise LinkError(f"{method}: the link was closed")
 
     def _translated(self, method: str, address: str, error: Exception) -> PeerError | LinkError:
