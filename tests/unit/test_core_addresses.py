@@ -153,3 +153,23 @@ def test_links_leave_a_head_that_may_not_answer(tmp_path: Path) -> None:
             await server.stop()
 
     run(scenario())
+
+
+def test_a_call_ends_as_a_broken_link_though_the_address_is_the_same_again(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        identity, desk = RunIdentity.create_or_load(tmp_path / "identity"), Desk()
+        server = GrpcServer("127.0.0.1", 0, identity, desk.handlers())
+        listed = f"127.0.0.1:{await server.start()},127.0.0.1:{free_port()}"
+        member = await join(identity.make_ticket("worker", listed, 1, 1.0), tmp_path / "state")
+        link = member.link()
+        attending = awaited(attend(link))
+        await desk.attended.wait()
+        for address in member.head.all:
+            member.head.after(address)
+            link.open()
+        with pytest.raises(LinkError, match="the link was closed"):
+            await attending
+        await link.close()
+        await server.stop()
+
+    run(scenario())
