@@ -234,7 +234,7 @@ class RealHead:
             (directory / "model" / name).write_bytes(data)
         sizes = {"samples": options.samples, "tokens": options.tokens, "batch": options.batch, "step": options.step}
         config = directory / "run.toml"
-        store = "" if store == "none" else f"{directory}/{store}"
+        store = "" if store == "none" else store if "://" in store else f"{directory}/{store}"
         config.write_text(CONFIG.format(model=directory / "model", port=port, store=store, **sizes))
         enrol(directory, self.address, count)
         self._log = open(directory / "head.log", "wb")  # noqa: SIM115 (closed with the head)
@@ -330,7 +330,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="groups that a worker is leased together")
     parser.add_argument("--sampling-seconds", type=float, default=0.0, help="that a worker waits before it answers")
     parser.add_argument("--step", type=int, default=128, help="groups a step")
-    text = "none, or a directory's name with or without ?lag_seconds=N; ratios are to the first"
+    text = "none, a directory's name or a URL, with or without ?lag_seconds=N; ratios are to the first"
     parser.add_argument("--stores", nargs="+", default=["none"], help=text)
     parser.add_argument("--profile", default="", help="write the head's cProfile there; its times are not real ones")
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)

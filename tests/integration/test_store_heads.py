@@ -35,10 +35,12 @@ def head(*arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 
 def until_up(process: subprocess.Popen[str], out: Path) -> int:
-    """Wait until a head serves. Return the number of its turn."""
-    while (told := read(out / "status.json")) is None or told["head"]["pid"] != process.pid:
+    """Wait until a head serves, and its store has what there is. Return the number of its turn."""
+    told = None
+    while told is None or told["head"]["pid"] != process.pid or told["store"]["behind_records"]:
         assert process.poll() is None, process.communicate()[1]
         pause()
+        told = read(out / "status.json")
     turn: int = told["store"]["head"]
     return turn
 

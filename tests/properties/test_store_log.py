@@ -1,11 +1,12 @@
 """The log of a ledger in a store that fails in every way it may, with heads that die, lose their disks, come back from
-the dead and race: what was acknowledged is there afterwards, once, and only one head at a time acknowledges.
+the dead and race, and standbys that follow them: what was acknowledged is there afterwards, once, and only one head at
+a time acknowledges.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
@@ -13,26 +14,25 @@ from random import Random
 import pytest
 
 from echo2.core.errors import LinkError, UserError
-from echo2.head.store.decide.log import Claim, LogWriter, Mark
-from echo2.head.store.log import LogReader, add_mark, copy_name, send, take_log
+from echo2.head.store.decide.log import SIGN_SECONDS, SILENT_SECONDS, Claim, LogWriter, Mark, Sign, SignWatch
+from echo2.head.store.log import SIGN_KEY, LogReader, add_mark, copy_name, encode, send, take_log, why_over
 from seeds import seeds
 
 STEPS = 400
 
 
 class FaultyObjects:
-    """Objects in memory. A request may be lost before it is done or after, may be done again later, and a list may
-    be old."""
+    """Objects in memory. A request may be lost before it is done or after, or midway, may be done again later, and a
+    list may be old."""
 
     def __init__(self, random: Random) -> None:
         self._random, self._objects, self.fault_rate = random, dict[str, bytes](), 0.06
         self._old_keys: list[str] = []
-        self._late: list[tuple[str, bytes]] = []
+        self._late: list[Callable[[], object]] = []
 
     def _fails(self) -> bool:
         if self._late and self._random.random() < 0.2:
-            key, data = self._late.pop()
-            self._objects.setdefault(key, data)
+            self._late.pop()()
         return self._random.random() < self.fault_rate
 
     def get(self, key: str) -> bytes | None:
@@ -41,16 +41,21 @@ class FaultyObjects:
         return self._objects.get(key)
 
     def create(self, key: str, data: bytes) -> bool:
-        if self._fails():
-            kind = self._random.choice(["before", "after", "late"])
-            if kind == "after":
-                self._objects.setdefault(key, data)
-            elif kind == "late":
-                self._late.append((key, data))
-            raise LinkError("lost")
         is_new = key not in self._objects
-        self._objects.setdefault(key, data)
+        self._done(lambda: self._objects.setdefault(key, data), lambda: None)
         return is_new
+
+    def _done(self, whole: Callable[[], object], half: Callable[[], object]) -> None:
+        """Do a request, or fail in one of the ways there are."""
+        if not self._fails():
+            whole()
+            return
+        kind = self._random.choice(["before", "after", "late", "torn"])
+        if kind == "late":
+            self._late.append(whole)
+        elif kind != "before":
+            (whole if kind == "after" else half)()
+        raise LinkError("lost")
 
     def keys(self, prefix: str) -> list[str]:
         if self._fails():
@@ -66,9 +71,9 @@ class FaultyObjects:
             self._objects.pop(key, None)
 
     def upload(self, key: str, pieces: Iterable[bytes | memoryview]) -> None:
-        if self._fails():
-            raise LinkError("lost")
-        self._objects[key] = b"".join(pieces)
+        data = b"".join(pieces)
+        put = self._objects.__setitem__
+        self._done(lambda: put(key, data), lambda: put(key, data[: self._random.randrange(len(data))]))
 
     def download(self, key: str) -> Iterator[bytes]:
         if self._fails():
@@ -110,6 +115,9 @@ class Directory:
     times: list[float] = field(default_factory=list)  # of the records that the living head has added
     acknowledged: dict[str, float] = field(default_factory=dict)  # record -> when it was recorded
     copying: tuple[int, int, str] | None = None
+    asleep_until: float = 0.0
+    signed_at: float = -1e9
+    num_signs: int = 0
 
 
 class World:
@@ -159,12 +167,15 @@ class World:
     def lose(self, _: Directory) -> None:
         """Somebody resumes on an empty disk; the head before may be dead, or asleep."""
         if self.random.random() < 0.3:
-            name = f"d{len(self.directories)}"
-            reader = LogReader(self.objects, Records())
-            reader.catch_up()
-            if reader.last is not None:
-                claim = Claim(name, (reader.last.head, reader.last.epoch))
-                self.directories.append(Directory(name, claim, reader._replica))  # type: ignore[arg-type]
+            self.fetch()
+
+    def fetch(self) -> None:
+        name = f"d{len(self.directories)}"
+        reader = LogReader(self.objects, Records())
+        reader.catch_up()
+        if reader.last is not None:
+            claim = Claim(name, (reader.last.head, reader.last.epoch))
+            self.directories.append(Directory(name, claim, reader._replica))  # type: ignore[arg-type]
 
     def copy(self, one: Directory) -> None:
         """In two steps, with whatever may come between them."""
@@ -221,3 +232,132 @@ def test_an_entry_that_the_store_has_altered_is_refused() -> None:
     objects._objects[key] = objects._objects[key][:-1]
     with pytest.raises(UserError, match="digest is wrong now"):
         LogReader(objects, Records()).catch_up()
+
+
+# ---- standbys --------------------------------------------------------------------------------------------------------
+
+
+class Standbys(World):
+    """Two standbys, whose clocks are wrong and run too fast or too slow. Heads fall asleep for as long as a standby
+    waits, and longer. Machines deliver the same results again, to whichever head, until one has acknowledged them."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__(random, 0.0)
+        self.watches = [SignWatch(), SignWatch()]
+        self.clocks = [(random.uniform(0.5, 2.0), random.uniform(-1e6, 1e6)) for _ in self.watches]
+        self.num_taken_over = self.num_woken = 0
+
+    def act(self) -> None:
+        self.now += 2.0 * self.random.random()
+        if self.random.random() < 0.7:
+            with suppress(LinkError):
+                self.look()
+        awake = [one for one in self.directories[-4:] if self.now >= one.asleep_until]
+        if not awake:
+            return
+        one = self.random.choice(awake)
+        if one.asleep_until and one.writer is not None and one is not self.directories[-1]:
+            self.num_woken += one.writer.fenced is None
+        one.asleep_until = 0.0
+        often = [self.record, self.send, self.acknowledge, self.sign, self.start]
+        action = self.random.choice([*often * 5, self.kill, self.copy, self.sleep])
+        with suppress(LinkError):
+            action(one)
+
+    def record(self, one: Directory) -> None:
+        if one.writer is None:
+            return
+        acknowledged = {record for each in self.directories for record in each.acknowledged}
+        delivered = [f"r{number + 1}" for number in range(self.num_records)]
+        again = [record for record in delivered if record not in acknowledged]
+        if not again or self.random.random() < 0.7:
+            super().record(one)
+        elif (record := self.random.choice(again)) not in one.ledger.records:  # else the planner refuses it
+            one.ledger.records.append(record)
+            one.times.append(self.now)
+            one.writer.add(one.ledger.number, record.encode(), self.now)
+
+    def sign(self, one: Directory) -> None:
+        if one.writer is not None and one.writer.fenced is None and self.now > one.signed_at + SIGN_SECONDS:
+            one.num_signs += 1
+            sign = Sign(one.name, one.writer.epoch, one.num_signs)
+            self.objects.upload(SIGN_KEY, [encode(sign)])
+            one.signed_at = self.now
+
+    def sleep(self, one: Directory) -> None:
+        one.asleep_until = self.now + 3 * self.random.random() * SILENT_SECONDS
+
+    def look(self) -> None:
+        number = self.random.randrange(len(self.watches))
+        watch, (rate, offset) = self.watches[number], self.clocks[number]
+        watch.look(self.objects.get(SIGN_KEY), self.now * rate + offset)
+        if watch.is_silent:
+            self.fetch()
+            self.start(self.directories[-1])
+            self.num_taken_over += self.directories[-1].writer is not None
+            self.watches[number] = SignWatch()
+
+
+def settled(world: World) -> Records:
+    """What is in the store when all is quiet."""
+    world.objects.fault_rate = 0.0
+    found = Records()
+    LogReader(world.objects, found).catch_up()
+    return found
+
+
+@pytest.mark.parametrize("seed", seeds(15, 400))
+def test_of_a_head_and_its_standbys_one_acknowledges(seed: int) -> None:
+    world = Standbys(Random(seed))
+    for _ in range(3 * STEPS):
+        world.act()
+    found = settled(world)
+    assert len(set(found.records)) == len(found.records)
+    acknowledged = [record for one in world.directories for record in one.acknowledged]
+    assert len(set(acknowledged)) == len(acknowledged)  # by one head each
+    assert set(acknowledged) <= set(found.records)
+
+
+def test_standbys_follow_heads_that_sleep_and_wake_up() -> None:
+    worlds = [Standbys(Random(seed)) for seed in range(20)]
+    for world in worlds:
+        for _ in range(3 * STEPS):
+            world.act()
+    assert sum(world.num_taken_over for world in worlds) > 40
+    assert sum(world.num_woken for world in worlds) > 10
+    assert sum(len(one.acknowledged) for world in worlds for one in world.directories) > 100
+
+
+@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0])
+def test_a_head_that_gives_signs_is_not_taken_over_and_a_silent_one_is(rate: float) -> None:
+    watch, now = SignWatch(), 0.0
+    while now < 100 * SILENT_SECONDS:
+        watch.look(b"%d" % (now // (2 * SIGN_SECONDS)), 7e8 + now * rate)
+        assert not watch.is_silent
+        now += 1.0
+    died_at = now
+    while not watch.is_silent:
+        watch.look(b"the last", 7e8 + now * rate)
+        now += 1.0
+    assert SILENT_SECONDS <= (now - died_at) * rate < SILENT_SECONDS + 4 * rate
+
+
+def test_a_standby_that_saw_nothing_has_seen_nobody_be_silent() -> None:
+    """It slept, or the store was away, for the head as well."""
+    watch = SignWatch()
+    for now in (0.0, 2.0, 1e6, 2e6, 2e6 + 2.0):
+        watch.look(b"sign", now)
+    assert not watch.is_silent
+
+
+def test_last_words_count_if_no_other_head_has_followed() -> None:
+    objects = FaultyObjects(Random(0))
+    objects.fault_rate = 0.0
+    assert why_over(objects, None) == ""
+    first = take_log(objects, Records(), Claim("a"), Records().copy)
+    words = encode(Sign("a", first.epoch, 5, "finished"))
+    assert why_over(objects, encode(Sign("a", first.epoch, 4))) == ""
+    assert why_over(objects, words[:-3]) == ""
+    assert why_over(objects, words) == "finished"
+    take_log(objects, Records(), Claim("b", ("a", first.epoch)), Records().copy)
+    assert why_over(objects, words) == ""

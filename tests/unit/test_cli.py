@@ -239,6 +239,12 @@ def test_what_is_not_there_is_named(tmp_path: Path, arguments: list[str], words:
     assert line.startswith(f"error: {words.replace('NOWHERE', nowhere)}")
 
 
+def test_a_standby_needs_the_store_of_a_run(capsys: pytest.CaptureFixture[str], config_file: Path) -> None:
+    for command in ("run", "head"):
+        assert "--standby needs --resume-from URL" in mistake(capsys, command, str(config_file), "--standby")
+        assert "needs --out DIR" in mistake(capsys, command, "--resume-from", "s3://bucket/a", "--standby")
+
+
 def test_a_run_without_a_checkpoint_has_nothing_to_evaluate_or_export(
     capsys: pytest.CaptureFixture[str], empty_run: RunDir, tmp_path: Path
 ) -> None:

@@ -120,6 +120,10 @@ def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str,
         ({"learner": {"loss": "icepop", "loss_params": {"low": 6.0}}}, ["low = 6.0 is above high = 5.0"]),
         ({"head": {"listen": "127.0.0.1:65536"}}, ["head.listen = '127.0.0.1:65536'", "HOST:PORT"]),
         ({"head": {"listen": "7341"}}, ["head.listen = '7341'", "HOST:PORT"]),
+        ({"head": {"advertise": "a.example b.example"}}, ["head.advertise", "'a.example b.example'", "HOST:PORT"]),
+        ({"head": {"advertise": "a.example:70000"}}, ["'a.example:70000' is not HOST or HOST:PORT"]),
+        ({"head": {"advertise": "a.example,"}}, ["'' is not HOST", "Separate several by commas"]),
+        ({"head": {"advertise": ",".join("abcdefghi")}}, ["names 9 addresses", "at most 8"]),
         ({"lora": {"targets": ["q_proj"]}}, ["lora.rank = 0 trains the whole model", "leave out the rest"]),
         ({"lora": {"rank": 4, "targets": []}}, ["lora.targets is empty", "all-linear"]),
         ({"run": {"log_to": ["tensorboard", "wandb"]}}, ["run.log_to has 'wandb'", "wandb:<project>"]),
@@ -258,3 +262,13 @@ def test_weights_change_during_a_generation_where_that_may_be(staleness: int, de
 def test_where_the_head_listens() -> None:
     assert Config().head.address == ("127.0.0.1", 0)
     assert build({"head": {"listen": "[::]:7341"}}, "x").head.address == ("::", 7341)
+
+
+def test_which_addresses_tickets_name() -> None:
+    assert Config().head.advertised(7) == "127.0.0.1:7"
+    for listed, written in (
+        ("a.example", "a.example:7"),
+        ("a.example, b.example:8", "a.example:7,b.example:8"),
+        ("2001:db8::5, [2001:db8::6]:9,[fe80::1%eth0]", "[2001:db8::5]:7,[2001:db8::6]:9,[fe80::1%eth0]:7"),
+    ):
+        assert build({"head": {"advertise": listed}}, "x").head.advertised(7) == written

@@ -16,12 +16,18 @@ from echo2.core.errors import PeerError, UserError
 from echo2.core.objects import open_objects
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.serve.head_process import pause
+from echo2.head.store import contents
 from echo2.head.store import mirror as mirror_module
-from echo2.head.store.contents import fetch_run
-from echo2.head.store.decide.log import Mark
-from echo2.head.store.log import add_mark
+from echo2.head.store.contents import fetch_run, stand_by
+from echo2.head.store.decide import log as log_rules
+from echo2.head.store.decide.log import Mark, Sign
+from echo2.head.store.log import SIGN_KEY, add_mark, encode
 from echo2.head.store.mirror import Mirror
 from echo2.transport import wire_pb2 as wire
+from echo2.transport.base import Peer
+from echo2.transport.identity import PeerIdentity
+from echo2.transport.limits import PROTOCOL_VERSION
+from echo2.transport.tickets import Ticket
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from seeds import seeds
 
@@ -171,3 +177,89 @@ def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:
     (tmp_path / "out" / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"holds a run\. Choose another --out"):
         fetch_run(str(tmp_path / "store"), tmp_path / "out")
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standbys look often, and wait for little silence."""
+    monkeypatch.setattr(contents, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(log_rules, "SILENT_SECONDS", 0.3)
+
+
+def leave_a_run(tmp_path: Path, over: str | None = None) -> str:
+    """A run in a store, whose head has died, or has ended the run."""
+
+    async def live() -> None:
+        async with run_with(tmp_path, str(tmp_path / "store")) as opened:
+            assert opened.head.mirror is not None
+            opened.head.ledger.set_meta("number", 7)
+            (opened.head.rundir.path / "config.json").write_text("{}")
+            assert opened.head.kept is not None
+            opened.head.kept.keep_files()
+            await opened.head.mirror.stored()
+            if over is not None:
+                await opened.head.mirror.close(over)
+
+    asyncio.run(live())
+    return str(tmp_path / "store")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_standby_fetches_the_run_of_a_silent_head(tmp_path: Path) -> None:
+    store, out, checked = leave_a_run(tmp_path, over=""), tmp_path / "out", list[str]()
+    assert stand_by(store, out, lambda found: checked.append(found.config.read_text())) == ""
+    assert checked == ["{}"]
+    assert not (out / "fetching").exists()
+    assert RunDir(out).config.read_text() == "{}"
+    with closing(Ledger(RunDir(out).ledger)) as ledger:
+        assert ledger.get_meta("number") == 7
+    with pytest.raises(UserError, match=r"holds a run\. Choose another --out"):
+        stand_by(store, out, print)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_standby_whose_head_comes_back_goes_on_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, out, num_fetched = leave_a_run(tmp_path), tmp_path / "out", 0
+
+    def slowly(url: str, where: Path) -> RunDir:
+        nonlocal num_fetched
+        num_fetched += 1
+        if num_fetched == 1:
+            open_objects(store).upload(SIGN_KEY, [encode(Sign("head", 1, 99))])
+        return fetch_run(url, where)
+
+    monkeypatch.setattr(contents, "fetch_run", slowly)
+    assert stand_by(store, out, lambda _: None) == ""
+    assert num_fetched == 2
+    assert RunDir(out).config.exists()
+
+
+def test_a_standby_of_a_run_that_ends_is_told_why(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert stand_by(leave_a_run(tmp_path, over="all steps are trained"), out, lambda _: None) == "all steps are trained"
+    assert list(out.iterdir()) == []
+
+
+def test_a_standby_that_could_not_run_says_so_at_once(tmp_path: Path) -> None:
+    def check(found: RunDir) -> None:
+        raise UserError("no model here")
+
+    with pytest.raises(UserError, match="no model here"):
+        stand_by(leave_a_run(tmp_path), tmp_path / "out", check)
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(UserError, match="There is no run in"):
+        stand_by(str(tmp_path / "another"), tmp_path / "out", print)
+
+
+def test_whoever_was_admitted_is_in_the_store(tmp_path: Path) -> None:
+    async def live() -> None:
+        async with run_with(tmp_path, str(tmp_path / "store")) as opened:
+            ticket = Ticket.parse(opened.head.identity.make_ticket("worker", "nowhere:1", 1, 1.0))
+            request = wire.EnrolRequest(protocol=PROTOCOL_VERSION, csr_der=PeerIdentity(tmp_path / "machine").request())
+            enrol = opened.service.handlers()["Enrol"]
+            admitted = await enrol(Peer(ticket.ticket_id, "join-worker"), request)
+            shutil.copytree(tmp_path / "store", tmp_path / "then")
+            found = fetch_run(str(tmp_path / "then"), tmp_path / "out")
+            assert admitted.peer_id in (found.identity / "members.json").read_text()
+
+    asyncio.run(live())

@@ -94,6 +94,19 @@ def test_nobody_at_the_address_and_no_such_host_are_told_apart(tmp_path: Path) -
     assert any("no host" in words for words in said)
 
 
+def test_a_standby_does_not_answer_and_nothing_is_wrong(tmp_path: Path) -> None:
+    identity = RunIdentity.create_or_load(tmp_path / "run")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        away = f"127.0.0.1:{server.getsockname()[1]}"
+    with listening(identity, tmp_path) as address:
+        for addresses in (f"{away},{address}", f"{address},{away}"):
+            found = list(doctor.at_ticket(ticket_of(identity, addresses), time.time()))
+            assert [one.verdict for one in found if one.about == "head"] == ["fine"]
+            assert not any(one.verdict == "wrong" for one in found)
+    found = list(doctor.at_ticket(ticket_of(identity, f"{away},{away}"), time.time()))
+    assert [one.verdict for one in found if one.about == "link"] == ["wrong", "wrong"]
+
+
 def test_a_clock_outside_the_tickets_time_is_said_before_anybody_is_dialled(tmp_path: Path) -> None:
     ticket = ticket_of(RunIdentity.create_or_load(tmp_path / "run"), "127.0.0.1:1")
     later = (certificates.CERTIFICATE_DAYS + 9) * 86_400

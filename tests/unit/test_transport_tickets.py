@@ -54,6 +54,11 @@ def test_ticket_says_where_and_who(run: RunIdentity, role: str) -> None:
     assert ticket.credentials.ca_pem == run.credentials.ca_pem
 
 
+def test_ticket_names_the_addresses_of_standbys(run: RunIdentity) -> None:
+    addresses = "203.0.113.5:4700,[2001:db8::5]:4701,b.example:4702"
+    assert Ticket.parse(run.make_ticket("worker", addresses, 3, HOUR)).address == addresses
+
+
 def test_ticket_from_a_file(tmp_path: Path, ticket_text: str) -> None:
     path = tmp_path / "ticket"
     path.write_text(f"\n  {ticket_text}\n")
@@ -108,6 +113,8 @@ BAD_TICKETS: dict[str, Callable[[str], str]] = {
     "path in run": lambda t: rewritten(t, ca=certified("echo2 ../../../home")),
     "address of another kind": lambda t: rewritten(t, addr="unix:///run/docker.sock"),
     "address without a port": lambda t: rewritten(t, addr="203.0.113.5"),
+    "too many addresses": lambda t: rewritten(t, addr=",".join(["a:1"] * 9)),
+    "an address that is missing": lambda t: rewritten(t, addr="a:1,,b:1"),
     "another certificate": lambda t: rewritten(
         t, cert=json.loads(base64.urlsafe_b64decode(t.removeprefix("echo2-")))["ca"]
     ),

@@ -48,6 +48,8 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue the run in that directory")
     text = "continue the run that this store keeps (its head.store) in an empty --out; takes no CONFIG"
     parser.add_argument("--resume-from", default="", metavar="URL", help=text)
+    text = "with --resume-from: do so when the run's head gives no sign of life any more, and wait until then"
+    parser.add_argument("--standby", action="store_true", help=text)
 
 
 def add_processes(add: Add) -> None:
@@ -136,11 +138,14 @@ def _run(options: argparse.Namespace) -> int:
     from echo2.core.child import end_with_supervisor
     from echo2.launch.start import how_to_continue, run
 
-    then = how_to_continue(options.given)
-    options.interrupted = "interrupted" if options.dry_run else f"interrupted; {then}"
+    fetched = ["run", f"{options.out}/config.json", "--out", str(options.out)]
+    then = how_to_continue(fetched if options.resume_from else options.given)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
-    options.config = _target(options, options.config)
-    given = options.config, options.out, options.resume, options.dry_run, options.overrides, options.json
+    target = _target(options, options.config, has_learner=not options.no_learner)
+    if target is None:
+        return 0
+    options.interrupted = "interrupted" if options.dry_run else f"interrupted; {then}"
+    given = target, options.out, options.resume, options.dry_run, options.overrides, options.json
     return run(*given, has_page=options.view, has_learner=not options.no_learner, then=then)
 
 
@@ -167,8 +172,9 @@ def _demo(options: argparse.Namespace) -> int:
     return run(DEMO, where, False, False, {}, options.json, then=then)
 
 
-def _target(options: argparse.Namespace, given: Path | None) -> Path:
-    """Return the configuration or directory to start from; with --resume-from, after the run was fetched.
+def _target(options: argparse.Namespace, given: Path | None, has_learner: bool) -> Path | None:
+    """Return the configuration or directory to start from; with --resume-from, after the run was fetched. None: it
+    ended while this standby waited.
 
     Raises:
         UserError: there must be one of both.
@@ -177,6 +183,8 @@ def _target(options: argparse.Namespace, given: Path | None) -> Path:
 
     if bool(given) == bool(options.resume_from):
         raise UserError("Give a configuration file, or --resume-from URL with an empty --out DIR; one of both.")
+    if options.standby and not options.resume_from:
+        raise UserError("--standby needs --resume-from URL, the head.store of the run that it waits for.")
     if given is not None:
         return given
     if options.out is None:
@@ -184,7 +192,12 @@ def _target(options: argparse.Namespace, given: Path | None) -> Path:
     from echo2.launch.start import fetched
 
     options.resume = True
-    target, options.overrides = fetched(options.resume_from, options.out, options.overrides)
+    is_standby = options.standby and not getattr(options, "dry_run", False)
+    found = fetched(options.resume_from, options.out, options.overrides, is_standby, has_learner)
+    if isinstance(found, str):
+        print(f"the run is over, and this standby is not needed: {printable(found)}", file=sys.stderr)
+        return None
+    target, options.overrides = found
     return target
 
 
@@ -196,7 +209,9 @@ def _head(options: argparse.Namespace) -> int:
     from echo2.launch import start as launch
 
     begin_process()
-    target = _target(options, options.target)
+    target = _target(options, options.target, has_learner=False)
+    if target is None:
+        return 0
     rundir = launch.open_run(target, options.out, options.resume, options.overrides)
     forbid_torch()
     asyncio.run(run_head(rundir))

@@ -279,4 +279,4 @@ def check_together(config: Config) -> None:
                 f"run.log_to has {target!r}: expected tensorboard, wandb:<project>, wandb+rollouts:<project> or "
                 "trackio:<project>."
             )
-    config.head.address, config.head.store_place  # noqa: B018  they are checked when they are read
+    config.head.advertised(0), config.head.store_place

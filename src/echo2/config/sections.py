@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from echo2.config.judge import JudgeConfig, read_judge
 from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
-from echo2.core.addresses import host_and_port
+from echo2.core.addresses import host_and_port, join_all
 from echo2.core.errors import UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
@@ -363,7 +363,13 @@ class HeadConfig:
             "HOST:PORT to listen on. Host 0.0.0.0: other machines may join. Port 0: any free one, kept over restarts."
         ),
     ] = "127.0.0.1:0"
-    advertise: Annotated[str, _doc("Host name or address in tickets. Empty: the host of head.listen.")] = ""
+    advertise: Annotated[
+        str,
+        _doc(
+            "Host name or address in tickets. Several, separated by commas, each with or without a port: machines try "
+            "them in turn, so name a standby's, too. Empty: the host of head.listen."
+        ),
+    ] = ""
 
     store: Annotated[
         str,
@@ -373,6 +379,14 @@ class HeadConfig:
             "`--resume-from` continues a run from it. Empty: nowhere. See docs/operations.md."
         ),
     ] = ""
+
+    def advertised(self, port: int) -> str:
+        """Return the addresses in tickets, as of `join_all`. `port`: of those without one.
+
+        Raises:
+            UserError: as `join_all`, and as `address`.
+        """
+        return join_all(self.advertise or self.address[0], port, "head.advertise")
 
     @property
     def store_place(self) -> tuple[str, float]:

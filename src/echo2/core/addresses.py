@@ -1,6 +1,7 @@
 """Network addresses as text: joins and splits host and port, and tells near hosts from far ones.
 
 Every address of a run is written by `join` and read by `split`: an IPv6 host stands in brackets, as in `[::1]:7341`.
+The head may have several, in one text with commas between them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ PORT_MAX = 65535
 LOOPBACK = "127.0.0.1"
 #: Ends of host names that exist only in a private network (RFC 6761, 6762, 8375, and ICANN's .internal).
 PRIVATE_NAMES = (".local", ".localhost", ".internal", ".home.arpa")
+#: Most addresses of one head.
+LISTED_MAX = 8
+_HOST = re.compile(r"[0-9A-Za-z._-]{1,253}|(?=.*:.*:)[0-9A-Fa-f:.]{2,45}(%[0-9A-Za-z._-]{1,32})?")
 _ADDRESS = re.compile(r"(?:\[(?P<v6>[^]]+)\]|(?P<host>[^:\[\]]+))(?::(?P<port>[0-9]{1,5}))?")
 
 
@@ -31,6 +35,45 @@ def split(address: str) -> tuple[str, int]:
         return address.strip("[]"), 0
     port = int(match["port"] or 0)
     return match["v6"] or match["host"], port if port <= PORT_MAX else 0
+
+
+def join_all(listed: str, port: int, setting: str) -> str:
+    """Return "host:port,host:port" of a list "host, host:port". `port`: of hosts without one.
+
+    Raises:
+        UserError: an entry is no host, or has no valid port, or there are more than `LISTED_MAX`.
+    """
+    entries = [entry.strip() for entry in listed.split(",")]
+    for entry in entries:
+        host, own = split(entry)
+        if not _HOST.fullmatch(host) or not (own or entry.strip("[]") == host):
+            raise UserError(
+                f"{setting} = {listed!r}: {entry!r} is not HOST or HOST:PORT. Separate several by commas, as in "
+                "a.example:7341, b.example:7341."
+            )
+    if len(entries) > LISTED_MAX:
+        raise UserError(f"{setting} names {len(entries)} addresses. Name at most {LISTED_MAX}.")
+    return ",".join(join(host, own or port) for host, own in map(split, entries))
+
+
+class Addresses:
+    """Where a peer may be found: a text as of `join_all`. All links of a process to that peer call the `current` one,
+    until it fails."""
+
+    def __init__(self, text: str) -> None:
+        self.all = tuple(text.split(","))
+        self.current = self.all[0]
+
+    def after(self, failed: str) -> str:
+        """Return the one to call after this one has failed."""
+        if failed == self.current:
+            self.current = self.all[(self.all.index(failed) + 1) % len(self.all)]
+        return self.current
+
+    @property
+    def are_loopback(self) -> bool:
+        """Whether only this machine itself can call them."""
+        return all(is_loopback(split(address)[0]) for address in self.all)
 
 
 def host_and_port(text: str, setting: str, example: str) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.logs import keep_private
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, refuse_other_tokenizer
-from echo2.head.store.contents import fetch_run
+from echo2.head.store.contents import fetch_run, stand_by
 from echo2.launch.preflight import (
     check,
     check_place,
@@ -171,15 +171,22 @@ def open_run(target: Path, out: Path | None, resume: bool, overrides: Mapping[st
         return create(where, config, resume)
 
 
-def fetched(url: str, out: Path, overrides: Mapping[str, str]) -> tuple[Path, dict[str, str]]:
+def fetched(
+    url: str, out: Path, overrides: Mapping[str, str], is_standby: bool = False, has_learner: bool = False
+) -> tuple[Path, dict[str, str]] | str:
     """Fetch the run in a store into a directory. Return its configuration file, and the settings to resume it with.
+    `is_standby`: wait first until its head is silent, and return why the run is over if it ends before.
 
     Raises:
-        UserError: there is no run in the store, or one in the directory.
+        UserError: there is no run in the store, or one in the directory; or a standby could not run it here.
     """
     keep_private()
+    rundir = RunDir(out)
     with claimed(out, "run"):
-        rundir = fetch_run(url, out)
+        if not is_standby:
+            fetch_run(url, out)
+        elif over := stand_by(url, out, lambda found: check(configuration.load(found.config, overrides), has_learner)):
+            return over
     is_moved = rundir.read_config().head.store_place[0] != url
     return rundir.config, {**({"head.store": url} if is_moved else {}), **overrides}
 

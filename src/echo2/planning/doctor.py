@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,7 +29,7 @@ from urllib.parse import unquote, urlsplit
 
 from echo2 import __version__
 from echo2.config.values import FORMS
-from echo2.core.addresses import is_loopback, split
+from echo2.core.addresses import Addresses, is_loopback, split
 from echo2.core.devices import NVIDIA_DRIVER, this_machine
 from echo2.core.disk import FLOOR_BYTES, free_bytes
 from echo2.core.types import Hardware
@@ -53,6 +53,7 @@ SLOW_SECONDS = 1.0
 
 #: A clock further behind the head's than this is reported; certificates tolerate a day.
 CLOCK_DOUBT = timedelta(minutes=5)
+STANDBY = "That is as it should be where a standby waits. Else the owner takes the address out of head.advertise."
 SET_CLOCK = "Set this machine's clock (timedatectl set-ntp true): certificates are valid only within their dates."
 #: X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED of OpenSSL.
 OUTSIDE_ITS_TIME = (9, 10)
@@ -217,7 +218,20 @@ def _clock(certificate: bytes, now: float) -> Finding:
 
 
 def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
-    host, port = split(ticket.address)
+    """Try the head's addresses in turn, as a worker does: up to the first that answers."""
+    failed: list[Finding] = []
+    for address in Addresses(ticket.address).all:
+        found = list(_dial_at(address, ticket, now))
+        if not any(one.about == "link" and one.verdict == "wrong" for one in found):
+            yield from (replace(one, verdict="doubtful", todo=STANDBY) for one in failed if one.about == "link")
+            yield from found
+            return
+        failed += found
+    yield from failed
+
+
+def _dial_at(address: str, ticket: Ticket, now: float) -> Iterator[Finding]:
+    host, port = split(address)
     if is_loopback(host):
         todo = "If the head is elsewhere, its owner sets head.advertise and makes a new ticket."
         yield Finding("address", "doubtful", f"{host} is this machine itself", todo)
@@ -225,7 +239,7 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
     try:
         with _connected(host, port) as link:
             seconds = time.monotonic() - began
-            said = f"{ticket.address} answers in {seconds * 1e3:.0f} ms"
+            said = f"{address} answers in {seconds * 1e3:.0f} ms"
             todo = "Rollouts will be late: give this worker few slots, or the run a larger max_staleness."
             yield _finding("link", seconds < SLOW_SECONDS, said, "doubtful", todo)
             yield from _shake_hands(ticket, link, now)
@@ -236,7 +250,7 @@ def _dial(ticket: Ticket, now: float) -> Iterator[Finding]:
             "Is the run going on (`echo2 status` at the head)? Is a firewall in the way? Workers only connect outwards."
         )
         todo = f"{todo} {grpc_options.note(host)}".rstrip()
-        yield Finding("link", "wrong", f"{ticket.address} does not answer: {error.strerror or error}", todo)
+        yield Finding("link", "wrong", f"{address} does not answer: {error.strerror or error}", todo)
 
 
 def _connected(host: str, port: int) -> socket.socket:

@@ -20,6 +20,10 @@ from echo2.core.errors import PeerError
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.tickets import TICKET_ROLES
 
+#: Words of an end that is there and does not serve a caller now, which hears LinkError: it has too much to do; it may
+#: not answer as the head, for its store is away or another head has the run.
+BUSY, AWAY = "busy", "away"
+
 
 @dataclass(frozen=True, slots=True)
 class Peer:

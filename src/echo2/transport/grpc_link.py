@@ -3,6 +3,9 @@ reach listen, too (`grpc_server`).
 
 No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>" and
 becomes PeerError at the caller; most other failures become LinkError.
+
+A head may have several addresses, of which one has a head at a time. A link that cannot connect, or is told that this
+head is not the one (`AWAY`), goes on to the next; callers try again as they do when a head restarts.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from echo2.core.addresses import split
+from echo2.core.addresses import Addresses, split
+from echo2.core.background import spawn, unforeseen
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Handlers, Link, Method, packed, parse
+from echo2.transport.base import AWAY, BUSY, METHODS, Handlers, Link, Method, packed, parse
 from echo2.transport.grpc_server import SERVICE, PeerServer
 from echo2.transport.identity import SERVER_NAME, PeerIdentity, peer_name
 from echo2.transport.tickets import Credentials, Ticket
@@ -45,14 +49,33 @@ _NO_HOST = re.compile(r"hostname lookup|address lookup|DNS resolution")
 
 
 class GrpcLink:
-    """A `Link`: one connection to the head, or to the peer that proves `server_name`; reconnects between calls."""
+    """A `Link`: one connection to the head, or to the peer that proves `server_name`; reconnects between calls, and
+    calls the current one of the `addresses`."""
 
-    def __init__(self, address: str, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
-        self._address, self._is_closed, self._host = address, False, split(address)[0]
-        tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
-        options = grpc_options.client(server_name, self._host, is_head=server_name == SERVER_NAME)
-        self._channel = grpc.aio.secure_channel(address, tls, options=options)
+    def __init__(self, addresses: str | Addresses, credentials: Credentials, server_name: str = SERVER_NAME) -> None:
+        self._addresses = Addresses(addresses) if isinstance(addresses, str) else addresses
+        self._server_name, self._is_closed = server_name, False
+        self._tls = grpc.ssl_channel_credentials(credentials.ca_pem, credentials.key_pem, credentials.certificate_pem)
+        self._dial()
+
+    def _dial(self) -> None:
+        self._address = self._addresses.current
+        self._host = split(self._address)[0]
+        options = grpc_options.client(self._server_name, self._host, is_head=self._server_name == SERVER_NAME)
+        self._channel = grpc.aio.secure_channel(self._address, self._tls, options=options)
         self._calls = {name: self._callable(method) for name, method in METHODS.items()}
+
+    def _follow(self) -> None:
+        """Call the current address, if another link has found this one's wanting. Calls under way there end."""
+        if self._address != self._addresses.current and not self._is_closed:
+            before = self._channel
+            self._dial()
+            log.debug("calling the head at %s", self._address)
+            spawn(before.close(), unforeseen(log, "closing a connection"))
+
+    def _failed_at(self, address: str) -> None:
+        self._addresses.after(address)
+        self._follow()
 
     def _callable(self, method: Method) -> Any:
         make = self._channel.unary_stream if method.streaming else self._channel.unary_unary
@@ -60,6 +83,8 @@ class GrpcLink:
         return make(path, request_serializer=packed, response_deserializer=None)
 
     async def call(self, method: str, request: Any, timeout_seconds: float) -> Any:
+        self._follow()
+        address, channel = self._address, self._channel
         try:
             spec, header = METHODS[method], None
             if spec.in_header:
@@ -67,9 +92,9 @@ class GrpcLink:
             reply = await self._calls[method](request, timeout=timeout_seconds, metadata=header)
             return parse(spec.reply, reply)
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._translated(method, error) from error
+            raise self._translated(method, address, error) from error
         except asyncio.CancelledError:
-            self._raise_if_closed(method)
+            self._raise_if_closed(method, channel)
             raise
 
     async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
@@ -78,86 +103,95 @@ class GrpcLink:
                 yield parse(METHODS[method].reply, reply)
 
     async def frames(self, method: str, request: Any) -> AsyncGenerator[bytes, None]:
-        under_way = None
+        self._follow()
+        under_way, address, channel = None, self._address, self._channel
         try:
             under_way = self._calls[method](request)
             while (reply := await under_way.read()) is not grpc.aio.EOF:
                 yield reply
         except (grpc.aio.AioRpcError, grpc.aio.UsageError) as error:
-            raise self._translated(method, error) from error
+            raise self._translated(method, address, error) from error
         except asyncio.CancelledError:
-            self._raise_if_closed(method)
+            self._raise_if_closed(method, channel)
             raise
         finally:
             if under_way is not None:
                 under_way.cancel()
 
     def open(self) -> None:
+        self._follow()
         self._channel.get_state(try_to_connect=True)
 
     async def close(self) -> None:
         self._is_closed = True
         await self._channel.close()
 
-    def _raise_if_closed(self, method: str) -> None:
-        """Raises LinkError if `close` ended the call: gRPC reports that as if the caller had been cancelled."""
+    def _raise_if_closed(self, method: str, channel: grpc.aio.Channel) -> None:
+        """Raises LinkError if `close` or `_follow` ended the call on this channel: gRPC reports that as if the caller
+        had been cancelled. (By then the address may be the same again.)"""
         task = asyncio.current_task()
-        if self._is_closed and (task is None or not task.cancelling()):
+        if (self._is_closed or channel is not self._channel) and (task is None or not task.cancelling()):
             raise LinkError(f"{method}: the link was closed")
 
-    def _translated(self, method: str, error: Exception) -> PeerError | LinkError:
+    def _translated(self, method: str, address: str, error: Exception) -> PeerError | LinkError:
         if not isinstance(error, grpc.aio.AioRpcError):  # UsageError
             return LinkError(f"{method}: the link is closed")
         code, details = error.code(), error.details() or ""
         if code == grpc.StatusCode.PERMISSION_DENIED:
             reason, _, detail = details.partition(": ")
-            return PeerError(reason, detail)
+            if reason != AWAY:
+                return PeerError(reason, detail)
+            self._failed_at(address)
+            return LinkError(f"{address} is not the head now: {detail}")
         if code == grpc.StatusCode.RESOURCE_EXHAUSTED:
             return PeerError("oversized", details)
         if code == grpc.StatusCode.UNIMPLEMENTED:
             return PeerError("unimplemented", f"{method}: {details[:500]}")
         if code == grpc.StatusCode.UNAVAILABLE:
+            if not details.startswith(f"{BUSY}: "):
+                self._failed_at(address)
             if _NO_HOST.search(details):
-                return self._unreached("there is no such host")
+                return _unreached(address, "there is no such host")
             if found := _NO_CONNECTION.search(details):
-                return self._unreached(found[1])
+                return _unreached(address, found[1])
             if "proxy" in details.lower():
-                return self._unreached(details[:500])
+                return _unreached(address, details[:500])
             if "CERTIFICATE_VERIFY_FAILED" in details:
-                return LinkError(f"{self._address} answers, but its certificate is not valid for this run")
-        return LinkError(f"{method} at {self._address}: {code.name.lower()}: {details[:500]}")
+                return LinkError(f"{address} answers, but its certificate is not valid for this run")
+        return LinkError(f"{method} at {address}: {code.name.lower()}: {details[:500]}")
 
-    def _unreached(self, why: str) -> LinkError:
-        told = grpc_options.note(self._host)
-        return LinkError(f"{self._address} does not answer: {why}" + (f". {told}" if told else ""))
+
+def _unreached(address: str, why: str) -> LinkError:
+    told = grpc_options.note(split(address)[0])
+    return LinkError(f"{address} does not answer: {why}" + (f". {told}" if told else ""))
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The result of joining: the machine's peer id, the head's address and the machine's credentials."""
+    """The result of joining: the machine's peer id, the head's addresses and the machine's credentials."""
 
     peer_id: str
-    address: str
+    head: Addresses
     credentials: Credentials
 
     def link(self) -> GrpcLink:
         """Return a connection to the head."""
-        return GrpcLink(self.address, self.credentials)
+        return GrpcLink(self.head, self.credentials)
 
     def network(self) -> GrpcNetwork:
         """Return a network that opens connections and serves peers with these credentials."""
-        return GrpcNetwork(self.credentials, self.address)
+        return GrpcNetwork(self.credentials, self.head)
 
 
 class GrpcNetwork:
     """`base.Network` of one member. The head, too, dials workers with it (`to_peer`), to learn which are reachable."""
 
-    def __init__(self, credentials: Credentials, head_address: str = "") -> None:
-        self._credentials, self._head_address = credentials, head_address
+    def __init__(self, credentials: Credentials, head: str | Addresses = "") -> None:
+        self._credentials, self._head = credentials, head
         self._server: PeerServer | None = None
 
     def to_head(self) -> GrpcLink:
-        return GrpcLink(self._head_address, self._credentials)
+        return GrpcLink(self._head, self._credentials)
 
     def to_peer(self, peer_id: str, address: str) -> GrpcLink:
         return GrpcLink(address, self._credentials, peer_name(peer_id))
@@ -189,9 +223,9 @@ async def join(ticket_text: str, state_directory: Path, patience_seconds: float 
     """
     ticket = Ticket.parse(ticket_text)
     identity = PeerIdentity(state_directory / f"{ticket.run_id}-{ticket.role}")
-    known = identity.load()
+    known, head = identity.load(), Addresses(ticket.address)
     if known is None:
-        joining = GrpcLink(ticket.address, ticket.credentials)
+        joining = GrpcLink(head, ticket.credentials)
         try:
             request = wire.EnrolRequest(protocol=limits.PROTOCOL_VERSION, csr_der=identity.request())
             reply = await _patiently(joining, request, patience_seconds)
@@ -199,7 +233,7 @@ async def join(ticket_text: str, state_directory: Path, patience_seconds: float 
             await joining.close()
         known = identity.keep(ticket.credentials.ca_pem, reply.certificate_der)
     peer_id, credentials = known
-    return Membership(peer_id, ticket.address, credentials)
+    return Membership(peer_id, head, credentials)
 
 
 async def _patiently(link: GrpcLink, request: wire.EnrolRequest, patience_seconds: float) -> wire.EnrolReply:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import grpc
@@ -21,7 +22,7 @@ from echo2.core.addresses import LOOPBACK, join
 from echo2.core.errors import PeerError, UserError
 from echo2.transport import grpc_options, limits
 from echo2.transport import wire_pb2 as wire
-from echo2.transport.base import METHODS, Handler, Handlers, Method, Peer, check_role, num_bytes, packed, parse
+from echo2.transport.base import BUSY, METHODS, Handler, Handlers, Method, Peer, check_role, num_bytes, packed, parse
 from echo2.transport.budgets import Budgets, OverBudget, Party, worst
 from echo2.transport.door import Connection, Door
 from echo2.transport.identity import Enrolment, RunIdentity
@@ -223,7 +224,7 @@ class PeerServer:
         if isinstance(error, PeerError):
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, f"{error.reason}: {error.detail}"[:DETAIL_CHARS_MAX])
         if isinstance(error, OverBudget):  # not PERMISSION_DENIED: trying again, later, may help
-            await context.abort(grpc.StatusCode.UNAVAILABLE, f"busy: {error}"[:DETAIL_CHARS_MAX])
+            await context.abort(grpc.StatusCode.UNAVAILABLE, f"{BUSY}: {error}"[:DETAIL_CHARS_MAX])
         if isinstance(error, grpc.aio.AbortError | grpc.RpcError):
             raise error
         log.error("%s failed", method.name, exc_info=error)
@@ -249,7 +250,7 @@ class GrpcServer(PeerServer):
             host,
             port,
             identity.credentials,
-            {**handlers, "Enrol": self._enrol},
+            {"Enrol": partial(enrol, identity), **handlers},
             identity.check_not_revoked,
             on_error,
             advice,
@@ -293,14 +294,14 @@ class GrpcServer(PeerServer):
         )
         return own, ticket, self._strangers("strangers", limits.UNREAD_MAX)
 
-    async def _enrol(self, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
-        if request.protocol != limits.PROTOCOL_VERSION:
-            detail = (
-                f"you speak protocol {request.protocol}, the head {limits.PROTOCOL_VERSION}: upgrade one of the two"
-            )
-            raise PeerError("protocol", detail)
-        peer_id, certificate = self._identity.enrol(peer.peer_id, peer.role.removeprefix("join-"), request.csr_der)
-        return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
+
+async def enrol(identity: RunIdentity, peer: Peer, request: wire.EnrolRequest) -> wire.EnrolReply:
+    """Admit a caller whose ticket is valid. Raises PeerError: as `RunIdentity.enrol`, or "protocol"."""
+    if request.protocol != limits.PROTOCOL_VERSION:
+        detail = f"you speak protocol {request.protocol}, the head {limits.PROTOCOL_VERSION}: upgrade one of the two"
+        raise PeerError("protocol", detail)
+    peer_id, certificate = identity.enrol(peer.peer_id, peer.role.removeprefix("join-"), request.csr_der)
+    return wire.EnrolReply(peer_id=peer_id, certificate_der=certificate)
 
 
 def _message(method: Method, data: bytes) -> Any:

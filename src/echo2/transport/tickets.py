@@ -1,6 +1,6 @@
 """Tickets, with which a machine joins a run: as text to pass on, and as the run stores them.
 
-text     "echo2-" + base64url(JSON): the head's address, the CA's certificate, and a *join certificate* with its
+text     "echo2-" + base64url(JSON): the head's addresses, the CA's certificate, and a *join certificate* with its
          key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).
 terms    how many machines a ticket admits, until when, and whether they are the owner's: one file a ticket, read at
          every enrolment and replaced whole, so that `echo2 invite` and a running head share it without a lock. The
@@ -19,6 +19,7 @@ from pathlib import Path
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 
+from echo2.core.addresses import LISTED_MAX
 from echo2.core.errors import UserError
 from echo2.transport import certificates
 
@@ -31,7 +32,8 @@ TICKET_ROLES = ("worker", "learner", "sampler")
 OWN_TICKET_USES = 64
 RUN_ID = re.compile(r"[0-9a-f]{12}")
 TICKET_ID = re.compile(r"[0-9a-f]{16}")
-_ADDRESS = re.compile(r"[0-9A-Za-z._%\[\]:-]{1,300}:[0-9]{1,5}")
+_ADDRESS = r"[0-9A-Za-z._%\[\]:-]{1,300}:[0-9]{1,5}"
+_ADDRESSES = re.compile(f"{_ADDRESS}(,{_ADDRESS}){{0,{LISTED_MAX - 1}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Credentials:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """A parsed ticket. `role`: one of `TICKET_ROLES`."""
+    """A parsed ticket. `address`: of the head, or several joined by commas. `role`: one of `TICKET_ROLES`."""
 
     run_id: str
     address: str
@@ -111,7 +113,7 @@ def _parse_ticket(text: str) -> Ticket:
     if plain["v"] != TICKET_VERSION:
         raise ValueError("its version is no number")
     address = str(plain["addr"])
-    if not _ADDRESS.fullmatch(address):
+    if not _ADDRESSES.fullmatch(address):
         raise _no_ticket(text, f"its address {address[:100]!r} is not HOST:PORT")
     der = {name: base64.b64decode(plain[name], validate=True) for name in ("ca", "cert", "key")}
     key = ec.derive_private_key(int.from_bytes(der["key"], "big"), ec.SECP256R1())

@@ -10,7 +10,6 @@ import time
 
 from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.core import logs
-from echo2.core.addresses import join
 from echo2.core.background import spawn
 from echo2.core.disk import DiskWatch, checkpoint_bytes
 from echo2.core.errors import InvariantError, NoRoomError, UserError
@@ -65,7 +64,7 @@ async def _serve(rundir: RunDir) -> None:
     gc.collect()
     gc.freeze()  # modules and libraries live as long as the process: exclude them from later collections
     head.ledger.set_meta("port", bound)
-    address = join(config.head.advertise or host, bound)
+    address = config.head.advertised(bound)
     tickets = OwnTickets(identity, own_files(rundir), address)
     tickets.keep()
     if head.kept is not None:
@@ -85,7 +84,8 @@ async def _serve(rundir: RunDir) -> None:
         _write_end(head, head.ending.outcome)
     await head.close()
     if mirror is not None and sending is not None:
-        await mirror.close()
+        kind, reason = head.ending.outcome
+        await mirror.close("" if kind in ("no_room", "bug") else reason)  # then another machine may do better
         sending.cancel()
     await asyncio.sleep(CLOSING_SECONDS)
     await server.stop()

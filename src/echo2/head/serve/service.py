@@ -14,6 +14,7 @@ import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from echo2.config.sections import SamplingConfig
@@ -35,6 +36,7 @@ from echo2.tasks.harness_process import is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
+from echo2.transport.grpc_server import enrol
 from echo2.transport.limits import DURATION_SECONDS_MAX, NAME_CHARS_MAX
 
 #: Maximum number of results in one call.
@@ -71,7 +73,7 @@ class Service:
         made = self._handlers()
         if self._head.mirror is not None:
             for waits, names in (
-                (self._head.mirror.covered, ("Attend", "Leave", "FailLease", "Deliver", "ReportCheck")),
+                (self._head.mirror.covered, ("Enrol", "Attend", "Leave", "FailLease", "Deliver", "ReportCheck")),
                 (self._head.mirror.stored, _LEARNERS),
             ):
                 made |= {name: _waiting(made[name], self._head.mirror.check, waits) for name in names}
@@ -79,6 +81,7 @@ class Service:
 
     def _handlers(self) -> dict[str, Handler]:
         return {
+            "Enrol": partial(enrol, self._head.identity),
             "Describe": self.describe,
             "Attend": self.attend,
             "Report": self.report,

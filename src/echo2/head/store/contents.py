@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+import shutil
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -23,7 +25,8 @@ from echo2.config.rundir import RunDir, write_atomically
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.store.log import LogReader
+from echo2.head.store.decide.log import LOOK_SECONDS, SignWatch
+from echo2.head.store.log import SIGN_KEY, LogReader, why_over
 from echo2.head.store.mirror import LedgerFile, Mirror, write_claim
 from echo2.learner.core import checkpoint
 from echo2.transport.certificates import write_private
@@ -169,6 +172,51 @@ def _restore(pieces: Iterator[bytes], store: ChunkStore) -> None:
     store.put_manifest(manifest)
 
 
+def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
+    """Wait until the head of the run in the store at `url` gives no sign of life any more, and fetch the run as
+    `fetch_run` does. Return why the run is over, if it ends before; then nothing is fetched. `check`: called at once
+    with a directory that has the run's settings, so that what a head here would lack is known in time.
+
+    Raises:
+        UserError: as `fetch_run`, and as `check`.
+        LinkError: the store cannot be reached when the wait begins.
+    """
+    objects, watch, aside = open_objects(url), SignWatch(), RunDir(out / "fetching")
+    if RunDir(out).config.exists():
+        raise UserError(f"--standby fills an empty directory, and {out} holds a run. Choose another --out.")
+    try:
+        with closing(Ledger(_fetch_ledger(url, objects, aside))) as ledger:
+            restore_files(aside, ledger)
+        check(aside)
+        log.warning("standing by for the run in %s", url)
+        while True:
+            shutil.rmtree(aside.path)
+            try:
+                if over := _await_silence(objects, watch):
+                    return over
+                log.warning("no sign of life for %.0f s: taking the run over", watch.silent_seconds)
+                fetch_run(url, aside.path)
+                watch.look(objects.get(SIGN_KEY), time.monotonic())
+                if watch.is_silent:
+                    for path in aside.path.iterdir():
+                        path.rename(out / path.name)
+                    return ""
+                log.warning("the head is back: standing by")
+            except LinkError as error:
+                log.warning("%s", error)
+    finally:
+        shutil.rmtree(aside.path, ignore_errors=True)
+
+
+def _await_silence(objects: Objects, watch: SignWatch) -> str:
+    while not watch.is_silent:
+        time.sleep(LOOK_SECONDS)
+        watch.look(found := objects.get(SIGN_KEY), time.monotonic())
+        if over := why_over(objects, found):
+            return over
+    return ""
+
+
 def fetch_run(url: str, out: Path) -> RunDir:
     """Fill a directory with the run in the store at `url`.
 
@@ -179,7 +227,13 @@ def fetch_run(url: str, out: Path) -> RunDir:
     rundir, objects = RunDir(out), open_objects(url)
     if rundir.config.exists():
         raise UserError(f"--resume-from fills an empty directory, and {out} holds a run. Choose another --out.")
-    for folder in (out, rundir.identity, rundir.checkpoints, rundir.snapshots):
+    _fetch_ledger(url, objects, rundir)
+    restore(rundir, objects)
+    return rundir
+
+
+def _fetch_ledger(url: str, objects: Objects, rundir: RunDir) -> Path:
+    for folder in (rundir.path, rundir.identity, rundir.checkpoints, rundir.snapshots):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with closing(LedgerFile(rundir.ledger)) as ledger:
         reader = LogReader(objects, ledger)
@@ -188,8 +242,7 @@ def fetch_run(url: str, out: Path) -> RunDir:
         rundir.ledger.unlink()
         raise UserError(f"There is no run in {url}. Give the run's head.store, without ?lag_seconds.")
     write_claim(rundir, reader.last)
-    restore(rundir, objects)
-    return rundir
+    return rundir.ledger
 
 
 def restore(rundir: RunDir, objects: Objects) -> None:

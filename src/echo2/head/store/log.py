@@ -1,7 +1,7 @@
 """Reads and writes the log of a ledger in a store (`decide/log.py`):
 
     log/<position>     entries, created once        marks/<number>    where a reader may begin, created once and kept
-    copies/<name>      copies of the ledger
+    copies/<name>      copies of the ledger             alive              the newest sign of life, replaced
 
 Lists of a store may be old. So the newest mark is found by asking for the number behind the newest one listed, until
 there is none, and the end of the log likewise.
@@ -9,6 +9,7 @@ there is none, and the end of the log likewise.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -19,10 +20,11 @@ from blake3 import blake3
 from echo2.core.errors import InvariantError, LinkError, UserError
 from echo2.core.objects import Objects
 from echo2.head.ledger.schema import MAX_INTEGER
-from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
+from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, Sign
 
 _DIGEST_BYTES = 32
-_T = TypeVar("_T", Entry, Mark)
+_T = TypeVar("_T", Entry, Mark, Sign)
+SIGN_KEY = "alive"
 
 
 class Replica(Protocol):
@@ -50,7 +52,7 @@ class _Nothing:
         raise InvariantError("a copy is not wanted")
 
 
-def encode(value: Entry | Mark) -> bytes:
+def encode(value: Entry | Mark | Sign) -> bytes:
     """Return an object of the store, with a digest of it."""
     data = msgspec.msgpack.encode(value)
     return blake3(data).digest() + data
@@ -187,6 +189,21 @@ def send(objects: Objects, position: int, entry: Entry) -> Entry:
     return decode(found, Entry)
 
 
+def why_over(objects: Objects, found: bytes | None) -> str:
+    """Return why the run is over, if it is, by a sign of life that was found. The last words of a head that another has
+    followed do not count. Raises as `LogReader.catch_up`."""
+    try:
+        sign = decode(found or b"", Sign)
+    except UserError:  # none yet, or one that was torn
+        return ""
+    if sign.over:
+        end = LogReader(objects, _Nothing())
+        end.catch_up()
+        if end.last is not None and (end.last.head, end.last.epoch) == (sign.head, sign.epoch):
+            return sign.over
+    return ""
+
+
 def add_mark(objects: Objects, mark: Mark) -> None:
     """Add a mark, unless a later one is there, and delete what nobody reads any more."""
     number = 0
@@ -203,8 +220,9 @@ def add_mark(objects: Objects, mark: Mark) -> None:
 
 
 def copy_name(number: int, head: str, epoch: int) -> str:
-    """Return the name of a head's copy of the ledger up to record `number`."""
-    return f"{number:012}-{head}-{epoch}"
+    """Return the name of a head's copy of the ledger up to record `number`; of each attempt another one. An entry may
+    name a copy later than its head knows, and no second attempt may then leave half of it."""
+    return f"{number:012}-{head}-{epoch}-{secrets.token_hex(4)}"
 
 
 def _number_of(copy: str) -> int:

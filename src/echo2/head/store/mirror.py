@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import sqlite3
@@ -33,8 +34,9 @@ from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading, open_for_writing
-from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark
-from echo2.head.store.log import add_mark, copy_name, decode, entry_key, send, take_log
+from echo2.head.store.decide.log import SIGN_SECONDS, Claim, Entry, LogWriter, Mark, Sign
+from echo2.head.store.log import SIGN_KEY, add_mark, copy_name, decode, encode, entry_key, send, take_log
+from echo2.transport.base import AWAY
 
 log = logging.getLogger(__name__)
 
@@ -153,6 +155,8 @@ class Mirror:
         self._copying: asyncio.Task[None] | None = None
         self._copy_bytes = 0
         self._num_waits, self._waited_seconds = 0, 0.0
+        self._over = ""  # why no other head is wanted
+        self._sign, self._signed_at = Sign(writer.head, writer.epoch, 0), -math.inf
         self._record: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -216,9 +220,9 @@ class Mirror:
     def check(self) -> None:
         """Raises PeerError if this head may not answer now: the store takes nothing, or another head has the run."""
         if self._writer.fenced is not None:
-            raise PeerError("busy", "this head's run was taken over by another one")
+            raise PeerError(AWAY, "this head's run was taken over by another one")
         if self.trouble:
-            raise PeerError("busy", self.trouble)
+            raise PeerError(AWAY, self.trouble)
 
     @property
     def trouble(self) -> str:
@@ -252,6 +256,8 @@ class Mirror:
         while self._writer.fenced is None:
             try:
                 await self._step(fail)
+                if self._writer.fenced is None:
+                    await self._give_sign()
             except LinkError as error:
                 if not self._error:
                     log.warning("%s", error)
@@ -270,6 +276,14 @@ class Mirror:
                 f"What it has acknowledged is in {self._url}. Do not start it again."
             )
         )
+
+    async def _give_sign(self) -> None:
+        now = self._clock.now()
+        if now >= self._signed_at + SIGN_SECONDS or self._over != self._sign.over:
+            sign = Sign(self._writer.head, self.epoch, self._sign.number + 1, self._over)
+            await asyncio.to_thread(self.objects.upload, SIGN_KEY, [encode(sign)])
+            self._sign, self._signed_at = sign, now
+            self._notify()
 
     async def _step(self, fail: Callable[[Exception], object]) -> None:
         sending, position = self._writer.to_send(), self._writer.position
@@ -301,11 +315,15 @@ class Mirror:
         finally:
             aside.unlink(missing_ok=True)
 
-    async def close(self) -> None:
-        """Wait until the last records are stored."""
+    async def close(self, over: str) -> None:
+        """Wait until the last records are stored; then, if the run is `over`, until a standby can know it."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CLOSING_SECONDS):
                 while self._writer.to_send() is not None:
+                    await self._changed.wait()
+                self._over = over
+                while self._sign.over != over and self._writer.fenced is None:
+                    self._notify()
                     await self._changed.wait()
 
 

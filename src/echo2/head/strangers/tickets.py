@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.config.rundir import RunDir, write_atomically
-from echo2.core.addresses import is_loopback, split
+from echo2.core.addresses import Addresses
 from echo2.core.errors import UserError
 from echo2.transport.identity import KnownTicket, RunIdentity
 from echo2.transport.tickets import OWN_TICKET_USES, Ticket
@@ -174,7 +174,7 @@ def invite_command(options: argparse.Namespace) -> int:
         parsed = Ticket.parse(ticket)
         ticket_id, address = parsed.ticket_id, parsed.address
     note = ""
-    if address and is_loopback(split(address)[0]):
+    if address and Addresses(address).are_loopback:
         note = f"it names {address}, where no other machine can reach the head: set head.listen and head.advertise"
         note += ", then --resume"
     if options.json:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from echo2.core.addresses import host_and_port, is_loopback, split
+from echo2.core.addresses import Addresses, host_and_port, split
 from echo2.core.background import Background, spawn
 from echo2.core.errors import LinkError, PeerError
 from echo2.core.retries import Retries
@@ -438,7 +438,7 @@ class WeightsReceiver:
     ) -> None:
         """Raises: UserError, `listen` is not HOST:PORT."""
         self._link, self._ca_pem = link, member.credentials.ca_pem
-        address = listen_address(listen, relays, member.address)
+        address = listen_address(listen, relays, member.head)
         self.store = ChunkStore(directory / "snapshots")
         self.node = PeerNode(
             member.peer_id,
@@ -469,11 +469,10 @@ class WeightsReceiver:
         return self.manifest_in(await self._link.call("FetchManifest", request, MANIFEST_SECONDS))
 
 
-def listen_address(listen: str, relays: bool, head_address: str) -> tuple[str, int] | None:
+def listen_address(listen: str, relays: bool, head: Addresses) -> tuple[str, int] | None:
     """Return the (host, port) to listen on for other machines, or None not to listen. Raises as `WeightsReceiver`."""
     if not relays:
         return None
     if not listen:
-        host = split(head_address)[0]
-        return (host if is_loopback(host) else "0.0.0.0", 0)
+        return (split(head.current)[0] if head.are_loopback else "0.0.0.0", 0)
     return host_and_port(listen, "--listen", "0.0.0.0:7342")

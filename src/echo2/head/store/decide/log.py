@@ -4,10 +4,14 @@ The log is a sequence of entries at positions 1, 2, 3 ...; an entry has the reco
 the head that creates the object of a position writes there, and it goes on at the next position only. A head begins
 with an entry without records. So a head that another has followed cannot write any more, however late it wakes up: it
 finds that entry where its own should be. Therefore these entries stay when the log is shortened.
+
+A head that lives also gives signs of life, for standbys. They decide only when a standby begins; who may write is up to
+the log.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -15,6 +19,12 @@ from dataclasses import dataclass
 ENTRY_BYTES = 4 << 20
 #: The ledger is copied when the log since the last copy has grown to its size, and to so many bytes.
 COPY_BYTES_MIN = 16 << 20
+
+#: Interval of a head's signs of life, and of a standby's looks at them.
+SIGN_SECONDS = 5.0
+LOOK_SECONDS = 2.0
+#: A standby takes over after so long without a new sign. A head that is restarted on its machine is back before.
+SILENT_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,3 +140,34 @@ class Mark:
     def is_after(self, other: Mark | None) -> bool:
         """Whether this mark may follow the other."""
         return other is None or (self.position, self.number) > (other.position, other.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """A sign of life of a head: its directory, its turn, and a number that no other sign of it has. `over`: why the run
+    has ended, after which no other head is wanted; empty: it goes on."""
+
+    head: str
+    epoch: int
+    number: int
+    over: str = ""
+
+
+class SignWatch:
+    """How long a head has been silent, by a standby's own clock. Only time between two looks counts, and little of a
+    long one: a standby that slept, or did not reach the store, has not seen anybody be silent."""
+
+    def __init__(self) -> None:
+        self.silent_seconds = 0.0
+        self._seen: bytes | None = None
+        self._looked_at = -math.inf
+
+    def look(self, found: bytes | None, now: float) -> None:
+        """Take what there is of a sign now."""
+        passed = min(now - self._looked_at, 2.0 * LOOK_SECONDS)
+        self.silent_seconds = self.silent_seconds + passed if found == self._seen else 0.0
+        self._seen, self._looked_at = found, now
+
+    @property
+    def is_silent(self) -> bool:
+        return self.silent_seconds >= SILENT_SECONDS
