@@ -127,7 +127,7 @@ def _make_plan(inputs: PlanInputs, limit: SearchLimit) -> Plan:
             f"{inputs.steps} steps, ${_usd(frugal.usd - inputs.budget_usd)} more; keeping the learner busy costs "
             f"${_usd(best.usd)}."
         )
-        error.plan = frugal
+        error.plan = replace(frugal, binds="budget")
         error.steps = max(0, math.floor((inputs.budget_usd - start_usd) / frugal.usd_per_step - 1e-9))
         raise error
     return replace(frugal, binds="budget")

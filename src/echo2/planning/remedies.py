@@ -17,11 +17,8 @@ STALENESS_MAX = 64
 STALER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 #: Steps are made up to 2 to this power times as large.
 DOUBLINGS_MAX = 4
-#: Forecasts for all remedies that change one thing, as many for those that change several, and for one of them. Inputs
-#: that have no plan by the formulas are not forecast.
-FORECASTS_MAX, FORECASTS_EACH = 24, 6
-#: Remedies that are told at most.
-REMEDIES_MAX = 3
+#: Forecasts for remedies of one kind, and for one of them. Inputs that have no plan by the formulas are not forecast.
+FORECASTS_MAX, FORECASTS_EACH = 12, 6
 #: Idle ratios that are tried, where no fleet keeps to the one that was asked for.
 IDLE_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 0.9)
 
@@ -39,27 +36,21 @@ class Remedy:
 
 
 def remedies(refusal: NoPlanError, rates_are_estimated: bool = False) -> list[Remedy]:
-    """Return one remedy at least, and at most `REMEDIES_MAX`, each of another kind, for the inputs that have no plan.
-    Smaller batches leave measured rates as they are, but not estimated ones.
+    """Return one remedy at least, and at most one of each kind, for the inputs that have no plan, those that only need
+    flags first. Smaller batches leave measured rates as they are, but not estimated ones.
     """
     inputs = refusal.inputs
     assert inputs is not None  # `make_plan` raised it
-    limit = SearchLimit(FORECASTS_MAX, each=FORECASTS_EACH)
     if refusal.plan is not None:
-        fewer = _first(inputs, _fewer_steps(inputs, refusal), limit)
+        fewer = _first(inputs, _fewer_steps(inputs, refusal))
         return [*([fewer] if fewer else []), _dearer(inputs, refusal.plan)]
     batches: list[_Kind] = [] if rates_are_estimated else [_smaller_batches]
-    found = list[Remedy]()
     free = [_without_budget] if inputs.is_free else []
-    for kind in (*free, _staler, _larger_steps, *batches, _idler, _more_machines):
-        if len(found) < REMEDIES_MAX and (one := _first(inputs, kind(inputs, refusal), limit)) is not None:
-            found.append(one)
-    if found:
+    kinds = (*free, _staler, _larger_steps, *batches, _idler, _more_machines)
+    if found := [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]:
         return found
-    limit = SearchLimit(FORECASTS_MAX, each=FORECASTS_EACH)
-    both = (_first(inputs, tries, limit) for tries in _more_of_both(inputs, refusal, batches))
-    one = next((one for one in both if one is not None), None)
-    return [one or _on_policy(inputs)]
+    both = (_first(inputs, tries) for tries in _more_of_both(inputs, refusal, batches))
+    return [next((one for one in both if one is not None), None) or _on_policy(inputs)]
 
 
 def _on_policy(inputs: PlanInputs) -> Remedy:
@@ -78,8 +69,9 @@ class _Try:
 _Kind = Callable[[PlanInputs, NoPlanError], Iterator[_Try]]
 
 
-def _first(inputs: PlanInputs, tries: Iterable[_Try], limit: SearchLimit) -> Remedy | None:
+def _first(inputs: PlanInputs, tries: Iterable[_Try]) -> Remedy | None:
     """Return the first of these inputs that have a plan."""
+    limit = SearchLimit(FORECASTS_MAX, each=FORECASTS_EACH)
     for one in tries:
         if limit.forecasts <= 0:
             break
@@ -130,7 +122,8 @@ def _larger_steps(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
         groups, seconds = inputs.groups_per_step << power, inputs.train_seconds * (1 << power)
         trains = float(f"{seconds * (1 - inputs.waits_for_rewards):.4g}")
         flags = {"--schedule.groups_per_step": str(groups), "--train-seconds": f"{trains:g}"}
-        yield _Try(replace(inputs, groups_per_step=groups, train_seconds=max(seconds, trains)), flags)
+        pace = max(seconds, trains) if inputs.waits_for_rewards else trains
+        yield _Try(replace(inputs, groups_per_step=groups, train_seconds=pace), flags)
 
 
 def _smaller_batches(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
