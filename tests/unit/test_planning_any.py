@@ -109,7 +109,10 @@ def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[
             capsys.readouterr()
         else:
             ends["neither"] += 1
-            assert re.search(r"No (machine on offer|GPU that is known) holds .* of its size would fit", told), (seed, told)
+            assert re.search(r"No (machine on offer|GPU that is known) holds .* of its size would fit", told), (
+                seed,
+                told,
+            )
     return ends
 
 

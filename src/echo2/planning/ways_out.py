@@ -30,6 +30,8 @@ from echo2.planning.plan_request import MARKET, are_estimated, configured, learn
 from echo2.planning.remedies import Remedy, remedies
 
 AT_ONCE = "sampling.groups_per_batch"
+#: Flags that choose among the machines of the market, with what they are without.
+FILTERS = {"--gpus": None, "--region": None, "--spot": "any"}
 #: Forecasts for a way out of a refusal.
 WAYS_OUT = 16
 #: Without `--learner`, its machine may have so many times as much memory.
@@ -95,16 +97,17 @@ def _fitting(options: argparse.Namespace, begun: dict[str, str]) -> dict[str, st
 
 
 def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
-    places = {"": offered(options)[0]}
-    if options.offers not in (None, MARKET):
-        with contextlib.suppress(UserError):  # --region, --spot and --gpus may leave none
-            places[str(MARKET)] = offered(argparse.Namespace(**{**vars(options), "offers": MARKET}))[0]
-    memory = {place: max(map(_memory_gb, offers)) for place, offers in places.items()}
+    market = {} if options.offers in (None, MARKET) else {"--offers": str(MARKET)}
+    open_to_all = market | {flag: "" for flag in FILTERS if getattr(options, flag[2:]) not in ("", None, "any")}
+    memory = list[tuple[dict[str, str], float]]()
+    for flags in ({}, market, open_to_all):
+        with contextlib.suppress(UserError):  # a filter leaves no machine
+            memory.append((flags, max(map(_memory_gb, offered(_flagged(options, flags))[0]))))
     for settings, smaller in worker_savings(config):
-        for place, most in memory.items():
+        for flags, most in memory:
             need = worker_need(smaller, shape, machine_with(int(most * GB), 1))
             if need.total <= need.available:
-                return _as_flags(settings) | ({"--offers": place} if place else {})
+                return _as_flags(settings) | flags
     raise DoesNotFitError(
         f"No machine on offer holds a worker, nor does one of the market: even with {_in_words(settings)} it needs "
         f"{need.total / GB:.0f} GB, and the largest has {most:.0f}; {largest_model(need)}."
@@ -160,14 +163,23 @@ def _in_words(settings: dict[str, Any]) -> str:
 def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[Config, argparse.Namespace]:
     """Return configuration and flags with these changes, as the command line would give them."""
     settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
-    asked = argparse.Namespace(**{**vars(options), "overrides": {**options.overrides, **settings}})
+    asked = _flagged(options, changes)
+    asked.overrides = {**options.overrides, **settings}
+    return configured(asked), asked
+
+
+def _flagged(options: argparse.Namespace, changes: dict[str, str]) -> argparse.Namespace:
+    """Return the flags with those of these changes that are no settings."""
+    asked = argparse.Namespace(**vars(options))
     if "--offers" in changes:
         asked.offers = Path(changes["--offers"])
     if "--learner" in changes:
         asked.learner = changes["--learner"]
     if "--learner-memory-gb" in changes:
         asked.learner_memory_gb = float(changes["--learner-memory-gb"])
-    return configured(asked), asked
+    for flag in FILTERS.keys() & changes.keys():
+        setattr(asked, flag[2:], FILTERS[flag])
+    return asked
 
 
 def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[str, Plan]]:
