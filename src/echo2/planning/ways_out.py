@@ -30,6 +30,8 @@ from echo2.planning.plan_request import MARKET, are_estimated, configured, learn
 from echo2.planning.remedies import Remedy, remedies
 
 AT_ONCE = "sampling.groups_per_batch"
+#: A machine of which no memory is known is taken to hold any worker, as `offers_that_fit` does.
+UNKNOWN_GB = 1e6
 #: Flags that choose among the machines of the market, with what they are without.
 FILTERS = {"--gpus": None, "--region": None, "--spot": "any"}
 #: Forecasts for a way out of a refusal.
@@ -115,7 +117,7 @@ def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -
 
 
 def _memory_gb(offer: Offer) -> float:
-    return offer.memory_gb or (gpu(offer.gpu, offer.name).memory_gb if offer.gpu else float("inf"))
+    return offer.memory_gb or (gpu(offer.gpu, offer.name).memory_gb if offer.gpu else UNKNOWN_GB)
 
 
 def _of_learner(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
