@@ -90,7 +90,7 @@ def planned(model: Path, kind: str, values: dict[str, float], *flags: str) -> di
 def in_short(plan: dict[str, Any]) -> dict[str, Any]:
     """Hours, dollars and what limits them."""
     if "error" in plan:
-        return {"refused": plan["error"]}
+        return {"refused": plan["error"].partition(" A plan that works")[0]}
     hours, steps_per_hour = plan["prediction"]["run_seconds"] / 3600, 3600 / plan["prediction"]["step_seconds"]
     found = {
         "hours": round(hours, 1),
