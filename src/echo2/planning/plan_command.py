@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
         inputs, sources, estimated, needs = ready(config, options, past)
         plan = make_plan(inputs)
     except UserError as error:
-        if not (told := way_out(options, past, error)):
+        if not (proposed := way_out(options, past, error)):
             raise
-        raise UserError(f"{error} {told}") from error
+        raise UserError(f"{error} {proposed}") from error
     found = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
     if options.rent:
         print(rent_commands(inputs.offers, plan.machines))

@@ -143,7 +143,7 @@ def _learners(config: Config, options: argparse.Namespace) -> Iterator[tuple[dic
     if options.learner and not options.learner_memory_gb:
         count = several(options.learner, "--learner")[0]
         for name, one in sorted(GPUS.items(), key=lambda item: item[1].memory_gb):
-            if one.memory_gb > told:
+            if one.memory_gb > (told or 0.0):
                 yield {"--learner": f"{count}x{name}"}, one.memory_gb
         return
     begin = told or this_machine().memory_bytes / GB
