@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from plots import COLOURS, INK, require_matplotlib
 from recording import save
 
 from echo2.cli import main as echo2
 from echo2.config.offers import Offer
 from echo2.head.fleet.decide import formulas
+from echo2.planning.market import known_prices
 from echo2.planning.plan import make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
 
@@ -88,7 +90,7 @@ def planned(model: Path, kind: str, values: dict[str, float], *flags: str) -> di
 def in_short(plan: dict[str, Any]) -> dict[str, Any]:
     """Hours, dollars and what limits them."""
     if "error" in plan:
-        return {"refused": plan["error"]}
+        return {"refused": plan["error"].partition(" A plan that works")[0]}
     hours, steps_per_hour = plan["prediction"]["run_seconds"] / 3600, 3600 / plan["prediction"]["step_seconds"]
     found = {
         "hours": round(hours, 1),
@@ -130,11 +132,48 @@ def table_2() -> dict[str, dict[str, Any]]:
     return rows
 
 
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draw the dollars of the run with each input a fifth smaller and larger, the widest range on top."""
+    require_matplotlib()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams["svg.hashsalt"] = "echo2"
+    told = {
+        "answer": "tokens of an answer",
+        "steps": "steps",
+        "group": "rollouts of a group",
+        "price": "learner's price",
+    }
+    ends = [(*(found["varied"][f"{name} x {factor}"]["usd"] for factor in ("0.8", "1.2")), told[name]) for name in told]
+    ends.sort(key=lambda one: one[1] - one[0])
+    middle = found["rows"]["H200"]["usd"]
+    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    axes = figure.subplots()
+    for place, (low, high, _) in enumerate(ends):
+        axes.barh(place, low - middle, left=middle, color=COLOURS[0], label="20 % less" if not place else None)
+        axes.barh(place, high - middle, left=middle, color=COLOURS[1], label="20 % more" if not place else None)
+        axes.text(min(low, high), place, f"${low} ", ha="right", va="center", color=INK)
+        axes.text(max(low, high), place, f" ${high}", ha="left", va="center", color=INK)
+    axes.set_yticks(range(len(ends)), [name for _, _, name in ends])
+    axes.axvline(middle, color=INK, linewidth=1)
+    axes.margins(x=0.15)
+    axes.set_xlabel(f"dollars of the run, ${middle} as assumed", color=INK)
+    axes.tick_params(colors=INK)
+    axes.spines[:].set_color(INK)
+    axes.legend(frameon=False, labelcolor=INK, loc="lower right")
+    figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     parser.add_argument("--rehearse", action="store_true", help="simulate each plan, too")
+    parser.add_argument("--draw", type=Path, nargs=2, metavar=("RESULTS", "SVG"), help="draw a result file, and end")
     options = parser.parse_args()
+    if options.draw:
+        draw(json.loads(options.draw[0].read_text()), options.draw[1])
+        return
     for name, (hours, usd) in PUBLISHED.items():
         print(f"published, {name}: {hours:g} h, ${usd:g}")
     rows: dict[str, Any] = {}
@@ -150,7 +189,9 @@ def main() -> None:
                 found = in_short(planned(model, "H200", {**ASSUMED, name: value * factor}))
                 varied[f"{name} x {factor:g}"] = found
                 print(f"H200, {name} x {factor:g}: {found.get('hours')} h, ${found.get('usd')}")
-    save("headline", {"published": PUBLISHED, "rows": rows, "varied": varied, "table_2": table_2()}, options.out)
+    _, prices = known_prices()
+    found = {"prices": prices, "published": PUBLISHED, "rows": rows, "varied": varied, "table_2": table_2()}
+    save("headline", found, options.out)
 
 
 if __name__ == "__main__":

@@ -85,3 +85,13 @@ def test_a_wrong_scenario_file_says_what_is_wrong(tmp_path: Path, text: str, mes
 def test_a_missing_scenario_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read the scenario .*none\.toml"):
         load_study(tmp_path / "none.toml")
+
+
+def test_a_link_that_is_still_receiving_is_not_given_up() -> None:
+    """A chunk takes two seconds and four are under way, so the last answer comes later than a call may be silent."""
+    (case,) = load_study(SCENARIOS / "steady.toml").cases
+    slow = (WorkersSpec(count=2, rollout_seconds=2.0, bytes_per_second=5e5),)
+    scenario = replace(case.scenario, workers=slow, max_steps=3, groups_per_step=4)
+    report = run_scenario(scenario, seed=1)
+    assert report.finished
+    assert not report.history.given_up

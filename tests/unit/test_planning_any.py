@@ -17,8 +17,8 @@ from echo2.planning.estimates import GPUS
 from first_plans import MIXTURE, QWEN3_8B, write
 
 #: Forecasts of one command at most. A refusal has two searches for the plan (34), tries of more at once (18), and five
-#: kinds of remedy alone and five together (17 each); a plan has fewer, with its range and its table of staleness.
-FORECASTS_MAX = 256
+#: kinds of remedy alone and five together (14 each); a plan has fewer, with its range and its table of staleness.
+FORECASTS_MAX = 224
 #: Times that one forecast asks a simulated machine for its next batch: twice `WORK`, and what rounding adds.
 EVENTS_EACH = 3 * forecast.WORK
 
@@ -92,7 +92,7 @@ def remedy(told: str, offers: Path) -> list[str]:
 
 
 def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
-    """Plan each; return how many have a plan, a remedy that plans, and neither."""
+    """Plan each; return how many have a plan, a remedy that plans, and neither, for no machine can hold the model."""
     ends = {"plan": 0, "remedy": 0, "neither": 0}
     for seed in seeds:
         words, work.events, work.forecasts = drawn(seed, folder / str(seed)), 0, 0
@@ -109,7 +109,10 @@ def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[
             capsys.readouterr()
         else:
             ends["neither"] += 1
-            assert re.search(r"does? not fit|needs .* GB|larger machine", told), (seed, told)
+            assert re.search(r"No (machine on offer|GPU that is known) holds .* of its size would fit", told), (
+                seed,
+                told,
+            )
     return ends
 
 
@@ -125,4 +128,4 @@ def test_any_configuration_ends_in_a_plan_or_in_a_refusal_whose_remedy_plans(
 @pytest.mark.timeout(7200)
 def test_a_thousand_configurations(tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> None:
     ends = check(range(1000, 2000), tmp_path, work, capsys)
-    assert ends["neither"] < 200, ends
+    assert ends["neither"] < 20, ends

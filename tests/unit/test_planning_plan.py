@@ -17,7 +17,7 @@ from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import Candidate
 from echo2.learner.core.fitting import num_parameters, snapshot_bytes
-from echo2.planning import plan_command
+from echo2.planning import plan_request
 from echo2.planning.plan import NoPlanError, by_staleness, least_idle, make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs, read_past_run
 from echo2.planning.probe import Measured, as_offer
@@ -285,7 +285,7 @@ def test_the_command_prints_a_plan_for_people_and_for_programs(
 def test_slow_rewards_bound_the_rate_whatever_is_rented(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_command, "groups_at_once", lambda is_async: 2)
+    monkeypatch.setattr(plan_request, "groups_at_once", lambda is_async: 2)
     config, offers = write_files(tmp_path)
     words = ["plan", config, "--offers", offers, "--train-seconds", "20"]
     assert main([*words, "--json"]) == 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.table import Table
@@ -30,7 +32,9 @@ Needs = tuple[LearnerMemoryNeed, MemoryNeed]
 
 
 class DoesNotFitError(UserError):
-    """A process needs more memory than its machine has."""
+    """A process, the learner or a worker, needs more memory than its machine has."""
+
+    is_learner = False
 
 
 def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> LearnerMemoryNeed:
@@ -40,7 +44,11 @@ def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> 
         UserError: the learner does not fit.
     """
     need = learner_need(config, shape, hardware)
-    _check_fits("The learner", need, _learner_remedies(config))
+    try:
+        _check_fits("The learner", need, _learner_remedies(config))
+    except DoesNotFitError as error:
+        error.is_learner = True
+        raise
     return need
 
 
@@ -145,23 +153,56 @@ def offers_that_fit(
     return tuple(fitting), reasons
 
 
-def settings_that_save_memory(config: Config) -> Iterator[dict[str, str]]:
-    """Yield changes of settings with which learner and workers need less, fewest changes first."""
-    axes: list[tuple[str, list[Any]]] = [
-        ("learner.tokens_per_microbatch", ["auto"] if config.learner.tokens_per_microbatch != "auto" else []),
+def worker_savings(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
+    """Yield changes of settings with which a worker needs less, none first, and the configuration with them."""
+    return _combined(
+        config,
         ("sampling.groups_per_batch", _halves(config.sampling.groups_per_batch)),
         ("model.snapshot_dtype", ["bfloat16"] if config.model.snapshot_dtype != "bfloat16" else []),
+        ("sampling.max_tokens", _halves(config.sampling.max_tokens)),
+    )
+
+
+def learner_savings(config: Config) -> Iterator[tuple[dict[str, Any], Config]]:
+    """Yield changes of settings with which the learner needs less, none first, and the configuration with them."""
+    return _combined(
+        config,
+        ("learner.tokens_per_microbatch", ["auto"] if config.learner.tokens_per_microbatch != "auto" else []),
         ("workers.count", [0] if config.workers.count else []),
         ("learner.quantised", ["moments", "base"] if config.learner.quantised == "none" else []),
         ("learner.ranks", [config.learner.ranks << power for power in (1, 2, 3)]),
         ("lora.rank", [16] if not config.lora.rank else []),
         ("sampling.max_tokens", _halves(config.sampling.max_tokens)),
-    ]
+    )
+
+
+def _combined(config: Config, *axes: tuple[str, list[Any]]) -> Iterator[tuple[dict[str, Any], Config]]:
+    yield {}, config
     for number in range(1, CHANGES_MAX + 1):
         for chosen in itertools.combinations(axes, number):
             names = [name for name, _ in chosen]
             for values in itertools.product(*(values for _, values in chosen)):
-                yield {name: str(value) for name, value in zip(names, values, strict=True)}
+                settings = dict(zip(names, values, strict=True))
+                with contextlib.suppress(UserError):  # they do not go together
+                    yield settings, changed(config, settings)
+
+
+def changed(config: Config, settings: Mapping[str, Any]) -> Config:
+    """Return the configuration with these settings, by section and name.
+
+    Raises:
+        UserError: they do not go together.
+    """
+    sections: dict[str, dict[str, Any]] = {}
+    for name, value in settings.items():
+        section, field = name.split(".")
+        sections.setdefault(section, {})[field] = value
+    return replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+
+
+def largest_model(need: MemoryNeed) -> str:
+    """Say how large a model would fit, if all parts shrank alike."""
+    return f"a model of {max(0.0, need.available / need.total):.0%} of its size would fit"
 
 
 def _halves(value: int) -> list[int]:

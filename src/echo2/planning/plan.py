@@ -10,11 +10,14 @@ cheapest plan wins; among plans of about equal cost, the one with the freshest d
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from echo2.config.offers import Offer
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import activation, formulas
 from echo2.head.fleet.decide.forecast import Prediction, WorkerKind, forecast, longest_of
@@ -25,7 +28,7 @@ from echo2.planning.plan_inputs import PlanInputs
 SAME_COST = 0.005
 #: Factor between successive rates that are tried.
 RATE_STEP = 1.06
-#: Smallest share of the needed rate for which fleets are tried under a budget or on-policy.
+#: Smallest share of the learner's pace for which fleets are tried under a budget or on-policy.
 FRUGAL_FACTOR = 0.1
 #: If half the rate made the learner idle at most this many times as long, a higher rate does not help.
 HARDLY_LESS = 1.1
@@ -57,11 +60,12 @@ class SearchLimit:
 
 class NoPlanError(UserError):
     """These inputs are valid, and have no plan; `planning/remedies.py` finds others that have one. `missing`: the
-    shortfall in rollouts per second, if that is why; `idle`: the least idle ratio found. Where a budget is: `usd`, the
-    price of the cheapest plan, and `steps`, as many as the budget pays for.
+    shortfall in rollouts per second, if that is why; `idle`: the least idle ratio found. Where a budget is: `plan`, the
+    cheapest, and `steps`, as many as the budget pays for.
     """
 
-    missing, idle, usd, steps = 0.0, 0.0, 0.0, 0
+    missing, idle, steps = 0.0, 0.0, 0
+    plan: Plan | None = None
     inputs: PlanInputs | None = None
 
 
@@ -123,7 +127,7 @@ def _make_plan(inputs: PlanInputs, limit: SearchLimit) -> Plan:
             f"{inputs.steps} steps, ${_usd(frugal.usd - inputs.budget_usd)} more; keeping the learner busy costs "
             f"${_usd(best.usd)}."
         )
-        error.usd = frugal.usd
+        error.plan = replace(frugal, binds="budget")
         error.steps = max(0, math.floor((inputs.budget_usd - start_usd) / frugal.usd_per_step - 1e-9))
         raise error
     return replace(frugal, binds="budget")
@@ -151,13 +155,13 @@ def by_staleness(inputs: PlanInputs) -> list[Plan]:
     """Return the best plan for each S up to the bound, to show the price of fresher data. S without a plan are left
     out, and the search ends when a larger S no longer pays off.
     """
-    plans: list[Plan] = []
+    plans, limit = list[Plan](), SearchLimit()
     for max_staleness in _grid(inputs.max_staleness):
-        if plans and plans[-1].max_staleness < max_staleness - 2:
+        if limit.forecasts <= 0 or (plans and plans[-1].max_staleness < max_staleness - 2):
             break
         try:
             fresher = replace(inputs, max_staleness=max_staleness, budget_usd=None)
-            plan = make_plan(fresher)
+            plan = make_plan(fresher, limit)
         except UserError:
             continue
         if not plans or plan.max_staleness > plans[-1].max_staleness:
@@ -174,9 +178,8 @@ def _check(inputs: PlanInputs) -> None:
         raise UserError(f"learner.price_usd_per_hour = {inputs.learner_usd_per_hour} must not be negative.")
     if not 0 < inputs.max_idle < 1:
         raise UserError(f"--max-idle {inputs.max_idle} must lie between 0 and 1.")
-    prices = (inputs.learner_usd_per_hour, *(offer.price_usd_per_hour for offer in inputs.offers))
-    if inputs.budget_usd is not None and not any(prices):
-        raise UserError(
+    if inputs.budget_usd is not None and inputs.is_free:
+        raise NoPlanError(
             f"--budget {inputs.budget_usd:g} cannot be planned: neither the learner (learner.price_usd_per_hour) "
             "nor any offer has a price."
         )
@@ -300,48 +303,70 @@ def _draft(inputs: PlanInputs, max_staleness: int, publish_every: int, factor: f
     kinds = [kind for _, kind in pool]
     seconds = inputs.least_broadcast_seconds(publish_every)
     while True:
-        demand = inputs.demand(max_staleness, publish_every, seconds)
-        needed = formulas.mu_needed(demand) if max_staleness else demand.rollouts_per_step / demand.train_seconds
-        counts = activation.choose_counts(kinds, factor * needed)
-        rate = math.fsum(count * kind.rate for kind, count in zip(kinds, counts, strict=True))
-        if not activation.reaches(rate, factor * needed):
-            raise _too_slow(inputs, rate, sum(counts), factor * needed, (max_staleness, publish_every))
-        chosen = [(offer, kind, count) for (offer, kind), count in zip(pool, counts, strict=True) if count]
-        machines = {offer.name: count for offer, _, count in chosen}
-        longer = inputs.broadcast_seconds(machines, publish_every)
+        target = factor * _needed(inputs.demand(max_staleness, publish_every, seconds))
+        counts = activation.choose_counts(kinds, target)
+        draft = _drafted(inputs, pool, counts, max_staleness, publish_every, seconds)
+        if not activation.reaches(draft.rate, target):
+            raise _too_slow(inputs, draft.rate, sum(counts), target, (max_staleness, publish_every))
+        longer = inputs.broadcast_seconds(draft.machines, publish_every)
         if longer <= seconds * (1 + 1e-6):
-            usd = math.fsum(count * kind.price_usd_per_hour for _, kind, count in chosen)
-            return _Draft(machines, rate, usd, demand, needed)
+            return draft
         seconds = longer
+
+
+def _needed(demand: Demand) -> float:
+    """Return the rate below which the learner waits; on-policy it always does."""
+    return formulas.mu_needed(demand) if demand.max_staleness else demand.rollouts_per_step / demand.train_seconds
+
+
+_Pool = Sequence[tuple[Offer, activation.Kind]]
+
+
+def _drafted(
+    inputs: PlanInputs, pool: _Pool, counts: Sequence[int], max_staleness: int, publish_every: int, seconds: float
+) -> _Draft:
+    """Return these machines as a draft with T_bcast = `seconds`. Raises: as `_draft`."""
+    demand = inputs.demand(max_staleness, publish_every, seconds)
+    chosen = [(offer, kind, count) for (offer, kind), count in zip(pool, counts, strict=True) if count]
+    rate = math.fsum(count * kind.rate for _, kind, count in chosen)
+    usd = math.fsum(count * kind.price_usd_per_hour for _, kind, count in chosen)
+    return _Draft({offer.name: count for offer, _, count in chosen}, rate, usd, demand, _needed(demand))
 
 
 def _frugal(inputs: PlanInputs, best: Plan | None, limit: SearchLimit) -> Plan:
     """Return the plan with the least cost per step, however long the learner waits. The formulas give a lower bound on
     the cost; drafts whose bound is too high are not forecast.
     """
-    drafts = dict[tuple[int, int, tuple[tuple[str, int], ...]], _Draft]()
-    for pair in _pairs(inputs):
-        for step in range(_MAX_TRIES):
-            try:
-                draft = _draft(inputs, *pair, FRUGAL_FACTOR * RATE_STEP**step)
-            except UserError:
-                break
-            drafts.setdefault((*pair, tuple(draft.machines.items())), draft)
-
-    def least_usd(draft: _Draft) -> float:
-        return inputs.usd_per_step(draft.usd_per_hour, formulas.step_seconds(draft.demand, draft.rate))
-
-    for draft in sorted(drafts.values(), key=least_usd):
-        if best is not None and (limit.search <= 0 or least_usd(draft) >= best.usd_per_step):
+    drafts = list[tuple[float, _Draft]]()
+    for max_staleness, pairs in itertools.groupby(_pairs(inputs), key=lambda pair: pair[0]):
+        pool, periods = inputs.pool(max_staleness), [period for _, period in pairs]
+        for counts in _fleets(inputs, pool):
+            machines = {offer.name: count for (offer, _), count in zip(pool, counts, strict=True) if count}
+            for period in periods:
+                seconds = inputs.broadcast_seconds(machines, period)
+                with contextlib.suppress(UserError):  # this pair is impossible
+                    draft = _drafted(inputs, pool, counts, max_staleness, period, seconds)
+                    pace = formulas.step_seconds(draft.demand, draft.rate)
+                    drafts.append((inputs.usd_per_step(draft.usd_per_hour, pace), draft))
+    for least_usd, draft in sorted(drafts, key=lambda one: one[0]):
+        if best is not None and (limit.search <= 0 or least_usd >= best.usd_per_step):
             break
         plan = _walked(inputs, draft, limit)
         if best is None or plan.usd_per_step < best.usd_per_step:
             best = plan
     if best is None:
-        raise NoPlanError(
-            "These machines are too slow for any plan: together they reach less than a tenth of the rate needed."
-        )
+        raise NoPlanError("Whatever the fleet, weights travel too long for this staleness bound.")
     return best
+
+
+def _fleets(inputs: PlanInputs, pool: _Pool) -> list[tuple[int, ...]]:
+    """Return the cheapest machines for rates from a tenth of the learner's pace on, and at last all of them."""
+    kinds = [kind for _, kind in pool]
+    whole = sum(kind.count * kind.rate for kind in kinds)
+    pace = inputs.groups_per_step * inputs.group_size / inputs.train_seconds
+    targets = (FRUGAL_FACTOR * RATE_STEP**step * pace for step in range(_MAX_TRIES))
+    found = (activation.choose_counts(kinds, target) for target in targets if target < whole)
+    return list(dict.fromkeys(map(tuple, [*found, [kind.count for kind in kinds]])))
 
 
 def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: float = 1.0) -> Plan:

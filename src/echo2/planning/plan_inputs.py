@@ -77,6 +77,11 @@ class PlanInputs:
             generate_during_broadcast=self.generate_during_broadcast,
         )
 
+    @property
+    def is_free(self) -> bool:
+        """Whether neither the learner nor any machine has a price."""
+        return not any((self.learner_usd_per_hour, *(offer.price_usd_per_hour for offer in self.offers)))
+
     def offer(self, name: str) -> Offer:
         return next(offer for offer in self.offers if offer.name == name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ STALER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 #: Steps are made up to 2 to this power times as large.
 DOUBLINGS_MAX = 4
 #: Forecasts for remedies of one kind, and for one of them. Inputs that have no plan by the formulas are not forecast.
-FORECASTS_MAX, FORECASTS_EACH = 15, 6
+FORECASTS_MAX, FORECASTS_EACH = 12, 6
 #: Idle ratios that are tried, where no fleet keeps to the one that was asked for.
 IDLE_RATIOS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 0.9)
 
@@ -37,19 +36,28 @@ class Remedy:
 
 
 def remedies(refusal: NoPlanError, rates_are_estimated: bool = False) -> list[Remedy]:
-    """Return at most one remedy of each kind for the inputs that have no plan, those that only need flags first.
-    Smaller batches leave measured rates as they are, but not estimated ones.
+    """Return one remedy at least, and at most one of each kind, for the inputs that have no plan, those that only need
+    flags first. Smaller batches leave measured rates as they are, but not estimated ones.
     """
     inputs = refusal.inputs
     assert inputs is not None  # `make_plan` raised it
+    if refusal.plan is not None:
+        fewer = _first(inputs, _fewer_steps(inputs, refusal))
+        return [*([fewer] if fewer else []), _dearer(inputs, refusal.plan)]
     batches: list[_Kind] = [] if rates_are_estimated else [_smaller_batches]
-    kinds = [_staler, _larger_steps, *batches, _idler, _more_machines]
-    kinds = [_fewer_steps, _dearer] if refusal.usd else kinds
-    found = [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]
-    if not found:
-        both = (one for tries in _more_of_both(inputs, refusal, batches) if (one := _first(inputs, tries)) is not None)
-        found = list(itertools.islice(both, 1))
-    return found
+    free = [_without_budget] if inputs.is_free else []
+    kinds = (*free, _staler, _larger_steps, *batches, _idler, _more_machines)
+    if found := [one for kind in kinds if (one := _first(inputs, kind(inputs, refusal))) is not None]:
+        return found
+    both = (_first(inputs, tries) for tries in _more_of_both(inputs, refusal, batches))
+    return [next((one for one in both if one is not None), None) or _on_policy(inputs)]
+
+
+def _on_policy(inputs: PlanInputs) -> Remedy:
+    """Without staleness the learner may wait for as long as it takes, so there always is a plan."""
+    found = replace(inputs, max_staleness=0, budget_usd=None)
+    flags = {"--schedule.max_staleness": "0", "--schedule.publish_every": "1"}
+    return Remedy(flags | _no_budget(inputs), {}, found, make_plan(found))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +104,10 @@ def _fewer_steps(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
         yield _Try(replace(inputs, steps=refusal.steps), {"--run.max_steps": str(refusal.steps)})
 
 
-def _dearer(inputs: PlanInputs, refusal: NoPlanError) -> Iterator[_Try]:
-    digits = max(2, 2 - math.floor(math.log10(refusal.usd)))
-    enough = math.ceil(refusal.usd * 10**digits) / 10**digits
-    yield _Try(replace(inputs, budget_usd=enough), {"--budget": f"{enough:.{digits}f}"})
+def _dearer(inputs: PlanInputs, cheapest: Plan) -> Remedy:
+    digits = max(2, 2 - math.floor(math.log10(cheapest.usd)))
+    enough = math.ceil(cheapest.usd * 10**digits) / 10**digits
+    return Remedy({"--budget": f"{enough:.{digits}f}"}, {}, replace(inputs, budget_usd=enough), cheapest)
 
 
 def _staler(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
@@ -114,7 +122,8 @@ def _larger_steps(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
         groups, seconds = inputs.groups_per_step << power, inputs.train_seconds * (1 << power)
         trains = float(f"{seconds * (1 - inputs.waits_for_rewards):.4g}")
         flags = {"--schedule.groups_per_step": str(groups), "--train-seconds": f"{trains:g}"}
-        yield _Try(replace(inputs, groups_per_step=groups, train_seconds=max(seconds, trains)), flags)
+        pace = max(seconds, trains) if inputs.waits_for_rewards else trains
+        yield _Try(replace(inputs, groups_per_step=groups, train_seconds=pace), flags)
 
 
 def _smaller_batches(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
@@ -134,9 +143,13 @@ def _more_machines(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
     yield _Try(replace(inputs, offers=tuple(replace(one, count=COUNT_MAX) for one in inputs.offers)), {})
 
 
+def _no_budget(inputs: PlanInputs) -> dict[str, str]:
+    return {} if inputs.budget_usd is None else {"--budget": ""}
+
+
 def _without_budget(inputs: PlanInputs, _: NoPlanError) -> Iterator[_Try]:
-    if inputs.budget_usd is not None:
-        yield _Try(replace(inputs, budget_usd=None), {"--budget": ""})
+    if flags := _no_budget(inputs):
+        yield _Try(replace(inputs, budget_usd=None), flags)
 
 
 def _more_of_both(inputs: PlanInputs, refusal: NoPlanError, batches: list[_Kind]) -> Iterator[list[_Try]]:

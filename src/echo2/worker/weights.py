@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from echo2.core.background import spawn
+from echo2.core.devices import return_freed_memory
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.engines.engine import OutOfMemoryError
@@ -162,8 +163,9 @@ class WorkerWeights:
             log.warning("the run trains whole models: --base has no effect here")
             self._own_base = None
         try:
-            await loop.run_in_executor(self._loading, self.content.take, manifest)
+            await loop.run_in_executor(self._loading, self._take, manifest)
             pause = await load(self.content.snapshot())
+            await loop.run_in_executor(self._loading, return_freed_memory)  # of the weights before
         except (OutOfMemoryError, MemoryError) as error:
             log.warning("no room for snapshot %s: %s", payload, error)
             self._dispatch(ev.SnapshotTooLarge(payload, str(error)))
@@ -174,6 +176,10 @@ class WorkerWeights:
             self._dispatch(ev.SnapshotRefused(payload if below is None else PayloadId(below), str(error)))
             return None
         return pause
+
+    def _take(self, manifest: Manifest) -> None:
+        self.content.take(manifest)
+        return_freed_memory()  # of the segments that were applied
 
     async def reload(self, load: Callable[[Snapshot], Awaitable[float]]) -> SnapshotRef | None:
         """Load the content that an earlier process installed. Return its snapshot, or None if it is not usable."""

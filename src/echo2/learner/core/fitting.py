@@ -198,8 +198,9 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
         parts["adapter"] = BYTES_PER_VALUE[config.model.snapshot_dtype] * trained
     if config.workers.engine in (AUTO, "compact"):
         free = max(0, available - sum(parts.values()))
-        packs = not machine.gpus and bytes_per_value == 4
-        parts |= engine_parts(parts["weights"], free, packs, bool(config.tasks.environment))
+        packs, swaps = bytes_per_value == 4, not config.lora.rank
+        copies = 0 if machine.gpus else packs + swaps * (1 + packs)
+        parts |= engine_parts(parts["weights"], free, copies, bool(config.tasks.environment))
     return MemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine")
 
 

@@ -205,8 +205,8 @@ def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, gi
 
 
 def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:
-    """Bytes by part of a worker that decodes `rollouts` rollouts of `length` tokens, prompts included. Not counted: a
-    swap needs the weights a second time if there is room, and nothing if it works in place.
+    """Bytes by part of a worker that decodes `rollouts` rollouts of `length` tokens, prompts included. Not counted: on
+    a GPU a swap takes the weights a second time if there is room, and nothing if it works in place.
     """
     weights, length = bytes_per_value * shape.parameters, min(length, shape.max_positions)
     kept = (layer.cache * min(length, layer.window or length) for layer in shape.layers)
@@ -239,11 +239,11 @@ def rounded_parts(shape: ModelShape, form: str, has_adapter: bool, rollouts: int
     }
 
 
-def engine_parts(weights: int, free: int, packs: bool, is_in_turns: bool) -> dict[str, int]:
-    """Bytes of the `free` memory that an engine in the worker uses for speed, at most all of it. `packs`: it runs on a
-    CPU, in float32. While new weights arrive, there are two copies of them and as many packed ones.
+def engine_parts(weights: int, free: int, copies: int, is_in_turns: bool) -> dict[str, int]:
+    """Bytes of the `free` memory that an engine in the worker uses for speed, at most all of it. `copies`: sets of
+    weights that it has on a CPU beside the installed one while new ones arrive: these, and packed ones of both.
     """
     return {
-        "packed and coming weights": 3 * weights if packs and weights <= COPY_SHARE * free else 0,
+        "coming and packed weights": copies * weights if weights <= COPY_SHARE * free else 0,
         "rows kept between turns": int(KEPT_SHARE * free) if is_in_turns else 0,
     }

@@ -170,6 +170,8 @@ class SimWorker(Actor):
                 body = self._calls.pop(event.number, None)
                 if body is not None:
                     self._answered(body, event.value)
+            case TimedOut() if event.number in self._calls and (seconds := self.network.receives_for(self.name)):
+                self.post(seconds, event)
             case TimedOut():
                 body = self._calls.pop(event.number, None)
                 if body is not None:

@@ -24,7 +24,8 @@ from echo2.head.decide import events as ev
 
 #: Events after which a simulation counts as endless.
 MAX_EVENTS = 500_000_000
-#: Seconds until a call without an answer counts as failed.
+#: Seconds until a call without an answer counts as failed, unless its link is still receiving then: its answer may be
+#: behind what comes.
 CALL_SECONDS = 5.0
 #: Seconds until either end of a dead connection notices (keepalive).
 KEEPALIVE_SECONDS = 4.0
@@ -291,6 +292,12 @@ class SimNetwork:
             asked = Asked(sender, self.world.actors[sender].life, number, body)
             self.world.post(self._up_seconds(sender, num_bytes), HEAD, asked)
         return number
+
+    def receives_for(self, party: str) -> float:
+        """Return the seconds until all has arrived that is on its way to this party; 0: its link is free."""
+        link = self.links[party]
+        busy = link.down_free_at - self.world.now
+        return busy + 2 * link.latency_seconds if busy > 0 else 0.0
 
     def answer(self, asked: Asked, value: object, num_bytes: int = SMALL_BYTES) -> None:
         """Send a call's answer; it may be lost."""

@@ -1,0 +1,235 @@
+"""What `echo2 plan` proposes where there is no plan: a command that has one, and has been tried; or why none can."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from echo2.config import Config
+from echo2.config.offers import Offer
+from echo2.core.devices import this_machine
+from echo2.core.errors import UserError
+from echo2.learner.core.fitting import learner_need, machine_with, model_shape, worker_need
+from echo2.learner.decide.memory import GB
+from echo2.learner.decide.model_shape import ModelShape
+from echo2.planning.estimates import GPUS, gpu, several
+from echo2.planning.first_plan import FirstPlan
+from echo2.planning.memory_needs import (
+    DoesNotFitError,
+    largest_model,
+    learner_savings,
+    worker_savings,
+)
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan
+from echo2.planning.plan_inputs import PastRun
+from echo2.planning.plan_request import MARKET, are_estimated, configured, learner_machine, offered, ready
+from echo2.planning.remedies import Remedy, remedies
+
+AT_ONCE = "sampling.groups_per_batch"
+#: A machine of which no memory is known is taken to hold any worker, as `offers_that_fit` does.
+UNKNOWN_GB = 1e6
+#: Flags that choose among the machines of the market, with what they are without.
+FILTERS = {"--gpus": None, "--region": None, "--spot": "any"}
+#: Forecasts for a way out of a refusal.
+WAYS_OUT = 16
+#: Without `--learner`, its machine may have so many times as much memory.
+MEMORY_FACTORS = (2, 4, 8, 16, 32, 64)
+
+
+def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError) -> str:
+    """Return the nearest plans that exist, the first as the command that prints it, or why no machine can hold this
+    model; "" if the error is another.
+    """
+    if isinstance(error, NoPlanError):
+        more = next(_more_at_once(options, past), None)
+        if more is not None:
+            command = _command(options, {f"--{AT_ONCE}": more[0]})
+            return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
+        return _told(options, {}, remedies(error, are_estimated(options)))
+    changes = {} if isinstance(error, DoesNotFitError) else _fewer_ranks(options)
+    if changes is None:
+        return ""
+    try:
+        changes = _fitting(options, changes)
+    except DoesNotFitError as refusal:
+        return str(refusal)
+    config, asked = _with(options, changes)
+    inputs = ready(config, asked, past)[0]
+    try:
+        plan = make_plan(inputs, SearchLimit(WAYS_OUT))
+    except NoPlanError as refusal:
+        return _told(asked, changes, remedies(refusal, are_estimated(asked)))
+    return f"A plan that works: `{_command(options, changes)}` ({_in_short(plan)})."
+
+
+def _fewer_ranks(options: argparse.Namespace) -> dict[str, str] | None:
+    """Return flags with fewer GPUs of the learner, where the configuration is refused for their number."""
+    count, name, _ = several(options.learner or "H100", "--learner")
+    with contextlib.suppress(UserError):
+        configured(options)
+        return None
+    while count > 1:
+        count //= 2
+        changes = {"--learner": f"{count}x{name}", "--learner.ranks": str(count)}
+        with contextlib.suppress(UserError):
+            _with(options, changes)
+            return changes
+    return None
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def _fitting(options: argparse.Namespace, begun: dict[str, str]) -> dict[str, str]:
+    """Return flags with which a worker fits an offer or a machine of the market, and the learner into its own.
+
+    Raises:
+        DoesNotFitError: there are none.
+    """
+    config, asked = _with(options, begun)
+    shape = model_shape(config.model.path)
+    if shape is None:
+        return begun
+    changes = begun | _of_worker(config, asked, shape)
+    return changes | _of_learner(*_with(options, changes), shape)
+
+
+def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
+    market = {} if options.offers in (None, MARKET) else {"--offers": str(MARKET)}
+    open_to_all = market | {flag: "" for flag in FILTERS if getattr(options, flag[2:]) not in ("", None, "any")}
+    memory = list[tuple[dict[str, str], float]]()
+    for flags in ({}, market, open_to_all):
+        with contextlib.suppress(UserError):  # a filter leaves no machine
+            memory.append((flags, max(map(_memory_gb, offered(_flagged(options, flags))[0]))))
+    for settings, smaller in worker_savings(config):
+        for flags, most in memory:
+            need = worker_need(smaller, shape, machine_with(int(most * GB), 1))
+            if need.total <= need.available:
+                return _as_flags(settings) | flags
+    raise DoesNotFitError(
+        f"No machine on offer holds a worker, nor does one of the market: even with {_in_words(settings)} it needs "
+        f"{need.total / GB:.0f} GB, and the largest has {most:.0f}; {largest_model(need)}."
+    )
+
+
+def _memory_gb(offer: Offer) -> float:
+    return offer.memory_gb or (gpu(offer.gpu, offer.name).memory_gb if offer.gpu else UNKNOWN_GB)
+
+
+def _of_learner(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
+    for flags, memory_gb in _learners(config, options):
+        for settings, smaller in learner_savings(config):
+            need = learner_need(smaller, shape, learner_machine(smaller, memory_gb))
+            if need.total <= need.available:
+                found = flags | _as_flags(settings)
+                if options.learner and "learner.ranks" in settings:
+                    name = several(flags.get("--learner", options.learner), "--learner")[1]
+                    found["--learner"] = f"{smaller.learner.ranks}x{name}"
+                return found
+    raise DoesNotFitError(
+        f"No GPU that is known holds the learner, not even with {_in_words(settings)}: it needs {need.total / GB:.0f} "
+        f"GB of {need.available / GB:.0f}; {largest_model(need)}."
+    )
+
+
+def _learners(config: Config, options: argparse.Namespace) -> Iterator[tuple[dict[str, str], float | None]]:
+    """Yield the memory of the learner's GPUs as they are, and of larger ones with their flags; None: this machine."""
+    told = options.learner_memory_gb or FirstPlan(config, options.learner, options.answer_tokens).learner_memory_gb
+    yield {}, told
+    if options.learner and not options.learner_memory_gb:
+        count = several(options.learner, "--learner")[0]
+        for name, one in sorted(GPUS.items(), key=lambda item: item[1].memory_gb):
+            if one.memory_gb > (told or 0.0):
+                yield {"--learner": f"{count}x{name}"}, one.memory_gb
+        return
+    begin = told or this_machine().memory_bytes / GB
+    for factor in MEMORY_FACTORS:
+        yield {"--learner-memory-gb": f"{begin * factor:.0f}"}, round(begin * factor)
+
+
+def _as_flags(settings: dict[str, Any]) -> dict[str, str]:
+    return {f"--{name}": str(value) for name, value in settings.items()}
+
+
+def _in_words(settings: dict[str, Any]) -> str:
+    return " and ".join(f"{name} = {value}" for name, value in settings.items())
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[Config, argparse.Namespace]:
+    """Return configuration and flags with these changes, as the command line would give them."""
+    settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
+    asked = _flagged(options, changes)
+    asked.overrides = {**options.overrides, **settings}
+    return configured(asked), asked
+
+
+def _flagged(options: argparse.Namespace, changes: dict[str, str]) -> argparse.Namespace:
+    """Return the flags with those of these changes that are no settings."""
+    asked = argparse.Namespace(**vars(options))
+    if "--offers" in changes:
+        asked.offers = Path(changes["--offers"])
+    if "--learner" in changes:
+        asked.learner = changes["--learner"]
+    if "--learner-memory-gb" in changes:
+        asked.learner_memory_gb = float(changes["--learner-memory-gb"])
+    for flag in FILTERS.keys() & changes.keys():
+        setattr(asked, flag[2:], FILTERS[flag])
+    return asked
+
+
+def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator[tuple[str, Plan]]:
+    """Yield plans in which workers of estimated rates sample more groups at once, with that setting's value."""
+    if not are_estimated(options):
+        return
+    now, limit = configured(options).sampling.groups_per_batch, SearchLimit(WAYS_OUT)
+    for power in range(1, 7):
+        value = str(now << power)
+        if limit.forecasts <= 0:
+            return
+        try:
+            yield value, make_plan(ready(*_with(options, {f"--{AT_ONCE}": value}), past)[0], limit)
+        except UserError:
+            continue
+
+
+def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Remedy]) -> str:
+    edits, others = _edits(found[0], options.offers), []
+    for one in found[1:]:
+        flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
+        others.append(" and ".join([*flags, *_edits(one, options.offers)]))
+    first = f"`{_command(options, {**changes, **_flags(found[0], options)})}` ({_in_short(found[0].plan)})"
+    before = f"with {' and '.join(edits)}: " if edits else ""
+    return f"A plan that works: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
+
+
+def _flags(remedy: Remedy, options: argparse.Namespace) -> dict[str, str]:
+    """Machines of the market are counted by a flag, and those of a file there."""
+    more = {"--each": str(max(remedy.counts.values()))} if remedy.counts and options.offers in (None, MARKET) else {}
+    return {**remedy.flags, **more}
+
+
+def _edits(remedy: Remedy, offers: Path | None) -> list[str]:
+    counts = {} if offers in (None, MARKET) else remedy.counts
+    return [f"count = {count} for {name!r} in {offers}" for name, count in counts.items()]
+
+
+def _in_short(plan: Plan) -> str:
+    machines = ", ".join(f"{count} x {name}" for name, count in plan.machines.items())
+    return f"{machines}; ${plan.usd_per_step:.3g} a step, the learner waits {plan.prediction.steady_idle_ratio:.1%}"
+
+
+def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
+    """Return the command that was given, with these flags changed; an empty value takes a flag away."""
+    words = [word for word in options.given if word not in ("--json", "--rehearse")]
+    for flag, value in changes.items():
+        for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == flag]):
+            del words[at : at + (1 if "=" in words[at] else 2)]
+        words += [flag, value] if value else []
+    return shlex.join(["echo2", *words])
