@@ -21,7 +21,7 @@ from echo2.cli import main
 from echo2.sandbox import containers
 
 REPOSITORY = Path(__file__).parents[1]
-#: A run that makes no progress for this long is stuck. Imports are no progress, and may take a minute on a busy machine.
+#: A run without progress for this long is stuck. Imports are no progress, and may take a minute on a busy machine.
 STUCK_SECONDS = 150.0
 #: The settings of a run that goes on, however fast the machine, until the test stops it.
 ENDLESS = ("--run.max_steps", "100000")
