@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import fcntl
 import shutil
 import subprocess
 import sys
@@ -31,10 +32,15 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 @pytest.fixture(scope="session")
 def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo's model, as `echo2 demo` builds it, with a fraction of the parameters."""
-    out = tmp_path_factory.mktemp("models") / "digit_sorting"
-    command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out), "--heads", "3"]
-    subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
+    """The demo's model, as `echo2 demo` builds it, with a fraction of the parameters: once for all test processes."""
+    own = tmp_path_factory.getbasetemp()
+    out = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "models" / "digit_sorting"
+    out.parent.mkdir(exist_ok=True)
+    with (out.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not out.exists():  # it is there whole or not at all
+            command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out), "--heads", "3"]
+            subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
     return out
 
 

@@ -6,19 +6,23 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from io import StringIO
 from pathlib import Path
+from random import SystemRandom
 from typing import Any
 
+from echo2.cli import main
 from echo2.sandbox import containers
 
 REPOSITORY = Path(__file__).parents[1]
-#: A run that makes no progress for this long is stuck.
-STUCK_SECONDS = 60.0
+#: A run without progress for this long is stuck. Imports are no progress, and may take a minute on a busy machine.
+STUCK_SECONDS = 150.0
 #: The settings of a run that goes on, however fast the machine, until the test stops it.
 ENDLESS = ("--run.max_steps", "100000")
 
@@ -59,6 +63,17 @@ SMALL = {
 }
 
 
+def free_port() -> int:
+    """For a process that is to have the same port when it starts again: below the ports that the system gives to other
+    tests' sockets meanwhile.
+    """
+    while True:
+        port = SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 def echo2(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """A command of ours in a directory."""
     runtime = "landlock" if containers._unusable("bubblewrap") else "bubblewrap"  # images would have to be pulled
@@ -83,7 +98,7 @@ class Run:
     """One run directory, and the `echo2 run` that works on it."""
 
     def __init__(self, out: Path, model: Path, *settings: str) -> None:
-        self.out, self.settings = out, settings
+        self.out, self.settings = out, (f"--head.listen=127.0.0.1:{free_port()}", *settings)
         self.config = out.with_suffix(".toml")
         self.config.write_text(CONFIG.format(model=model), encoding="utf-8")
         self.process: subprocess.Popen[str] | None = None
@@ -139,16 +154,13 @@ class Run:
         return version
 
     def command(self, *arguments: str) -> Any:
-        """The JSON that an `echo2` command prints about this run."""
-        done = subprocess.run(
-            [sys.executable, "-m", "echo2", *arguments, str(self.out), "--json"],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+        """The JSON that an `echo2` command prints about this run. It is called in this process: a new one would spend
+        most of its time on imports.
+        """
+        with redirect_stdout(StringIO()) as printed:
+            status = main([*arguments, str(self.out), "--json"])
+        assert printed.getvalue(), f"echo2 {arguments[0]} ended with status {status}"
+        return json.loads(printed.getvalue())
 
     def status(self) -> dict[str, Any]:
         return read(self.out / "status.json") or {}

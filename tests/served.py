@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import house
+from real_runs import free_port
 
 SDKS = {"tinker-038": "tinker", "logits": "logits", "tinker-025": "tinker", "tinker-029": "tinker"}
 SCRIPTS = house.REPOSITORY / "tests" / "sdk"
@@ -18,12 +18,6 @@ SCRIPTS = house.REPOSITORY / "tests" / "sdk"
 
 def python_of(sdk: str) -> Path:
     return house.REPOSITORY / f".venv-{sdk}" / "bin" / "python"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
 
 
 class Served:

@@ -47,12 +47,6 @@ sys.exit(main(sys.argv[1:]))
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def invited(run: Run) -> str:
-    """A ticket for strangers."""
-    command = [sys.executable, "-m", "echo2", "invite", str(run.out)]
-    return subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_supplies_nothing(
     tmp_path: Path, sort_model: Path
 ) -> None:
@@ -62,10 +56,9 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
     workers, tickets = [], {}
     try:
         for name, program in (("honest", ["-m", "echo2"]), ("liar", ["-c", LIAR]), ("misnames", ["-c", MISNAMES])):
-            ticket = invited(run)
-            known = {row["id"]: row for row in run.command("tickets")}
-            tickets[name] = next(one for one in known if not known[one]["own"] and one not in tickets.values())
-            join = [sys.executable, *program, "worker", ticket, "--state", str(tmp_path / name)]
+            invited = run.command("invite")
+            tickets[name] = invited["id"]
+            join = [sys.executable, *program, "worker", invited["ticket"], "--state", str(tmp_path / name)]
             workers.append(subprocess.Popen(join, cwd=REPOSITORY, env=ENVIRONMENT, stderr=subprocess.DEVNULL))
 
         def told() -> dict[str, dict[str, int]]:
@@ -93,7 +86,8 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
 def turned_away(run: Run, state: Path) -> None:
     """A stranger whose engine nobody can check does not get in, and is told why."""
     run.wait_version(0)
-    join = [sys.executable, "-m", "echo2", "worker", invited(run), "--engine", "vllm", "--state", str(state)]
+    ticket = run.command("invite")["ticket"]
+    join = [sys.executable, "-m", "echo2", "worker", ticket, "--engine", "vllm", "--state", str(state)]
     joined = subprocess.run(
         join, cwd=REPOSITORY, env=ENVIRONMENT, capture_output=True, text=True, timeout=100, check=False
     )

@@ -6,7 +6,6 @@ import asyncio
 import json
 import math
 import os
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.grpc_link import connect
 from echo2.transport.identity import RunIdentity
-from real_runs import ENDLESS, Run
+from real_runs import ENDLESS, Run, free_port
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -174,9 +173,7 @@ async def ask_and_hold(ticket: str, state: Path) -> int:
 
 @pytest.mark.slow
 def test_a_stranger_does_not_spend_the_budget_and_holds_one_lease(tmp_path: Path, sort_model: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     identity = RunIdentity.create_or_load(tmp_path / "identity")
     ticket = identity.make_ticket("worker", f"127.0.0.1:{port}", 5, 1.0)
     settings = ("--head.listen", f"127.0.0.1:{port}", "--fleet.budget_usd", "5", "--schedule.lease_seconds", "5")

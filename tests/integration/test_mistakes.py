@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from real_runs import REPOSITORY, Run
+from real_runs import REPOSITORY, Run, free_port
 
 SMALL = ("--run.max_steps=6", "--learner.checkpoint_every=2", "--workers.count=1")
 
@@ -69,8 +69,7 @@ def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, 
 
 @pytest.mark.slow
 def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", port := free_port())):
         run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.listen=127.0.0.1:{port}").start()
         error = run.refused()
     assert f"head.listen = '127.0.0.1:{port}' cannot be used" in error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import subprocess
 import sys
 from array import array
@@ -26,6 +25,7 @@ from echo2_service.fleet.machines import LocalBackend
 from echo2_service.fleet.server import FleetServer
 from echo2_service.settings import FleetSettings
 from learner_cases import model_directory
+from real_runs import free_port
 from service_cases import some_data
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,8 +38,7 @@ class Service:
         self.root = root
         if not (root / "base").exists():
             model_directory(root / "base")
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.settings = FleetSettings(f"127.0.0.1:{free.getsockname()[1]}")
+        self.settings = FleetSettings(f"127.0.0.1:{free_port()}")
         self.machines: dict[str, subprocess.Popen[bytes]] = {}
         self.open()
 

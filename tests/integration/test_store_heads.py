@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,17 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from real_runs import CONFIG, pause, read
+from real_runs import CONFIG, free_port, pause, read
 
 pytestmark = pytest.mark.timeout(300)
 
 
 @contextmanager
 def head(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        listen = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "echo2", "head", *arguments, "--head.listen", listen]
+    command = [sys.executable, "-m", "echo2", "head", *arguments, "--head.listen", f"127.0.0.1:{free_port()}"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     with process:  # closes its pipe
         try:

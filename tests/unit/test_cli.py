@@ -140,16 +140,29 @@ TORCHLESS = {
 }
 
 
-@pytest.mark.parametrize("command", TORCHLESS)
-def test_what_computes_says_that_torch_is_not_installed(command: str, tmp_path: Path) -> None:
-    words = [word.format(examples=SOURCE.parent / "examples", out=tmp_path / "out") for word in TORCHLESS[command]]
-    code = f"import sys; sys.modules['torch'] = None; import echo2.cli; sys.exit(echo2.cli.main({[command, *words]!r}))"
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+def test_what_computes_says_that_torch_is_not_installed(tmp_path: Path) -> None:
+    """One command after the other, in one process without torch."""
+    code = """if True:
+        import json, sys
+        sys.modules["torch"] = None
+        from echo2.cli import main
+        for words in json.loads(sys.argv[1]):
+            print(main(words), flush=True)
+    """
+    places = {"examples": SOURCE.parent / "examples", "out": tmp_path / "out"}
+    words = [[command, *(word.format(**places) for word in more)] for command, more in TORCHLESS.items()]
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, env=environment, cwd=tmp_path
+        [sys.executable, "-c", code, json.dumps(words)],
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        cwd=tmp_path,
     )
-    assert (done.returncode, "pip install 'echo2[train]'" in done.stderr) == (2, True), done.stderr
-    assert "Traceback" not in done.stderr
+    assert done.stdout.splitlines()[1::2] == ["2"] * len(TORCHLESS), done.stdout
+    for command, said in zip(TORCHLESS, done.stdout.splitlines()[::2], strict=True):
+        assert "pip install 'echo2[train]'" in said, command
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
@@ -224,19 +237,22 @@ def test_a_directory_in_use_is_left_alone(
         (["export", "NOWHERE", "--to", "x"], "NOWHERE is not a run directory"),
     ],
 )
-def test_what_is_not_there_is_named(tmp_path: Path, arguments: list[str], words: str) -> None:
+def test_what_is_not_there_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: str
+) -> None:
     nowhere = str(tmp_path / "nowhere")
+    said = mistake(capsys, *(argument.replace("NOWHERE", nowhere) for argument in arguments))
+    assert said.startswith(f"error: {words.replace('NOWHERE', nowhere)}")
+
+
+def test_a_process_ends_with_the_status_of_its_command_and_one_line(tmp_path: Path) -> None:
+    """Of one that loads torch, which may print something of its own."""
+    command = [sys.executable, "-m", "echo2", "learner", str(tmp_path / "nowhere")]
     done = subprocess.run(
-        [sys.executable, "-m", "echo2", *(argument.replace("NOWHERE", nowhere) for argument in arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        command, capture_output=True, text=True, check=False, env={**os.environ, "PYTHONPATH": str(SOURCE)}
     )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: {words.replace('NOWHERE', nowhere)}")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path / 'nowhere'} is not a run directory: it has no config.json.\n"
 
 
 def test_a_standby_needs_the_store_of_a_run(capsys: pytest.CaptureFixture[str], config_file: Path) -> None:

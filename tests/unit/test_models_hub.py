@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, redirect_stderr, redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, constants
 
+from echo2.cli import main
 from echo2.config import Config, to_json
 from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
@@ -64,6 +67,20 @@ def export(rundir: RunDir, endpoint: str, *flags: str, **variables: str) -> subp
     environment |= {"HF_HUB_DISABLE_TELEMETRY": "1", "PYTHONPATH": str(SOURCE), **variables}
     words = [sys.executable, "-m", "echo2", "export", str(rundir.path), "--to", str(home / "model"), *flags]
     return subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
+
+
+def export_here(rundir: RunDir, endpoint: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, where the library has read the environment already."""
+    home, words = rundir.path.parent, ["export", str(rundir.path), "--to", str(rundir.path.parent / "model"), *flags]
+    with pytest.MonkeyPatch.context() as patched, StringIO() as out, StringIO() as err:
+        patched.setenv("HF_TOKEN", variables.get("HF_TOKEN", "hf_mine"))
+        patched.setattr(constants, "HF_TOKEN_PATH", str(home / "no token"))
+        patched.setattr(constants, "ENDPOINT", variables.get("HF_ENDPOINT", endpoint))
+        patched.setattr(constants, "HF_HUB_OFFLINE", "HF_HUB_OFFLINE" in variables)
+        with redirect_stdout(out), redirect_stderr(err):
+            status = main(words)
+        close_session()
+        return subprocess.CompletedProcess(words, status, out.getvalue(), err.getvalue())
 
 
 LOOK_FOR = """
@@ -127,12 +144,12 @@ def test_what_is_exported_is_on_the_hub_with_its_card(rundir: RunDir, uses_lfs: 
 
 def test_a_public_repository_is_asked_for_and_a_second_push_goes_to_it(rundir: RunDir, hub: Hub) -> None:
     hub.repos["me/sorter"] = Repo(private=False, files={"notes.txt": b"of mine"})
-    said = refusal(export(rundir, hub.url, "--push", "me/sorter"))
+    said = refusal(export_here(rundir, hub.url, "--push", "me/sorter"))
     assert "me/sorter exists and is public: add --public, or choose another name. Nothing was pushed" in said
     assert set(hub.repos["me/sorter"].files) == {"notes.txt"}
     model = rundir.path.parent / "model"
     model.rename(model.with_name("first"))
-    done = export(rundir, hub.url, "--push", "me/sorter", "--public")
+    done = export_here(rundir, hub.url, "--push", "me/sorter", "--public")
     assert done.stdout == f"exported step_3 to {model}, pushed to {hub.url}/me/sorter\n", done.stderr
     assert {"notes.txt", "README.md", "model.safetensors"} <= set(hub.repos["me/sorter"].files)
 
@@ -140,7 +157,7 @@ def test_a_public_repository_is_asked_for_and_a_second_push_goes_to_it(rundir: R
 def test_a_whole_model_does_not_go_where_an_adapter_is(rundir: RunDir, hub: Hub) -> None:
     hub.repos["me/sorter"] = Repo(private=True, files={ADAPTER_CONFIG: b"{}"})
     assert "me/sorter holds an adapter, and this is a whole model" in refusal(
-        export(rundir, hub.url, "--push", "me/sorter")
+        export_here(rundir, hub.url, "--push", "me/sorter")
     )
     assert set(hub.repos["me/sorter"].files) == {ADAPTER_CONFIG}
 
@@ -167,7 +184,7 @@ def test_what_the_hub_refuses_stays_here_and_says_what_to_do(rundir: RunDir, hub
     ]
     hub.repos["me/closed"] = Repo(private=True, refuses=True)
     for number, (name, variables, words) in enumerate(cases):
-        done = export(rundir, hub.url, "--push", name, **variables)
+        done = export_here(rundir, hub.url, "--push", name, **variables)
         said = refusal(done)
         assert said.startswith(f"error: {model} is written, but not pushed to {name}: {words}"), done.stderr
         assert said.endswith(f"Then: hf upload {name} {model} . --private"), said
@@ -183,10 +200,10 @@ def test_what_could_not_be_pushed_is_refused_before_anything_is_written(rundir: 
         (["--public"], {}, "--public: nothing is pushed. Add --push OWNER/NAME"),
     ]
     for flags, variables, words in cases:
-        assert words in refusal(export(rundir, hub.url, *flags, **variables))
+        assert words in refusal(export_here(rundir, hub.url, *flags, **variables))
     config = replace(rundir.read_config(), lora=LoraConfig(rank=2))
     rundir.config.write_text(to_json(config))
-    assert "Add --merged" in refusal(export(rundir, hub.url, "--push", "me/sorter"))
+    assert "Add --merged" in refusal(export_here(rundir, hub.url, "--push", "me/sorter"))
     assert hub.calls == []
     assert not (rundir.path.parent / "model").exists()
 
