@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import glob
+import hashlib
 import os
 import secrets
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -69,7 +71,7 @@ class ContainerFault(UserError):
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """ContainerLimits of a container. `cpus` counts only with images. Shared memory is counted once."""
+    """Limits of a container. `cpus` counts only with images. Shared memory is counted once."""
 
     memory_bytes: int = 2 << 30
     num_processes: int = 256
@@ -355,7 +357,7 @@ class ImageContainer:
 
 
 def ulimits() -> list[str]:
-    """ContainerLimits that this process can pass on; a runtime's own may be above them, and refused."""
+    """Limits that this process can pass on; a runtime's own may be above them, and refused."""
     return ["--ulimit", "nofile=4096:4096", "--ulimit", "nproc=32768:32768"]
 
 
@@ -377,8 +379,6 @@ def find_runtime() -> str:
 
 
 def _unusable(name: str) -> str:
-    import subprocess
-
     if name not in RUNTIMES:
         return f"{VARIABLE} must be one of {', '.join(RUNTIMES)}"
     if name == "landlock":
@@ -467,8 +467,6 @@ def _stale_folders() -> list[str]:
 
 
 def _tag(image: Image) -> str:
-    import hashlib
-
     digest = hashlib.blake2b(digest_size=16)
     for name, (data, is_executable) in sorted((image.files or {}).items()):
         digest.update(repr((name, is_executable, len(data))).encode() + data)
