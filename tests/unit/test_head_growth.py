@@ -95,7 +95,10 @@ def test_a_heads_memory_does_not_grow(
             for number in range(2 * TIMES):
                 await happens(one, number)
                 if number % TIMES == TIMES - 1:
-                    await until(lambda: not (one.head.connections.workers or one.head.ending.background))
+                    # Also until those who were heard of last are told to the planner.
+                    await until(
+                        lambda: not (one.head.connections.workers or one.head.ending.background or one.head._alive)
+                    )
                     found.append(kept(one.head))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
