@@ -95,10 +95,9 @@ def test_a_heads_memory_does_not_grow(
             for number in range(2 * TIMES):
                 await happens(one, number)
                 if number % TIMES == TIMES - 1:
-                    # Also until those who were heard of last are told to the planner.
-                    await until(
-                        lambda: not (one.head.connections.workers or one.head.ending.background or one.head._alive)
-                    )
+                    await until(lambda: not (one.head.connections.workers or one.head.ending.background))
+                    one.head._tell_alive()  # who was heard of last waits for the next half heartbeat
+                    one.head._handle_waiting()
                     found.append(kept(one.head))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
