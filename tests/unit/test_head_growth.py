@@ -96,8 +96,8 @@ def test_a_heads_memory_does_not_grow(
                 await happens(one, number)
                 if number % TIMES == TIMES - 1:
                     await until(lambda: not (one.head.connections.workers or one.head.ending.background))
-                    one.head._tell_alive()  # who was heard of last waits for the next half heartbeat
-                    one.head._handle_waiting()
+                    one.head.events._tell_alive()  # who was heard of last waits for the next half heartbeat
+                    one.head.events._handle_waiting()
                     found.append(kept(one.head))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
