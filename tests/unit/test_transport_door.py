@@ -52,6 +52,7 @@ def identity(tmp_path: Path) -> RunIdentity:
 def test_idle_connections_of_one_address_are_bounded_and_keep_nobody_else_out(
     identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(doors, "connections_max", lambda: 4096)  # whatever limit of descriptors this process has
     monkeypatch.setattr(doors, "FIRST_BYTES_SECONDS", 3600.0)  # nobody is dropped for saying nothing
 
     async def scenario() -> None:
