@@ -165,6 +165,8 @@ def test_steps_that_no_checkpoint_covers_are_said_in_the_outcome(rundir: RunDir)
     (rundir.logs / "learner.log").write_text("error: the disk is full\n")
     supervisor = Supervisor(rundir, 0, [])
     supervisor.head.arguments = ["--version"]
+    assert supervisor.learner is not None
+    supervisor.learner.arguments = ["view", str(rundir.path)]  # which stays, and has no error to tell
     with pytest.raises(ProcessFailed):
         supervisor.run(lambda: None)
     said = read_json(rundir.outcome)["checkpoint"]

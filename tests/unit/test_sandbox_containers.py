@@ -8,6 +8,7 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from typing import Any
 import pytest
 
 from container_cases import EACH_RUNTIME, image_for, left_over, needs
-from echo2.core.child import child_environment
+from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
-from echo2.sandbox import containers
+from echo2.sandbox import confinement, containers
 from echo2.sandbox.containers import (
     IMAGES,
     Container,
@@ -42,6 +43,14 @@ def mask() -> Iterator[None]:
     before = os.umask(0o077)
     yield
     os.umask(before)
+
+
+@pytest.fixture
+def public_folder() -> Iterator[Path]:
+    """Which another user may read, as none of pytest's."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
 
 
 def inside(
@@ -100,6 +109,24 @@ def test_what_exceeds_a_limit_is_ended_and_the_next_command_runs(
         assert (await container.run("cat file", 20)).output == "kept\n"
 
     inside(runtime, scene)
+
+
+@pytest.mark.skipif(bool(confinement.missing()), reason=confinement.missing())
+def test_a_fork_bomb_leaves_processes_to_the_machine_while_nobody_counts_its_own(public_folder: Path) -> None:
+    """As on a machine so busy that whoever counts comes late."""
+    count = "n=0; while [ $n -lt 200 ]; do sleep 60 & n=$((n + 1)); echo $n; done"
+    words = [confinement.__name__, str(public_folder), "4096", "4", "/bin/sh", "-c", count]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    variables = child_environment() | {"PYTHONPATH": PACKAGE_ROOT}
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", *words], **pipes, text=True, env=variables, process_group=0
+    ) as child:
+        try:
+            said = [child.stdout.readline() for _ in range(4 * confinement.BURST + 1)]
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    assert said[3] == "4\n"
+    assert any("fork" in line for line in said)
 
 
 @EACH_RUNTIME

@@ -5,9 +5,9 @@ open anything else, write a file, use the network, start a program, signal or in
 memory limit. Two mechanisms of the Linux kernel enforce this without root: Landlock (which files may be opened) and
 seccomp (which system calls are allowed). They hold even if code in the process escapes Python's own restrictions.
 
-`python -m echo2.sandbox.confinement FOLDER BYTES COMMAND ...` runs a command of a task (`containers.py`): it reads the
-system's programs and FOLDER, writes the folders in it, files of at most so many bytes, and has no network. All that it
-starts stays in its process group, so that whoever started it ends it whole.
+`python -m echo2.sandbox.confinement FOLDER BYTES PROCESSES COMMAND ...` runs a command of a task (`containers.py`): it
+reads the system's programs and FOLDER, writes the folders in it, files of at most so many bytes, and has no network.
+All that it starts stays in its process group, so that whoever started it ends it whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+
+from echo2.sandbox.process_table import num_threads
 
 MEMORY_BYTES = 1 << 30  # beyond what the process holds when it is confined
 CPU_SECONDS = 600  # in case no parent is left to kill it
@@ -40,6 +42,8 @@ WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_
 PR_SET_PDEATHSIG = 1
 #: What root becomes before it runs a task's command.
 NOBODY = 65534
+#: Times a command's processes: what it may add to its user's threads.
+BURST = 8
 #: What programs read outside the folders of the system's programs, without secrets.
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -106,8 +110,11 @@ def confine(keep: int, parent: int) -> None:
     calls.load()
 
 
-def confine_command(folder: Path, file_bytes: int) -> None:
+def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
     """Give up what a task's command does not need, root's rights first. `folder`: the only one outside the system.
+
+    The kernel counts the threads of a user, not of a command: the limit is what the user has now and `BURST` times
+    `num_processes`. It keeps a machine alive until whoever counts the command's own processes has ended it.
 
     Raises:
         OSError: the kernel refuses; the process still has its rights and must not go on.
@@ -115,12 +122,19 @@ def confine_command(folder: Path, file_bytes: int) -> None:
     import landlockpy
     import seccompy
 
-    for limit, value in ((resource.RLIMIT_FSIZE, file_bytes), (resource.RLIMIT_CORE, 0)):
-        resource.setrlimit(limit, (value, value))
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
+    most = num_threads(os.getuid()) + BURST * num_processes
+    _, allowed = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+    for limit, value in (
+        (resource.RLIMIT_NPROC, most),
+        (resource.RLIMIT_FSIZE, file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(limit, (value, value))
     abi = landlockpy.abi_version()
     rights, scopes = landlockpy.fs_for_abi(abi), landlockpy.Scope.ABSTRACT_UNIX_SOCKET | landlockpy.Scope.SIGNAL
     if scopes & ~landlockpy.scope_for_abi(abi):
@@ -161,9 +175,9 @@ def main() -> None:
     child = os.fork()
     if child == 0:
         try:
-            confine_command(Path(sys.argv[1]), int(sys.argv[2]))
+            confine_command(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
             del os.environ["PYTHONPATH"]  # ours
-            os.execvp(sys.argv[3], sys.argv[3:])
+            os.execvp(sys.argv[4], sys.argv[4:])
         finally:  # what was raised is printed by nobody else
             traceback.print_exc()
             os._exit(1)

@@ -278,8 +278,8 @@ class FolderContainer:
         return tuple(words), None
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
-        folder = str(self._folder)
-        words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX))
+        folder, processes = str(self._folder), str(self._limits.num_processes)
+        words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX), processes)
         inner = ("/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
         own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder, "PYTHONPATH": PACKAGE_ROOT}
         return (*words, *inner), {**own, **variables}
