@@ -101,4 +101,5 @@ def test_a_heads_memory_does_not_grow(
                     found.append(kept(one.head))
 
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
-    assert set(found[1] - found[0]) == may_grow
+    # A row of metrics has columns for what happened to happen in its step: what grows by less than this, only varies.
+    assert {place for place, num_more in (found[1] - found[0]).items() if num_more > TIMES // 2} == may_grow
