@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from echo2.core.documents import parse_json
+from echo2.core.documents import half_character, parse_json
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 from echo2.engines.engine import Completion
 from echo2.rollouts.recorded import CallRefused
@@ -136,7 +136,7 @@ def message_of(text: str, has_tools: bool, call_number: int) -> Json:
         except ValueError:
             return found.group(0)
         given = call.get("arguments") or {} if isinstance(call, dict) else None
-        if not isinstance(given, dict) or not isinstance(call.get("name"), str):
+        if not isinstance(given, dict) or not isinstance(call.get("name"), str) or half_character(call):
             return found.group(0)
         function = {"name": call["name"], "arguments": json.dumps(given)}
         calls.append({"id": f"call_{call_number}_{len(calls)}", "type": "function", "function": function})

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo2.core.addresses import LOOPBACK, join
 from echo2.core.background import awaited, spawn
-from echo2.core.documents import parse_json
+from echo2.core.documents import half_character, may_have_half_character, parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.loop_thread import call_in
 from echo2.engines.tokenizer import appends_text, decoded, following_tokens, rendered_tokens, stop_rule
@@ -368,6 +368,8 @@ async def _read(request: Request) -> dict[str, Any]:
         raise bad(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad("the body is no JSON object")
+    if may_have_half_character(data) and (complaint := half_character(body)):
+        raise bad(complaint)
     return body
 
 
