@@ -22,7 +22,7 @@ from echo2.head.store.contents import fetch_run, stand_by
 from echo2.head.store.decide import log as log_rules
 from echo2.head.store.decide.log import Mark, Sign
 from echo2.head.store.log import SIGN_KEY, add_mark, encode
-from echo2.head.store.mirror import Mirror
+from echo2.head.store.mirror import Mirror, read_claim
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity
@@ -224,9 +224,10 @@ def test_a_standby_whose_head_comes_back_goes_on_waiting(tmp_path: Path, monkeyp
     def slowly(url: str, where: Path) -> RunDir:
         nonlocal num_fetched
         num_fetched += 1
-        if num_fetched == 1:
-            open_objects(store).upload(SIGN_KEY, [encode(Sign("head", 1, 99))])
-        return fetch_run(url, where)
+        found = fetch_run(url, where)
+        if num_fetched == 1 and (head := read_claim(found).after) is not None:
+            open_objects(store).upload(SIGN_KEY, [encode(Sign(*head, 99))])
+        return found
 
     monkeypatch.setattr(contents, "fetch_run", slowly)
     assert stand_by(store, out, lambda _: None) == ""
