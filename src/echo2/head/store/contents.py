@@ -256,6 +256,15 @@ def _fetch_ledger(url: str, objects: Objects, rundir: RunDir) -> Path:
     if reader.last is None:
         rundir.ledger.unlink()
         raise UserError(f"There is no run in {url}. Give the run's head.store, without ?lag_seconds.")
+    with closing(Ledger(rundir.ledger)) as fetched:
+        is_begun = rundir.config.name in fetched.kept("file")
+    if not is_begun:
+        rundir.ledger.unlink()
+        raise UserError(
+            f"The run in {url} has not stored its settings yet, and nothing of it was acknowledged. If its head has "
+            "just begun, try again in a minute; if it is lost, start the run anew from its configuration file, with "
+            "another head.store."
+        )
     write_claim(rundir, reader.last)
     return rundir.ledger
 
