@@ -12,8 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from echo2 import config as configuration
 from echo2.cli import main
 from echo2.config.offers import Offer
+from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import Candidate
 from echo2.learner.core.fitting import num_parameters, snapshot_bytes
@@ -324,12 +326,22 @@ def test_the_command_takes_what_a_past_run_measured(tmp_path: Path, capsys: pyte
     plan = json.loads(capsys.readouterr().out)
     assert plan["broadcast_seconds"] >= 1.5
     assert plan["prediction"]["step_seconds"] >= 21.0
+    # The run's own settings will do, where it has them.
+    alone = ["plan", "--offers", offers, "--from", str(run), "--json"]
+    assert main(alone) == 2
+    assert "has no config.json: name the run's configuration file" in json.loads(capsys.readouterr().err)["error"]
+    RunDir(run).config.write_text(configuration.to_json(configuration.load(Path(config), {})))
+    assert main(alone) == 0
+    assert json.loads(capsys.readouterr().out) == plan
+    assert main([*alone, "--schedule.groups_per_step", "64"]) == 0
+    assert json.loads(capsys.readouterr().out)["needed_rate"] == pytest.approx(2 * plan["needed_rate"], rel=0.2)
 
 
 def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, offers = write_files(tmp_path)
     for words, message in (
         (["plan", config, "--offers", offers], "--train-seconds"),
+        (["plan", "--offers", offers], "No configuration was given: name the run's configuration file, or --from DIR"),
         (["plan", config, "--offers", str(tmp_path / "none.toml"), "--train-seconds", "20"], "Cannot read the offers"),
         (["plan", config, "--offers", offers, "--train-seconds", "-1"], "--train-seconds -1.0 must be a positive"),
         (["plan", config, "--offers", offers, "--train-seconds", "20", "--budget", "0.01"], "too small"),
