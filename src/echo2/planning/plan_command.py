@@ -120,6 +120,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
+    for one in (one for one in sources if one.name == "judge"):
+        table.add_row("judge", f"{one.value}; {one.origin}")
     if found.open is not None:
         table.add_row("once measured", told_range(found.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
@@ -130,7 +132,7 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     console.print(table, highlight=False)
     if len(choices) > 1:
         console.print(_choices(choices), highlight=False)
-    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in sources)
+    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in sources if one.name != "judge")
     console.print(f"[dim]Rests on: {rests}.[/dim]", highlight=False)
 
 
