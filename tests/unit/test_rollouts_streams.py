@@ -27,9 +27,10 @@ from echo2.rollouts.chat_forms import message_of
 from echo2.rollouts.telling import BROKEN_TOKENS_MAX, Telling
 from echo2.tasks.loopback_model import LoopbackModel
 from harness_cases import LEASE, Plays, failure_of, group_of, played
-from rollout_cases import load, outcomes, requests, snapshot_of, tiny_module
+from rollout_cases import END, load, outcomes, requests, snapshot_of, tiny_module
 from seeds import examples
 from test_engines_stop_strings import byte_tokenizer
+from test_rollouts_harness import TOKENIZER
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -266,3 +267,25 @@ def test_a_text_that_more_tokens_may_change_is_told_at_the_end() -> None:
     assert not texts[1].startswith(texts[0])
     assert not appends_text(tidy)
     assert appends_text(byte_tokenizer())
+
+
+def test_a_model_of_ours_is_streamed_token_by_token() -> None:
+    engine = make_engine("compact", "cpu", 8)
+    load(engine, snapshot_of(tiny_module("qwen3")))
+    num_chunks: list[int] = []
+
+    async def agent(model: LoopbackModel, rng: random.Random) -> float:
+        more = {"stop": ["7"], "max_tokens": 24}
+        async with streaming(model, "/v1/chat/completions", **more) as stream:
+            *chunks, last, done = await rest(stream)
+        assert done == "[DONE]"
+        tokens = array("i", last["choices"][0]["token_ids"])
+        whole = decoded(TOKENIZER, tokens)
+        assert content_of(chunks) == whole.partition("7")[0]
+        assert len(tokens) == 24 or "7" in whole or tokens[-1] == END
+        num_chunks.append(len(chunks))
+        return 1.0
+
+    group_of(played(engine, agent, TOKENIZER, 60))
+    assert max(num_chunks) > 3
+    asyncio.run(engine.close())
