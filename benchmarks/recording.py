@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ STARTED = (datetime.now(UTC), time.perf_counter(), commit(), machine())
 def child_environment() -> dict[str, str]:
     """The environment of a child that runs a benchmark: it finds the modules that this process finds."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+def output_of(command: Sequence[str | Path], **more: Any) -> str:
+    """Return what a command prints. Where it fails, this benchmark ends with what the command said last."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, **more)
+    if done.returncode:
+        words = " ".join(map(str, command))[:300]
+        raise SystemExit(f"{words} ended with status {done.returncode}: {last(done.stderr)}")
+    return str(done.stdout).strip()
+
+
+def last(said: str, lines: int = 3) -> str:
+    """Return the last lines of what a process said that are not empty."""
+    return "\n".join([line for line in said.splitlines() if line.strip()][-lines:]) or "it said nothing"
 
 
 def save(name: str, figures: dict[str, Any], out: Path | None) -> Path:

@@ -112,14 +112,16 @@ def texts(group: RolloutGroup) -> list[list[str]]:
 async def posted(
     model: LoopbackModel, path: str, body: Any, header: str = "Authorization: Bearer "
 ) -> tuple[int, dict[str, str], str]:
-    """Send one request in plain HTTP; return the status, the headers and the body."""
+    """Send one request in plain HTTP, whose version 1.0 has no chunks; return the status, the headers and the body."""
     host, port = model.base_url.removeprefix("http://").removesuffix("/v1").split(":")
     data = json.dumps(body).encode()
     reader, writer = await asyncio.open_connection(host, int(port))
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{header}{model.api_key}\r\n"
+    head = f"POST {path} HTTP/1.0\r\nHost: x\r\n{header}{model.api_key}\r\n"
     writer.write(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-    told, _, content = (await reader.read()).decode().partition("\r\n\r\n")
-    writer.close()
+    try:
+        told, _, content = (await reader.read()).decode().partition("\r\n\r\n")
+    finally:
+        writer.close()
     status, *headers = told.split("\r\n")
     return int(status.split()[1]), dict(line.lower().split(": ", 1) for line in headers), content
 

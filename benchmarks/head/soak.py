@@ -207,9 +207,7 @@ class Soak:
             return subprocess.Popen(command, cwd=HERE.parents[1], env=ENVIRONMENT, stdout=log, stderr=log)
 
     def _invite(self) -> str:
-        command = [*ECHO2, "invite", str(self.out)]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        return recording.output_of([*ECHO2, "invite", str(self.out)], env=ENVIRONMENT)
 
     def check(self) -> None:
         """Raises RuntimeError where the head or the learner has ended."""

@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from recording import save
+from recording import output_of, save
 
 from echo2.config import Config, load
 from echo2.core.errors import UserError
@@ -265,8 +265,7 @@ def judge(
 ) -> dict[str, float]:
     """Held-out reward of the weights in these directories."""
     command = judge_command(config, directories, held_out, samples, device)
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, cwd=REPOSITORY)
-    accuracy: dict[str, float] = json.loads(done.stdout)
+    accuracy: dict[str, float] = json.loads(output_of(command, cwd=REPOSITORY))
     return accuracy
 
 

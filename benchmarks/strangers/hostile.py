@@ -47,24 +47,20 @@ def trial(folder: Path, lie: str, num_honest: int, num_liars: int, steps: int, s
         run = _start(stack, folder / "run.log", command)
         while not (out / "ticket").exists() and run.poll() is None:
             time.sleep(POLL_SECONDS)
-        ticket = subprocess.run(
-            [*ECHO2, "invite", str(out)],
-            cwd=REPOSITORY,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        if not (out / "ticket").exists():
+            said = recording.last((folder / "run.log").read_text(errors="replace"))
+            raise SystemExit(f"the run did not start (status {run.returncode}): {said}")
+        ticket = recording.output_of([*ECHO2, "invite", str(out)], cwd=REPOSITORY, env=ENVIRONMENT)
         for number in range(num_liars):
             state = ("--state", str(folder / f"liar{number}"))
-            own = (str(HERE / "hostile_worker.py"), ticket.stdout.strip(), lie)
-            honest = ("-m", "echo2", "worker", ticket.stdout.strip())
+            own = (str(HERE / "hostile_worker.py"), ticket, lie)
+            honest = ("-m", "echo2", "worker", ticket)
             _start(stack, folder / f"liar{number}.log", [sys.executable, *(own if lie else honest), *state])
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(RUN_SECONDS)
         seconds = time.perf_counter() - began
     liars = {path.name for path in folder.glob("liar*/*") if path.is_dir()}
-    return {**_outcome(out), "seconds": round(seconds, 1), "trained_of_liars": _trained(out, liars)}
+    return {**_outcome(out, folder / "run.log"), "seconds": round(seconds, 1), "trained_of_liars": _trained(out, liars)}
 
 
 def _start(stack: contextlib.ExitStack, log: Path, command: list[str]) -> subprocess.Popen[bytes]:
@@ -83,7 +79,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _outcome(out: Path) -> dict[str, Any]:
+def _outcome(out: Path, log: Path) -> dict[str, Any]:
     outcome = json.loads((out / "outcome.json").read_text()) if (out / "outcome.json").exists() else {}
     summary = json.loads((out / "summary.json").read_text()) if (out / "summary.json").exists() else {}
     judged = subprocess.run(
@@ -97,7 +93,7 @@ def _outcome(out: Path) -> dict[str, Any]:
     files = sum(path.stat().st_size for path in out.glob("*.jsonl*"))
     return {
         "ended": outcome.get("kind", "did not end"),
-        "reason": outcome.get("reason", ""),
+        "reason": outcome["reason"] if outcome else recording.last(log.read_text(errors="replace"), 1),
         "groups": summary.get("groups", {}),
         "accuracy": json.loads(judged.stdout)["eval/accuracy"] if judged.returncode == 0 else None,
         "log_bytes": files,

@@ -27,7 +27,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from recording import save
+from recording import output_of, save
 
 from echo2.core.errors import LinkError, PeerError
 from echo2.transport import limits
@@ -86,7 +86,7 @@ class Head:
 
     def command(self, *words: str) -> str:
         made = [sys.executable, "-m", "echo2", words[0], str(self.out), *words[1:]]
-        return subprocess.run(made, check=True, capture_output=True, text=True).stdout.strip()
+        return output_of(made)
 
     def invite(self) -> Ticket:
         """For a stranger."""

@@ -22,7 +22,6 @@ import json
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from array import array
@@ -32,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import child_environment, quantile, save
+from recording import child_environment, output_of, quantile, save
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -282,8 +281,8 @@ def main() -> None:
         for name in ("compact", *forms):
             command = [sys.executable, __file__, "--model", options.model, "--engine", name, "--threads"]
             command = [*map(str, command), str(options.threads), "--device", options.device]
-            done = subprocess.run(command, capture_output=True, text=True, check=True, env=child_environment())
-            figures.setdefault("speed", {})[name] = json.loads(done.stdout.splitlines()[-1])
+            told = output_of(command, env=child_environment())
+            figures.setdefault("speed", {})[name] = json.loads(told.splitlines()[-1])
             print(name, figures["speed"][name], flush=True)
     if "honest" in options.parts:
         figures["honest"] = asyncio.run(honest(options.model, options.groups, forms, options.device))

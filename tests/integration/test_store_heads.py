@@ -1,4 +1,6 @@
-"""Two heads of one run: the one that took it over goes on; the other one ends and is refused, as is another run."""
+"""Heads that are started alone: they hold no torch; of two of one run, the one that took it over goes on, and the other
+one ends and is refused, as is another run.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +41,20 @@ def until_up(process: subprocess.Popen[str], out: Path) -> int:
         told = read(out / "status.json")
     turn: int = told["store"]["head"]
     return turn
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="what a process holds is read from /proc")
+@pytest.mark.parametrize("reward", ["exact_match", "{folder}/own.py:score"])
+def test_a_head_that_checked_its_configuration_holds_no_torch(tmp_path: Path, sort_model: Path, reward: str) -> None:
+    (tmp_path / "own.py").write_text("import torch\n\n\ndef score(completions, **columns):\n    return [1.0]\n")
+    config, out = tmp_path / "run.toml", tmp_path / "run"
+    config.write_text(CONFIG.format(model=sort_model).replace("exact_match", reward.format(folder=tmp_path)))
+    with head(str(config), "--out", str(out)) as started:
+        while (read(out / "status.json") or {}).get("head", {}).get("pid") != started.pid:
+            assert started.poll() is None, started.communicate()[1]
+            pause()
+        held = Path(f"/proc/{started.pid}/maps").read_text()
+    assert "/torch/" not in held
 
 
 def test_a_head_that_another_has_followed_ends_and_another_run_is_refused(tmp_path: Path, sort_model: Path) -> None:

@@ -27,7 +27,7 @@ from echo2.core.types import RUN_POLICY, GroupRef
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions
-from echo2.head.ledger.eventlog import PARTS_KEPT, EventLog, from_plain, replay, to_plain
+from echo2.head.ledger.eventlog import PARTS_KEPT, VERSION, EventLog, from_plain, replay, to_plain
 from echo2.head.ledger.metrics import ROWS_MAX, Metrics, Row, Sink, TensorBoardSink, WandbSink
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=2, max_steps=3)
@@ -348,6 +348,25 @@ def test_what_is_no_event_log_says_so(tmp_path: Path, text: str, message: str) -
     path.write_text(text.replace("OPTIONS", path.read_text()))
     with pytest.raises(UserError, match=message):
         replay(path)
+
+
+@pytest.mark.parametrize("wrote", [None, "0.1.9-00ff", 3, "9" * 5000])
+def test_a_log_of_another_version_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], wrote: Any
+) -> None:
+    """Also where the options can be read: the same events may be answered in another way."""
+    path = tmp_path / "events.jsonl"
+    log_life(path, some_events())
+    first, *others = path.read_text().splitlines(keepends=True)
+    record = json.loads(first)
+    assert record.pop("echo2") == VERSION
+    named = {} if wrote is None else {"echo2": wrote}
+    path.write_text("".join([json.dumps({**record, **named}) + "\n", *others]))
+    assert cli.main(["replay", str(tmp_path)]) == 2
+    (told,) = capsys.readouterr().err.splitlines()
+    assert f"events.jsonl:1 was written by {'echo2' if isinstance(wrote, str) else 'an echo2 that did not'}" in told
+    assert told.endswith(f"and this is {VERSION}. A log is replayed by the version of echo2 that wrote it.")
+    assert len(told) < 600
 
 
 def test_a_missing_event_log_is_the_users_mistake(tmp_path: Path) -> None:

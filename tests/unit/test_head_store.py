@@ -21,8 +21,8 @@ from echo2.head.store import mirror as mirror_module
 from echo2.head.store.contents import fetch_run, stand_by
 from echo2.head.store.decide import log as log_rules
 from echo2.head.store.decide.log import Mark, Sign
-from echo2.head.store.log import SIGN_KEY, add_mark, encode
-from echo2.head.store.mirror import Mirror
+from echo2.head.store.log import SIGN_KEY, add_mark, encode, send
+from echo2.head.store.mirror import Mirror, read_claim
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity
@@ -179,6 +179,24 @@ def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:
         fetch_run(str(tmp_path / "store"), tmp_path / "out")
 
 
+@pytest.mark.parametrize("num_records", [0, 1])
+def test_a_run_that_has_stored_nothing_yet_says_what_to_do(tmp_path: Path, num_records: int) -> None:
+    """Its head was lost between the beginning of its log and the first records, or before its settings were among."""
+    store, rundir = str(tmp_path / "store"), RunDir(tmp_path / "run")
+    rundir.path.mkdir()
+    mirror = Mirror.open(rundir, store, 0.0)
+    with closing(mirror.open_ledger()) as ledger:
+        if num_records:
+            ledger.set_meta("port", 7)
+            entry = mirror._writer.to_send()
+            assert entry is not None
+            send(mirror.objects, mirror._writer.position, entry)
+    for fetch in (fetch_run, lambda url, out: stand_by(url, out, print)):
+        with pytest.raises(UserError, match=r"has not stored its settings yet.* start the run anew"):
+            fetch(store, tmp_path / "out")
+        assert not RunDir(tmp_path / "out").ledger.exists()
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Standbys look often, and wait for little silence."""
@@ -193,9 +211,6 @@ def leave_a_run(tmp_path: Path, over: str | None = None) -> str:
         async with run_with(tmp_path, str(tmp_path / "store")) as opened:
             assert opened.head.mirror is not None
             opened.head.ledger.set_meta("number", 7)
-            (opened.head.rundir.path / "config.json").write_text("{}")
-            assert opened.head.kept is not None
-            opened.head.kept.keep_files()
             await opened.head.mirror.stored()
             if over is not None:
                 await opened.head.mirror.close(over)
@@ -224,9 +239,10 @@ def test_a_standby_whose_head_comes_back_goes_on_waiting(tmp_path: Path, monkeyp
     def slowly(url: str, where: Path) -> RunDir:
         nonlocal num_fetched
         num_fetched += 1
-        if num_fetched == 1:
-            open_objects(store).upload(SIGN_KEY, [encode(Sign("head", 1, 99))])
-        return fetch_run(url, where)
+        found = fetch_run(url, where)
+        if num_fetched == 1 and (head := read_claim(found).after) is not None:
+            open_objects(store).upload(SIGN_KEY, [encode(Sign(*head, 99))])
+        return found
 
     monkeypatch.setattr(contents, "fetch_run", slowly)
     assert stand_by(store, out, lambda _: None) == ""

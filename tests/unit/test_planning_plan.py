@@ -12,8 +12,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from echo2 import config as configuration
 from echo2.cli import main
 from echo2.config.offers import Offer
+from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import Candidate
 from echo2.learner.core.fitting import num_parameters, snapshot_bytes
@@ -324,12 +326,58 @@ def test_the_command_takes_what_a_past_run_measured(tmp_path: Path, capsys: pyte
     plan = json.loads(capsys.readouterr().out)
     assert plan["broadcast_seconds"] >= 1.5
     assert plan["prediction"]["step_seconds"] >= 21.0
+    # The run's own settings will do, where it has them.
+    alone = ["plan", "--offers", offers, "--from", str(run), "--json"]
+    assert main(alone) == 2
+    assert "has no config.json: name the run's configuration file" in json.loads(capsys.readouterr().err)["error"]
+    RunDir(run).config.write_text(configuration.to_json(configuration.load(Path(config), {})))
+    assert main(alone) == 0
+    assert json.loads(capsys.readouterr().out) == plan
+    assert main([*alone, "--schedule.groups_per_step", "64"]) == 0
+    assert json.loads(capsys.readouterr().out)["needed_rate"] == pytest.approx(2 * plan["needed_rate"], rel=0.2)
+
+
+JUDGE = """functions = ["judge"]
+[reward.judge]
+model = "m"
+base_url = "http://127.0.0.1:1/v1"
+rubric = "Good?"
+form = "pairwise"
+usd_per_mtok = [1.0, 2.0]
+requests_per_minute = 1792
+"""
+
+
+def test_a_judge_is_named_with_what_it_costs_and_what_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, offers = write_files(tmp_path)
+    text = Path(config).read_text()
+    Path(config).write_text(text.replace('functions = ["exact_match"]', JUDGE))
+    words = ["plan", config, "--offers", offers, "--train-seconds", "20", "--sampling.group_size", "8"]
+    assert main(words) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    line = "judge 896 requests a step, 30 s by requests_per_minute; not counted: its dollars (a run with --from DIR has"
+    assert line in told
+    assert "how long it takes (--reward-seconds)" in told
+    assert told.count("896 requests") == 1
+    run = tmp_path / "run"
+    run.mkdir()
+    rows = [{"step": 0, "cost/judge_usd": 0.0}]
+    rows += [{"step": at, "time/train": 20.0, "time/reward": 3.0, "cost/judge_usd": 0.25 * at} for at in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert read_past_run(run).judge_usd == 0.25
+    assert main([*words, "--from", str(run)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "$0.25 a step and $12.50 for 50 steps beside the bill; m at http://127.0.0.1:1/v1" in told
+    assert "not counted" not in told
 
 
 def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, offers = write_files(tmp_path)
     for words, message in (
         (["plan", config, "--offers", offers], "--train-seconds"),
+        (["plan", "--offers", offers], "No configuration was given: name the run's configuration file, or --from DIR"),
         (["plan", config, "--offers", str(tmp_path / "none.toml"), "--train-seconds", "20"], "Cannot read the offers"),
         (["plan", config, "--offers", offers, "--train-seconds", "-1"], "--train-seconds -1.0 must be a positive"),
         (["plan", config, "--offers", offers, "--train-seconds", "20", "--budget", "0.01"], "too small"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from echo2.engines.tokenizer import load_tokenizer
 from echo2.planning import probe
 from echo2.planning.probe import Measured, RewardTime, as_offer
 from echo2.reward.reward_processes import groups_at_once
+from judge_standin import judge_standin
 from rollout_cases import tokenizer_files
 
 
@@ -77,6 +79,24 @@ def test_the_rate_is_the_engine_s() -> None:
     assert measured.rewards is not None
     assert 0.0 < measured.rewards.seconds < 5.0
     assert measured.rewards.groups_at_once == groups_at_once(is_async=False)
+
+
+def test_a_judge_is_asked_aloud_and_its_dollars_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, raw = Clock(), configuration.to_json(config())
+    decoder = Paced(clock)
+    files = {**tokenizer_files(), "config.json": b'{"vocab_size": 64, "max_position_embeddings": 512}'}
+    decoder.load(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), {}, files))
+    with judge_standin() as judge:
+        table = {"model": "m", "base_url": judge.url, "rubric": "Good?", "usd_per_mtok": (1.0, 2.0)}
+        reward = {"functions": ["judge"], "judge": {**table, "max_concurrency": 4}}
+        judged = configuration.build({**json.loads(raw), "reward": reward}, "test")
+        measured = probe.measure_engine(judged, DecodeLoop(decoder, 12), load_tokenizer(files), 40.0, clock)
+    assert "the judge at http://127.0.0.1:" in (said := capsys.readouterr().err)
+    assert "is asked 32 times, and waited for" in said  # 8 groups of 4
+    assert measured.rewards is not None
+    assert measured.rewards.groups_at_once == 1
+    assert 1e-4 < measured.rewards.judge_usd <= 4 * 1.2e-4  # the same question is asked once
+    assert "# not included: the judge costs $0.000" in as_offer("my card", 0.0, measured)
 
 
 def test_what_rewards_allow_is_said_beside_the_rate_and_not_in_it() -> None:

@@ -8,6 +8,7 @@ import asyncio
 import json
 import random
 import re
+from collections.abc import Iterator
 from typing import Any
 
 from agent_cases import AGENTS_TOKENIZER, ScriptedEngine, events, posted, sampled, texts, trained
@@ -132,7 +133,11 @@ def test_a_stream_tells_the_same_answer() -> None:
         assert json.loads(deltas[1]["tool_calls"][0]["function"]["arguments"]) == {"a": 1, "b": 2}
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, None, "tool_calls"]
         status, _, content = await posted(model, CHAT, {**body, "n": 2})
-        assert [data["choices"][0]["index"] for _, data in events(content)[:-1]] == [0, 0, 0, 1, 1, 1]
+        chunks = [data["choices"][0] for _, data in events(content)[:-1]]
+        for index in range(2):
+            mine = [chunk for chunk in chunks if chunk["index"] == index]
+            assert [chunk["finish_reason"] for chunk in mine] == [None, None, "tool_calls"]
+            assert len(mine[-1]["token_ids"]) == len(mine[-1]["logprobs"]["content"]) > len(CALL)
         return 1.0
 
     rollouts(ScriptedEngine(adds), agent)
@@ -271,3 +276,94 @@ def test_an_answer_that_nobody_waited_for_is_not_trained_on() -> None:
 
     group = rollouts(Slow(lambda prompt: "x"), agent)
     assert [len(rows) for rows in texts(group)] == [1] * LEASE.num_samples
+
+
+FULL_CHAT: dict[str, Any] = {
+    "model": "m",
+    "request_id": "r",
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "x"}], "name": "n"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {
+            "name": "add", "arguments": "{}"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "3"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "add", "description": "d", "parameters": {"type": "object"}}}],
+    "tool_choice": "auto",
+    "stop": ["a", "b"],
+    "user": "u",
+}  # fmt: skip
+FULL_MESSAGES: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 9,
+    "system": [{"type": "text", "text": "s"}],
+    "messages": [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "t", "signature": "g"},
+                                          {"type": "tool_use", "id": "c", "name": "add", "input": {"a": "1"}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "3"}]},
+    ],
+    "tools": [{"name": "add", "description": "d", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "stop_sequences": ["a"],
+    "metadata": {"user_id": "u"},
+}  # fmt: skip
+FULL_TOKENS: dict[str, Any] = {
+    "model": "m",
+    "request_id": "r",
+    "token_ids": [2, 3],
+    "sampling_params": {"max_tokens": 2, "x": "y"},
+}
+HALVES = ("\ud800", "x\udfff", "\udc00\ud800")
+
+
+def with_half_a_character(body: Any, half: str, place: str = "") -> Iterator[tuple[str, Any]]:
+    """The body with half of a character in each of its texts in turn, and in a key of each object, and where it is."""
+    if isinstance(body, str):
+        yield place, half
+    elif isinstance(body, dict):
+        yield place or "the body", {**body, half: 1}
+        for key, inner in body.items():
+            for at, changed in with_half_a_character(inner, half, f"{place}.{key}".lstrip(".")):
+                yield at, {**body, key: changed}
+    elif isinstance(body, list):
+        for number, inner in enumerate(body):
+            for at, changed in with_half_a_character(inner, half, f"{place}[{number}]"):
+                yield at, [*body[:number], changed, *body[number + 1 :]]
+
+
+def test_half_a_character_is_refused_wherever_it_stands() -> None:
+    routes = {CHAT: FULL_CHAT, MESSAGES: FULL_MESSAGES, "/inference/v1/generate": FULL_TOKENS}
+
+    async def agent(model: LoopbackModel, rng: random.Random) -> float:
+        half = HALVES[rng.randrange(3)]
+        for path, body in routes.items():
+            status, _, content = await posted(model, path, body)
+            assert status == 200, content
+            for place, changed in with_half_a_character(body, half):
+                status, _, content = await posted(model, path, changed)
+                message = json.loads(content)["error"]["message"]
+                assert (status, message.partition(" has ")[0]) == (400, place), (path, half)
+        emoji = [{"role": "user", "content": "\U0001f600"}]  # both halves
+        assert (await posted(model, CHAT, {"messages": emoji}))[0] == 200
+        return 1.0
+
+    group = group_of(played(ScriptedEngine(lambda prompt: "x"), agent, AGENTS_TOKENIZER, 4000, 16))
+    assert group.num_rollouts == LEASE.num_samples
+
+
+def test_a_tool_call_with_half_a_character_is_none() -> None:
+    """The policy may write anything, and an answer must be sent."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
+
+    async def agent(model: LoopbackModel, rng: random.Random) -> float:
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "1+2"}]
+        for path, tool in ((CHAT, ADD), (MESSAGES, ANTHROPIC_TOOL)):
+            status, _, content = await posted(model, path, {"messages": talk, "tools": [tool], "max_tokens": 500})
+            answer = json.loads(content)
+            assert status == 200
+            text = answer["choices"][0]["message"]["content"] if path == CHAT else answer["content"][0]["text"]
+            assert text == call
+        return 1.0
+
+    rollouts(ScriptedEngine(lambda prompt: call), agent)

@@ -24,6 +24,7 @@ from echo2.engines import forms
 from echo2.engines import registry as engines
 from echo2.learner.decide.memory import FORM_BITS, GB
 from echo2.learner.decide.model_shape import ModelShape, read_shape
+from echo2.planning.estimates import GPUS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.worker import joining
@@ -117,6 +118,22 @@ def test_published_weights_come_first_and_fewer_bits_where_memory_is_short(
     assert (chosen.engine, chosen.slots) == (engine, slots)
     assert f"of {gigabytes:.1f} GB" in chosen.why
     assert (f"{AUTO}: it needs" in chosen.why) == (engine != AUTO)
+
+
+@pytest.mark.parametrize(("total_gb", "given_gb"), [(16.0, 9.6), (24.0, 14.4), (64.0, 43.2)])
+def test_a_mac_gives_what_its_gpu_may_have_as_plan_says(
+    monkeypatch: pytest.MonkeyPatch, total_gb: float, given_gb: float
+) -> None:
+    monkeypatch.setattr(joining, "this_machine", lambda: Hardware(int(total_gb * GB)))
+    options = WorkerOptions()
+    assert joining.given_bytes(options)[0] == int(0.9 * int(total_gb * GB))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert joining.given_bytes(options)[0] / GB == pytest.approx(given_gb, abs=0.01)
+    names = {16.0: "M4-16GB", 24.0: "M4-Pro-24GB", 64.0: "M4-Max-64GB"}
+    assert joining.given_bytes(options)[0] / GB == pytest.approx(0.9 * GPUS[names[total_gb]].memory_gb, rel=0.01)
+    assert joining.given_bytes(replace(options, at_home=True))[0] / GB == pytest.approx(total_gb / 2)
+    assert joining.given_bytes(replace(options, max_memory_gb=12.0))[0] == 12 * GB  # the owner says it
 
 
 def test_more_memory_never_means_fewer_bits_and_of_one_engine_never_fewer_rollouts() -> None:

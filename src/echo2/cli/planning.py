@@ -13,7 +13,8 @@ def add_plan(add: Add) -> None:
     """Add `plan`."""
     text = "Plan a run: the cheapest machines that keep the learner busy, and the bill."
     parser = add("plan", text, module_command("echo2.planning.plan_command"), takes_settings=True, has_json=True)
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="configuration file of the run")
+    text = "configuration file of the run (default: the settings of the run in --from DIR)"
+    parser.add_argument("config", type=Path, nargs="?", metavar="CONFIG", help=text)
     text = "machines on offer, as in examples/offers.toml; `market`: today's prices, by gpuhunt (default: offers.toml, "
     text += "else the newest prices of the market that are here)"
     parser.add_argument("--offers", type=Path, metavar="FILE", help=text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -141,7 +142,7 @@ def _run(options: argparse.Namespace) -> int:
     fetched = ["run", f"{options.out}/config.json", "--out", str(options.out)]
     then = how_to_continue(fetched if options.resume_from else options.given)
     end_with_supervisor(may_save=True)  # the supervisor is the session that called echo2.start
-    target = _target(options, options.config, has_learner=not options.no_learner)
+    target = _target(options, options.config, has_learner=not options.no_learner, has_workers=True)
     if target is None:
         return 0
     options.interrupted = "interrupted" if options.dry_run else f"interrupted; {then}"
@@ -172,7 +173,9 @@ def _demo(options: argparse.Namespace) -> int:
     return run(DEMO, where, False, False, {}, options.json, then=then)
 
 
-def _target(options: argparse.Namespace, given: Path | None, has_learner: bool) -> Path | None:
+def _target(
+    options: argparse.Namespace, given: Path | None, has_learner: bool = False, has_workers: bool = False
+) -> Path | None:
     """Return the configuration or directory to start from; with --resume-from, after the run was fetched. None: it
     ended while this standby waited.
 
@@ -193,7 +196,7 @@ def _target(options: argparse.Namespace, given: Path | None, has_learner: bool) 
 
     options.resume = True
     is_standby = options.standby and not getattr(options, "dry_run", False)
-    found = fetched(options.resume_from, options.out, options.overrides, is_standby, has_learner)
+    found = fetched(options.resume_from, options.out, options.overrides, is_standby, has_learner, has_workers)
     if isinstance(found, str):
         print(f"the run is over, and this standby is not needed: {printable(found)}", file=sys.stderr)
         return None
@@ -209,10 +212,12 @@ def _head(options: argparse.Namespace) -> int:
     from echo2.launch import start as launch
 
     begin_process()
-    target = _target(options, options.target, has_learner=False)
+    target = _target(options, options.target)
     if target is None:
         return 0
     rundir = launch.open_run(target, options.out, options.resume, options.overrides)
+    if "torch" in sys.modules:  # a file that was checked, such as a reward, has loaded it: begin again without
+        os.execv(sys.executable, [sys.executable, "-m", "echo2", "head", str(rundir.path)])
     forbid_torch()
     asyncio.run(run_head(rundir))
     return 0

@@ -41,6 +41,15 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """The columns that the rubric names."""
         return frozenset(name for _, name in template_pieces(self.rubric, "reward.judge.rubric =") if name is not None)
 
+    def num_requests(self, group_size: int) -> int:
+        """Return how many requests it takes to score a group."""
+        pairs = group_size * (group_size - 1)
+        return {"rubric": group_size, "pairwise": pairs // 2, "pairwise_both": pairs}[self.form]
+
+    def groups_at_once(self, group_size: int) -> int:
+        """Return how many groups are scored at once."""
+        return max(1, self.max_concurrency // max(1, self.num_requests(group_size)))
+
 
 def read_judge(table: Mapping[str, Any]) -> JudgeConfig:
     """Return the settings in a table.

@@ -7,6 +7,7 @@ values that just pass the parsers (copying, printing, writing). So depth has an 
 from __future__ import annotations
 
 import json
+import re
 import sys
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ DEPTH_MAX = 100
 #: Bytes read at a time from a tensor that is not in memory.
 PIECE_BYTES = 16 << 20
 _CONTAINERS = frozenset([dict, list])
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def parse_json(text: str | bytes | bytearray, with_nan: bool = True) -> Any:
@@ -38,6 +40,30 @@ def parse_json(text: str | bytes | bytearray, with_nan: bool = True) -> Any:
     if opened > DEPTH_MAX:  # with fewer brackets, nothing can be nested deeper
         _check_depth(value)
     return value
+
+
+def half_character(value: Any) -> str:
+    """Return a sentence that names the first text in a JSON value, or key, with half of a surrogate pair; empty: there
+    is none. JSON can write half a pair (`"\\ud800"`), and Python reads it, but no UTF-8 and no tokenizer can.
+    """
+    left = [("", value)]
+    while left:
+        place, one = left.pop()
+        texts = [one] if isinstance(one, str) else one if isinstance(one, dict) else ()
+        if any(_SURROGATE.search(text) for text in texts):
+            named = place.encode(errors="backslashreplace").decode() or "the body"
+            what = "has a key with" if isinstance(one, dict) else "has"
+            return f"{named} {what} half of a surrogate pair, which is no character: send both halves, or none"
+        if isinstance(one, dict):
+            left += [(f"{place}.{key}".lstrip("."), inner) for key, inner in reversed(one.items())]
+        elif isinstance(one, list):
+            left += [(f"{place}[{at}]", inner) for at, inner in reversed([*enumerate(one)])]
+    return ""
+
+
+def may_have_half_character(text: bytes | bytearray) -> bool:
+    """Whether JSON text may have half of a surrogate pair: a cheap look, before `half_character` looks everywhere."""
+    return b"\xed" in text or b"\\ud" in text or b"\\uD" in text
 
 
 def parse_toml(text: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -167,6 +167,9 @@ class SampleRequest:
 
     `in_turns`: the request is one turn of several. An engine may keep the key-value cache of a turn, and prefill only
     the new tokens of a later request whose prompt begins with that turn.
+
+    `on_token`: an engine that knows each token as it is drawn calls this with it, in order, from any thread; others
+    never do.
     """
 
     prompt_tokens: array[int]
@@ -176,6 +179,7 @@ class SampleRequest:
     stop_tokens: frozenset[int] = frozenset()
     in_turns: bool = field(default=False, kw_only=True)
     stop: StopRule | None = field(default=None, kw_only=True)
+    on_token: Callable[[int], object] | None = field(default=None, kw_only=True, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,7 +102,7 @@ class _Row:
 
     def __init__(self, request: SampleRequest, room: int, end: int) -> None:
         self._name = (request.seed, request.sample)
-        self._stop_tokens, self._stop = request.stop_tokens, request.stop
+        self._stop_tokens, self._stop, self._on_token = request.stop_tokens, request.stop, request.on_token
         self._end = end
         self._length = 1 + _hash(*self._name, 0, 0) % room
         self._finish: FinishReason = "stop" if self._length < room else "length"
@@ -120,6 +120,8 @@ class _Row:
         # Any token but the end token, which has a meaning.
         other = (self._end + 1 + drawn % (vocab - 1)) % vocab if vocab > 1 else 0
         self._tokens.append(self._end if is_last_by_choice else other)
+        if self._on_token is not None:
+            self._on_token(self._tokens[-1])
         if other in self._stop_tokens or (self._stop is not None and self._stop.ends(self._tokens)):
             self._length, self._finish = position + 1, "stop"
         self._logprobs.append(-5.0 * ((drawn >> 32) % 1000 + 1) / 1000)

@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 
 #: The default: the server runs in this Python, with temporary files.
 NO_PLACE = ServerPlace()
+#: Up to so much memory, a Mac's GPU may have two thirds of it.
+MAC_SMALL_BYTES = 36 << 30
 #: What an engine's module needs beside torch.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "echo2.engines.llamacpp": ("llama_cpp", "gguf"),
@@ -78,6 +80,14 @@ def in_worker(config: Mapping[str, Any]) -> EngineChoice:
 def is_mac() -> bool:
     """Whether this is a Mac with Apple silicon, whose GPU only MLX uses."""
     return sys.platform == "darwin" and platform.machine() == "arm64"
+
+
+def sampling_bytes(memory_bytes: int) -> int:
+    """Return what engines can have of a machine's memory. A Mac's system keeps a third of it from the GPU, or a quarter
+    of more than 36 GB, and needs that for itself and other programs."""
+    if not is_mac():
+        return memory_bytes
+    return memory_bytes * 2 // 3 if memory_bytes <= MAC_SMALL_BYTES else memory_bytes * 3 // 4
 
 
 def rounding_engines() -> tuple[str, ...]:

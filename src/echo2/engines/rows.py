@@ -58,6 +58,7 @@ class RowTable:
 
     def clear(self) -> None:
         self._rows: list[_Row] = []
+        self._told: list[int] = []
         self._length_B: Ints = np.zeros(0, dtype=np.int64)
         self._is_running_B = np.zeros(0, dtype=bool)
         self._room_B: Ints = np.zeros(0, dtype=np.int64)
@@ -118,6 +119,7 @@ class RowTable:
         columns = self._tokens_BT.shape[1]
         self._tokens_BT = np.concatenate((self._tokens_BT[kept], np.zeros((len(requests), columns), np.int32)))
         self._logprobs_BT = np.concatenate((self._logprobs_BT[kept], np.zeros((len(requests), columns), np.float32)))
+        self._told = [place for place, row in enumerate(self._rows) if row.request.on_token is not None]
         self._prepare([row.request for row in self._rows], limits)
 
     def _prepare(self, requests: Sequence[SampleRequest], limits: Limits) -> None:
@@ -152,6 +154,7 @@ class RowTable:
         drawn = self._sampler.draw(logits_BV, self._length_B)
         self._record(drawn, running)
         self.last_B = drawn.tokens_B
+        self._tell(drawn.tokens_B)
         drawn_by = self._rule_B[running], drawn.tokens_B[running]
         is_end = self._is_end_QV[drawn_by]
         for at in np.flatnonzero(self._may_end_QV[drawn_by] & ~is_end).tolist():
@@ -163,6 +166,11 @@ class RowTable:
             (self._rows[place].number, self._completion(place, "stop" if by_end else "length"))
             for place, by_end in ended
         ]
+
+    def _tell(self, tokens_B: Ints) -> None:
+        for place in self._told:
+            if self._is_running_B[place] and (hear := self._rows[place].request.on_token) is not None:
+                hear(int(tokens_B[place]))
 
     def _is_stopped(self, place: int) -> bool:
         stop, length = self._rows[place].request.stop, int(self._length_B[place])

@@ -230,6 +230,12 @@ def is_known(tokenizer: Tokenizer, token: int) -> bool:
     return 0 <= token < len(table) and table[token] == 1
 
 
+def appends_text(tokenizer: Tokenizer) -> bool:
+    """Whether the text of tokens begins with the text of the first of them, half of a character aside. Wrappers that
+    tidy up spaces may change it."""
+    return _core(tokenizer) is not None
+
+
 def decoded(tokenizer: Tokenizer, tokens: array[int]) -> str:
     """Return the text of sampled tokens; see `decoded_all`."""
     return decoded_all(tokenizer, (tokens,))[0]

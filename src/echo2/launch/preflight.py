@@ -56,9 +56,10 @@ ANY_HOST = ("0.0.0.0", "::")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 
-def check(config: Config, has_learner: bool = True) -> None:
+def check(config: Config, has_learner: bool = True, has_workers: bool = True) -> None:
     """Find the user's mistakes before processes are started, at every start and for `--dry-run`. Doubtful settings that
-    are not mistakes are printed as warnings. `has_learner`: the learner runs on this machine.
+    are not mistakes are printed as warnings. `has_learner`: the learner runs on this machine; `has_workers`: so do the
+    run's local workers. For a head alone, no weights are anywhere, and this loads no torch.
 
     Raises:
         UserError: the first mistake found.
@@ -70,7 +71,8 @@ def check(config: Config, has_learner: bool = True) -> None:
     check_lora(config)
     check_engine(config)
     check_machine(config)
-    check_memory(config, has_learner)
+    if has_learner or has_workers:
+        check_memory(config, has_learner)
     if has_learner and config.learner.quantised != "none":
         require_bitsandbytes(f"learner.quantised = {config.learner.quantised!r}")
     if not config.tasks.source:

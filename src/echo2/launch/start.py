@@ -165,27 +165,37 @@ def open_run(target: Path, out: Path | None, resume: bool, overrides: Mapping[st
         return rundir
     with _claimed_to_resume(directory(target, out), "head", resume):
         config, where = resolve(target, overrides, out, resume)
-        check(config, has_learner=False)
+        check(config, has_learner=False, has_workers=False)
         if not resume:
             check_port(config)
         return create(where, config, resume)
 
 
 def fetched(
-    url: str, out: Path, overrides: Mapping[str, str], is_standby: bool = False, has_learner: bool = False
+    url: str,
+    out: Path,
+    overrides: Mapping[str, str],
+    is_standby: bool = False,
+    has_learner: bool = False,
+    has_workers: bool = False,
 ) -> tuple[Path, dict[str, str]] | str:
     """Fetch the run in a store into a directory. Return its configuration file, and the settings to resume it with.
-    `is_standby`: wait first until its head is silent, and return why the run is over if it ends before.
+    `is_standby`: wait first until its head is silent, and return why the run is over if it ends before. `has_learner`,
+    `has_workers`: as of `check`.
 
     Raises:
         UserError: there is no run in the store, or one in the directory; or a standby could not run it here.
     """
     keep_private()
     rundir = RunDir(out)
+
+    def usable(found: RunDir) -> None:
+        check(configuration.load(found.config, overrides), has_learner, has_workers)
+
     with claimed(out, "run"):
         if not is_standby:
             fetch_run(url, out)
-        elif over := stand_by(url, out, lambda found: check(configuration.load(found.config, overrides), has_learner)):
+        elif over := stand_by(url, out, usable):
             return over
     is_moved = rundir.read_config().head.store_place[0] != url
     return rundir.config, {**({"head.store": url} if is_moved else {}), **overrides}

@@ -33,7 +33,7 @@ from echo2.core.addresses import Addresses, is_loopback, split
 from echo2.core.devices import NVIDIA_DRIVER, this_machine
 from echo2.core.disk import FLOOR_BYTES, free_bytes
 from echo2.core.types import Hardware
-from echo2.engines.registry import missing_packages, rounding_engines
+from echo2.engines.registry import missing_packages, rounding_engines, sampling_bytes
 from echo2.learner.decide.memory import FORM_BITS, PROCESS_BYTES, USABLE
 from echo2.transport import certificates, grpc_options
 from echo2.transport.identity import SERVER_NAME
@@ -116,7 +116,7 @@ def _engines(hardware: Hardware) -> Iterator[Finding]:
     """Say how large a model a worker's weights leave room for, published and in each form. Keys and values come on top,
     for which the worker takes fewer rollouts at once.
     """
-    room = USABLE * max(hardware.gpus, default=hardware.memory_bytes) - PROCESS_BYTES
+    room = USABLE * max(hardware.gpus, default=sampling_bytes(hardware.memory_bytes)) - PROCESS_BYTES
     for engine, bits in (
         ("compact", PUBLISHED_BITS),
         *((engine, FORM_BITS[FORMS[engine]]) for engine in rounding_engines()),

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
 from echo2.head.ledger.costs import check_costs
@@ -49,6 +50,11 @@ def run(options: argparse.Namespace) -> int:
     if options.offers == MARKET and (reason := refresh()):
         print(reason, file=sys.stderr)
     past = read_past_run(options.source) if options.source is not None else None
+    if options.config is None:
+        if options.source is None or not RunDir(options.source).config.is_file():
+            said = f"{options.source} has no config.json" if options.source else "No configuration was given"
+            raise UserError(f"{said}: name the run's configuration file, or --from DIR, a run's directory; or both.")
+        options.config = RunDir(options.source).config
     try:
         config = configured(options)
         inputs, sources, estimated, needs = ready(config, options, past)
@@ -114,6 +120,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
+    for one in (one for one in sources if one.name == "judge"):
+        table.add_row("judge", f"{one.value}; {one.origin}")
     if found.open is not None:
         table.add_row("once measured", told_range(found.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
@@ -124,7 +132,7 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     console.print(table, highlight=False)
     if len(choices) > 1:
         console.print(_choices(choices), highlight=False)
-    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in sources)
+    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in sources if one.name != "judge")
     console.print(f"[dim]Rests on: {rests}.[/dim]", highlight=False)
 
 

@@ -118,7 +118,8 @@ class PlanInputs:
 class PastRun:
     """Measurements of an earlier run. `train_seconds`: median over steps. `broadcast_seconds`: quantile 1 / 1.1 over
     publications, or None. `delta_ratio`: bytes sent over bytes of the full snapshot, median, or None. `reward_seconds`:
-    time of the reward functions per group, median, or None.
+    time of the reward functions, and of a judge, per group, median, or None. `judge_usd`: what a judge cost in a step,
+    mean, or None.
     """
 
     num_steps: int
@@ -126,6 +127,7 @@ class PastRun:
     broadcast_seconds: float | None
     delta_ratio: float | None
     reward_seconds: float | None = None
+    judge_usd: float | None = None
 
 
 def read_past_run(directory: Path) -> PastRun:
@@ -150,7 +152,14 @@ def read_past_run(directory: Path) -> PastRun:
         broadcast_seconds=broadcasts[math.ceil(len(broadcasts) * INSTALLED_QUANTILE) - 1] if broadcasts else None,
         delta_ratio=statistics.median(ratios) if ratios else None,
         reward_seconds=statistics.median(rewards) if rewards else None,
+        judge_usd=_usd_per_step(rows),
     )
+
+
+def _usd_per_step(rows: list[dict[str, Any]]) -> float | None:
+    """Return what a judge has cost in a step: the rows say what it has cost since the start."""
+    spent = [(row["step"], usd) for row in rows if (usd := _number(row.get("cost/judge_usd"))) is not None]
+    return spent[-1][1] / spent[-1][0] if spent and spent[-1][0] else None
 
 
 def _numbers(rows: list[dict[str, Any]], key: str) -> list[float]:

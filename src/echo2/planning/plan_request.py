@@ -167,7 +167,7 @@ def _reward_seconds(
     """Return the seconds of one step's rewards if the head is a machine like this one; no step is shorter."""
     measured = past.reward_seconds if past is not None else None
     each = options.reward_seconds if options.reward_seconds is not None else measured
-    paced, at_once = _judge(config, each is None, sources)
+    paced, at_once = _judge(config, each is None, past, sources)
     if each is None:
         return paced
     at_once = min(at_once, groups_at_once(Scorer(config.reward.functions).is_async))
@@ -178,21 +178,28 @@ def _reward_seconds(
     return max(seconds, paced)
 
 
-def _judge(config: configuration.Config, is_untimed: bool, sources: list[Basis]) -> tuple[float, float]:
+def _judge(
+    config: configuration.Config, is_untimed: bool, past: PastRun | None, sources: list[Basis]
+) -> tuple[float, float]:
     """Return the seconds of a step by the judge's limit of requests a minute, and how many groups it scores at once."""
     judge = config.reward.asked
     if judge is None:
         return 0.0, math.inf
     size = config.sampling.group_size
-    requests = {"rubric": size, "pairwise": size * (size - 1) // 2, "pairwise_both": size * (size - 1)}[judge.form]
-    a_step = requests * config.schedule.groups_per_step
+    a_step = judge.num_requests(size) * config.schedule.groups_per_step
     paced = 60.0 * a_step / judge.requests_per_minute if judge.requests_per_minute else 0.0
     told = [f"{a_step} requests a step", f"{duration(paced)} by requests_per_minute" if paced else ""]
-    uncounted = (
-        f"not counted: its dollars, tokens_per_minute{', and how long it takes (--reward-seconds)' * is_untimed}"
-    )
-    sources.append(Basis("judge", ", ".join(filter(None, told)), uncounted))
-    return paced, max(1, judge.max_concurrency // max(1, requests))
+    uncounted = ["tokens_per_minute"] if judge.tokens_per_minute else []
+    if past is not None and past.judge_usd is not None:
+        run_usd = past.judge_usd * config.run.max_steps
+        told.append(f"${past.judge_usd:.4g} a step and ${run_usd:.2f} for {config.run.max_steps} steps beside the bill")
+    elif any(judge.usd_per_mtok):
+        uncounted.append("its dollars (a run with --from DIR has them)")
+    if is_untimed:
+        uncounted.append("how long it takes (--reward-seconds)")
+    origin = f"not counted: {' and '.join(uncounted)}" if uncounted else f"{judge.model} at {judge.base_url}"
+    sources.append(Basis("judge", ", ".join(filter(None, told)), origin))
+    return paced, judge.groups_at_once(size)
 
 
 def _broadcast(

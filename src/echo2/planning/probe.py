@@ -12,6 +12,7 @@ import asyncio
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import aclosing
@@ -36,10 +37,13 @@ GROUPS_SCORED = 8
 
 @dataclass(frozen=True, slots=True)
 class RewardTime:
-    """Speed of the run's reward functions. `seconds`: per group; `groups_at_once`: in parallel on this machine."""
+    """Speed of the run's reward functions and its judge. `seconds`: per group; `groups_at_once`: in parallel on this
+    machine; `judge_usd`: what the judge costs for a group.
+    """
 
     seconds: float
     groups_at_once: int
+    judge_usd: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,9 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
     rewards = []
     if measured.rewards is not None:
         most = measured.rewards.groups_at_once * measured.group_size / max(1e-9, measured.rewards.seconds)
+        usd = measured.rewards.judge_usd
+        if usd:
+            rewards.append(f"# not included: the judge costs ${usd:.3g} a group of {measured.group_size}")
         rewards.append(
             f"# not included: your reward functions take {measured.rewards.seconds:.3g} s a group; a head like "
             f"this machine scores {most:.4g} rollouts/s at most, whatever you rent (echo2 plan --reward-seconds)"
@@ -181,6 +188,14 @@ async def _batch(sampler: LocalSampler, cursors: range) -> list[RolloutGroup]:
 
 async def _reward_time(config: configuration.Config, sampler: LocalSampler, groups: list[RolloutGroup]) -> RewardTime:
     """Return the mean time to score one of these groups, one after the other."""
+    asked, size, usd = config.reward.asked, config.sampling.group_size, 0.0
+    if asked is not None:
+        count = len(groups) * asked.num_requests(size)
+        print(f"note: the judge at {asked.base_url} is asked {count} times, and waited for", file=sys.stderr)
     async with reward_processes(config) as processes:
         took = [(await sampler.score(processes, group))[1] for group in groups]
-        return RewardTime(statistics.fmean(took), processes.most_at_once)
+        at_once = processes.most_at_once
+        if asked is not None and processes.judge is not None:
+            at_once = min(at_once, asked.groups_at_once(size))
+            usd = processes.judge.spent_usd / len(groups)
+        return RewardTime(statistics.fmean(took), at_once, usd)

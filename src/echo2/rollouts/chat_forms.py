@@ -1,8 +1,8 @@
 """The forms in which chat clients call the model: OpenAI's chat completions and Anthropic's messages.
 
 Both are read into one form of call, a `ChatCall`, whose messages are OpenAI's with one text as their content. Streams
-are told as the real servers tell them, event by event, but all at once: an answer is whole before its first event, so
-an error still has its own status. Options that a run's settings decide, such as the temperature, are not read.
+are told as the real servers tell them, event by event; tool calls, token ids and logprobs come when the answer is
+whole. Options that a run's settings decide, such as the temperature, are not read.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from echo2.core.documents import parse_json
+from echo2.core.documents import half_character, parse_json
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 from echo2.engines.engine import Completion
 from echo2.rollouts.recorded import CallRefused
@@ -57,18 +57,38 @@ class ChatAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """The next piece of the text of answer number `index`, to a prompt of `num_read` tokens."""
+
+    index: int
+    text: str
+    num_read: int
+
+
+class Stream(Protocol):
+    """Writes the events of the answers to one call. Texts come in pieces; `end` gets the whole answer."""
+
+    def piece(self, piece: Piece) -> Iterator[Json]: ...
+
+    def end(self, answer: Json) -> Iterator[Json]: ...
+
+
+@dataclass(frozen=True, slots=True)
 class ChatForm:
-    """Reads calls (`call` raises CallRefused), and writes answers with a request's id, their events, and errors."""
+    """Reads calls (`call` raises CallRefused), and writes answers with a request's id, their streams, and errors.
+    `last`: the stream's last words."""
 
     call: Callable[[Json], ChatCall]
     answer: Callable[[str, Sequence[ChatAnswer]], Json]
-    events: Callable[[Json, ChatCall], Iterator[tuple[str, Any]]]
+    stream: Callable[[str, ChatCall], Stream]
     error: Callable[[int, str, str], Json]
+    last: str = ""
 
-    def streamed(self, answer: Json, call: ChatCall) -> str:
-        """Return the answer as a stream of server-sent events."""
-        told = ((name, data if isinstance(data, str) else json.dumps(data)) for name, data in self.events(answer, call))
-        return "".join(f"event: {name}\ndata: {data}\n\n" if name else f"data: {data}\n\n" for name, data in told)
+
+def told(event: Json) -> str:
+    """Return an event as a server-sent one. Those of Anthropic's are named by their type."""
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n"
 
 
 def bad(complaint: str) -> CallRefused:
@@ -116,7 +136,7 @@ def message_of(text: str, has_tools: bool, call_number: int) -> Json:
         except ValueError:
             return found.group(0)
         given = call.get("arguments") or {} if isinstance(call, dict) else None
-        if not isinstance(given, dict) or not isinstance(call.get("name"), str):
+        if not isinstance(given, dict) or not isinstance(call.get("name"), str) or half_character(call):
             return found.group(0)
         function = {"name": call["name"], "arguments": json.dumps(given)}
         calls.append({"id": f"call_{call_number}_{len(calls)}", "type": "function", "function": function})
@@ -215,20 +235,31 @@ def _openai_answer(request_id: str, answers: Sequence[ChatAnswer]) -> Json:
     }
 
 
-def _openai_events(answer: Json, call: ChatCall) -> Iterator[tuple[str, Any]]:
-    frame = {name: answer[name] for name in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for choice in answer["choices"]:
-        index, message = choice["index"], choice["message"]
-        calls = [{"index": at, **one} for at, one in enumerate(message.get("tool_calls", ()))]
-        said = {"content": message["content"]} if message["content"] else {}
-        first = {"index": index, "delta": {"role": "assistant", **said}, "finish_reason": None}
-        yield "", {**frame, "choices": [{**first, "token_ids": choice["token_ids"], "logprobs": choice["logprobs"]}]}
-        for one in calls:
-            yield "", {**frame, "choices": [{"index": index, "delta": {"tool_calls": [one]}, "finish_reason": None}]}
-        yield "", {**frame, "choices": [{"index": index, "delta": {}, "finish_reason": choice["finish_reason"]}]}
-    if call.tells_usage:
-        yield "", {**frame, "choices": [], "usage": answer["usage"]}
-    yield "", "[DONE]"
+class _OpenAIStream:
+    def __init__(self, request_id: str, call: ChatCall) -> None:
+        self._frame = {"id": request_id, "object": "chat.completion.chunk", "created": int(time.time())}
+        self._tells_usage = call.tells_usage
+        self._begun = set[int]()
+
+    def piece(self, piece: Piece) -> Iterator[Json]:
+        yield self._chunk(piece.index, {"content": piece.text})
+
+    def end(self, answer: Json) -> Iterator[Json]:
+        for choice in answer["choices"]:
+            index = choice["index"]
+            if index not in self._begun:
+                yield self._chunk(index, {})
+            for at, one in enumerate(choice["message"].get("tool_calls", ())):
+                yield self._chunk(index, {"tool_calls": [{"index": at, **one}]})
+            yield self._chunk(index, {}, **{name: choice[name] for name in ("finish_reason", "token_ids", "logprobs")})
+        if self._tells_usage:
+            yield {**self._frame, "model": MODEL_NAME, "choices": [], "usage": answer["usage"]}
+
+    def _chunk(self, index: int, delta: Json, **more: Any) -> Json:
+        role = {} if index in self._begun else {"role": "assistant"}
+        self._begun.add(index)
+        choice = {"index": index, "delta": {**role, **delta}, "finish_reason": None, **more}
+        return {**self._frame, "model": MODEL_NAME, "choices": [choice]}
 
 
 def openai_error(status: int, code: str, message: str) -> Json:
@@ -313,10 +344,7 @@ def _anthropic_answer(request_id: str, answers: Sequence[ChatAnswer]) -> Json:
         blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": given})
     ended = "stop_sequence" if one.stop else "max_tokens" if one.completion.finish == "length" else "end_turn"
     return {
-        "id": f"msg_{request_id}",
-        "type": "message",
-        "role": "assistant",
-        "model": MODEL_NAME,
+        **_anthropic_message(request_id, len(one.prompt)),
         "content": blocks,
         "stop_reason": "tool_use" if calls else ended,
         "stop_sequence": one.stop or None,
@@ -324,24 +352,50 @@ def _anthropic_answer(request_id: str, answers: Sequence[ChatAnswer]) -> Json:
     }
 
 
-def _anthropic_events(answer: Json, call: ChatCall) -> Iterator[tuple[str, Any]]:
-    def event(name: str, **data: Any) -> tuple[str, Any]:
-        return name, {"type": name, **data}
+def _anthropic_message(request_id: str, num_read: int) -> Json:
+    """Return a message of which nothing has been written yet."""
+    return {
+        "id": f"msg_{request_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": MODEL_NAME,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {"input_tokens": num_read, "output_tokens": 0},
+    }
 
-    begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield event("message_start", message={**answer, **begun, "usage": {**answer["usage"], "output_tokens": 0}})
-    for index, block in enumerate(answer["content"]):
-        if block["type"] == "text":
-            empty, delta = {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}
-        else:
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-            empty = {**block, "input": {}}
-        yield event("content_block_start", index=index, content_block=empty)
-        yield event("content_block_delta", index=index, delta=delta)
-        yield event("content_block_stop", index=index)
-    ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
-    yield event("message_delta", delta=ended, usage=answer["usage"])
-    yield event("message_stop")
+
+class _AnthropicStream:
+    def __init__(self, request_id: str, call: ChatCall) -> None:
+        self._request_id = request_id
+        self._has_begun = self._has_text = False
+
+    def piece(self, piece: Piece) -> Iterator[Json]:
+        yield from self._begin(piece.num_read)
+        if not self._has_text:
+            self._has_text = True
+            yield {"type": "content_block_start", "index": 0, "content_block": {"type": "text", "text": ""}}
+        yield self._delta(0, {"type": "text_delta", "text": piece.text})
+
+    def end(self, answer: Json) -> Iterator[Json]:
+        yield from self._begin(answer["usage"]["input_tokens"])
+        for index, block in enumerate(answer["content"]):
+            if block["type"] != "text":
+                yield {"type": "content_block_start", "index": index, "content_block": {**block, "input": {}}}
+                yield self._delta(index, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])})
+            yield {"type": "content_block_stop", "index": index}
+        ended = {name: answer[name] for name in ("stop_reason", "stop_sequence")}
+        yield {"type": "message_delta", "delta": ended, "usage": answer["usage"]}
+        yield {"type": "message_stop"}
+
+    def _begin(self, num_read: int) -> Iterator[Json]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield {"type": "message_start", "message": _anthropic_message(self._request_id, num_read)}
+
+    def _delta(self, index: int, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": index, "delta": delta}
 
 
 def _anthropic_error(status: int, code: str, message: str) -> Json:
@@ -349,5 +403,5 @@ def _anthropic_error(status: int, code: str, message: str) -> Json:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-OPENAI = ChatForm(_openai_call, _openai_answer, _openai_events, openai_error)
-ANTHROPIC = ChatForm(_anthropic_call, _anthropic_answer, _anthropic_events, _anthropic_error)
+OPENAI = ChatForm(_openai_call, _openai_answer, _OpenAIStream, openai_error, "data: [DONE]\n\n")
+ANTHROPIC = ChatForm(_anthropic_call, _anthropic_answer, _AnthropicStream, _anthropic_error)

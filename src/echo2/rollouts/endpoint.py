@@ -21,16 +21,17 @@ import logging
 import secrets
 import socket
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from echo2.core.addresses import LOOPBACK, join
-from echo2.core.background import spawn
-from echo2.core.documents import parse_json
+from echo2.core.background import awaited, spawn
+from echo2.core.documents import half_character, may_have_half_character, parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2.engines.tokenizer import decoded, following_tokens, rendered_tokens, stop_rule
+from echo2.core.loop_thread import call_in
+from echo2.engines.tokenizer import appends_text, decoded, following_tokens, rendered_tokens, stop_rule
 from echo2.rollouts.chat_forms import (
     ANTHROPIC,
     MODEL_NAME,
@@ -39,6 +40,7 @@ from echo2.rollouts.chat_forms import (
     ChatCall,
     ChatForm,
     Json,
+    Piece,
     bad,
     essence,
     longest,
@@ -46,8 +48,10 @@ from echo2.rollouts.chat_forms import (
     openai_error,
     plain,
     tokens_of,
+    told,
 )
 from echo2.rollouts.recorded import CallBounds, CallRefused, RecordedRollout
+from echo2.rollouts.telling import Telling
 from echo2.tasks.loopback_model import UNTRAINED
 
 if TYPE_CHECKING:
@@ -90,8 +94,11 @@ class ChatRollout:
         self.recorded = recorded
         self._said: list[_Said] = []
 
-    async def answers(self, call: ChatCall, bounds: CallBounds) -> list[ChatAnswer]:
-        """Sample the model's next message, as often as the call asks for.
+    async def answers(
+        self, call: ChatCall, bounds: CallBounds, tell: Callable[[Piece], None] | None = None
+    ) -> list[ChatAnswer]:
+        """Sample the model's next message, as often as the call asks for. `tell` gets the texts piece by piece: as they
+        are drawn if the engine can say that, else each when it is whole.
 
         Raises:
             CallRefused: the chat template refuses the messages; or as `RecordedRollout.complete`.
@@ -102,18 +109,41 @@ class ChatRollout:
         prompt = self._prompt(call.messages, call.tools)
         try:
             async with asyncio.TaskGroup() as together:
-                asked = [together.create_task(self._answer(call, prompt, bounds)) for _ in range(call.num_answers)]
+                asked = [
+                    together.create_task(self._answer(call, prompt, bounds, index, tell))
+                    for index in range(call.num_answers)
+                ]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         return [one.result() for one in asked]
 
-    async def _answer(self, call: ChatCall, prompt: array[int], bounds: CallBounds) -> ChatAnswer:
+    async def _answer(
+        self,
+        call: ChatCall,
+        prompt: array[int],
+        bounds: CallBounds,
+        index: int,
+        tell: Callable[[Piece], None] | None,
+    ) -> ChatAnswer:
+        telling = None
+        if tell is not None:
+            telling = Telling(
+                self.recorded.tokenizer,
+                call.stop,
+                bool(call.tools),
+                lambda text: tell(Piece(index, text, len(prompt))),
+            )
+            if appends_text(self.recorded.tokenizer):
+                hear = partial(call_in, asyncio.get_running_loop(), telling.take)
+                bounds = replace(bounds, on_token=hear)
         completion = await self.recorded.complete(prompt, bounds)
         text = decoded(self.recorded.tokenizer, completion.tokens)
         at, stop = min(((text.find(one), one) for one in call.stop if one in text), default=(len(text), ""))
         message = message_of(text[:at], bool(call.tools), self.recorded.num_calls)
         essences = [essence(one) for one in [*call.messages, plain(message)]]
         self._said.append(_Said(essences, call.tools, prompt + completion.tokens))
+        if telling is not None:
+            telling.end(message["content"] or "")
         return ChatAnswer(completion, prompt, message, stop)
 
     def _prompt(self, said: list[Json], tools: Any) -> array[int]:
@@ -210,11 +240,11 @@ class LoopbackEndpoint:
             await self._serving
             self._listening.close()  # the server may have ended before closing it
 
-    def _handler(self, answer: Answer, told: Callable[[int, str, str], Json] = openai_error) -> Handler:
-        from starlette.responses import JSONResponse, Response
+    def _handler(self, answer: Answer, words: Callable[[int, str, str], Json] = openai_error) -> Handler:
+        from starlette.responses import JSONResponse, StreamingResponse
 
         def error(status: int, code: str, message: str) -> Response:
-            return JSONResponse(told(status, code, message), status, NO_RETRY)
+            return JSONResponse(words(status, code, message), status, NO_RETRY)
 
         async def handle(request: Request) -> Response:
             headers = request.headers
@@ -230,18 +260,32 @@ class LoopbackEndpoint:
             bounds = CallBounds(is_trained=not key.endswith(UNTRAINED), is_heard=is_heard)
             try:
                 found = await answer(rollout, await _read(request), bounds)
-            except CallRefused as refused:
-                return error(refused.status, refused.code, str(refused))
             except (UserError, PeerError) as failure:
-                rollout.recorded.fail("engine_failed", str(failure))
-                return error(500, "engine_failed", str(failure))
-            return Response(found, media_type="text/event-stream") if isinstance(found, str) else JSONResponse(found)
+                return error(*_refusal(rollout, failure))
+            if isinstance(found, dict):
+                return JSONResponse(found)
+
+            async def stream() -> AsyncIterator[str]:
+                try:
+                    async for event in found:
+                        yield event
+                except (UserError, PeerError) as failure:  # the status has been sent
+                    yield told(words(*_refusal(rollout, failure)))
+
+            return StreamingResponse(stream(), media_type="text/event-stream")
 
         return handle
 
 
-#: Answers a call: by an object, or by the text of a stream of events.
-Answer = Callable[[ChatRollout, Json, CallBounds], Awaitable[Json | str]]
+def _refusal(rollout: ChatRollout, failure: UserError | PeerError) -> tuple[int, str, str]:
+    if isinstance(failure, CallRefused):
+        return failure.status, failure.code, str(failure)
+    rollout.recorded.fail("engine_failed", str(failure))
+    return 500, "engine_failed", str(failure)
+
+
+#: Answers a call: by an object, or by a stream of events.
+Answer = Callable[[ChatRollout, Json, CallBounds], Awaitable[Json | AsyncIterator[str]]]
 Handler = Callable[["Request"], Awaitable["Response"]]
 
 
@@ -271,11 +315,40 @@ async def _generate(rollout: ChatRollout, body: Json, bounds: CallBounds) -> Jso
     return {"request_id": _request_id(body), "model": MODEL_NAME, "choices": [choice]}
 
 
-async def _chat(form: ChatForm, rollout: ChatRollout, body: Json, bounds: CallBounds) -> Json | str:
-    call = form.call(body)
-    answers = await rollout.answers(call, replace(bounds, max_tokens=call.max_tokens))
-    answer = form.answer(_request_id(body), answers)
-    return form.streamed(answer, call) if call.is_streamed else answer
+async def _chat(form: ChatForm, rollout: ChatRollout, body: Json, bounds: CallBounds) -> Json | AsyncIterator[str]:
+    call, request_id = form.call(body), _request_id(body)
+    bounds = replace(bounds, max_tokens=call.max_tokens)
+    if not call.is_streamed:
+        return form.answer(request_id, await rollout.answers(call, bounds))
+    events = _events(form, rollout, call, request_id, bounds)
+    first = await anext(events)  # an error before has its own status
+
+    async def all_events() -> AsyncIterator[str]:
+        yield first
+        async for event in events:
+            yield event
+
+    return all_events()
+
+
+async def _events(
+    form: ChatForm, rollout: ChatRollout, call: ChatCall, request_id: str, bounds: CallBounds
+) -> AsyncIterator[str]:
+    """Yield the events of a stream as they come. If the client hangs up, this is cancelled, and so are the answers."""
+    stream = form.stream(request_id, call)
+    pieces = asyncio.Queue[Piece | None]()  # as long as the answers at most
+    answers = awaited(rollout.answers(call, bounds, pieces.put_nowait))
+    answers.add_done_callback(lambda _: pieces.put_nowait(None))
+    try:
+        while (piece := await pieces.get()) is not None:
+            for event in stream.piece(piece):
+                yield told(event)
+        for event in stream.end(form.answer(request_id, await answers)):
+            yield told(event)
+        if form.last:
+            yield form.last
+    finally:
+        answers.cancel()
 
 
 async def _read(request: Request) -> dict[str, Any]:
@@ -295,6 +368,8 @@ async def _read(request: Request) -> dict[str, Any]:
         raise bad(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise bad("the body is no JSON object")
+    if may_have_half_character(data) and (complaint := half_character(body)):
+        raise bad(complaint)
     return body
 
 

@@ -37,6 +37,7 @@ class CallRefused(UserError):
 class CallBounds:
     """What a call says of its answer: the longest (None: as long as the run allows), and what ends it besides the end
     token. `is_trained`: whether the answer is trained on. `is_heard()`: whether the caller still waits for the answer.
+    `on_token`: as `SampleRequest.on_token`.
     """
 
     max_tokens: int | None = None
@@ -44,6 +45,7 @@ class CallBounds:
     stop: StopRule | None = None
     is_trained: bool = True
     is_heard: Callable[[], Awaitable[bool]] | None = None
+    on_token: Callable[[int], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,9 @@ class RecordedRollout:
         if not row.spoken.turns:
             self._rows.append(row)
         row.is_asking = True
-        request = SampleRequest(prompt, seed, 0, params, bounds.stop_tokens, in_turns=True, stop=bounds.stop)
+        request = SampleRequest(
+            prompt, seed, 0, params, bounds.stop_tokens, in_turns=True, stop=bounds.stop, on_token=bounds.on_token
+        )
         asked = self._engine.submit(request)
         self._asked.add(asked)
         try:

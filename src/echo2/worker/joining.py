@@ -121,7 +121,10 @@ def given_bytes(options: WorkerOptions) -> tuple[int, int]:
     most = options.max_memory_gb * GB or math.inf
     gpu = 0 if options.device == "cpu" else max(machine.gpus, default=0)
     bound = USABLE if options.max_memory_gb else share
-    return int(min(most, bound * machine.memory_bytes)), int(min(most, bound * gpu))
+    main = bound * machine.memory_bytes
+    if not options.max_memory_gb:
+        main = min(main, USABLE * engines.sampling_bytes(machine.memory_bytes))
+    return int(min(most, main)), int(min(most, bound * gpu))
 
 
 async def join(ticket: str, directory: Path | None, options: WorkerOptions) -> str:

@@ -15,7 +15,7 @@ import msgspec
 import zstandard
 from msgspec import Meta, Struct
 
-from echo2.core.documents import parse_json
+from echo2.core.documents import half_character, may_have_half_character, parse_json
 from echo2.core.errors import PeerError, UserError
 from echo2_service import limits
 from echo2_service.decide.order import NUMBER_MAX
@@ -244,7 +244,15 @@ def parse(kind: type[T], body: bytes) -> T:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        raise PeerError("malformed", str(error) or type(error).__name__) from error
+        raise PeerError("malformed", _half_character(body) or str(error) or type(error).__name__) from error
+
+
+def _half_character(body: bytes) -> str:
+    """Return the sentence about half of a character, of which msgspec does not name the field; empty: there is none."""
+    try:
+        return half_character(parse_json(body)) if may_have_half_character(body) else ""
+    except ValueError:
+        return ""
 
 
 def prompt_tokens(prompt: PromptBody) -> Sequence[int]:
@@ -280,7 +288,8 @@ def numbered(body: bytes, is_protobuf: bool, is_packed: bool) -> Numbered | None
         body = _beginning(body)
     model, number = _in_protobuf(body) if is_protobuf else _in_json(body)
     is_number = isinstance(number, int) and not isinstance(number, bool) and 1 <= number <= NUMBER_MAX
-    return Numbered(model, number) if isinstance(model, str) and is_number else None
+    is_name = isinstance(model, str) and not half_character(model)
+    return Numbered(model, number) if is_name and is_number else None
 
 
 def _beginning(body: bytes) -> bytes:

@@ -307,8 +307,10 @@ def refused(error: PeerError | UserError) -> Response:
 
 
 def for_tenants(text: str) -> str:
-    """Return the text of an error with "..." in place of absolute paths, cut to a bounded length."""
-    return _PATH.sub(lambda found: found["kept"] or "...", text)[:ERROR_CHARS_MAX]
+    """Return the text of an error with "..." in place of absolute paths, cut to a bounded length. It may quote what a
+    tenant wrote, and half of a character could not be sent."""
+    told = _PATH.sub(lambda found: found["kept"] or "...", text)[:ERROR_CHARS_MAX]
+    return told.encode(errors="replace").decode()
 
 
 async def _read(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:

@@ -1,21 +1,23 @@
 """Writes events.jsonl: every event of the planner with the commands that answered it, so that a run can be replayed.
 
-One JSON object per line. A head writes its planner's options when it starts, then one line per event: {"now": ...,
-"event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one of its head;
-readers skip it. The log is kept in parts (`core.logs`); once the oldest part is deleted, a replay begins with the first
-head that started after it.
+One JSON object per line. A head writes its planner's options and its version when it starts, then one line per event:
+{"now": ..., "event": {"type": ..., ...}, "commands": [{"type": ..., ...}, ...]}. A line torn by a kill is the last one
+of its head; readers skip it. The log is kept in parts (`core.logs`); once the oldest part is deleted, a replay begins
+with the first head that started after it.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from blake3 import blake3
 
+from echo2 import __version__
 from echo2.core import logs
 from echo2.core.errors import UserError, write_failed
 from echo2.core.types import Attachment
@@ -31,6 +33,17 @@ OTHER_VERSION = "A log is replayed by the version of echo2 that wrote it."
 
 _EVENTS: dict[str, type[ev.Event]] = {"Tick": ev.Tick}
 _EVENTS.update((kind.__name__, kind) for kind in ev.PlannerEvent.__subclasses__())
+
+
+def _version() -> str:
+    """Return this echo2's version, and what its options, events and commands have, which changes between releases."""
+    commands = (one for one in vars(do).values() if isinstance(one, type) and issubclass(one, do.Command))
+    kinds: list[Any] = [PlannerOptions, *_EVENTS.values(), *commands]
+    said = [[kind.__name__, *(f"{one.name}: {one.type}" for one in fields(kind))] for kind in kinds]
+    return f"{__version__}-{blake3(msgspec.json.encode(said)).hexdigest(8)}"
+
+
+VERSION = _version()
 
 
 def to_plain(value: ev.Event | do.Command) -> dict[str, Any]:
@@ -65,7 +78,7 @@ class EventLog:
         torn = path.exists() and path.stat().st_size > 0 and not _ends_with_newline(path)
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (lives as long as the head)
         self._waiting = b"\n" if torn else b""
-        self._add({"options": msgspec.to_builtins(options)})
+        self._add({"options": msgspec.to_builtins(options), "echo2": VERSION})
         self.flush()
 
     def write(self, now: float, event: ev.Event, commands: Sequence[do.Command]) -> None:
@@ -123,7 +136,7 @@ def replay(path: Path) -> Replay:
     """Feed the logged events to fresh planners and compare their commands with the logged ones.
 
     Raises:
-        UserError: the file is missing or is not an event log.
+        UserError: the file is missing, is not an event log, or is of another version.
     """
     planner: Planner | None = None
     parts = logs.parts(path)
@@ -131,6 +144,9 @@ def replay(path: Path) -> Replay:
     first = ""
     for where, record in _records(parts):
         if "options" in record:
+            if (wrote := record.get("echo2")) != VERSION:
+                by = f"echo2 {wrote:.80}" if isinstance(wrote, str) else "an echo2 that did not name its version"
+                raise UserError(f"{where} was written by {by}, and this is {VERSION}. {OTHER_VERSION}")
             try:
                 planner = Planner(msgspec.convert(record["options"], type=PlannerOptions))
             except msgspec.ValidationError as error:

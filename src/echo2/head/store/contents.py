@@ -25,9 +25,9 @@ from echo2.config.rundir import RunDir, write_atomically
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.store.decide.log import LOOK_SECONDS, SignWatch
-from echo2.head.store.log import SIGN_KEY, LogReader, why_over
-from echo2.head.store.mirror import LedgerFile, Mirror, write_claim
+from echo2.head.store.decide.log import LOOK_SECONDS, Sign, SignWatch
+from echo2.head.store.log import SIGN_KEY, FollowedError, LogReader, encode, read_sign, why_over
+from echo2.head.store.mirror import LedgerFile, Mirror, read_claim, write_claim
 from echo2.learner.core import checkpoint
 from echo2.transport.certificates import write_private
 from echo2.transport.identity import RunIdentity
@@ -196,16 +196,31 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
                     return over
                 log.warning("no sign of life for %.0f s: taking the run over", watch.silent_seconds)
                 fetch_run(url, aside.path)
-                watch.look(objects.get(SIGN_KEY), time.monotonic())
-                if watch.is_silent:
+                watch.look(found := objects.get(SIGN_KEY), time.monotonic())
+                sign = read_sign(found)
+                signed = (sign.head, sign.epoch) if sign is not None else None
+                if watch.may_follow(read_claim(aside).after, signed) and _is_taken(url, aside):
                     for path in aside.path.iterdir():
                         path.rename(out / path.name)
                     return ""
-                log.warning("the head is back: standing by")
+                log.warning("the head is back, or another one has begun: standing by")
             except LinkError as error:
                 log.warning("%s", error)
     finally:
         shutil.rmtree(aside.path, ignore_errors=True)
+
+
+def _is_taken(url: str, rundir: RunDir) -> bool:
+    """Take the log of the run in this directory, and give a sign, so that other standbys go on waiting. Return False if
+    another head was faster."""
+    try:
+        mirror = Mirror.open(rundir, url, 0.0)
+    except FollowedError:
+        return False
+    mirror.objects.upload(SIGN_KEY, [encode(Sign(read_claim(rundir).own, mirror.epoch, 0))])
+    if mirror.has_caught_up:
+        restore(rundir, mirror.objects)
+    return True
 
 
 def _await_silence(objects: Objects, watch: SignWatch) -> str:
@@ -241,6 +256,15 @@ def _fetch_ledger(url: str, objects: Objects, rundir: RunDir) -> Path:
     if reader.last is None:
         rundir.ledger.unlink()
         raise UserError(f"There is no run in {url}. Give the run's head.store, without ?lag_seconds.")
+    with closing(Ledger(rundir.ledger)) as fetched:
+        is_begun = rundir.config.name in fetched.kept("file")
+    if not is_begun:
+        rundir.ledger.unlink()
+        raise UserError(
+            f"The run in {url} has not stored its settings yet, and nothing of it was acknowledged. If its head has "
+            "just begun, try again in a minute; if it is lost, start the run anew from its configuration file, with "
+            "another head.store."
+        )
     write_claim(rundir, reader.last)
     return rundir.ledger
 

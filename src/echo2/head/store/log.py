@@ -27,6 +27,10 @@ _T = TypeVar("_T", Entry, Mark, Sign)
 SIGN_KEY = "alive"
 
 
+class FollowedError(UserError):
+    """Another head has taken the run over."""
+
+
 class Replica(Protocol):
     """What the log is about. `number`: its last record; 0: none."""
 
@@ -147,7 +151,7 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
     it has more than the log, as after a kill between the commit and the store.
 
     Raises:
-        UserError: another head has taken the run over.
+        FollowedError: another head has taken the run over.
         LinkError: the store cannot be reached.
     """
     mine: Entry | None = None
@@ -157,12 +161,14 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
         if mine is not None and end.last == mine:
             break
         if refusal := claim.refuses(end.last):
-            raise UserError(
+            raise FollowedError(
                 f"head.store: {refusal}. If that one is gone for good, start in an empty directory with --resume-from "
                 "URL --out DIR; else leave this one. For another run, choose another URL."
             )
         reader = LogReader(objects, replica)
         reader.catch_up()
+        if claim.refuses(reader.last):  # meanwhile
+            continue
         epoch, name = 1 + (reader.last.epoch if reader.last else 0), ""
         if reader.last is None or reader.stored < replica.number:
             name = copy_name(replica.number, claim.own, epoch)
@@ -189,14 +195,19 @@ def send(objects: Objects, position: int, entry: Entry) -> Entry:
     return decode(found, Entry)
 
 
+def read_sign(found: bytes | None) -> Sign | None:
+    """Return the sign of life that was found; None: there is none yet, or it was torn."""
+    try:
+        return decode(found or b"", Sign)
+    except UserError:
+        return None
+
+
 def why_over(objects: Objects, found: bytes | None) -> str:
     """Return why the run is over, if it is, by a sign of life that was found. The last words of a head that another has
     followed do not count. Raises as `LogReader.catch_up`."""
-    try:
-        sign = decode(found or b"", Sign)
-    except UserError:  # none yet, or one that was torn
-        return ""
-    if sign.over:
+    sign = read_sign(found)
+    if sign is not None and sign.over:
         end = LogReader(objects, _Nothing())
         end.catch_up()
         if end.last is not None and (end.last.head, end.last.epoch) == (sign.head, sign.epoch):

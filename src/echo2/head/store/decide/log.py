@@ -161,6 +161,7 @@ class SignWatch:
         self.silent_seconds = 0.0
         self._seen: bytes | None = None
         self._looked_at = -math.inf
+        self._begun: tuple[str, int] | None = None
 
     def look(self, found: bytes | None, now: float) -> None:
         """Take what there is of a sign now."""
@@ -171,3 +172,10 @@ class SignWatch:
     @property
     def is_silent(self) -> bool:
         return self.silent_seconds >= SILENT_SECONDS
+
+    def may_follow(self, last: tuple[str, int] | None, signed: tuple[str, int] | None) -> bool:
+        """Whether a standby may follow the head whose entry is the log's last one. `signed`: who gave the newest sign.
+        A head that has just begun, such as another standby, has given none yet, and is waited for as long again."""
+        if self.is_silent and last not in (signed, self._begun):
+            self._begun, self.silent_seconds = last, 0.0
+        return self.is_silent

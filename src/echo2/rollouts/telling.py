@@ -1,0 +1,81 @@
+"""What of an answer may be told while it is drawn: its text so far, without what later tokens may take back.
+
+Held back are half of a character, what may become a stop string, and, if the call names tools, all from what may become
+a tool call on, with the whitespace before it: a message with tool calls is stripped. What is told is always the
+beginning of the message that the whole answer becomes.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from echo2.core.errors import UserError
+from echo2.engines.tokenizer import BROKEN, Tokenizer, decoded
+
+#: Begins what may be a tool call (`chat_forms.TOOL_CALL`).
+TOOL_MARK = "<tool_call>"
+#: So many tokens without a whole character are no text, and decoding them again with each token would become slow. The
+#: rest is told at the end.
+BROKEN_TOKENS_MAX = 64
+
+
+class Telling:
+    """The text of one answer as it grows. `tell` gets it piece by piece. For one event loop."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str], has_tools: bool, tell: Callable[[str], None]) -> None:
+        self._tokenizer, self._has_tools, self._tell = tokenizer, has_tools, tell
+        self._marks = (*stop, TOOL_MARK) if has_tools else tuple(stop)
+        self._said: list[str] = []
+        self._held = ""
+        # Of these tokens, which are decoded together, the first have been: decoders treat the first of a text apart.
+        self._tokens, self._num_decoded = array("i"), 0
+
+    def take(self, token: int) -> None:
+        """Take the next token that was drawn, and tell what is certain now."""
+        if len(self._tokens) - self._num_decoded >= BROKEN_TOKENS_MAX:
+            return
+        self._tokens.append(token)
+        before = decoded(self._tokenizer, self._tokens[: self._num_decoded])
+        text = decoded(self._tokenizer, self._tokens)
+        if len(text) <= len(before) or text.endswith(BROKEN):
+            return
+        self._held += text[len(before) :]
+        self._tokens, self._num_decoded = self._tokens[self._num_decoded :], len(self._tokens) - self._num_decoded
+        if length := self._certain():
+            self._say(self._held[:length])
+            self._held = self._held[length:]
+
+    def end(self, content: str) -> None:
+        """Tell the rest of the message's text.
+
+        Raises:
+            UserError: the tokenizer changes the beginning of a text when more tokens follow.
+        """
+        said = "".join(self._said)
+        if not content.startswith(said):
+            detail = f"{content[:80]!r} does not begin with {said[:80]!r}, which was told"
+            raise UserError(f"This model's tokenizer rewrites text, so call without `stream`: {detail}.")
+        self._say(content[len(said) :])
+
+    def _say(self, text: str) -> None:
+        if text:
+            self._said.append(text)
+            self._tell(text)
+
+    def _certain(self) -> int:
+        """Return how many of the characters that are held back can be told."""
+        held = self._held
+        length = min((_before(held, mark) for mark in self._marks), default=len(held))
+        if not self._has_tools:
+            return length
+        is_stripped = not self._said and held[:1].isspace()  # if there will be a tool call
+        return 0 if is_stripped else len(held[:length].rstrip())
+
+
+def _before(text: str, mark: str) -> int:
+    """Return the number of characters before the mark, or before what may become it at the text's end."""
+    if (at := text.find(mark)) >= 0:
+        return at
+    beginnings = range(max(0, len(text) - len(mark) + 1), len(text))
+    return next((at for at in beginnings if mark.startswith(text[at:])), len(text))
