@@ -22,6 +22,7 @@ from echo2.core.types import SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import pacing
+from echo2.head.decide.groups import TOP_UPS_MAX
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.results import RESAMPLED_MAX
 from echo2.head.fleet.decide.fleet import LOOK_AHEAD
@@ -91,7 +92,11 @@ def with_failures(scenario: Scenario, seed: int) -> Scenario:
     workers = (replace(spec, rollout_failures=rng.choice([0.0, 0.15, 0.5])) for spec in scenario.workers)
     head = replace(scenario.head, reward_failures=rng.choice([0.0, 0.1, 0.4]))
     size = scenario.group_size + rng.choice([0, 4])
-    return replace(scenario, group_size=size, min_group=rng.randint(2, size), workers=tuple(workers), head=head)
+    scenario = replace(scenario, group_size=size, workers=tuple(workers), head=head)
+    # A group that needs more than are usually left would be retired again and again: no deadlock, but no end either.
+    fails = max(1 - (1 - spec.rollout_failures) * (1 - head.reward_failures) for spec in scenario.workers)
+    usually_left = round(size * (1 - fails ** (1 + TOP_UPS_MAX)))
+    return replace(scenario, min_group=min(rng.randint(2, size), max(2, usually_left)))
 
 
 def with_dials(scenario: Scenario, seed: int) -> Scenario:

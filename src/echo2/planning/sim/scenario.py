@@ -165,12 +165,12 @@ class OutageSpec:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A run and its world. Nothing fails after `faults_until_seconds`; a run that has not ended at `time_limit_seconds`
-    is reported as not finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stops sampling from the
-    publication until it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only
-    while they are active. `flat_share`: share of the groups whose rewards are all equal. `base_model`: number of the
-    base model that snapshots are adapters over, with `base_chunks` chunks; 0: whole models. `check_seed`: as in
-    `PlannerOptions`.
+    """A run and its world. No process dies and no connection is cut after `faults_until_seconds`; shares of messages,
+    groups and rollouts that fail stay as they are. A run that has not ended at `time_limit_seconds` is reported as not
+    finished. `generate_during_broadcast = false` is ECHO-2's model: a worker stops sampling from the publication until
+    it has the snapshot. `activation`: workers stand by until they are needed, and are paid for only while they are
+    active. `flat_share`: share of the groups whose rewards are all equal. `base_model`: number of the base model that
+    snapshots are adapters over, with `base_chunks` chunks; 0: whole models. `check_seed`: as in `PlannerOptions`.
     """
 
     name: str = ""
