@@ -17,6 +17,7 @@ import pytest
 
 from echo2_service import limits
 from echo2_service.front import http_server
+from echo2_service.front.database import steps
 from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, come, everything, raw, serving
 
@@ -249,6 +250,13 @@ def refusals(server: FrontServer, client: Client) -> None:
     refused(found, 429, "too many requests were refused")
 
 
+def curve_points(server: FrontServer, client: Client) -> None:
+    model = client.model(client.session())
+    for number in range(1, 10):
+        client.result(client.ok("optim_step", {"model_id": model, "seq_id": number, "adam_params": {}}))
+    assert server.database.count(steps) < 4
+
+
 def archives(server: FrontServer, client: Client) -> None:
     model = client.model(client.session())
     client.result(client.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"}))
@@ -431,6 +439,7 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "HELD_MAX": (held_requests, {"HELD_MAX": 1}),
     "ANSWERS_BYTES_MAX": (stored_answers, {"ANSWERS_BYTES_MAX": 3000}),
     "REFUSED_BYTES_MAX": (refusals, {"REFUSED_BYTES_MAX": 4096}),
+    "CURVE_POINTS_MAX": (curve_points, {"CURVE_POINTS_MAX": 4}),
     "ARCHIVES_MAX": (archives, {"ARCHIVES_MAX": 1}),
     "PAGE_MAX": (page, {"PAGE_MAX": 2}),
     "bills.quota_usd": (dollars, {}),

@@ -15,7 +15,7 @@ def add_service(add: Add) -> None:
     parser.set_defaults(interrupted="")
     text = "configuration file, like examples/serve.toml; or `status`: show requests, spending and machines"
     parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
-    parser.add_argument("--port", type=int, help="port, instead of the file's (0: any); with `status`: serve a page")
+    parser.add_argument("--port", type=int, help="port, instead of the file's (0: any)")
     where = "directory for models, database and the first API key (default: outputs/service)"
     parser.add_argument("--out", type=Path, default=Path("outputs/service"), metavar="DIR", help=where)
     parser.add_argument("--database", default="", metavar="URL", help="with `status`: database, if not SQLite in DIR")

@@ -186,7 +186,7 @@ class AccountsApi:
     async def set_ttl(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Set how long from now a checkpoint is kept."""
         seconds = parse(TtlBody, body or b"{}").ttl_seconds
-        expires = None if seconds is None else self._work.clock() + seconds
+        expires = self._storage.expiry(caller.tenant, self._work.clock(), seconds)
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
         return NOTHING
 
@@ -204,7 +204,7 @@ class AccountsApi:
             values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
             values["labels"] = found.labels if found.tenant == caller.tenant else None
             values |= {"id": copy.replace("copy", "chk"), "model": copy, "tenant": caller.tenant, "public": False}
-            expires = None if given.ttl_seconds is None else now + given.ttl_seconds
+            expires = self._storage.expiry(caller.tenant, now, given.ttl_seconds)
             spec = {**found.spec, "owner": caller.tenant}
             self._database.insert(checkpoints, **values, spec=spec, created=now, expires=expires)
         return answer({"tinker_path": f"tinker://{copy}/{found.kind}/{found.name}"})
@@ -225,6 +225,7 @@ class AccountsApi:
             async with self._importing:
                 spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
         arriving.rename(directory)
+        now = self._work.clock()
         self._database.insert(
             checkpoints,
             id="chk_" + model.removeprefix("adapter_"),
@@ -234,8 +235,9 @@ class AccountsApi:
             name=given.name,
             directory=str(directory),
             spec=msgspec.to_builtins(spec),
-            created=self._work.clock(),
+            created=now,
             size=len(body),
+            expires=self._storage.expiry(caller.tenant, now, None),
             public=False,
         )
         await self._storage.measure(caller.tenant)

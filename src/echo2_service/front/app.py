@@ -22,6 +22,7 @@ from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
 from echo2_service.front.accounts_api import AccountsApi
 from echo2_service.front.cleaning import ARRIVING, Cleaning
+from echo2_service.front.curves import Curves
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader
@@ -29,7 +30,7 @@ from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestG
 from echo2_service.front.requests_api import RequestsApi
 from echo2_service.front.usage import Bills, Storage
 from echo2_service.front.work import Work
-from echo2_service.settings import Quotas
+from echo2_service.settings import Quotas, Tariff
 
 log = logging.getLogger(__name__)
 
@@ -77,17 +78,21 @@ class App:
         backend: Backend,
         directory: Path,
         clock: Callable[[], float],
-        quotas: Quotas = NO_QUOTAS,
+        tariff: Tariff | None = None,
         ticks: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do."""
+        """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do. `tariff`: None: no prices, no
+        quotas.
+        """
+        self.tariff = tariff or Tariff(NO_QUOTAS)
         shutil.rmtree(directory / ARRIVING, ignore_errors=True)
         (directory / ARRIVING).mkdir(parents=True)
         self.database, self.clock = database, clock
-        self.work = Work(database, backend, Storage(database, backend, directory, quotas), clock)
-        self.bills = Bills(database, quotas)
+        self.work = Work(database, backend, Storage(database, backend, directory, self.tariff), clock)
+        self.bills = Bills(database, self.tariff)
         self.bodies = BodyReader(directory.parent / "reader.log")
-        self.dispatcher = Dispatcher(database, self.work, self.bills, self.bodies, clock, ticks)
+        self.curves = Curves(database, self.bills)
+        self.dispatcher = Dispatcher(database, self.work, self.bills, self.curves, self.bodies, clock, ticks)
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
         self.requests = RequestsApi(self.work, self.dispatcher, self.bodies)
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
@@ -170,5 +175,8 @@ class App:
         log.error("nothing is cleaned up any more: restart the service", exc_info=error)
 
     async def sweep(self) -> None:
-        """End silent sessions and waits for missing requests; delete expired checkpoints, old answers and files."""
+        """Read prices and quotas that changed; end silent sessions and waits for missing requests; delete expired
+        checkpoints, old answers and files.
+        """
+        self.tariff.reread()
         await self.cleaning.sweep(self.clock())

@@ -14,6 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sql
+
 from echo2.core.background import spawn
 from echo2_service.backend import DeleteCall
 from echo2_service.front.database import OPEN, UNREACHED, checkpoints, models, requests, sessions
@@ -160,7 +162,9 @@ class Cleaning:
         """Return the arrival of the oldest open request that may read a directory: by tenant's directory, where
         requests of that tenant are open; of those that an earlier version left; and `ANYBODY`, of all the others.
         """
-        oldest = self._database.earliest(requests, "arrival", ("tenant", "kind"), state=OPEN)
+        oldest = self._database.grouped(
+            requests, ("tenant", "kind"), {"earliest": sql.func.min(requests.c.arrival)}, state=OPEN
+        )
         found = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
         found[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
         for row in oldest:
