@@ -64,11 +64,15 @@ def test_a_session_is_not_charged_for_another_ones_samples(service: Service) -> 
 def test_a_step_counts_what_was_trained_for_it_however_long_that_answer_takes(service: Service) -> None:
     """Training and its step are submitted at once, as the cookbook does; the larger answer takes a thread longer."""
     model = service.model(service.session())
-    wide = protobuf(model, 1, [1] * 20_000)
-    futures = [service.post("forward_backward", wide, headers=PROTO), service.step(model, 2)]
-    assert metrics(service, futures[1])["cost/step_usd"] == pytest.approx(4000.0)
-    (row,) = service.database.select(steps)
-    assert (row.tokens, row.step, row.loss) == (20_000, 1, pytest.approx(2.772588722))
+    metrics(service, service.step(model, 1))
+    service.in_front(service.backend.gate.clear)
+    wide = protobuf(model, 2, [1] * 200_000)
+    futures = [service.post("forward_backward", wide, headers=PROTO), service.step(model, 3)]
+    service.until_called("optim_step")
+    service.in_front(service.backend.gate.set)
+    assert metrics(service, futures[1])["cost/step_usd"] == pytest.approx(40_000.0)
+    row = service.database.select(steps, "-step")[0]
+    assert (row.tokens, row.step, row.loss) == (200_000, 2, pytest.approx(2.772588722))
 
 
 def test_a_step_without_prices_tells_no_dollars(tmp_path: Path) -> None:
