@@ -83,7 +83,9 @@ class Client:
         """Status and answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        connection.request(method, f"/api/v1/{path}", data, {"x-api-key": self.key, **(headers or {})})
+        connection.request(
+            method, path if path[0] == "/" else f"/api/v1/{path}", data, {"x-api-key": self.key, **(headers or {})}
+        )
         answer = connection.getresponse()
         text = answer.read()
         connection.close()

@@ -153,6 +153,12 @@ def client_tenant(client: Client) -> str:
     return "mallory"
 
 
+def form_with_a_key(server: FrontServer, client: Client) -> None:
+    found = client.post("/sign-in", b"key=" + b"x" * limits.SIGN_IN_BYTES_MAX)
+    assert found[0] == 413
+    assert b"are taken" in found[1]
+
+
 def calls_of_a_key(server: FrontServer, client: Client) -> None:
     slow = Client(server.port, server.api_keys.add_key("mallory", per_minute=2))
     assert [slow.post("telemetry")[0] for _ in range(3)] == [200, 200, 429]
@@ -439,6 +445,7 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "HELD_MAX": (held_requests, {"HELD_MAX": 1}),
     "ANSWERS_BYTES_MAX": (stored_answers, {"ANSWERS_BYTES_MAX": 3000}),
     "REFUSED_BYTES_MAX": (refusals, {"REFUSED_BYTES_MAX": 4096}),
+    "SIGN_IN_BYTES_MAX": (form_with_a_key, {}),
     "CURVE_POINTS_MAX": (curve_points, {"CURVE_POINTS_MAX": 4}),
     "ARCHIVES_MAX": (archives, {"ARCHIVES_MAX": 1}),
     "PAGE_MAX": (page, {"PAGE_MAX": 2}),

@@ -79,7 +79,7 @@ async def _serve(settings: ServiceSettings, tariff: Tariff, out: Path, database:
         directories = {name: base.directory for name, base in backend.bases.items()}
         fleet = FleetServer(out, settings.fleet, directories, backend.samplers)
         await fleet.open()
-    front = App(database, backend, out / "checkpoints", time.time, tariff)
+    front = App(database, backend, out / "checkpoints", time.time, tariff, fleet=fleet.told if fleet else None)
     server = HttpServer(front.asgi, front.requests.stop)
     try:
         await server.serve([listener])

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def fleet(out: Path, now: float) -> dict[str, Any]:
+def fleet(out: Path, now: float) -> Mapping[str, Any]:
     """Return the machines that joined, and the number of calls for which no machine has room; empty if the service has
     no fleet or is not running.
 
@@ -55,8 +55,8 @@ def fleet(out: Path, now: float) -> dict[str, Any]:
     """
     told = read_json(out / STATUS_FILE)
     if told is None or now - told["at"] > STALE_SECONDS:
-        return {"machines": {}, "waiting_samples": 0}
-    return {"machines": told["machines"], "waiting_samples": told["waiting"]}
+        return overview.NO_FLEET
+    return {name: told[name] for name in overview.NO_FLEET}
 
 
 def show(found: dict[str, Any], console: Console) -> None:

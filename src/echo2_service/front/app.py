@@ -20,13 +20,16 @@ from starlette.routing import Route
 from echo2.core.background import spawn
 from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
+from echo2_service.front.account import Account
 from echo2_service.front.accounts_api import AccountsApi
 from echo2_service.front.cleaning import ARRIVING, Cleaning
 from echo2_service.front.curves import Curves
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader
-from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestGuard
+from echo2_service.front.overview import NO_FLEET, Fleet, Overview
+from echo2_service.front.pages import Pages
+from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestGuard, refused
 from echo2_service.front.requests_api import RequestsApi
 from echo2_service.front.usage import Bills, Storage
 from echo2_service.front.work import Work
@@ -80,9 +83,10 @@ class App:
         clock: Callable[[], float],
         tariff: Tariff | None = None,
         ticks: Callable[[], float] = time.monotonic,
+        fleet: Fleet | None = None,
     ) -> None:
         """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do. `tariff`: None: no prices, no
-        quotas.
+        quotas. `fleet`: as `FleetServer.told`.
         """
         self.tariff = tariff or Tariff(NO_QUOTAS)
         shutil.rmtree(directory / ARRIVING, ignore_errors=True)
@@ -96,7 +100,10 @@ class App:
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
         self.requests = RequestsApi(self.work, self.dispatcher, self.bodies)
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
+        self.account = Account(self.work, self.dispatcher, self.bills, self.curves, self.bodies)
+        self.overview = Overview(database, self.work.storage, self.tariff, fleet or (lambda: NO_FLEET), clock)
         self.guard = RequestGuard(ApiKeys(database, clock, ticks))
+        self.pages = Pages(self.guard)
         self.asgi = Starlette(routes=self._routes(), lifespan=self._lifespan)
 
     def _routes(self) -> list[Route]:
@@ -143,6 +150,10 @@ class App:
             checkpoint + "/archive": enter(accounts.archive),
             "archives/{token}": accounts.fetch_archive,
             "usage": enter(accounts.show_usage),
+            "account": enter(self.account.show, to_browser=refused),
+            "training_runs/{model}/steps": enter(self.account.curve, to_browser=refused),
+            "samples": enter(self.account.samples, to_browser=refused),
+            "owner": enter(self.overview.show, "owner", to_browser=refused),
             "estimate": enter(accounts.estimate),
         }
         routes = [
@@ -154,10 +165,11 @@ class App:
         routes.append(Route(f"{ROOT}{checkpoint}/publish", enter(accounts.unpublish, "train"), methods=["DELETE"]))
         routes.append(Route(f"{ROOT}{checkpoint}/ttl", enter(accounts.set_ttl, "train"), methods=["PUT"]))
         routes.append(Route(ROOT + checkpoint, enter(accounts.delete_checkpoint, "train"), methods=["DELETE"]))
-        return routes
+        return routes + self.pages.routes()
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.overview.faults.start()
         self.dispatcher.start()
         sweeper = spawn(self._sweep(), self._sweeping_ended)
         yield
@@ -165,6 +177,7 @@ class App:
         await asyncio.gather(sweeper, return_exceptions=True)
         await self.dispatcher.close()
         await self.bodies.close()
+        self.overview.faults.stop()
 
     async def _sweep(self) -> None:
         while True:

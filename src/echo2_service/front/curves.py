@@ -7,7 +7,7 @@ restart of the service, the next point tells loss and tokens of the requests tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +92,14 @@ class Curves:
         columns = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
         stride = stride_of(rows[-1].step) if rows else 1
         return {"steps": [row.step for row in rows], "seconds": seconds, "stride": stride, "columns": columns}
+
+    def newest(self, models: Sequence[str]) -> dict[str, dict[str, Any]]:
+        """Return the newest point of each of these models that has one, with its step."""
+        last = self._database.grouped(steps, ["model"], {"last": sql.func.max(steps.c.step)}, model=tuple(models))
+        wanted = sql.tuple_(steps.c.model, steps.c.step).in_([(row.model, row.last) for row in last])
+        with self._database.transaction() as connection:
+            rows = connection.execute(sql.select(steps).where(wanted)) if last else ()
+            return {row.model: {name: getattr(row, name) for name in ("step", *COLUMNS)} for row in rows}
 
     def _thin_out(self, model: str, newest: int) -> None:
         if (stride := stride_of(newest)) == 1:

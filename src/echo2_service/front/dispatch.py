@@ -189,7 +189,9 @@ class Dispatcher:
             num_waiting = sum(map(len, self._samples.values()))
             return f"{len(self._sampling)} samples are under way, {num_waiting} wait for their turn"
         lane = self._lanes.get(request.target)
-        return f"{len(lane.waiting) if lane else 0} requests of this model wait before the learner"
+        if lane is None or not lane.waiting:
+            return "it is at the learner, where tenants take turns"
+        return f"{len(lane.waiting)} requests of this model wait before the learner"
 
     def cancel_sample(self, request: str, tenant: str) -> None:
         """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""

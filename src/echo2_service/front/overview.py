@@ -8,13 +8,23 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 import sqlalchemy as sql
+from starlette.requests import Request
+from starlette.responses import Response
 
 from echo2.core.printable import printable
+from echo2_service import limits
 from echo2_service.front.database import OPEN, Database, bills, models, requests, sessions
+from echo2_service.front.request_guard import Caller, answer
+from echo2_service.front.usage import Storage
+from echo2_service.settings import Tariff, of_tenant
 
+Fleet: TypeAlias = Callable[[], Mapping[str, Any]]
+NO_FLEET: Mapping[str, Any] = MappingProxyType({"machines": {}, "waiting_samples": 0})
 #: Newest warnings and errors that are kept, and characters of each.
 FAULTS_KEPT, FAULT_CHARS = 50, 500
 
@@ -43,6 +53,44 @@ def tenants(database: Database, now: float) -> dict[str, dict[str, Any]]:
     for row in database.grouped(bills, ["tenant"], sums):
         of(row.tenant).update(tokens=int(row.all_tokens), usd=float(row.all_usd))
     return dict(sorted(found.items()))
+
+
+class Overview:
+    """The endpoint of the owner. `fleet` tells the machines that joined, and the samples for which none has room."""
+
+    def __init__(
+        self, database: Database, storage: Storage, tariff: Tariff, fleet: Fleet, clock: Callable[[], float]
+    ) -> None:
+        self._database, self._storage, self._tariff = database, storage, tariff
+        self._fleet, self._clock, self._begun = fleet, clock, clock()
+        self.faults = Faults()
+
+    async def show(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Return fleet, tenants, money and faults."""
+        now, quotas = self._clock(), self._tariff.quotas
+        found = tenants(self._database, now)
+        for name, row in found.items():
+            kept = self._storage.known_bytes(name)
+            row["disk_gb"] = None if kept is None else kept / 1e9
+            row["quota_usd"] = of_tenant(quotas.quota_usd, name)
+            row["quota_disk_gb"] = of_tenant(quotas.quota_disk_gb, name)
+        shown = sorted(found.items(), key=lambda item: (-item[1]["oldest_wait_seconds"], -item[1]["usd"], item[0]))
+        told = [{"tenant": name, **row} for name, row in shown[: limits.PAGE_MAX]]
+        fleet = self._fleet()
+        return answer(
+            {
+                "time": now,
+                "begun": self._begun,
+                "tenants": told,
+                "num_tenants": len(found),
+                "num_open": sum(sum(row["open"].values()) for row in found.values()),
+                "usd": sum(row["usd"] for row in found.values()),
+                "usd_per_million_tokens": quotas.usd_per_million_tokens,
+                "usd_per_hour": sum(row["price_usd_per_hour"] for row in fleet["machines"].values()),
+                **fleet,
+                "faults": self.faults.told(),
+            }
+        )
 
 
 class Faults(logging.Handler):

@@ -165,6 +165,10 @@ class Storage:
             await self.measure(tenant)
             self.check(tenant, num_bytes=num_bytes)
 
+    def known_bytes(self, tenant: str) -> int | None:
+        """Return as `num_bytes`; None if the tenant was never measured."""
+        return self.num_bytes(tenant) if tenant in self._on_disk else None
+
     def num_bytes(self, tenant: str) -> int:
         """Return the bytes that the tenant keeps, as far as they are known without a look at the disk."""
         return self._on_disk.get(tenant, 0) + self._since[tenant] + self._in_requests[tenant]
