@@ -29,25 +29,6 @@ from front_service import PROTO, Service
 from one_row_backend import VOCABULARY, OneRowBackend, log_softmax
 from postgres_server import PostgresServer
 
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    pytest.importorskip("psycopg")
-    if not PostgresServer.is_there():
-        pytest.skip("no PostgreSQL here: apt install postgresql")
-    with PostgresServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/service.sqlite"
-    server: PostgresServer = request.getfixturevalue("postgres")
-    return server.new_database()
-
-
 #: Of tests that ask nothing of the database.
 ON_SQLITE = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
 

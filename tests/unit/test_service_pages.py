@@ -18,6 +18,7 @@ from echo2_service.backend import BaseInfo
 from echo2_service.front.account import RUNS_TOLD
 from echo2_service.front.app import ROOT
 from echo2_service.front.database import keys
+from echo2_service.front.overview import FAULTS_KEPT
 from echo2_service.front.request_guard import SCOPES
 from echo2_service.settings import Quotas
 from front_server import serving
@@ -34,6 +35,13 @@ ASKED = ("account", "samples", "owner")
 @pytest.fixture
 def service(tmp_path: Path) -> Iterator[Service]:
     with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", QUOTAS)) as made:
+        yield made
+
+
+@pytest.fixture
+def anywhere(tmp_path: Path, url: str) -> Iterator[Service]:
+    """With each kind of database."""
+    with closing(Service(tmp_path, url, QUOTAS)) as made:
         yield made
 
 
@@ -81,10 +89,10 @@ TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_an_account_tells_runs_curves_bill_keys_and_why_it_waits(service: Service) -> None:
-    model = some_work(service, label="mine")
-    service.now += 5.0
-    told = service.get("account")
+def test_an_account_tells_runs_curves_bill_keys_and_why_it_waits(anywhere: Service) -> None:
+    model = some_work(anywhere, label="mine")
+    anywhere.now += 5.0
+    told = anywhere.get("account")
     assert (told["tenant"], told["num_runs"], told["num_open"]) == ("ada", 1, 1)
     (run,) = told["runs"]
     assert (run["id"], run["step"], run["is_live"], run["labels"]) == (model, 3, True, {"is": "mine"})
@@ -92,14 +100,14 @@ def test_an_account_tells_runs_curves_bill_keys_and_why_it_waits(service: Servic
     (wait,) = told["waits"]
     assert (wait["who"], wait["kind"], wait["num"], told["time"] - wait["since"]) == (model, "optim_step", 1, 5.0)
     assert wait["why"] == "request 8 of this model has not come yet"
-    assert told["bill"]["usd"] == service.get("usage")["usd"] == pytest.approx(1.6)
+    assert told["bill"]["usd"] == anywhere.get("usage")["usd"] == pytest.approx(1.6)
     assert (told["bill"]["quota_usd"], told["bill"]["quota_disk_gb"]) == (9.0, 1.0)
     assert told["bill"]["disk_gb"] > 0
     assert told["notes"] == []
     (key,) = told["keys"]
     assert (key["id"], key["scopes"], key["revoked"]) == (told["key"], ["train", "sample"], None)
     assert "digest" not in key
-    curve = service.get(f"training_runs/{model}/steps")
+    curve = anywhere.get(f"training_runs/{model}/steps")
     assert (curve["name"], curve["steps"], curve["seconds"], curve["stride"]) == (model, [1, 2, 3], [0, 2, 4], 1)
     assert curve["columns"]["loss"] == sorted(curve["columns"]["loss"], reverse=True)
     assert curve["columns"]["usd"] == pytest.approx([0.4, 0.8, 1.2])
@@ -112,18 +120,18 @@ def test_an_account_says_that_new_requests_are_refused(service: Service) -> None
     assert note.startswith("ada has spent $9.0000 of $9")
 
 
-def test_what_was_sampled_is_told_with_its_text(service: Service, tmp_path: Path) -> None:
+def test_what_was_sampled_is_told_with_its_text(anywhere: Service, tmp_path: Path) -> None:
     tiny_model.make(tmp_path / "tiny")
-    service.backend.bases = {"echo2/tiny": BaseInfo("echo2/tiny", str(tmp_path / "tiny"), 128)}
-    some_work(service, label="mine")
-    (told,) = service.get("samples")["samples"]
+    anywhere.backend.bases = {"echo2/tiny": BaseInfo("echo2/tiny", str(tmp_path / "tiny"), 128)}
+    some_work(anywhere, label="mine")
+    (told,) = anywhere.get("samples")["samples"]
     (sequence,) = told["sequences"]
     assert (told["num_sequences"], sequence["num_tokens"], sequence["finish"]) == (1, 3, "length")
     assert told["path"].endswith("/saved-mine")
     assert len(sequence["text"]) >= 1
     assert sequence["logprob"] < 0
-    service.backend.bases = {"echo2/tiny": BaseInfo("echo2/tiny", str(tmp_path / "none"), 128)}
-    assert service.get("samples")["samples"][0]["sequences"][0]["text"] == ""
+    anywhere.backend.bases = {"echo2/tiny": BaseInfo("echo2/tiny", str(tmp_path / "none"), 128)}
+    assert anywhere.get("samples")["samples"][0]["sequences"][0]["text"] == ""
 
 
 def test_an_account_is_bounded_however_much_a_tenant_has(service: Service) -> None:
@@ -136,12 +144,12 @@ def test_an_account_is_bounded_however_much_a_tenant_has(service: Service) -> No
     assert (len(told["waits"]), told["num_open"]) == (20, RUNS_TOLD + 3)
 
 
-def test_the_owner_is_told_tenants_money_fleet_and_faults(service: Service) -> None:
-    some_work(service)
-    eve = service.api_keys.add_key(HOSTILE)
-    service.session(eve)
+def test_the_owner_is_told_tenants_money_fleet_and_faults(anywhere: Service) -> None:
+    some_work(anywhere)
+    eve = anywhere.api_keys.add_key(HOSTILE)
+    anywhere.session(eve)
     logging.getLogger("echo2.anything").error("it went wrong", exc_info=ValueError("because\x1b[2J"))
-    told = service.get("owner", service.api_keys.add_key("owner", SCOPES))
+    told = anywhere.get("owner", anywhere.api_keys.add_key("owner", SCOPES))
     ada, other = told["tenants"]
     assert (ada["tenant"], ada["open"], ada["models"], ada["quota_usd"]) == ("ada", {"optim_step": 1}, 1, 9.0)
     assert (other["tenant"], other["quota_usd"], other["usd"]) == (HOSTILE, None, 0.0)
@@ -149,6 +157,20 @@ def test_the_owner_is_told_tenants_money_fleet_and_faults(service: Service) -> N
     assert (told["machines"], told["waiting_samples"], told["num_tenants"], told["num_open"]) == ({}, 0, 2, 1)
     newest = told["faults"][0]
     assert (newest["level"], newest["text"]) == ("error", "it went wrong: ValueError: because")
+
+
+def test_a_fault_that_comes_often_is_one_line_and_what_strangers_send_is_none(service: Service) -> None:
+    logging.getLogger("echo2.anything").warning("an adapter is lost")
+    for _ in range(100):
+        logging.getLogger("echo2.anything").warning("the disk is full")
+        logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
+    told = service.get("owner", service.api_keys.add_key("owner", SCOPES))["faults"]
+    found = [(fault["text"], fault["num"]) for fault in told]
+    assert found == [("the disk is full", 100), ("an adapter is lost", 1)]
+    for number in range(FAULTS_KEPT):
+        logging.getLogger("echo2.anything").warning("number %d", number)
+    told = service.get("owner", service.api_keys.add_key("owner", SCOPES))["faults"]
+    assert (len(told), told[0]["text"]) == (FAULTS_KEPT, f"number {FAULTS_KEPT - 1}")
 
 
 # ---- who may see it --------------------------------------------------------------------------------------------------

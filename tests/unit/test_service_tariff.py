@@ -25,6 +25,13 @@ def service(tmp_path: Path) -> Iterator[Service]:
         yield made
 
 
+@pytest.fixture
+def anywhere(tmp_path: Path, url: str) -> Iterator[Service]:
+    """With each kind of database."""
+    with closing(Service(tmp_path, url, Quotas(PRICES))) as made:
+        yield made
+
+
 def metrics(service: Service, future: Any) -> dict[str, float]:
     found: dict[str, float] = service.result(future)["metrics"]
     return found
@@ -40,19 +47,19 @@ def sampled(service: Service, session: str, number: int) -> None:
     service.result(service.post("asample", sample))
 
 
-def test_a_step_tells_what_it_has_cost_and_the_session_so_far(service: Service) -> None:
-    session = service.session()
-    model = service.model(session)
-    sampled(service, session, 1)
-    trained, stepped = service.train(model, 1, [1, 2, 3]), service.step(model, 2)
-    service.result(trained)
-    first = metrics(service, stepped)
+def test_a_step_tells_what_it_has_cost_and_the_session_so_far(anywhere: Service) -> None:
+    session = anywhere.session()
+    model = anywhere.model(session)
+    sampled(anywhere, session, 1)
+    trained, stepped = anywhere.train(model, 1, [1, 2, 3]), anywhere.step(model, 2)
+    anywhere.result(trained)
+    first = metrics(anywhere, stepped)
     assert (first["cost/step_usd"], first["cost/cum_usd"]) == (pytest.approx(0.9), pytest.approx(0.9))
-    sampled(service, session, 2)
-    second = metrics(service, service.step(model, 3))
+    sampled(anywhere, session, 2)
+    second = metrics(anywhere, anywhere.step(model, 3))
     assert (second["cost/step_usd"], second["cost/cum_usd"]) == (pytest.approx(0.3), pytest.approx(1.2))
     assert second["grad_norm"] == 0.0
-    assert service.get("usage")["usd"] == pytest.approx(second["cost/cum_usd"])
+    assert anywhere.get("usage")["usd"] == pytest.approx(second["cost/cum_usd"])
 
 
 def test_a_session_is_not_charged_for_another_ones_samples(service: Service) -> None:
@@ -81,25 +88,25 @@ def test_a_step_without_prices_tells_no_dollars(tmp_path: Path) -> None:
         assert service.database.count(spending) == 0
 
 
-def test_dollars_of_a_session_go_with_it_and_points_with_their_model(service: Service) -> None:
-    session = service.session()
-    model = service.model(session)
-    service.result(service.train(model, 1, [1]))
-    metrics(service, service.step(model, 2))
-    assert (service.database.count(spending), service.database.count(steps)) == (1, 1)
-    service.post(f"sessions/{session}/finish", status=204)
-    service.sweep()
-    service.now += 86401
-    service.sweep()
-    assert (service.database.count(spending), service.database.count(steps)) == (0, 0)
+def test_dollars_of_a_session_go_with_it_and_points_with_their_model(anywhere: Service) -> None:
+    session = anywhere.session()
+    model = anywhere.model(session)
+    anywhere.result(anywhere.train(model, 1, [1]))
+    metrics(anywhere, anywhere.step(model, 2))
+    assert (anywhere.database.count(spending), anywhere.database.count(steps)) == (1, 1)
+    anywhere.post(f"sessions/{session}/finish", status=204)
+    anywhere.sweep()
+    anywhere.now += 86401
+    anywhere.sweep()
+    assert (anywhere.database.count(spending), anywhere.database.count(steps)) == (0, 0)
 
 
-def test_points_are_thinned_out_evenly_and_the_newest_stays(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_are_thinned_out_evenly_and_the_newest_stays(anywhere: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "CURVE_POINTS_MAX", 8)
-    model = service.model(service.session())
+    model = anywhere.model(anywhere.session())
     for number in range(1, 33):
-        metrics(service, service.step(model, number))
-        kept = [row.step for row in service.database.select(steps, "step")]
+        metrics(anywhere, anywhere.step(model, number))
+        kept = [row.step for row in anywhere.database.select(steps, "step")]
         assert len(kept) < 8
         assert kept[-1] == number
         assert all(step % stride_of(number) == 0 for step in kept[:-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import secrets
 import tarfile
 from collections import Counter
@@ -25,14 +26,23 @@ from echo2.learner.core.checkpoint import STATE_FILE
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2_service import limits
 from echo2_service.backend import UnloadCall
-from echo2_service.front.bodies import AdapterBody, CopyBody, LabelledBody, ModelIdBody, SessionIdBody, TtlBody, parse
+from echo2_service.front.bodies import (
+    AdapterBody,
+    CopyBody,
+    DeleteBody,
+    LabelledBody,
+    ModelIdBody,
+    SessionIdBody,
+    TtlBody,
+    parse,
+)
 from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
 from echo2_service.front.request_guard import Caller, answer
 from echo2_service.front.usage import Bills
-from echo2_service.front.work import KINDS, Work
+from echo2_service.front.work import KINDS, Work, path_parts
 from echo2_service.settings import PRICED
 
 #: Seconds for which the URL of an archive is valid; bytes of it that are read at a time.
@@ -172,6 +182,21 @@ class AccountsApi:
         self._database.delete(checkpoints, id=self._checkpoint(caller, request).id)
         await self._cleaning.tidy(caller.tenant, self._work.clock())
         return NOTHING
+
+    async def delete_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Delete all checkpoints that fit what is given, and return their number."""
+        given, now = parse(DeleteBody, body), self._work.clock()
+        paths = None if given.paths is None else [path_parts(path) for path in given.paths]
+        before = math.inf if given.older_than_seconds is None else now - given.older_than_seconds
+        is_more, deleted = True, 0
+        while is_more:
+            found = self._database.delete_checkpoints(
+                caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0, limits.PAGE_MAX
+            )
+            deleted, is_more = deleted + found, found == limits.PAGE_MAX
+            await asyncio.sleep(0)  # others have their turn
+        await self._cleaning.tidy(caller.tenant, now)
+        return answer({"num_deleted": deleted})
 
     async def publish(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Let other tenants load a checkpoint."""

@@ -125,6 +125,7 @@ class App:
             "retrieve_future": enter(training.retrieve_future),
             "cancel_future": enter(training.cancel_future, "sample"),
             "copy_weights": enter(accounts.copy_weights, "train"),
+            "checkpoints/delete": enter(accounts.delete_checkpoints, "train"),
             "adapters": enter(accounts.bring_adapter, "train", "ADAPTER_BYTES_MAX"),
             checkpoint + "/publish": enter(accounts.publish, "train"),
         }

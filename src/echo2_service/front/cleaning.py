@@ -34,7 +34,7 @@ ANSWER_SECONDS_MIN = 600.0
 DONE, TIDIED = 0.0, -1.0
 #: Subdirectory for tenants' own adapters during their import.
 ARRIVING = "arriving"
-#: Rows that are looked at in one cleanup.
+#: Rows that are looked at at a time.
 ROWS = 1000
 ANYBODY = Path()
 
@@ -49,6 +49,7 @@ class Cleaning:
         self._heard: dict[str, float] = {}  # when the clients of live sessions were last heard, in ticks
         self._unnamed_since: dict[Path, int] = {}  # the newest request at that time
         self._cleaning, self._deleting = asyncio.Lock(), set[str]()
+        self._untidy = set[str]()  # tenants that have given up something since the last look
 
     async def sweep(self, now: float) -> None:
         """Clean up everything. A part that fails is logged, and the others are done."""
@@ -73,11 +74,18 @@ class Cleaning:
         self._heard[session] = self._ticks()
 
     async def tidy(self, tenant: str, now: float) -> None:
-        """Remove what a tenant has just given up, and measure what is left. Models go a little later."""
+        """Remove what a tenant has just given up, and measure what is left. Models go a little later. What several
+        calls gave up while one was under way is removed at once.
+        """
+        self._untidy.add(tenant)
         async with self._cleaning:
+            tenants, self._untidy = self._untidy, set()
+            if not tenants:
+                return
             await self._tidy(now)
             await self._remove_leftovers()
-            await self._storage.measure(tenant)
+            for one in tenants:
+                await self._storage.measure(one)
 
     async def _end_silent(self, now: float) -> None:
         self._dispatcher.expire()
@@ -119,11 +127,14 @@ class Cleaning:
     async def _delete_answers(self, now: float) -> None:
         kept: list[tuple[float, dict[str, Any]]] = [(KEPT_SECONDS, {})]
         kept += [(ANSWER_SECONDS_MIN, {"tenant": tenant}) for tenant in self._storage.answers_exceed()]
+        are_gone = False
         for seconds, where in kept:
-            gone = self._database.older(requests, "ended", now - seconds, ROWS, columns=["id"], **where)
-            self._database.delete(requests, id=tuple(row.id for row in gone))
-            if gone:
-                self._storage.count_requests()
+            while gone := self._database.older(requests, "ended", now - seconds, ROWS, columns=["id"], **where):
+                self._database.delete(requests, id=tuple(row.id for row in gone))
+                are_gone = True
+                await asyncio.sleep(0)  # others have their turn
+        if are_gone:
+            self._storage.count_requests()
 
     async def _measure(self, now: float) -> None:
         await self._storage.measure_all()

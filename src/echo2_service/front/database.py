@@ -274,6 +274,30 @@ class Database:
             self.delete(steps, model=orphans)
             self.delete(models, id=orphans)
 
+    def delete_checkpoints(
+        self,
+        tenant: str,
+        paths: Sequence[tuple[str, str, str]] | None,
+        model: str | None,
+        before: float,
+        keep_newest: int,
+        limit: int,
+    ) -> int:
+        """Delete checkpoints of a tenant that fit all of this, as many as `limit`, and return their number. `paths`:
+        model, kind and name of each, and `model`: None: any; `keep_newest`: so many of each model and kind stay.
+        """
+        c = checkpoints.c
+        rank = sql.func.row_number().over(partition_by=(c.model, c.kind), order_by=(c.created.desc(), c.id))
+        ranked = sql.select(c.id, c.model, c.kind, c.name, c.created, rank.label("rank")).where(c.tenant == tenant)
+        of = ranked.subquery().c
+        query = sql.select(of.id).where(of.created < before, of.rank > keep_newest).limit(limit)
+        if model is not None:
+            query = query.where(of.model == model)
+        if paths is not None:
+            query = query.where(sql.tuple_(of.model, of.kind, of.name).in_(paths))
+        with self.transaction() as connection:
+            return connection.execute(sql.delete(checkpoints).where(c.id.in_(query))).rowcount
+
     def newest(self, ids: Sequence[str]) -> list[Row]:
         """Return the newest checkpoint of each kind of these models."""
         of_these = checkpoints.c.model.in_(ids)

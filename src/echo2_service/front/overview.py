@@ -7,7 +7,6 @@ and the owner's page shows that.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -25,7 +24,7 @@ from echo2_service.settings import Tariff, of_tenant
 
 Fleet: TypeAlias = Callable[[], Mapping[str, Any]]
 NO_FLEET: Mapping[str, Any] = MappingProxyType({"machines": {}, "waiting_samples": 0})
-#: Newest warnings and errors that are kept, and characters of each.
+#: Newest different warnings and errors that are kept, and characters of each.
 FAULTS_KEPT, FAULT_CHARS = 50, 500
 
 
@@ -94,19 +93,25 @@ class Overview:
 
 
 class Faults(logging.Handler):
-    """Keeps the newest warnings and errors that this process has logged, for people."""
+    """Keeps the newest warnings and errors that this process has logged, one line for those that say the same. What
+    strangers cause at will, requests that are no HTTP, is no fault.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._newest: deque[dict[str, Any]] = deque(maxlen=FAULTS_KEPT)
+        self._by_text: dict[str, dict[str, Any]] = {}  # the newest last
 
     def emit(self, record: logging.LogRecord) -> None:
         """Keep one line of a record, with the error that it carries."""
+        if record.name.startswith("uvicorn") and record.levelno < logging.ERROR:
+            return
         error = record.exc_info[1] if record.exc_info else None
-        text = record.getMessage() + (f": {type(error).__name__}: {error}" if error is not None else "")
-        self._newest.appendleft(
-            {"at": record.created, "level": record.levelname.lower(), "text": printable(text, FAULT_CHARS)}
-        )
+        words = record.getMessage() + (f": {type(error).__name__}: {error}" if error is not None else "")
+        text, level = printable(words, FAULT_CHARS), record.levelname.lower()
+        before = self._by_text.pop(text, {"num": 0})
+        self._by_text[text] = {"at": record.created, "level": level, "num": before["num"] + 1, "text": text}
+        if len(self._by_text) > FAULTS_KEPT:
+            del self._by_text[next(iter(self._by_text))]
 
     def start(self) -> None:
         """Listen to the log."""
@@ -117,4 +122,8 @@ class Faults(logging.Handler):
 
     def told(self) -> list[dict[str, Any]]:
         """Return what was kept, the newest first."""
-        return list(self._newest)
+        self.acquire()  # other threads log, too
+        try:
+            return list(self._by_text.values())[::-1]
+        finally:
+            self.release()

@@ -104,11 +104,8 @@ class Work:
         Raises:
             UserError: there is no such checkpoint.
         """
-        scheme = next((known for known in SCHEMES if path.startswith(known)), "")
-        parts = path.removeprefix(scheme).split("/")
-        if not scheme or len(parts) != 3 or parts[1] not in KINDS:
-            raise UserError(f"{path[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME.")
-        row = self.database.find(checkpoints, model=parts[0], kind=parts[1], name=parts[2])
+        model, kind, name = path_parts(path)
+        row = self.database.find(checkpoints, model=model, kind=kind, name=name)
         is_expired = row is not None and row.expires is not None and row.expires <= self.clock()
         if row is None or is_expired or (row.tenant != tenant and not row.public):
             raise UserError(f"There is no checkpoint {path[:200]!r}.")
@@ -225,6 +222,19 @@ class Work:
         output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
         num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)
         return Done(sample_answer(output, body), num_tokens)
+
+
+def path_parts(path: str) -> tuple[str, str, str]:
+    """Return model, kind and name of the checkpoint at a path.
+
+    Raises:
+        UserError: it is no such path.
+    """
+    scheme = next((known for known in SCHEMES if path.startswith(known)), "")
+    parts = path.removeprefix(scheme).split("/")
+    if not scheme or len(parts) != 3 or parts[1] not in KINDS:
+        raise UserError(f"{path[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME.")
+    return parts[0], parts[1], parts[2]
 
 
 def adam_settings(body: AdamBody) -> AdamSettings:

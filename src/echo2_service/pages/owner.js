@@ -3,9 +3,9 @@
 import { at, duration, make, number, pairs, say, table, usd } from "./parts.js";
 import { ago, follow, gigabytes } from "./service.js";
 
-const TENANTS = [["tenant"], ["dollars", "number"], ["quota", "number"], ["tokens", "number"], ["disk", "number"], ["quota", "number"], ["sessions", "number"], ["models", "number"], ["open", "wide"], ["longest wait", "number"]];
+const TENANTS = [["tenant"], ["dollars", "number"], ["quota", "number"], ["tokens", "number"], ["disk", "number"], ["disk quota", "number"], ["sessions", "number"], ["models", "number"], ["open", "wide"], ["longest wait", "number"]];
 const MACHINES = [["machine"], ["host"], ["device"], ["doing", "wide"], ["under way", "number"], ["sampled", "number"], ["an hour", "number"]];
-const FAULTS = [["when", "number"], ["what"], ["words", "wide"]];
+const FAULTS = [["last", "number"], ["times", "number"], ["what"], ["words", "wide"]];
 
 function show(told) {
   const machines = Object.entries(told.machines), open = (row) => Object.entries(row.open).map(([kind, count]) => `${number(count)} ${kind}`).join(", ") || "–";
@@ -25,7 +25,7 @@ function show(told) {
   say(at("fleet"), machines.length ? "" : "No machine has joined; the service's own process samples.");
   table(at("workers"), "", MACHINES, machines.map(([name, machine]) => [name, machine.host, machine.device, machine.doing, number(machine.under_way), number(machine.sampled), usd(machine.price_usd_per_hour)]));
   at("no-faults").hidden = told.faults.length > 0;
-  table(at("faults"), "", FAULTS, told.faults.map((fault) => [ago(told.time, fault.at), make("span", fault.level, fault.level === "error" ? "bad" : ""), fault.text]));
+  table(at("faults"), "", FAULTS, told.faults.map((fault) => [ago(told.time, fault.at), number(fault.num), make("span", fault.level, fault.level === "error" ? "bad" : ""), fault.text]));
 }
 
 follow("api/v1/owner", show);

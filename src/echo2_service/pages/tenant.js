@@ -22,7 +22,7 @@ let chosen = null, drawn = "", time = 0;
 function show(told) {
   time = told.time;
   document.title = `${told.tenant} · echo2`;
-  say(at("state"), told.num_open ? `${told.tenant}: ${number(told.num_open)} requests are open` : `${told.tenant}: no request is open`);
+  say(at("state"), `${told.tenant}: ${told.num_open === 1 ? "1 request is open" : `${told.num_open ? number(told.num_open) : "no"} requests are open`}`);
   at("state").className = told.notes.length ? "stands" : told.num_open ? "runs" : "";
   at("to-owner").hidden = !told.scopes.includes("owner");
   const { bill } = told, of = (used, quota) => quota === null ? used : `${used} of ${quota}`;

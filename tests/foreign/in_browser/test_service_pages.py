@@ -65,7 +65,7 @@ def test_a_tenants_page_says_what_it_has_and_why_it_waits(driver: Any, server: F
     page = signed_in(driver, server, server.api_keys.add_key(HOSTILE))
     page.until("document.querySelectorAll('#charts canvas').length === 4")
     page.until("document.querySelector('#samples').textContent.includes('tokens ')")
-    assert page.text("#state") == f"{HOSTILE}: 1 requests are open"
+    assert page.text("#state") == f"{HOSTILE}: 1 request is open"
     assert "$2.4000 of $9.0000" in page.text("#facts")
     assert f"request {2 * NUM_STEPS + 1} of this model has not come yet" in page.text("#waits")
     assert page.ask("document.querySelectorAll('#models tbody tr').length") == 2
