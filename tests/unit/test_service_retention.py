@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy as sql
 
 from echo2_service import limits
 from echo2_service.front import cleaning
-from echo2_service.front.database import checkpoints, requests
+from echo2_service.front.database import Database, checkpoints, metadata, requests
 from front_service import Service
 
 
@@ -119,6 +120,22 @@ def test_many_deletions_at_once_look_at_the_disk_twice(service: Service, monkeyp
     looks.clear()
     service.in_front(delete_all)
     assert len(looks) <= 2
+
+
+def test_a_database_of_an_earlier_version_gets_what_it_lacks(url: str) -> None:
+    def lacks(database: Database) -> set[str]:
+        inspector = sql.inspect(database._engine)
+        tables = set(metadata.tables) - set(inspector.get_table_names())
+        indexes = {
+            str(index["name"]) for name in set(metadata.tables) - tables for index in inspector.get_indexes(name)
+        }
+        return tables | ({str(index.name) for table in metadata.tables.values() for index in table.indexes} - indexes)
+
+    with closing(Database(url)) as database, database.transaction() as connection:
+        for statement in ("DROP TABLE steps", "DROP TABLE spending", "DROP INDEX models_tenant"):
+            connection.exec_driver_sql(statement)
+    with closing(Database(url)) as database:
+        assert lacks(database) == set()
 
 
 def test_answers_go_faster_than_they_can_come(anywhere: Service, monkeypatch: pytest.MonkeyPatch) -> None:
