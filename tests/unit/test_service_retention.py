@@ -13,7 +13,7 @@ import sqlalchemy as sql
 
 from echo2_service import limits
 from echo2_service.front import cleaning
-from echo2_service.front.database import Database, checkpoints, metadata, requests
+from echo2_service.front.database import Database, checkpoints, metadata, requests, sessions
 from front_service import Service
 
 
@@ -136,6 +136,18 @@ def test_a_database_of_an_earlier_version_gets_what_it_lacks(url: str) -> None:
             connection.exec_driver_sql(statement)
     with closing(Database(url)) as database:
         assert lacks(database) == set()
+
+
+def test_more_live_sessions_than_a_statement_may_have_values_are_cleaned_up_after(
+    anywhere: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Twenty tenants may have as many."""
+    rows = [{"id": f"s{n}", "tenant": f"t{n % 20}", "created": 1.0, "seen": 1.0} for n in range(70_000)]
+    with anywhere.database.transaction() as connection:
+        connection.execute(sessions.insert(), rows)
+    anywhere.sweep()
+    assert "cleaning up later" not in caplog.text
+    assert anywhere.get("usage")["disk_gb"] >= 0.0
 
 
 def test_answers_go_faster_than_they_can_come(anywhere: Service, monkeypatch: pytest.MonkeyPatch) -> None:

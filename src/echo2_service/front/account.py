@@ -26,8 +26,8 @@ from echo2_service.front.request_guard import Caller, answer
 from echo2_service.front.usage import Bills
 from echo2_service.front.work import Work
 
-#: Newest runs, longest waits and newest requests for samples that are told, and sequences of each of these.
-RUNS_TOLD, WAITS_TOLD, SAMPLES_TOLD, SEQUENCES_TOLD = 50, 20, 20, 4
+#: Newest keys and runs, longest waits, and newest requests for samples that are told, and sequences of each of these.
+KEYS_TOLD, RUNS_TOLD, WAITS_TOLD, SAMPLES_TOLD, SEQUENCES_TOLD = 100, 50, 20, 20, 4
 #: Tokens of a sequence that are decoded, and characters of its text.
 TOKENS_READ, TEXT_CHARS = 256, 1000
 #: Longer answers are not read for a page.
@@ -45,6 +45,7 @@ class Account:
         self._work, self._database, self._storage = work, work.database, work.storage
         self._dispatcher, self._bills, self._curves, self._bodies = dispatcher, bills, curves, bodies
         self._measured: dict[str, float] = {}
+        self._decoding = asyncio.Lock()  # one page at a time: the process that decodes reads everybody's training data
 
     async def show(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return bill, keys, newest runs, and waits."""
@@ -52,7 +53,7 @@ class Account:
         if abs(now - self._measured.get(tenant, -math.inf)) >= MEASURED_SECONDS:
             self._measured[tenant] = now
             await self._storage.measure(tenant)
-        told = self._database.select(keys, "-created", columns=KEY_COLUMNS, tenant=tenant)
+        told = self._database.select(keys, "-created", KEYS_TOLD, columns=KEY_COLUMNS, tenant=tenant)
         return answer(
             {
                 "tenant": tenant,
@@ -92,7 +93,8 @@ class Account:
         bases = self._work.backend.bases
         for base in {one["base"] for one in told} & bases.keys():
             mine = [sequence for one in told if one["base"] == base for sequence in one["sequences"]]
-            texts = await self._bodies.texts(bases[base].directory, [array("i", each["tokens"]) for each in mine])
+            async with self._decoding:
+                texts = await self._bodies.texts(bases[base].directory, [array("i", each["tokens"]) for each in mine])
             for sequence, text in zip(mine, texts, strict=True):
                 sequence["text"] = printable(text, TEXT_CHARS)
 

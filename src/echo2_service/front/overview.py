@@ -106,7 +106,11 @@ class Faults(logging.Handler):
         if record.name.startswith("uvicorn") and record.levelno < logging.ERROR:
             return
         error = record.exc_info[1] if record.exc_info else None
-        words = record.getMessage() + (f": {type(error).__name__}: {error}" if error is not None else "")
+        try:
+            words = record.getMessage() + (f": {type(error).__name__}: {error}" if error is not None else "")
+        except Exception:  # a mistake in a call of the log ends nothing
+            self.handleError(record)
+            return
         text, level = printable(words, FAULT_CHARS), record.levelname.lower()
         before = self._by_text.pop(text, {"num": 0})
         self._by_text[text] = {"at": record.created, "level": level, "num": before["num"] + 1, "text": text}

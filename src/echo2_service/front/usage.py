@@ -260,11 +260,14 @@ class Storage:
 
 def sampler_directories(database: Database, **where: Any) -> set[str]:
     """Return the directories that samplers of live sessions read; `where`: of these samplers and models alone."""
-    live = tuple(row.id for row in database.select(sessions, columns=["id"], finished=None))
-    find = database.select
-    read = [row.directory for row in find(samplers, columns=["directory"], session=live, model=None, **where)]
-    read += [row.inflight for row in find(models, columns=["inflight"], session=live, **where)]
-    return {path for path in read if path}
+    live = sql.select(sessions.c.id).where(sessions.c.finished.is_(None))  # no list: PostgreSQL takes 65,535
+    found = set[str]()
+    with database.transaction() as connection:
+        for column, more in ((samplers.c.directory, (samplers.c.model.is_(None),)), (models.c.inflight, ())):
+            of = column.table.c
+            these = (of.session.in_(live), column.is_not(None), *(of[name] == value for name, value in where.items()))
+            found |= set(connection.execute(sql.select(column).where(*these, *more)).scalars())
+    return found
 
 
 def _paths(names: Iterable[str]) -> list[Path]:
