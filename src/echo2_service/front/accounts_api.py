@@ -25,7 +25,7 @@ from echo2.core.errors import PeerError, UserError
 from echo2.learner.core.checkpoint import STATE_FILE
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2_service import limits
-from echo2_service.backend import UnloadCall
+from echo2_service.backend import ModelSpec, UnloadCall
 from echo2_service.front.bodies import (
     AdapterBody,
     CopyBody,
@@ -249,24 +249,33 @@ class AccountsApi:
         with self._one_import_more(caller.tenant):
             async with self._importing:
                 spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
-        arriving.rename(directory)
+        self._storage.arriving.add(model)
+        try:
+            arriving.rename(directory)
+            self._insert_adapter(caller.tenant, model, given.name, directory, spec, len(body))
+        finally:
+            self._storage.arriving.discard(model)
+        await self._storage.measure(caller.tenant)
+        return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
+
+    def _insert_adapter(
+        self, tenant: str, model: str, name: str, directory: Path, spec: ModelSpec, num_bytes: int
+    ) -> None:
         now = self._work.clock()
         self._database.insert(
             checkpoints,
             id="chk_" + model.removeprefix("adapter_"),
             model=model,
-            tenant=caller.tenant,
+            tenant=tenant,
             kind="sampler_weights",
-            name=given.name,
+            name=name,
             directory=str(directory),
             spec=msgspec.to_builtins(spec),
             created=now,
-            size=len(body),
-            expires=self._storage.expiry(caller.tenant, now, None),
+            size=num_bytes,
+            expires=self._storage.expiry(tenant, now, None),
             public=False,
         )
-        await self._storage.measure(caller.tenant)
-        return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
 
     @contextmanager
     def _one_import_more(self, tenant: str) -> Iterator[None]:

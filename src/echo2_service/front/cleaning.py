@@ -18,7 +18,7 @@ import sqlalchemy as sql
 
 from echo2.core.background import spawn
 from echo2_service.backend import DeleteCall
-from echo2_service.front.database import OPEN, UNREACHED, checkpoints, models, requests, sessions
+from echo2_service.front.database import OPEN, UNREACHED, Database, checkpoints, models, requests, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.usage import TENANT_PREFIX, sampler_directories
 from echo2_service.front.work import Work
@@ -145,8 +145,7 @@ class Cleaning:
         A request that was open before an entry became unreferenced may still read it, so the entry is kept until that
         request has ended: one of its tenant, or anybody's that loads a published checkpoint.
         """
-        named, since = self._named(), self._unnamed_since
-        unnamed = [path for path in self._entries() if path.name.lstrip(".").split(".")[0] not in named]
+        unnamed, since = await asyncio.to_thread(self._unnamed, self._database.beside()), self._unnamed_since
         newest = self._database.select(requests, "-arrival", 1, columns=["arrival"])
         latest = newest[0].arrival if newest else 0
         self._unnamed_since = {path: since.get(path, latest) for path in unnamed}
@@ -162,12 +161,16 @@ class Cleaning:
             elif path.name != ARRIVING:
                 yield path
 
-    def _named(self) -> set[str]:
-        """Return the first parts of the names of entries that are in use: `NAME/`, `.NAME.partial`."""
-        find = self._database.select
-        saves = find(requests, columns=["id"], kind=("save_weights", "save_weights_for_sampler"), state=OPEN)
-        saved = {row.directory for row in find(checkpoints, columns=["directory"])}
-        return {Path(path).name for path in saved | sampler_directories(self._database)} | {row.id for row in saves}
+    def _unnamed(self, database: Database) -> list[Path]:
+        """Return the entries that are not in use, `NAME/` or `.NAME.partial`. Runs in a thread, while saves begin and
+        end: it looks for names in the order in which they are handed on, from a save to a checkpoint to a sampler.
+        """
+        entries, arriving = list(self._entries()), set(self._storage.arriving)
+        kinds = ("save_weights", "save_weights_for_sampler")
+        saves = {row.id for row in database.select(requests, columns=["id"], kind=kinds, state=OPEN)}
+        saved = database.values(checkpoints.c.directory)
+        named = arriving | saves | {Path(path).name for path in saved | sampler_directories(database)}
+        return [path for path in entries if path.name.lstrip(".").split(".")[0] not in named]
 
     def _oldest_readers(self) -> dict[Path, float]:
         """Return the arrival of the oldest open request that may read a directory: by tenant's directory, where

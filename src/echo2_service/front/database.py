@@ -5,6 +5,7 @@ A request is stored before it is acknowledged. Every row has a tenant, and every
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -185,6 +186,12 @@ class Database:
         self._open: sql.Connection | None = None
         self._when_stored: list[Callable[[], object]] = []
 
+    def beside(self) -> Database:
+        """Return another one over the same database, for another thread."""
+        other = copy.copy(self)
+        other._open, other._when_stored = None, []
+        return other
+
     @contextmanager
     def transaction(self) -> Iterator[sql.Connection]:
         """Carry out all statements in the block, or none. A nested transaction is part of the outer one.
@@ -233,6 +240,14 @@ class Database:
         query = _selection(table, order, tuple(columns), _kinds(where))
         with self.transaction() as connection:
             return list(connection.execute(query, {**_bound(where), "most": limit, "skipped": offset}))
+
+    def values(self, column: Column[Any]) -> set[Any]:
+        """Return all values of a column, however many. Other threads go on meanwhile, for they are read in parts."""
+        query, found = sql.select(column).execution_options(yield_per=1000), set[Any]()
+        with self.transaction() as connection:
+            for part in connection.execute(query).scalars().partitions():
+                found.update(part)
+        return found
 
     def count(self, table: Table, **where: Any) -> int:
         """Return the number of rows with these values."""

@@ -126,6 +126,7 @@ class Storage:
     def __init__(self, database: Database, backend: Backend, folder: Path, tariff: Tariff) -> None:
         self._database, self._backend, self._tariff = database, backend, tariff
         self.folder = folder
+        self.arriving = set[str]()  # names of directories whose rows are about to be stored
         self._on_disk: dict[str, int] = {}  # by the last measure
         self._since = Counter[str]()  # bytes written since then, as estimated
         self._in_requests = Counter[str]()
