@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import house
+
 WIDE, PHONE = (1280, 900), (390, 844)
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+AXE = Path(os.environ.get("AXE_CORE", house.REPOSITORY / ".venv-browser/package/axe.min.js"))
 DRIVER = shutil.which("chromedriver")
 
 
@@ -46,14 +52,18 @@ class Page:
 
     def open(self, size: tuple[int, int] = WIDE, scheme: str = "light") -> None:
         """Load it anew, in this size and colour scheme, and wait until it shows a run."""
+        self.dress(size, scheme)
+        self.driver.get_log("browser")
+        self.driver.get(self.address)
+        self.until("document.querySelectorAll('#charts canvas').length > 5 && document.querySelector('.words')")
+
+    def dress(self, size: tuple[int, int], scheme: str) -> None:
+        """Show it in this size and colour scheme."""
         width, height = size
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == PHONE}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-        self.driver.get_log("browser")
-        self.driver.get(self.address)
-        self.until("document.querySelectorAll('#charts canvas').length > 5 && document.querySelector('.words')")
 
     def ask(self, script: str, *arguments: Any) -> Any:
         """The value of an expression in the page."""
@@ -88,6 +98,18 @@ class Page:
     def complaints(self) -> list[str]:
         """What the console says against the page."""
         return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+    def violations(self) -> list[dict[str, Any]]:
+        """What axe-core says against the page."""
+        if not AXE.is_file():
+            pytest.skip(f"axe-core is not at {AXE}: `make test-foreign` fetches it by npm")
+        self.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text()})
+        found: dict[str, Any] = self.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
+        return [
+            {key: violation[key] for key in ("id", "impact", "help")}
+            | {"where": [n["html"][:200] for n in violation["nodes"]]}
+            for violation in found["violations"]
+        ]
 
     def picture(self, name: str, path: Path) -> None:
         """The whole page as a picture."""

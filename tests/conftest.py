@@ -13,12 +13,14 @@ import fcntl
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from house import REPOSITORY
+from postgres_server import PostgresServer
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path += [str(folder) for folder in (BENCHMARKS, *sorted(BENCHMARKS.iterdir())) if folder.is_dir()]
@@ -52,3 +54,22 @@ def checkout(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Path
     shutil.copytree(sort_model, root / "outputs" / "models" / "digit_sorting")
     subprocess.run([sys.executable, "examples/make_data.py"], cwd=root, check=True, capture_output=True)
     return root
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """Debian's server, where it is installed."""
+    pytest.importorskip("psycopg")
+    if not PostgresServer.is_there():
+        pytest.skip("no PostgreSQL here: apt install postgresql")
+    with PostgresServer() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of an empty database of a service, in each kind of database."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/service.sqlite"
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.new_database()

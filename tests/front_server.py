@@ -16,7 +16,7 @@ from echo2_service.front.app import NO_QUOTAS, App
 from echo2_service.front.database import Database
 from echo2_service.front.http_server import HttpServer, listening
 from echo2_service.front.request_guard import ApiKeys
-from echo2_service.settings import Quotas
+from echo2_service.settings import Quotas, Tariff
 from front_service import START
 from one_row_backend import OneRowBackend
 
@@ -25,7 +25,7 @@ class FrontServer:
     """A front that serves at `port`. `now`: its clock, which stands still."""
 
     def __init__(self, folder: Path, quotas: Quotas = NO_QUOTAS) -> None:
-        self.folder, self.quotas, self.now = folder, quotas, START
+        self.folder, self.tariff, self.now = folder, Tariff(quotas), START
         self.database = Database(f"sqlite:///{folder}/service.sqlite")
         self.api_keys = ApiKeys(self.database, lambda: self.now)
         self._listener = listening("127.0.0.1", 0)
@@ -45,7 +45,7 @@ class FrontServer:
         database = Database(f"sqlite:///{self.folder}/service.sqlite")
         self.loop, self.backend = asyncio.get_running_loop(), OneRowBackend(self.folder)
         self.front = App(
-            database, self.backend, self.folder / "checkpoints", lambda: self.now, self.quotas, lambda: self.now
+            database, self.backend, self.folder / "checkpoints", lambda: self.now, self.tariff, lambda: self.now
         )
         self.server = HttpServer(self.front.asgi, self.front.requests.stop)
         self.loop.call_soon(self._is_up.set)
@@ -83,7 +83,9 @@ class Client:
         """Status and answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
-        connection.request(method, f"/api/v1/{path}", data, {"x-api-key": self.key, **(headers or {})})
+        connection.request(
+            method, path if path[0] == "/" else f"/api/v1/{path}", data, {"x-api-key": self.key, **(headers or {})}
+        )
         answer = connection.getresponse()
         text = answer.read()
         connection.close()

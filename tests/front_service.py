@@ -18,7 +18,7 @@ from echo2_service import tinker_pb2 as pb
 from echo2_service.front.app import NO_QUOTAS, App
 from echo2_service.front.database import Database
 from echo2_service.front.request_guard import ApiKeys
-from echo2_service.settings import Quotas
+from echo2_service.settings import Quotas, Tariff
 from one_row_backend import OneRowBackend
 
 PROTO = {"content-type": "application/x-protobuf"}
@@ -29,7 +29,7 @@ class Service:
     """An application with a clock of its own, and one tenant's client."""
 
     def __init__(self, folder: Path, url: str, quotas: Quotas = NO_QUOTAS) -> None:
-        self.folder, self.url, self.quotas = folder, url, quotas
+        self.folder, self.url, self.tariff = folder, url, Tariff(quotas)
         self.now, self.stepped = START, 0.0  # the clock, and by how much it has stepped
         self.database = Database(url)
         self.api_keys = ApiKeys(self.database, lambda: self.now)
@@ -47,7 +47,7 @@ class Service:
             self.backend,
             self.folder / "checkpoints",
             lambda: self.now,
-            self.quotas,
+            self.tariff,
             lambda: self.now - self.stepped,
         )
         self.client = TestClient(self.front.asgi, raise_server_exceptions=True)

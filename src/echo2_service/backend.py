@@ -254,6 +254,13 @@ class ReadCall(msgspec.Struct, frozen=True, tag=True):
     forward_only: bool
 
 
+class TextCall(msgspec.Struct, frozen=True, tag=True):
+    """Decode tokens with the tokenizer of the base model in `directory`; "" if it has none that can be read."""
+
+    directory: str
+    rows: list[Ints]
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
     """The caller no longer waits for the answer to call `number`."""
 
@@ -262,7 +269,7 @@ class CancelCall(msgspec.Struct, frozen=True, tag=True):
 
 Operation: TypeAlias = ForwardBackwardCall | OptimStepCall | SaveStateCall | LoadStateCall | PublishCall
 ModelCall: TypeAlias = CreateModelCall | Operation | UnloadCall | DeleteCall
-Call: TypeAlias = ModelCall | SampleCall | ReadCall | CancelCall
+Call: TypeAlias = ModelCall | SampleCall | ReadCall | TextCall | CancelCall
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -285,6 +292,7 @@ class Answer(msgspec.Struct, frozen=True):
     metrics: dict[str, float] | None = None
     sampled: SampleOutput | None = None
     work: TrainWork | None = None
+    texts: list[str] | None = None
 
 
 class JournalRecord(msgspec.Struct, frozen=True):

@@ -45,6 +45,10 @@ HELD_MAX = 4096
 ANSWERS_BYTES_MAX = 4 << 30
 #: Bytes beyond a tenant's quota of disk for requests that are refused for lack of room: they use up their numbers.
 REFUSED_BYTES_MAX = 1 << 20
+#: Bytes of a form with a key.
+SIGN_IN_BYTES_MAX = 4096
+#: Points of a model's curves.
+CURVE_POINTS_MAX = 512
 #: Temporary URLs of archives of one tenant that are valid at once.
 ARCHIVES_MAX = 256
 #: Rows in one answer of a listing.

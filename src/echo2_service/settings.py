@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import msgspec
 from msgspec import Meta, Struct
@@ -12,23 +13,64 @@ from echo2.core.addresses import host_and_port
 from echo2.core.documents import read_tables
 from echo2.core.errors import UserError
 
+log = logging.getLogger(__name__)
+
 #: Kinds of requests that may have a price.
 PRICED = ("forward_backward", "forward", "sample")
 
 
+#: Stands for every tenant that is not named.
+OTHERS = "*"
+ByTenant: TypeAlias = dict[str, Annotated[float, Meta(ge=0)]]
+
+
 class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
     """`usd_per_million_tokens`: by kind of request (`forward_backward`, `forward`, or `sample`, for the prompt and the
-    samples); other kinds are free. `quota_usd`, `quota_disk_gb`: limits by tenant of all spending, and of the sizes of
-    checkpoints and samplers; tenants not listed have none.
+    samples); other kinds are free. By tenant, where "*" stands for those that are not named: `quota_usd` and
+    `quota_disk_gb` limit all spending, and all that is kept on the disk; `checkpoint_days` is for how long checkpoints
+    are kept. Without a value there is no limit.
     """
 
-    usd_per_million_tokens: dict[str, Annotated[float, Meta(ge=0)]] = {}
-    quota_usd: dict[str, Annotated[float, Meta(ge=0)]] = {}
-    quota_disk_gb: dict[str, Annotated[float, Meta(ge=0)]] = {}
+    usd_per_million_tokens: ByTenant = {}
+    quota_usd: ByTenant = {}
+    quota_disk_gb: ByTenant = {}
+    checkpoint_days: ByTenant = {}
 
     def __post_init__(self) -> None:
         if wrong := sorted(self.usd_per_million_tokens.keys() - set(PRICED)):
             raise ValueError(f"{wrong[0]!r} has no price: only {', '.join(PRICED)} have")
+
+
+def of_tenant(limits: ByTenant, tenant: str) -> float | None:
+    """Return a tenant's limit; None if it has none."""
+    return limits.get(tenant, limits.get(OTHERS))
+
+
+class Tariff:
+    """The prices and quotas of now, `quotas`: those of the service's file, which the operator may change meanwhile."""
+
+    def __init__(self, quotas: Quotas, file: Path | None = None) -> None:
+        self.quotas, self._file = quotas, file
+        self._read: tuple[int, int, int] | None = None
+        self._read = self._version()
+
+    def reread(self) -> None:
+        """Read the file again if it has changed. A file with a mistake changes nothing, which the log says."""
+        if (version := self._version()) == self._read or self._file is None:
+            return
+        self._read = version
+        try:
+            self.quotas = load(self._file).bills
+            log.info("prices and quotas are those of %s as it is now", self._file)
+        except UserError as error:
+            log.warning("prices and quotas stay as they were: %s", error)
+
+    def _version(self) -> tuple[int, int, int] | None:
+        try:
+            stat = None if self._file is None else self._file.stat()
+        except OSError:  # it is being replaced
+            return self._read
+        return None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
 
 class FleetSettings(Struct, forbid_unknown_fields=True, frozen=True):

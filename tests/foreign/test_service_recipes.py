@@ -19,6 +19,8 @@ from served import SCRIPTS, Served
 #: Lines of metrics after which the chat recipe is killed; how long that may take.
 KILL_AFTER, DEADLINE_SECONDS = 5, 600.0
 
+PRICES = "usd_per_million_tokens = { forward_backward = 1.0, sample = 1.0 }"
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
@@ -35,7 +37,7 @@ def cookbook(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def served(cookbook: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    made = Served(tmp_path_factory.mktemp("service"), ("echo2/tiny", "Qwen/Qwen3-8B"))
+    made = Served(tmp_path_factory.mktemp("service"), ("echo2/tiny", "Qwen/Qwen3-8B"), PRICES)
     yield made
     made.machine.terminate()
     made.process.terminate()
@@ -89,6 +91,8 @@ def test_chat_learns_and_goes_on_after_a_kill(served: Served, cookbook: str, tmp
     nats = curve(log, "train_mean_nll")
     assert len(nats) == 14
     assert nats[0] > 5.0
+    assert min(curve(log, "cost/step_usd")) > 0.0  # of a step, and of the run since it was resumed
+    assert curve(log, "cost/cum_usd")[-1] >= sum(curve(log, "cost/step_usd")[-3:])
     assert statistics.mean(nats[-3:]) < nats[0] - 1.0, nats
 
 
@@ -107,6 +111,8 @@ def test_math_learns_in_step_and_behind(served: Served, cookbook: str, tmp_path:
     """The last number: how many steps a sample may be old; 0: none, one batch after the other."""
     log = tmp_path / recipe
     run(served, cookbook, recipe, log)
+    dollars = curve(log, "cost/cum_usd")
+    assert 0.0 < dollars[0] < dollars[-1]
     rewards = curve(log, "env/all/reward/total")
     assert rewards[0] < -0.08, rewards  # a random answer of 8 tokens seldom ends
     assert max(rewards) > rewards[0] + 0.03, rewards

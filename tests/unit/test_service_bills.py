@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from echo2_service import tinker_pb2 as pb
-from echo2_service.commands.status import status
 from echo2_service.front import requests_api
 from echo2_service.front.database import models, sessions
+from echo2_service.front.overview import tenants
 from echo2_service.settings import Quotas
 from front_service import PROTO, Service, protobuf
 
@@ -35,7 +35,7 @@ def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path
         assert service.result(again)["metrics"]["loss:sum"] > 0  # what was done is still told
         eve = service.api_keys.add_key("eve")
         service.model(service.session(eve), key=eve)
-        told = status(service.database, service.now)["tenants"]
+        told = tenants(service.database, service.now)
         assert told["ada"]["usd"] == pytest.approx(1.0)
         assert (told["eve"]["models"], told["eve"]["open"], told["eve"]["usd"]) == (1, {}, 0.0)
     finally:
@@ -81,7 +81,7 @@ def test_the_status_counts_models_of_live_sessions(tmp_path: Path) -> None:
         service.model(live)
         service.in_front(service.front.dispatcher.end_session, over, "over")
         assert service.database.count(sessions, finished=None) == 1
-        told = status(service.database, service.now)["tenants"]["ada"]
+        told = tenants(service.database, service.now)["ada"]
         assert (told["sessions"], told["models"]) == (1, 1)
 
 

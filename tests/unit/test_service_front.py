@@ -20,33 +20,14 @@ import zstandard
 import house
 from echo2_service import limits
 from echo2_service import tinker_pb2 as pb
-from echo2_service.commands.status import status
 from echo2_service.front import requests_api
 from echo2_service.front.app import UNSERVED
 from echo2_service.front.cleaning import SILENCE_SECONDS
 from echo2_service.front.database import requests, sessions
+from echo2_service.front.overview import tenants
 from front_service import PROTO, Service
 from one_row_backend import VOCABULARY, OneRowBackend, log_softmax
 from postgres_server import PostgresServer
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    pytest.importorskip("psycopg")
-    if not PostgresServer.is_there():
-        pytest.skip("no PostgreSQL here: apt install postgresql")
-    with PostgresServer() as server:
-        yield server
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Of an empty database."""
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/service.sqlite"
-    server: PostgresServer = request.getfixturevalue("postgres")
-    return server.new_database()
-
 
 #: Of tests that ask nothing of the database.
 ON_SQLITE = pytest.mark.parametrize("url", ["sqlite"], indirect=True)
@@ -408,7 +389,7 @@ def test_a_database_that_is_gone_for_a_while_costs_no_request(
 def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of_ours(service: Service) -> None:
     model = service.model(service.session())
     for _ in range(2):
-        service.in_front(service.front.bills.charge, "ada", "sample", 3_000_000_000)
+        service.in_front(service.front.bills.charge, "ada", "s", "sample", 3_000_000_000)
     assert service.get("usage")["usage"]["sample"]["tokens"] == 6_000_000_000
     body = {"model_id": model, "seq_id": 1, "path": "a\x00b"}
     assert service.result(service.post("save_weights", body))["category"] == "user"
@@ -449,7 +430,7 @@ def test_open_requests_and_how_long_they_wait_are_in_the_status(service: Service
     service.train(model, 1, [1])
     service.train(model, 3, [1])
     service.now += 5.0
-    (told,) = status(service.database, service.now)["tenants"].values()
+    (told,) = tenants(service.database, service.now).values()
     assert (told["open"], told["oldest_wait_seconds"]) == ({"forward_backward": 2}, 5.0)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 from echo2_service import limits
 from echo2_service.front import http_server
+from echo2_service.front.database import steps
 from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, come, everything, raw, serving
 
@@ -152,6 +153,12 @@ def client_tenant(client: Client) -> str:
     return "mallory"
 
 
+def form_with_a_key(server: FrontServer, client: Client) -> None:
+    found = client.post("/sign-in", b"key=" + b"x" * limits.SIGN_IN_BYTES_MAX)
+    assert found[0] == 413
+    assert b"are taken" in found[1]
+
+
 def calls_of_a_key(server: FrontServer, client: Client) -> None:
     slow = Client(server.port, server.api_keys.add_key("mallory", per_minute=2))
     assert [slow.post("telemetry")[0] for _ in range(3)] == [200, 200, 429]
@@ -247,6 +254,13 @@ def refusals(server: FrontServer, client: Client) -> None:
     ]
     found = hoarder.post("forward_backward", training(model, [datum(2000)], 99))
     refused(found, 429, "too many requests were refused")
+
+
+def curve_points(server: FrontServer, client: Client) -> None:
+    model = client.model(client.session())
+    for number in range(1, 10):
+        client.result(client.ok("optim_step", {"model_id": model, "seq_id": number, "adam_params": {}}))
+    assert server.database.count(steps) < 4
 
 
 def archives(server: FrontServer, client: Client) -> None:
@@ -431,6 +445,8 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "HELD_MAX": (held_requests, {"HELD_MAX": 1}),
     "ANSWERS_BYTES_MAX": (stored_answers, {"ANSWERS_BYTES_MAX": 3000}),
     "REFUSED_BYTES_MAX": (refusals, {"REFUSED_BYTES_MAX": 4096}),
+    "SIGN_IN_BYTES_MAX": (form_with_a_key, {}),
+    "CURVE_POINTS_MAX": (curve_points, {"CURVE_POINTS_MAX": 4}),
     "ARCHIVES_MAX": (archives, {"ARCHIVES_MAX": 1}),
     "PAGE_MAX": (page, {"PAGE_MAX": 2}),
     "bills.quota_usd": (dollars, {}),

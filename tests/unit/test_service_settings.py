@@ -63,6 +63,7 @@ def test_the_first_key_is_its_owners_alone_and_stays(tmp_path: Path) -> None:
     text = (tmp_path / "api-key").read_text().strip()
     assert text.startswith("tml-")
     assert api_keys.admit(text).tenant == "owner"
+    assert api_keys.admit(text).scopes == {"train", "sample", "owner"}
     assert stat.S_IMODE((tmp_path / "api-key").stat().st_mode) == 0o600
     assert text.encode() not in (tmp_path / "service.sqlite").read_bytes()
     database.close()
@@ -99,3 +100,5 @@ def test_the_status_of_a_service_is_told_whether_it_runs_or_not(
     assert json.loads(capsys.readouterr().out)["tenants"]["ada"]["sessions"] == 1
     assert main(["serve", "status", "--out", str(tmp_path)]) == 0
     assert "ada" in capsys.readouterr().out
+    assert main(["serve", "status", "--out", str(tmp_path), "--port", "0"]) == 2
+    assert "/owner" in capsys.readouterr().err

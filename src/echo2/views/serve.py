@@ -14,10 +14,9 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -34,6 +33,7 @@ from echo2.core.disk import free_bytes
 from echo2.core.documents import is_number
 from echo2.core.errors import UserError
 from echo2.head.ledger import rollout_log
+from echo2.views.assets import HEADERS, PARTS, asset
 from echo2.views.run_files import all_settings, log_end, log_names
 from echo2.views.run_view import RunView
 from echo2.views.watch import Watch, fleet_page
@@ -48,30 +48,9 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METRIC_NAME = re.compile(r"[a-z0-9_]+(/[a-z0-9_]+)?")
 #: Pages that may be open at once.
 LISTENERS_MAX = 64
-#: Browsers load resources from this server only and run no inline code: the text of a rollout is not trusted.
-HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Cache-Control": "no-store",
-}
-TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 #: Groups shown of a file of rollouts; a held-out set may have thousands, too many to draw in time.
 GROUPS_SHOWN = 200
-FILES = (
-    "page.js",
-    "parts.js",
-    "charts.js",
-    "fleet.js",
-    "rollouts.js",
-    "files.js",
-    "page.css",
-    "icon.svg",
-    "uPlot.iife.min.js",
-    "uPlot.min.css",
-)
+FILES = (*PARTS, "page.js", "fleet.js", "rollouts.js", "files.js")
 REFUSED = "Open the address that the command printed: it has the token that this page asks for.\n"
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -96,27 +75,9 @@ def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0, as_j
             raise UserError(
                 f"There is no directory {directory}. Name a run directory, or an empty one for a run to come."
             )
-    return serve_pages(lambda token: Dashboard(directories, token), host, port, as_json)
-
-
-class Pages(Protocol):
-    """The application `app` to serve. `stop` ends the event streams of open pages."""
-
-    app: Starlette
-
-    def stop(self) -> None: ...
-
-
-def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 0, as_json: bool = False) -> int:
-    """Serve pages until the process is told to end. `make` builds the pages for the token that they require. Their
-    address is printed first.
-
-    Raises:
-        UserError: the address is taken.
-    """
     token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(BYTES_OF_TOKEN)
     listening = _listen(host, port)
-    server = _Server(make(token))
+    server = _Server(Dashboard(directories, token))
     url = f"http://{join(host, listening.getsockname()[1])}/?token={token}"
     print(json.dumps({"url": url}) if as_json else f"open {url}", flush=True)
     if not is_loopback(host):
@@ -129,15 +90,15 @@ def serve_pages(make: Callable[[str], Pages], host: str = LOOPBACK, port: int = 
 class _Server(uvicorn.Server):
     """uvicorn, which ends the event streams of open pages when it is told to end."""
 
-    def __init__(self, pages: Pages) -> None:
+    def __init__(self, dashboard: Dashboard) -> None:
         settings = uvicorn.Config(
-            pages.app, log_level="warning", http="h11", ws="none", timeout_graceful_shutdown=LAST_SECONDS
+            dashboard.app, log_level="warning", http="h11", ws="none", timeout_graceful_shutdown=LAST_SECONDS
         )
         super().__init__(settings)
-        self._pages = pages
+        self._dashboard = dashboard
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._pages.stop()
+        self._dashboard.stop()
         super().handle_exit(sig, frame)
 
 
@@ -297,12 +258,6 @@ def _number(request: Request, name: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise UserError(f"{name} must be a whole number.")
     return int(text)
-
-
-def asset(name: str) -> Response:
-    """Return a file of `page/`."""
-    content = (files("echo2") / "views" / "page" / name).read_bytes()
-    return Response(content, media_type=TYPES[name.rpartition(".")[2]])
 
 
 def _json(value: Any) -> Response:

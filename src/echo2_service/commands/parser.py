@@ -15,7 +15,7 @@ def add_service(add: Add) -> None:
     parser.set_defaults(interrupted="")
     text = "configuration file, like examples/serve.toml; or `status`: show requests, spending and machines"
     parser.add_argument("config", type=Path, metavar="CONFIG", help=text)
-    parser.add_argument("--port", type=int, help="port, instead of the file's (0: any); with `status`: serve a page")
+    parser.add_argument("--port", type=int, help="port, instead of the file's (0: any)")
     where = "directory for models, database and the first API key (default: outputs/service)"
     parser.add_argument("--out", type=Path, default=Path("outputs/service"), metavar="DIR", help=where)
     parser.add_argument("--database", default="", metavar="URL", help="with `status`: database, if not SQLite in DIR")
@@ -24,7 +24,9 @@ def add_service(add: Add) -> None:
         "keys", text, module_command("echo2_service.commands.keys"), directory="directory of the service", has_json=True
     )
     parser.add_argument("--add", default="", metavar="TENANT", help="print a new key for this tenant")
-    parser.add_argument("--scopes", default="train,sample", help="what the new key may do (default: train,sample)")
+    parser.add_argument(
+        "--scopes", default="train,sample", help="what the new key may do: train, sample, owner (default: train,sample)"
+    )
     parser.add_argument("--days", type=float, help="days until the new key expires (default: never)")
     parser.add_argument("--per-minute", type=int, default=100_000, help="most calls a minute (default: 100000)")
     parser.add_argument("--revoke", default="", metavar="KEY_ID", help="refuse this key from now on")

@@ -17,7 +17,7 @@ from echo2_service.front.app import App
 from echo2_service.front.database import Database, keys
 from echo2_service.front.http_server import HttpServer, listening
 from echo2_service.front.request_guard import SCOPES, ApiKeys
-from echo2_service.settings import ServiceSettings, load
+from echo2_service.settings import ServiceSettings, Tariff, load
 
 
 def serve(config: Path, out: Path, port: int | None) -> int:
@@ -32,7 +32,8 @@ def serve(config: Path, out: Path, port: int | None) -> int:
     with claimed(out, "serve"):
         database = open_database(out, settings.database)
         first_key(out, database, ApiKeys(database, time.time))
-        asyncio.run(_serve(settings, out.absolute(), database, settings.port if port is None else port))
+        tariff, at = Tariff(settings.bills, config), settings.port if port is None else port
+        asyncio.run(_serve(settings, tariff, out.absolute(), database, at))
     return 0
 
 
@@ -70,7 +71,7 @@ def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
     return found
 
 
-async def _serve(settings: ServiceSettings, out: Path, database: Database, port: int) -> None:
+async def _serve(settings: ServiceSettings, tariff: Tariff, out: Path, database: Database, port: int) -> None:
     listener = listening(settings.host, port)
     backend = LocalBackend(base_directories(settings.bases, out), out / "backend", settings.device)
     fleet = None
@@ -78,7 +79,7 @@ async def _serve(settings: ServiceSettings, out: Path, database: Database, port:
         directories = {name: base.directory for name, base in backend.bases.items()}
         fleet = FleetServer(out, settings.fleet, directories, backend.samplers)
         await fleet.open()
-    front = App(database, backend, out / "checkpoints", time.time, settings.bills)
+    front = App(database, backend, out / "checkpoints", time.time, tariff, fleet=fleet.told if fleet else None)
     server = HttpServer(front.asgi, front.requests.stop)
     try:
         await server.serve([listener])

@@ -88,10 +88,12 @@ class FleetServer:
         await self._server.stop()
         await self._payloads.distribution.close()
 
-    def machines(self) -> dict[str, dict[str, Any]]:
-        """Return host, device, activity, work and price of each machine by name."""
+    def told(self) -> dict[str, Any]:
+        """Return host, device, activity, work and price of each machine by name, and the number of calls for which no
+        machine has room.
+        """
         under_way = self._samplers.placing.under_way()
-        return {
+        machines = {
             name: {
                 "host": machine.host,
                 "device": machine.device,
@@ -102,6 +104,7 @@ class FleetServer:
             }
             for name, machine in sorted(self._machines.items())
         }
+        return {"machines": machines, "waiting_samples": self._samplers.placing.num_waiting}
 
     # ---- what machines ask -------------------------------------------------------------------------------------------
 
@@ -197,9 +200,8 @@ class FleetServer:
             self._tell()
 
     def _tell(self) -> None:
-        told = {"at": time.time(), "waiting": self._samplers.placing.num_waiting, "machines": self.machines()}
         try:
-            write_atomically(self._rundir.path / STATUS_FILE, json.dumps(told))
+            write_atomically(self._rundir.path / STATUS_FILE, json.dumps({"at": time.time(), **self.told()}))
         except UserError as error:
             log.warning("%s", error)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import secrets
 import tarfile
 from collections import Counter
@@ -24,15 +25,24 @@ from echo2.core.errors import PeerError, UserError
 from echo2.learner.core.checkpoint import STATE_FILE
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2_service import limits
-from echo2_service.backend import UnloadCall
-from echo2_service.front.bodies import AdapterBody, CopyBody, LabelledBody, ModelIdBody, SessionIdBody, TtlBody, parse
+from echo2_service.backend import ModelSpec, UnloadCall
+from echo2_service.front.bodies import (
+    AdapterBody,
+    CopyBody,
+    DeleteBody,
+    LabelledBody,
+    ModelIdBody,
+    SessionIdBody,
+    TtlBody,
+    parse,
+)
 from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
 from echo2_service.front.request_guard import Caller, answer
 from echo2_service.front.usage import Bills
-from echo2_service.front.work import KINDS, Work
+from echo2_service.front.work import KINDS, Work, path_parts
 from echo2_service.settings import PRICED
 
 #: Seconds for which the URL of an archive is valid; bytes of it that are read at a time.
@@ -173,6 +183,21 @@ class AccountsApi:
         await self._cleaning.tidy(caller.tenant, self._work.clock())
         return NOTHING
 
+    async def delete_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
+        """Delete all checkpoints that fit what is given, and return their number."""
+        given, now = parse(DeleteBody, body), self._work.clock()
+        paths = None if given.paths is None else [path_parts(path) for path in given.paths]
+        before = math.inf if given.older_than_seconds is None else now - given.older_than_seconds
+        is_more, deleted = True, 0
+        while is_more:
+            found = self._database.delete_checkpoints(
+                caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0, limits.PAGE_MAX
+            )
+            deleted, is_more = deleted + found, found == limits.PAGE_MAX
+            await asyncio.sleep(0)  # others have their turn
+        await self._cleaning.tidy(caller.tenant, now)
+        return answer({"num_deleted": deleted})
+
     async def publish(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Let other tenants load a checkpoint."""
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, public=True)
@@ -186,7 +211,7 @@ class AccountsApi:
     async def set_ttl(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Set how long from now a checkpoint is kept."""
         seconds = parse(TtlBody, body or b"{}").ttl_seconds
-        expires = None if seconds is None else self._work.clock() + seconds
+        expires = self._storage.expiry(caller.tenant, self._work.clock(), seconds)
         self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
         return NOTHING
 
@@ -204,7 +229,7 @@ class AccountsApi:
             values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
             values["labels"] = found.labels if found.tenant == caller.tenant else None
             values |= {"id": copy.replace("copy", "chk"), "model": copy, "tenant": caller.tenant, "public": False}
-            expires = None if given.ttl_seconds is None else now + given.ttl_seconds
+            expires = self._storage.expiry(caller.tenant, now, given.ttl_seconds)
             spec = {**found.spec, "owner": caller.tenant}
             self._database.insert(checkpoints, **values, spec=spec, created=now, expires=expires)
         return answer({"tinker_path": f"tinker://{copy}/{found.kind}/{found.name}"})
@@ -224,22 +249,33 @@ class AccountsApi:
         with self._one_import_more(caller.tenant):
             async with self._importing:
                 spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
-        arriving.rename(directory)
+        self._storage.arriving.add(model)
+        try:
+            arriving.rename(directory)
+            self._insert_adapter(caller.tenant, model, given.name, directory, spec, len(body))
+        finally:
+            self._storage.arriving.discard(model)
+        await self._storage.measure(caller.tenant)
+        return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
+
+    def _insert_adapter(
+        self, tenant: str, model: str, name: str, directory: Path, spec: ModelSpec, num_bytes: int
+    ) -> None:
+        now = self._work.clock()
         self._database.insert(
             checkpoints,
             id="chk_" + model.removeprefix("adapter_"),
             model=model,
-            tenant=caller.tenant,
+            tenant=tenant,
             kind="sampler_weights",
-            name=given.name,
+            name=name,
             directory=str(directory),
             spec=msgspec.to_builtins(spec),
-            created=self._work.clock(),
-            size=len(body),
+            created=now,
+            size=num_bytes,
+            expires=self._storage.expiry(tenant, now, None),
             public=False,
         )
-        await self._storage.measure(caller.tenant)
-        return answer({"path": f"tinker://{model}/sampler_weights/{given.name}"})
 
     @contextmanager
     def _one_import_more(self, tenant: str) -> Iterator[None]:

@@ -20,16 +20,20 @@ from starlette.routing import Route
 from echo2.core.background import spawn
 from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
+from echo2_service.front.account import Account
 from echo2_service.front.accounts_api import AccountsApi
 from echo2_service.front.cleaning import ARRIVING, Cleaning
+from echo2_service.front.curves import Curves
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader
-from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestGuard
+from echo2_service.front.overview import NO_FLEET, Fleet, Overview
+from echo2_service.front.pages import Pages
+from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestGuard, refused
 from echo2_service.front.requests_api import RequestsApi
 from echo2_service.front.usage import Bills, Storage
 from echo2_service.front.work import Work
-from echo2_service.settings import Quotas
+from echo2_service.settings import Quotas, Tariff
 
 log = logging.getLogger(__name__)
 
@@ -77,21 +81,29 @@ class App:
         backend: Backend,
         directory: Path,
         clock: Callable[[], float],
-        quotas: Quotas = NO_QUOTAS,
+        tariff: Tariff | None = None,
         ticks: Callable[[], float] = time.monotonic,
+        fleet: Fleet | None = None,
     ) -> None:
-        """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do."""
+        """`clock`: seconds since 1970, which may step; `ticks`: seconds that never do. `tariff`: None: no prices, no
+        quotas. `fleet`: as `FleetServer.told`.
+        """
+        self.tariff = tariff or Tariff(NO_QUOTAS)
         shutil.rmtree(directory / ARRIVING, ignore_errors=True)
         (directory / ARRIVING).mkdir(parents=True)
         self.database, self.clock = database, clock
-        self.work = Work(database, backend, Storage(database, backend, directory, quotas), clock)
-        self.bills = Bills(database, quotas)
+        self.work = Work(database, backend, Storage(database, backend, directory, self.tariff), clock)
+        self.bills = Bills(database, self.tariff)
         self.bodies = BodyReader(directory.parent / "reader.log")
-        self.dispatcher = Dispatcher(database, self.work, self.bills, self.bodies, clock, ticks)
+        self.curves = Curves(database, self.bills)
+        self.dispatcher = Dispatcher(database, self.work, self.bills, self.curves, self.bodies, clock, ticks)
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
         self.requests = RequestsApi(self.work, self.dispatcher, self.bodies)
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
+        self.account = Account(self.work, self.dispatcher, self.bills, self.curves, self.bodies)
+        self.overview = Overview(database, self.work.storage, self.tariff, fleet or (lambda: NO_FLEET), clock)
         self.guard = RequestGuard(ApiKeys(database, clock, ticks))
+        self.pages = Pages(self.guard)
         self.asgi = Starlette(routes=self._routes(), lifespan=self._lifespan)
 
     def _routes(self) -> list[Route]:
@@ -113,6 +125,7 @@ class App:
             "retrieve_future": enter(training.retrieve_future),
             "cancel_future": enter(training.cancel_future, "sample"),
             "copy_weights": enter(accounts.copy_weights, "train"),
+            "checkpoints/delete": enter(accounts.delete_checkpoints, "train"),
             "adapters": enter(accounts.bring_adapter, "train", "ADAPTER_BYTES_MAX"),
             checkpoint + "/publish": enter(accounts.publish, "train"),
         }
@@ -138,6 +151,10 @@ class App:
             checkpoint + "/archive": enter(accounts.archive),
             "archives/{token}": accounts.fetch_archive,
             "usage": enter(accounts.show_usage),
+            "account": enter(self.account.show, to_browser=refused),
+            "training_runs/{model}/steps": enter(self.account.curve, to_browser=refused),
+            "samples": enter(self.account.samples, to_browser=refused),
+            "owner": enter(self.overview.show, "owner", to_browser=refused),
             "estimate": enter(accounts.estimate),
         }
         routes = [
@@ -149,10 +166,11 @@ class App:
         routes.append(Route(f"{ROOT}{checkpoint}/publish", enter(accounts.unpublish, "train"), methods=["DELETE"]))
         routes.append(Route(f"{ROOT}{checkpoint}/ttl", enter(accounts.set_ttl, "train"), methods=["PUT"]))
         routes.append(Route(ROOT + checkpoint, enter(accounts.delete_checkpoint, "train"), methods=["DELETE"]))
-        return routes
+        return routes + self.pages.routes()
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        self.overview.faults.start()
         self.dispatcher.start()
         sweeper = spawn(self._sweep(), self._sweeping_ended)
         yield
@@ -160,6 +178,7 @@ class App:
         await asyncio.gather(sweeper, return_exceptions=True)
         await self.dispatcher.close()
         await self.bodies.close()
+        self.overview.faults.stop()
 
     async def _sweep(self) -> None:
         while True:
@@ -170,5 +189,8 @@ class App:
         log.error("nothing is cleaned up any more: restart the service", exc_info=error)
 
     async def sweep(self) -> None:
-        """End silent sessions and waits for missing requests; delete expired checkpoints, old answers and files."""
+        """Read prices and quotas that changed; end silent sessions and waits for missing requests; delete expired
+        checkpoints, old answers and files.
+        """
+        self.tariff.reread()
         await self.cleaning.sweep(self.clock())

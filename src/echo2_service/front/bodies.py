@@ -58,6 +58,24 @@ class SessionIdBody(Struct):
     session_id: Id
 
 
+class DeleteBody(Struct):
+    """`checkpoints/delete`: all checkpoints that fit everything that is given. `keep_newest`: so many of each model and
+    kind stay.
+
+    Raises:
+        ValueError: nothing is given.
+    """
+
+    paths: Annotated[list[Id], Meta(max_length=limits.PAGE_MAX)] | None = None
+    training_run_id: Id | None = None
+    older_than_seconds: Annotated[float, Meta(ge=0)] | None = None
+    keep_newest: Annotated[int, Meta(ge=0, le=limits.CHECKPOINTS_MAX)] | None = None
+
+    def __post_init__(self) -> None:
+        if all(getattr(self, name) is None for name in self.__struct_fields__):
+            raise ValueError(f"name what to delete, by {', '.join(self.__struct_fields__)}")
+
+
 class LoraBody(Struct):
     """Settings of an adapter."""
 

@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sqlalchemy as sql
+
 from echo2.core.background import spawn
 from echo2_service.backend import DeleteCall
-from echo2_service.front.database import OPEN, UNREACHED, checkpoints, models, requests, sessions
+from echo2_service.front.database import OPEN, UNREACHED, Database, checkpoints, models, requests, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.usage import TENANT_PREFIX, sampler_directories
 from echo2_service.front.work import Work
@@ -32,7 +34,7 @@ ANSWER_SECONDS_MIN = 600.0
 DONE, TIDIED = 0.0, -1.0
 #: Subdirectory for tenants' own adapters during their import.
 ARRIVING = "arriving"
-#: Rows that are looked at in one cleanup.
+#: Rows that are looked at at a time.
 ROWS = 1000
 ANYBODY = Path()
 
@@ -47,6 +49,7 @@ class Cleaning:
         self._heard: dict[str, float] = {}  # when the clients of live sessions were last heard, in ticks
         self._unnamed_since: dict[Path, int] = {}  # the newest request at that time
         self._cleaning, self._deleting = asyncio.Lock(), set[str]()
+        self._untidy = set[str]()  # tenants that have given up something since the last look
 
     async def sweep(self, now: float) -> None:
         """Clean up everything. A part that fails is logged, and the others are done."""
@@ -71,11 +74,18 @@ class Cleaning:
         self._heard[session] = self._ticks()
 
     async def tidy(self, tenant: str, now: float) -> None:
-        """Remove what a tenant has just given up, and measure what is left. Models go a little later."""
+        """Remove what a tenant has just given up, and measure what is left. Models go a little later. What several
+        calls gave up while one was under way is removed at once.
+        """
+        self._untidy.add(tenant)
         async with self._cleaning:
+            tenants, self._untidy = self._untidy, set()
+            if not tenants:
+                return
             await self._tidy(now)
             await self._remove_leftovers()
-            await self._storage.measure(tenant)
+            for one in tenants:
+                await self._storage.measure(one)
 
     async def _end_silent(self, now: float) -> None:
         self._dispatcher.expire()
@@ -117,11 +127,14 @@ class Cleaning:
     async def _delete_answers(self, now: float) -> None:
         kept: list[tuple[float, dict[str, Any]]] = [(KEPT_SECONDS, {})]
         kept += [(ANSWER_SECONDS_MIN, {"tenant": tenant}) for tenant in self._storage.answers_exceed()]
+        are_gone = False
         for seconds, where in kept:
-            gone = self._database.older(requests, "ended", now - seconds, ROWS, columns=["id"], **where)
-            self._database.delete(requests, id=tuple(row.id for row in gone))
-            if gone:
-                self._storage.count_requests()
+            while gone := self._database.older(requests, "ended", now - seconds, ROWS, columns=["id"], **where):
+                self._database.delete(requests, id=tuple(row.id for row in gone))
+                are_gone = True
+                await asyncio.sleep(0)  # others have their turn
+        if are_gone:
+            self._storage.count_requests()
 
     async def _measure(self, now: float) -> None:
         await self._storage.measure_all()
@@ -132,8 +145,7 @@ class Cleaning:
         A request that was open before an entry became unreferenced may still read it, so the entry is kept until that
         request has ended: one of its tenant, or anybody's that loads a published checkpoint.
         """
-        named, since = self._named(), self._unnamed_since
-        unnamed = [path for path in self._entries() if path.name.lstrip(".").split(".")[0] not in named]
+        unnamed, since = await asyncio.to_thread(self._unnamed, self._database.beside()), self._unnamed_since
         newest = self._database.select(requests, "-arrival", 1, columns=["arrival"])
         latest = newest[0].arrival if newest else 0
         self._unnamed_since = {path: since.get(path, latest) for path in unnamed}
@@ -149,18 +161,24 @@ class Cleaning:
             elif path.name != ARRIVING:
                 yield path
 
-    def _named(self) -> set[str]:
-        """Return the first parts of the names of entries that are in use: `NAME/`, `.NAME.partial`."""
-        find = self._database.select
-        saves = find(requests, columns=["id"], kind=("save_weights", "save_weights_for_sampler"), state=OPEN)
-        saved = {row.directory for row in find(checkpoints, columns=["directory"])}
-        return {Path(path).name for path in saved | sampler_directories(self._database)} | {row.id for row in saves}
+    def _unnamed(self, database: Database) -> list[Path]:
+        """Return the entries that are not in use, `NAME/` or `.NAME.partial`. Runs in a thread, while saves begin and
+        end: it looks for names in the order in which they are handed on, from a save to a checkpoint to a sampler.
+        """
+        entries, arriving = list(self._entries()), set(self._storage.arriving)
+        kinds = ("save_weights", "save_weights_for_sampler")
+        saves = {row.id for row in database.select(requests, columns=["id"], kind=kinds, state=OPEN)}
+        saved = database.values(checkpoints.c.directory)
+        named = arriving | saves | {Path(path).name for path in saved | sampler_directories(database)}
+        return [path for path in entries if path.name.lstrip(".").split(".")[0] not in named]
 
     def _oldest_readers(self) -> dict[Path, float]:
         """Return the arrival of the oldest open request that may read a directory: by tenant's directory, where
         requests of that tenant are open; of those that an earlier version left; and `ANYBODY`, of all the others.
         """
-        oldest = self._database.earliest(requests, "arrival", ("tenant", "kind"), state=OPEN)
+        oldest = self._database.grouped(
+            requests, ("tenant", "kind"), {"earliest": sql.func.min(requests.c.arrival)}, state=OPEN
+        )
         found = {ANYBODY: min((row.earliest for row in oldest if row.kind == "load_weights"), default=math.inf)}
         found[self._storage.folder] = min((row.earliest for row in oldest), default=math.inf)
         for row in oldest:

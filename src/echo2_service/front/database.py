@@ -1,12 +1,13 @@
-"""The service's store, in SQLite or any other database that SQLAlchemy supports: seven tables, no weights.
+"""The service's store, in SQLite or any other database that SQLAlchemy supports: nine tables, no weights.
 
 A request is stored before it is acknowledged. Every row has a tenant, and every look-up for a client names the tenant.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -57,6 +58,7 @@ sessions = Table(
     Column("seen", Float, nullable=False),
     Column("finished", Float),
     Column("labels", JSON),
+    Index("sessions_tenant", "tenant"),
 )
 models = Table(
     "models",
@@ -71,6 +73,8 @@ models = Table(
     Column("next_operation", Number, nullable=False),  # of the next call to the back end
     Column("inflight", String),  # the directory that the model's inflight samplers read
     Column("labels", JSON),
+    Index("models_tenant", "tenant"),
+    Index("models_session", "session"),
 )
 #: Errors of a database that is gone for a while, or full.
 UNREACHED = (sql.exc.OperationalError, sql.exc.InterfaceError)
@@ -96,6 +100,8 @@ requests = Table(
     Column("ended", Float),
     Index("requests_again", "target", "number", "kind", "digest"),
     Index("requests_open", "state"),
+    Index("requests_ended", "ended"),
+    Index("requests_kept", "tenant", "kind", "state"),
 )
 samplers = Table(
     "samplers",
@@ -107,6 +113,8 @@ samplers = Table(
     Column("model", String),  # of an inflight sampler
     Column("path", String),
     Column("directory", String),
+    Index("samplers_tenant", "tenant"),
+    Index("samplers_session", "session"),
 )
 checkpoints = Table(
     "checkpoints",
@@ -124,6 +132,7 @@ checkpoints = Table(
     Column("public", Boolean, nullable=False),
     Column("labels", JSON),
     Index("checkpoints_name", "model", "kind", "name", unique=True),
+    Index("checkpoints_tenant", "tenant"),
 )
 bills = Table(
     "bills",
@@ -133,6 +142,25 @@ bills = Table(
     Column("requests", Number, nullable=False),
     Column("tokens", Number, nullable=False),
     Column("usd", Float, nullable=False),
+)
+spending = Table(  # of the sessions that have cost anything
+    "spending",
+    metadata,
+    Column("session", String, primary_key=True),
+    Column("usd", Float, nullable=False),
+)
+steps = Table(  # points of the curves of a model
+    "steps",
+    metadata,
+    Column("model", String, primary_key=True),
+    Column("step", Number, primary_key=True),
+    Column("tenant", String, nullable=False),
+    Column("ended", Float, nullable=False),
+    Column("tokens", Number, nullable=False),
+    Column("loss", Float),  # of a token, mean
+    Column("grad_norm", Float),
+    Column("usd", Float, nullable=False),  # of the model's session so far
+    Index("steps_tenant", "tenant"),
 )
 
 
@@ -150,10 +178,19 @@ class Database:
             if self._engine.dialect.name == "sqlite":
                 sql.event.listen(self._engine, "connect", _prepare_sqlite)
             metadata.create_all(self._engine)
+            for table in metadata.tables.values():
+                for index in table.indexes:  # an earlier version's database lacks some
+                    index.create(self._engine, checkfirst=True)
         except (sql.exc.SQLAlchemyError, ImportError) as error:
             raise UserError(f"The database {url!r} cannot be opened: {error}") from error
         self._open: sql.Connection | None = None
         self._when_stored: list[Callable[[], object]] = []
+
+    def beside(self) -> Database:
+        """Return another one over the same database, for another thread."""
+        other = copy.copy(self)
+        other._open, other._when_stored = None, []
+        return other
 
     @contextmanager
     def transaction(self) -> Iterator[sql.Connection]:
@@ -204,6 +241,14 @@ class Database:
         with self.transaction() as connection:
             return list(connection.execute(query, {**_bound(where), "most": limit, "skipped": offset}))
 
+    def values(self, column: Column[Any]) -> set[Any]:
+        """Return all values of a column, however many. Other threads go on meanwhile, for they are read in parts."""
+        query, found = sql.select(column).execution_options(yield_per=1000), set[Any]()
+        with self.transaction() as connection:
+            for part in connection.execute(query).scalars().partitions():
+                found.update(part)
+        return found
+
     def count(self, table: Table, **where: Any) -> int:
         """Return the number of rows with these values."""
         query = sql.select(sql.func.count()).select_from(table).where(*_conditions(table, _kinds(where)))
@@ -219,24 +264,54 @@ class Database:
         with self.transaction() as connection:
             return list(connection.execute(query, _bound(where)))
 
-    def earliest(self, table: Table, column: str, by: Sequence[str], **where: Any) -> list[Row]:
-        """Return the least value of `column`, as `earliest`, for each combination of the columns `by`."""
+    def grouped(
+        self, table: Table, by: Sequence[str], figures: Mapping[str, sql.ColumnElement[Any]], **where: Any
+    ) -> list[Row]:
+        """Return these figures, such as a sum, for each combination of the columns `by`."""
         groups = _columns(table, by)
-        query = sql.select(*groups, sql.func.min(table.c[column]).label("earliest")).group_by(*groups)
+        query = sql.select(*groups, *(figure.label(name) for name, figure in figures.items())).group_by(*groups)
         with self.transaction() as connection:
             return list(connection.execute(query.where(*_conditions(table, _kinds(where))), _bound(where)))
 
     def delete_session(self, session: str) -> None:
         with self.transaction():
             self.delete(samplers, session=session)
+            self.delete(spending, session=session)
             self.delete(sessions, id=session)
 
-    def delete_orphans(self) -> None:
-        """Delete the models whose session is gone and of which there is no checkpoint."""
+    def delete_orphans(self, limit: int = 1000) -> None:
+        """Delete the models whose session is gone and of which there is no checkpoint, with their curves."""
         is_live = sql.exists().where(sessions.c.id == models.c.session)
         is_saved = sql.exists().where(checkpoints.c.model == models.c.id)
         with self.transaction() as connection:
-            connection.execute(sql.delete(models).where(~is_live, ~is_saved))
+            found = connection.execute(sql.select(models.c.id).where(~is_live, ~is_saved).limit(limit))
+            orphans = tuple(row.id for row in found)
+            self.delete(steps, model=orphans)
+            self.delete(models, id=orphans)
+
+    def delete_checkpoints(
+        self,
+        tenant: str,
+        paths: Sequence[tuple[str, str, str]] | None,
+        model: str | None,
+        before: float,
+        keep_newest: int,
+        limit: int,
+    ) -> int:
+        """Delete checkpoints of a tenant that fit all of this, as many as `limit`, and return their number. `paths`:
+        model, kind and name of each, and `model`: None: any; `keep_newest`: so many of each model and kind stay.
+        """
+        c = checkpoints.c
+        rank = sql.func.row_number().over(partition_by=(c.model, c.kind), order_by=(c.created.desc(), c.id))
+        ranked = sql.select(c.id, c.model, c.kind, c.name, c.created, rank.label("rank")).where(c.tenant == tenant)
+        of = ranked.subquery().c
+        query = sql.select(of.id).where(of.created < before, of.rank > keep_newest).limit(limit)
+        if model is not None:
+            query = query.where(of.model == model)
+        if paths is not None:
+            query = query.where(sql.tuple_(of.model, of.kind, of.name).in_(paths))
+        with self.transaction() as connection:
+            return connection.execute(sql.delete(checkpoints).where(c.id.in_(query))).rowcount
 
     def newest(self, ids: Sequence[str]) -> list[Row]:
         """Return the newest checkpoint of each kind of these models."""

@@ -15,16 +15,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+import msgspec
+
 from echo2.core.background import spawn
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
 from echo2_service.backend import UnloadCall
 from echo2_service.decide.order import FairQueue, ModelOrder, Released
+from echo2_service.front.curves import Curves
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
 from echo2_service.front.given import BodyReader, Given, GivenRequests, read_stored
 from echo2_service.front.request_guard import Caller, for_tenants
 from echo2_service.front.usage import ROW_BYTES, Bills
-from echo2_service.front.work import Work
+from echo2_service.front.work import Done, Work
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +59,14 @@ class Dispatcher:
         database: Database,
         work: Work,
         bills: Bills,
+        curves: Curves,
         bodies: BodyReader,
         clock: Callable[[], float],
         ticks: Callable[[], float],
     ) -> None:
         """`clock`: seconds since 1970; `ticks`: seconds that never step, by which requests wait for others."""
-        self._database, self._work, self._bills, self._bodies = database, work, bills, bodies
+        self._database, self._work, self._bodies = database, work, bodies
+        self._bills, self._curves = bills, curves
         self._clock, self._ticks = clock, ticks
         self._orders: dict[str, ModelOrder] = {}
         self._lanes: dict[str, _Lane] = {}
@@ -184,7 +189,9 @@ class Dispatcher:
             num_waiting = sum(map(len, self._samples.values()))
             return f"{len(self._sampling)} samples are under way, {num_waiting} wait for their turn"
         lane = self._lanes.get(request.target)
-        return f"{len(lane.waiting) if lane else 0} requests of this model wait before the learner"
+        if lane is None or not lane.waiting:
+            return "it is at the learner, where tenants take turns"
+        return f"{len(lane.waiting)} requests of this model wait before the learner"
 
     def cancel_sample(self, request: str, tenant: str) -> None:
         """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""
@@ -207,8 +214,9 @@ class Dispatcher:
             )
 
     def forget(self, model: str) -> None:
-        """Forget the order of a model's requests. It is read again if there are others."""
+        """Forget the order of a model's requests, which is read again if there are others, and its next point."""
         self._orders.pop(model, None)
+        self._curves.forget(model)
 
     def expire(self) -> None:
         """Stop waiting for requests that never arrived."""
@@ -315,7 +323,8 @@ class Dispatcher:
                 continue
             given = await self._asked(row)
             lane.waiting.popleft()
-            task = self._spawn(self._carry_out(row, given), partial(self._request_failed, row.id))
+            before = frozenset(running) if row.kind == "optim_step" else frozenset()
+            task = self._spawn(self._carry_out(row, given, before), partial(self._request_failed, row.id))
             running.add(task)
             task.add_done_callback(ended)
             if row.kind == "create_model" or row.operation == 1:
@@ -377,9 +386,12 @@ class Dispatcher:
         if row.id in self._sampling:
             self._sampling[row.id].cancel()  # also at the back end
 
-    async def _carry_out(self, row: Row, given: Given) -> None:
+    async def _carry_out(self, row: Row, given: Given, before: frozenset[asyncio.Task[None]] = frozenset()) -> None:
+        """Carry out a request. Its outcome is stored after those of `before`, which a step's figures count."""
         try:
             done = await self._work.carry_out(row, given)
+            if before:
+                await asyncio.wait(before)
         except (UserError, PeerError) as error:
             await self._reached(partial(self._end, row, "failed", error=str(error), category="user"))
         except InvariantError as error:  # of the back end, whose log has more
@@ -389,10 +401,10 @@ class Dispatcher:
             log.exception("request %s (%s) failed", row.id, row.kind)
             await self._reached(partial(self._end, row, "failed", error=FAILED, category="server"))
         else:
-            await self._reached(partial(self._end, row, "done", done.num_tokens, answer=done.answer))
+            await self._reached(partial(self._end, row, "done", done, answer=done.answer))
 
-    def _end(self, row: Row, state: str, num_tokens: int | None = None, **values: Any) -> None:
-        """Store the outcome of a request, charge these tokens, and wake its waiters. If it had already ended, only wake
+    def _end(self, row: Row, state: str, done: Done | None = None, **values: Any) -> None:
+        """Store the outcome of a request, charge its tokens, and wake its waiters. If it had already ended, only wake
         them.
         """
         if "error" in values:
@@ -400,9 +412,16 @@ class Dispatcher:
         where = {"id": row.id, "state": OPEN}
         with self._database.transaction():
             is_news = self._database.update(requests, where, state=state, body=None, ended=self._clock(), **values)
-            if is_news and num_tokens is not None:
-                self._bills.charge(row.tenant, row.kind, num_tokens)
-            self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(values.get("answer") or b"")))
+            answer = values.get("answer") or b""
+            if is_news and done is not None:
+                self._bills.charge(row.tenant, row.session, row.kind, done.num_tokens)
+                if done.trained is not None:
+                    self._database.when_stored(partial(self._curves.trained, row.target, done.trained))
+                if done.metrics is not None:
+                    metrics = self._curves.stepped(row, done.metrics, self._clock())
+                    answer = msgspec.json.encode({"type": row.kind, "metrics": metrics})
+                    self._database.update(requests, {"id": row.id}, answer=answer)
+            self._database.when_stored(partial(self._has_ended, row, bool(is_news), len(answer)))
 
     def _has_ended(self, row: Row, is_news: bool, answer_bytes: int) -> None:
         self._given.drop(row.id)

@@ -14,7 +14,7 @@ import msgspec
 
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2_service import limits
-from echo2_service.backend import ReadCall, TrainWork
+from echo2_service.backend import Ints, ReadCall, TextCall, TrainWork
 from echo2_service.calling import AnsweringProcess
 from echo2_service.front.bodies import LoadBody, OptimBody, SampleBody, SaveBody, parse
 from echo2_service.front.data import read_json, read_protobuf
@@ -68,7 +68,7 @@ class GivenRequests:
 
 class BodyReader:
     """Reads bodies: short ones at once, longer ones in a thread, and long training data in JSON in a process that the
-    first of them starts. For one event loop.
+    first of them starts, which also decodes samples. For one event loop.
     """
 
     def __init__(self, log_path: Path) -> None:
@@ -107,6 +107,11 @@ class BodyReader:
             return (await self.read_training(body, body[:1] != b"{", kind == "forward"))[0]
         except PeerError as error:
             return error
+
+    async def texts(self, directory: str, rows: list[Ints]) -> list[str]:
+        """Return the texts of tokens, by the tokenizer of the base model in `directory`; "" where there is none."""
+        answer = await self._process.call(TextCall(directory, rows))
+        return answer.texts or [""] * len(rows)
 
     async def _read_json(self, body: bytes, forward_only: bool) -> TrainWork:
         if len(body) <= LONG_JSON_BYTES:

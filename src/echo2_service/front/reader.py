@@ -1,12 +1,35 @@
-"""The process that reads long training data in JSON. A parser keeps its interpreter to itself, for 0.8 s with 26 MB of
-numbers, so another one reads them; what comes back are arrays. It ends with its parent.
+"""The process that reads long training data in JSON, and decodes samples for pages. A parser keeps its interpreter to
+itself, for 0.8 s with 26 MB of numbers, so another one reads them; what comes back are arrays. It ends with its parent.
 """
 
 from __future__ import annotations
 
-from echo2_service.backend import Answer, ReadCall, Request
+from functools import cache
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from echo2_service.backend import Answer, Call, CancelCall, ReadCall, Request, TextCall
 from echo2_service.calling import begin, failed, receive
 from echo2_service.front.data import read_json
+
+
+@cache
+def _tokenizer(directory: str) -> Tokenizer | None:
+    try:
+        return Tokenizer.from_file(str(Path(directory) / "tokenizer.json"))
+    except Exception:  # its library raises no other type
+        return None
+
+
+def _read(call: Call, number: int) -> Answer:
+    if isinstance(call, TextCall):
+        tokenizer = _tokenizer(call.directory)
+        texts = [tokenizer.decode(row.tolist(), skip_special_tokens=False) if tokenizer else "" for row in call.rows]
+        return Answer(number, texts=texts)
+    assert isinstance(call, ReadCall)
+    return Answer(number, work=read_json(call.body, call.forward_only))
+
 
 if __name__ == "__main__":
     inbox, tell = begin("reader")
@@ -14,12 +37,12 @@ if __name__ == "__main__":
     def take(request: Request) -> None:
         """Answer one call; its cancellation comes too late, and is no call."""
         call, number = request.call, request.number
-        if not isinstance(call, ReadCall):
+        if isinstance(call, CancelCall):
             return
         tell(Answer(number, has_begun=True))
         try:
-            tell(Answer(number, work=read_json(call.body, call.forward_only)))
+            tell(_read(call, number))
         except Exception as error:  # later bodies are read
-            tell(failed(number, error, f"a body of {len(call.body)} bytes"))
+            tell(failed(number, error, type(call).__name__))
 
     receive(inbox, take)

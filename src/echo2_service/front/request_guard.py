@@ -26,13 +26,15 @@ from starlette.types import Message, Receive, Send
 from starlette.types import Scope as Asgi
 
 from echo2.core.errors import PeerError, UserError
+from echo2.views.assets import HEADERS
 from echo2_service import limits
 from echo2_service.front.database import UNREACHED, Database, keys
 
 log = logging.getLogger(__name__)
 
-#: train: models and checkpoints; sample: samplers and samples.
-SCOPES = ("train", "sample")
+#: train: models and checkpoints; sample: samplers and samples; owner: what the service knows of all tenants.
+TENANT_SCOPES = ("train", "sample")
+SCOPES = (*TENANT_SCOPES, "owner")
 PREFIX = "tml-"  # required by the SDK
 STATUS = {
     "unauthenticated": 401,
@@ -52,6 +54,7 @@ _PATH = re.compile(
     r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
 )
 ERROR_CHARS_MAX = 2000
+NO_KEY = "no API key was sent; send it as X-API-Key."
 
 
 class Traffic:
@@ -132,7 +135,7 @@ class ApiKeys:
         self._budgets: dict[str, tuple[float, float]] = {}
 
     def add_key(
-        self, tenant: str, scopes: Sequence[str] = SCOPES, days: float | None = None, per_minute: int = 100_000
+        self, tenant: str, scopes: Sequence[str] = TENANT_SCOPES, days: float | None = None, per_minute: int = 100_000
     ) -> str:
         """Create a key and return its text. Only a digest is stored, so the text cannot be retrieved later.
 
@@ -173,7 +176,7 @@ class ApiKeys:
         row = self._database.find(keys, digest=_digest(text)) if text else None
         now = self._clock()
         if row is None:
-            raise PeerError("unauthenticated", "the API key is not known; send it as X-API-Key.")
+            raise PeerError("unauthenticated", "the API key is not known; send it as X-API-Key." if text else NO_KEY)
         if row.revoked is not None or (row.expires is not None and row.expires <= now):
             raise PeerError("unauthenticated", f"the API key {row.id} is {'revoked' if row.revoked else 'expired'}.")
         ticks = self._ticks()
@@ -191,6 +194,7 @@ def _digest(text: str) -> str:
 
 Handler: TypeAlias = Callable[[Caller, Request, bytes], Awaitable[Response]]
 WhenRefused: TypeAlias = Callable[[Caller, Request, bytes, PeerError | UserError], Awaitable[Response | None]]
+ToBrowser: TypeAlias = Callable[[PeerError], Response]
 Endpoint: TypeAlias = Callable[[Request], Awaitable["Response | Counted"]]
 
 
@@ -226,7 +230,7 @@ class RequestGuard:
     """Wraps handlers. `api_keys` authenticates the callers; `traffic`: what is under way."""
 
     def __init__(self, api_keys: ApiKeys) -> None:
-        self._api_keys, self.traffic = api_keys, Traffic()
+        self.api_keys, self.traffic = api_keys, Traffic()
 
     def __call__(
         self,
@@ -234,17 +238,19 @@ class RequestGuard:
         scope: str = "",
         limit: str = "SMALL_BODY_BYTES_MAX",
         when_refused: WhenRefused | None = None,
+        to_browser: ToBrowser | None = None,
     ) -> Endpoint:
         """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key. `limit`: the name
         of the body's limit. `when_refused` gets the beginning of a refused body, and may return another answer.
+        `to_browser`: the key may come in the cookie, for this changes nothing, and this is the answer if it is refused.
         """
 
         async def endpoint(request: Request) -> Response | Counted:
             try:
-                caller = self._admitted(request, scope)
+                caller = self._admitted(request, scope, to_browser is not None)
                 passage = self.traffic.begin(caller.tenant)
             except PeerError as error:
-                return refused(error)
+                return refused(error) if to_browser is None else for_browsers(to_browser(error))
             except UNREACHED as error:
                 return _later(error)
             body = bytearray()
@@ -261,14 +267,16 @@ class RequestGuard:
             except BaseException:
                 passage.end()
                 raise
-            return Counted(response, passage)
+            return Counted(response if to_browser is None else for_browsers(response), passage)
 
         return endpoint
 
-    def _admitted(self, request: Request, scope: str) -> Caller:
+    def _admitted(self, request: Request, scope: str, may_be_cookie: bool) -> Caller:
         bearer = request.headers.get("authorization", "")
         text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
-        caller = self._api_keys.admit(text)
+        if may_be_cookie:
+            text = text or request.cookies.get(cookie_of(request), "")
+        caller = self.api_keys.admit(text)
         if scope and scope not in caller.scopes:
             raise PeerError("scope", f"the API key {caller.key} lacks the scope {scope!r}.")
         return caller
@@ -283,11 +291,23 @@ class RequestGuard:
         max_bytes: int,
     ) -> Response:
         """Read the request into `body`, and handle it."""
-        await _read(request, passage, body, max_bytes)
+        await read_body(request, passage, body, max_bytes)
         if request.headers.get("content-encoding", "") == "zstd":
             body[:] = await asyncio.to_thread(unpacked, bytes(body), max_bytes)
             passage.take(len(body))
         return await handler(caller, request, bytes(body))
+
+
+def cookie_of(request: Request) -> str:
+    """Return the name of the cookie with the key of who has signed in; browsers share cookies between ports."""
+    return f"echo2_key_{request.url.port or 80}"
+
+
+def for_browsers(response: Response) -> Response:
+    """Add the headers by which a browser does no more than is meant, unless the response has others."""
+    for name, value in HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response
 
 
 def _later(error: Exception) -> Response:
@@ -313,7 +333,7 @@ def for_tenants(text: str) -> str:
     return told.encode(errors="replace").decode()
 
 
-async def _read(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:
+async def read_body(request: Request, passage: Passage, body: bytearray, max_bytes: int) -> None:
     """Read the body; of one that is announced as too large, only the beginning.
 
     Raises:

@@ -26,14 +26,24 @@ from echo2.core.disk import allocated_bytes
 from echo2.core.errors import PeerError
 from echo2_service import limits
 from echo2_service.backend import Backend
-from echo2_service.front.database import Database, bills, checkpoints, models, requests, samplers, sessions
-from echo2_service.settings import Quotas
+from echo2_service.front.database import (
+    Database,
+    bills,
+    checkpoints,
+    models,
+    requests,
+    samplers,
+    sessions,
+    spending,
+    steps,
+)
+from echo2_service.settings import OTHERS, Tariff, of_tenant
 
 SAVES_SHARE = 0.9
 #: Part of a quota that answers may have for longer than minutes.
 ANSWERS_SHARE = 0.2
-#: Bytes charged for a row, with its indexes.
-ROW_BYTES = 1024
+#: Bytes charged for a row, with its indexes, and for a point of a curve.
+ROW_BYTES, POINT_BYTES = 1024, 192
 TENANT_PREFIX = "tenant_"
 #: Directories looked up at once.
 NAMES_MAX = 1000
@@ -47,29 +57,28 @@ REMEDY = "Delete checkpoints, finish sessions that are no longer used, or ask wh
 
 
 class Bills:
-    """Dollars by tenant and kind of request. A changed price applies to later requests only."""
+    """Dollars by tenant and kind of request, and by session. A changed price applies to later requests only."""
 
-    def __init__(self, database: Database, quotas: Quotas) -> None:
-        self._database, self._quotas = database, quotas
+    def __init__(self, database: Database, tariff: Tariff) -> None:
+        self._database, self._tariff = database, tariff
 
-    def charge(self, tenant: str, kind: str, num_tokens: int) -> None:
+    @property
+    def has_prices(self) -> bool:
+        """Whether anything costs anything."""
+        return any(self._tariff.quotas.usd_per_million_tokens.values())
+
+    def charge(self, tenant: str, session: str, kind: str, num_tokens: int) -> None:
         """Charge a completed request."""
         usd = self._price(kind, num_tokens)
-        where = {"tenant": tenant, "kind": kind}
         with self._database.transaction():
-            if not self._database.update(
-                bills,
-                where,
-                requests=bills.c.requests + 1,
-                tokens=bills.c.tokens + num_tokens,
-                usd=bills.c.usd + usd,
-            ):
-                self._database.insert(bills, **where, requests=1, tokens=num_tokens, usd=usd)
+            self._add(bills, {"tenant": tenant, "kind": kind}, requests=1, tokens=num_tokens, usd=usd)
+            if usd:
+                self._add(spending, {"session": session}, usd=usd)
 
     def check(self, tenant: str) -> None:
         """Raise PeerError("spent") if the tenant's quota is used up. Open requests are still completed and charged."""
-        quota = self._quotas.quota_usd.get(tenant)
-        if quota is not None and (usd := self._usd(tenant)) >= quota:
+        quota = self._quota(tenant)
+        if quota is not None and (usd := self._usd(bills, tenant=tenant)) >= quota:
             raise PeerError("spent", f"{tenant} has spent ${usd:.4f} of ${quota:g}; ask who runs the service for more.")
 
     def estimate(self, tenant: str, num_tokens: Mapping[str, int]) -> dict[str, Any]:
@@ -77,37 +86,47 @@ class Bills:
         no quota).
         """
         by_kind = {kind: self._price(kind, count) for kind, count in num_tokens.items()}
-        quota = self._quotas.quota_usd.get(tenant)
-        left = None if quota is None else max(0.0, quota - self._usd(tenant))
+        quota = self._quota(tenant)
+        left = None if quota is None else max(0.0, quota - self._usd(bills, tenant=tenant))
         return {"usd": sum(by_kind.values()), "usd_by_kind": by_kind, "usd_left": left}
 
     def of(self, tenant: str) -> dict[str, Any]:
         """Return a tenant's bill, with the current prices."""
-        rows = self._database.select(bills, tenant=tenant)
-        used = {row.kind: {"requests": row.requests, "tokens": row.tokens, "usd": row.usd} for row in rows}
-        prices = self._quotas.usd_per_million_tokens
-        usd, quotas = sum(row.usd for row in rows), self._quotas
+        rows, quotas = self._database.select(bills, tenant=tenant), self._tariff.quotas
         return {
-            "usage": used,
-            "usd": usd,
-            "quota_usd": quotas.quota_usd.get(tenant),
-            "usd_per_million_tokens": prices,
-            "quota_disk_gb": quotas.quota_disk_gb.get(tenant),
+            "usage": {row.kind: {"requests": row.requests, "tokens": row.tokens, "usd": row.usd} for row in rows},
+            "usd": sum(row.usd for row in rows),
+            "quota_usd": self._quota(tenant),
+            "usd_per_million_tokens": quotas.usd_per_million_tokens,
+            "quota_disk_gb": of_tenant(quotas.quota_disk_gb, tenant),
+            "checkpoint_days": of_tenant(quotas.checkpoint_days, tenant),
         }
 
-    def _usd(self, tenant: str) -> float:
-        return float(sum(row.usd for row in self._database.select(bills, tenant=tenant)))
+    def of_session(self, session: str) -> float:
+        """Return the dollars that a session has cost so far."""
+        return self._usd(spending, session=session)
+
+    def _add(self, table: sql.Table, where: dict[str, str], **values: float) -> None:
+        if not self._database.update(table, where, **{name: table.c[name] + by for name, by in values.items()}):
+            self._database.insert(table, **where, **values)
+
+    def _quota(self, tenant: str) -> float | None:
+        return of_tenant(self._tariff.quotas.quota_usd, tenant)
+
+    def _usd(self, table: sql.Table, **where: Any) -> float:
+        return float(sum(row.usd for row in self._database.select(table, columns=["usd"], **where)))
 
     def _price(self, kind: str, num_tokens: int) -> float:
-        return num_tokens / 1e6 * self._quotas.usd_per_million_tokens.get(kind, 0.0)
+        return num_tokens / 1e6 * self._tariff.quotas.usd_per_million_tokens.get(kind, 0.0)
 
 
 class Storage:
     """The store and the directory `folder` as tenants use them. For one event loop."""
 
-    def __init__(self, database: Database, backend: Backend, folder: Path, quotas: Quotas) -> None:
-        self._database, self._backend, self._quotas = database, backend, quotas
+    def __init__(self, database: Database, backend: Backend, folder: Path, tariff: Tariff) -> None:
+        self._database, self._backend, self._tariff = database, backend, tariff
         self.folder = folder
+        self.arriving = set[str]()  # names of directories whose rows are about to be stored
         self._on_disk: dict[str, int] = {}  # by the last measure
         self._since = Counter[str]()  # bytes written since then, as estimated
         self._in_requests = Counter[str]()
@@ -146,6 +165,10 @@ class Storage:
         if self._quota(tenant) is not None:
             await self.measure(tenant)
             self.check(tenant, num_bytes=num_bytes)
+
+    def known_bytes(self, tenant: str) -> int | None:
+        """Return as `num_bytes`; None if the tenant was never measured."""
+        return self.num_bytes(tenant) if tenant in self._on_disk else None
 
     def num_bytes(self, tenant: str) -> int:
         """Return the bytes that the tenant keeps, as far as they are known without a look at the disk."""
@@ -188,6 +211,7 @@ class Storage:
         elsewhere, others = self._held(tenant)
         names = [row.id for row in self._database.select(models, columns=["id"], tenant=tenant)]
         rows = sum(self._row_bytes(table, tenant) for table in (sessions, models, samplers, checkpoints))
+        rows += self._database.count(steps, tenant=tenant) * POINT_BYTES
         before, directory = self._since[tenant], self.directory(tenant)
 
         def on_disk() -> int:
@@ -200,12 +224,19 @@ class Storage:
         return self.num_bytes(tenant)
 
     async def measure_all(self) -> None:
-        """Measure the tenants that have quotas."""
-        for tenant in self._quotas.quota_disk_gb:
+        """Measure the tenants that have quotas, and of those that share one the tenants that have written since."""
+        quotas, wrote = self._tariff.quotas.quota_disk_gb, [name for name, size in self._since.items() if size]
+        for tenant in [name for name in {*quotas, *wrote} if name != OTHERS and self._quota(name) is not None]:
             await self.measure(tenant)
 
+    def expiry(self, tenant: str, now: float, ttl_seconds: float | None) -> float | None:
+        """Return when a checkpoint expires that is to be kept for so long from now (None: for ever)."""
+        days = of_tenant(self._tariff.quotas.checkpoint_days, tenant)
+        seconds = [one for one in (ttl_seconds, None if days is None else days * 86400.0) if one is not None]
+        return now + min(seconds) if seconds else None
+
     def _quota(self, tenant: str) -> float | None:
-        quota = self._quotas.quota_disk_gb.get(tenant)
+        quota = of_tenant(self._tariff.quotas.quota_disk_gb, tenant)
         return None if quota is None else quota * 1e9
 
     def _held(self, tenant: str) -> tuple[list[Path], list[Path]]:
@@ -230,11 +261,14 @@ class Storage:
 
 def sampler_directories(database: Database, **where: Any) -> set[str]:
     """Return the directories that samplers of live sessions read; `where`: of these samplers and models alone."""
-    live = tuple(row.id for row in database.select(sessions, columns=["id"], finished=None))
-    find = database.select
-    read = [row.directory for row in find(samplers, columns=["directory"], session=live, model=None, **where)]
-    read += [row.inflight for row in find(models, columns=["inflight"], session=live, **where)]
-    return {path for path in read if path}
+    live = sql.select(sessions.c.id).where(sessions.c.finished.is_(None))  # no list: PostgreSQL takes 65,535
+    found = set[str]()
+    with database.transaction() as connection:
+        for column, more in ((samplers.c.directory, (samplers.c.model.is_(None),)), (models.c.inflight, ())):
+            of = column.table.c
+            these = (of.session.in_(live), column.is_not(None), *(of[name] == value for name, value in where.items()))
+            found |= set(connection.execute(sql.select(column).where(*these, *more)).scalars())
+    return found
 
 
 def _paths(names: Iterable[str]) -> list[Path]:

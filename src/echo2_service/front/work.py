@@ -32,6 +32,7 @@ from echo2_service.backend import (
     TrainWork,
 )
 from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
+from echo2_service.front.curves import Trained, trained
 from echo2_service.front.data import check_scores, read_targets, sample_answer, train_answer
 from echo2_service.front.database import Database, Row, checkpoints, models, samplers
 from echo2_service.front.given import Given, off_loop
@@ -44,10 +45,14 @@ KINDS = ("weights", "sampler_weights")
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The result of a request: its answer, and the number of tokens to charge."""
+    """The result of a request: its answer, the number of tokens to charge, what was trained, and the metrics of an
+    optimizer step, which its answer is to tell.
+    """
 
-    answer: bytes
+    answer: bytes = b""
     num_tokens: int = 0
+    trained: Trained | None = None
+    metrics: Mapping[str, float] | None = None
 
 
 class Work:
@@ -99,11 +104,8 @@ class Work:
         Raises:
             UserError: there is no such checkpoint.
         """
-        scheme = next((known for known in SCHEMES if path.startswith(known)), "")
-        parts = path.removeprefix(scheme).split("/")
-        if not scheme or len(parts) != 3 or parts[1] not in KINDS:
-            raise UserError(f"{path[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME.")
-        row = self.database.find(checkpoints, model=parts[0], kind=parts[1], name=parts[2])
+        model, kind, name = path_parts(path)
+        row = self.database.find(checkpoints, model=model, kind=kind, name=name)
         is_expired = row is not None and row.expires is not None and row.expires <= self.clock()
         if row is None or is_expired or (row.tenant != tenant and not row.public):
             raise UserError(f"There is no checkpoint {path[:200]!r}.")
@@ -132,12 +134,14 @@ class Work:
             request.target, request.operation, work.data, work.loss, work.params, work.forward_only
         )
         output = _of(call, (await self.backend.call(call)).trained)
-        answer = await asyncio.to_thread(train_answer, output, work.widths)
-        return Done(answer, sum(len(datum.tokens) for datum in work.data))
+        counts, answer = await asyncio.to_thread(
+            lambda: (trained(work, output.metrics), train_answer(output, work.widths))
+        )
+        return Done(answer, counts.num_tokens, None if work.forward_only else counts)
 
     async def _optim_step(self, request: Row, body: OptimBody) -> Done:
         call = OptimStepCall(request.target, request.operation, adam_settings(body.adam_params))
-        return _json(type="optim_step", metrics=_of(call, (await self.backend.call(call)).metrics))
+        return Done(metrics=_of(call, (await self.backend.call(call)).metrics))
 
     async def _save(self, request: Row, body: SaveBody) -> Done:
         """Save to a directory named after the request; the user's name for it is only in the database."""
@@ -163,7 +167,7 @@ class Work:
                 spec=msgspec.to_builtins(self._spec(request.target)),
                 created=now,
                 size=size,
-                expires=None if body.ttl_seconds is None else now + body.ttl_seconds,
+                expires=self.storage.expiry(request.tenant, now, body.ttl_seconds),
                 public=False,
                 labels=body.user_metadata,
             )
@@ -218,6 +222,19 @@ class Work:
         output = await self.backend.sample(sampler.base, Path(directory) if directory else None, spec)
         num_tokens = len(spec.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)
         return Done(sample_answer(output, body), num_tokens)
+
+
+def path_parts(path: str) -> tuple[str, str, str]:
+    """Return model, kind and name of the checkpoint at a path.
+
+    Raises:
+        UserError: it is no such path.
+    """
+    scheme = next((known for known in SCHEMES if path.startswith(known)), "")
+    parts = path.removeprefix(scheme).split("/")
+    if not scheme or len(parts) != 3 or parts[1] not in KINDS:
+        raise UserError(f"{path[:200]!r} is not a path of a checkpoint: tinker://MODEL/weights/NAME.")
+    return parts[0], parts[1], parts[2]
 
 
 def adam_settings(body: AdamBody) -> AdamSettings:

@@ -13,7 +13,6 @@ import view_cases
 from browser_page import PHONE, WIDE, Page, view_of
 from echo2.config.rundir import RunDir
 
-AXE = Path(os.environ.get("AXE_CORE", house.REPOSITORY / ".venv-browser/package/axe.min.js"))
 LOOKS = [(size, scheme) for size in (WIDE, PHONE) for scheme in ("light", "dark")]
 
 
@@ -350,7 +349,7 @@ def test_it_fits_and_is_accessible(page: Page, size: tuple[int, int], scheme: st
     back = page.ask("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)")
     assert (sum(back[:3]) < 200) == (scheme == "dark")
     page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", tmp_path)
-    for violation in _violations(page):
+    for violation in page.violations():
         assert violation["impact"] not in ("serious", "critical"), violation
 
 
@@ -362,18 +361,6 @@ def test_pictures_of_a_run_are_made(driver: Any, size: tuple[int, int], scheme: 
         page = Page(driver, address)
         page.open(size, scheme)
         page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", house.REPOSITORY / "docs")
-
-
-def _violations(page: Page) -> list[dict[str, Any]]:
-    if not AXE.is_file():
-        pytest.skip(f"axe-core is not at {AXE}: `make test-foreign` fetches it by npm")
-    page.driver.execute_cdp_cmd("Runtime.evaluate", {"expression": AXE.read_text()})
-    found: dict[str, Any] = page.driver.execute_async_script("axe.run().then(arguments[arguments.length - 1])")
-    return [
-        {key: violation[key] for key in ("id", "impact", "help")}
-        | {"where": [n["html"][:200] for n in violation["nodes"]]}
-        for violation in found["violations"]
-    ]
 
 
 def test_a_browser_without_the_token_is_told_where_it_is(page: Page) -> None:

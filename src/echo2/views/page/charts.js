@@ -45,8 +45,9 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 export const coloursOf = () => COLOURS[dark.matches ? "dark" : "light"];
 
 export class Charts {
-  constructor(place) {
+  constructor(place, charts = CHARTS) {
     this.place = place;
+    this.charts = charts; // what is drawn
     this.drawn = new Map(); // by title: the figure, its plot, and what it was made for
     this.runs = [];
     this.axis = "step"; // or "time"
@@ -71,7 +72,7 @@ export class Charts {
   show(runs) {
     this.runs = runs;
     const isTimed = this.axis === "time" && runs.every((run) => run.seconds.at(-1) > 0);
-    for (const chart of CHARTS) {
+    for (const chart of this.charts) {
       const lines = runs.length > 1
         ? runs.flatMap((run, index) => chart.lines.slice(0, chart.beside ?? 1).map((line, extra) => this.line(run, index, line, extra ? `${run.name}: ${line[1]}` : run.name, extra)))
         : runs.flatMap((run) => linesOf(chart, run).map((line, index) => this.line(run, index, line, line[1])));
@@ -110,7 +111,7 @@ export class Charts {
     if (!made) {
       const figure = make("figure"), about = make("figcaption");
       figure.append(make("h3", chart.title), about);
-      const order = CHARTS.indexOf(chart);
+      const order = this.charts.indexOf(chart);
       const after = [...this.place.children].find((each) => Number(each.dataset.order) > order);
       figure.dataset.order = order;
       this.place.insertBefore(figure, after ?? null);

@@ -3,7 +3,7 @@
 import { CAUSES, Charts, coloursOf } from "./charts.js";
 import { Files } from "./files.js";
 import { Fleet } from "./fleet.js";
-import { at, duration, make, number, percent, put, say, table, usd } from "./parts.js";
+import { at, duration, make, number, pairs, percent, put, say, table, usd } from "./parts.js";
 import { Rollouts } from "./rollouts.js";
 
 const RECENT_STEPS = 50;
@@ -42,11 +42,7 @@ function showNow({ run, steps, heard }) {
     ["learner idle", percent(last("learner/idle_ratio"))],
     ["workers", number(run.num_workers)], ["snapshot", number(run.published)], ["checkpoint", number(run.checkpoint)],
   ];
-  put(at("facts"), facts.map(([name, value]) => {
-    const pair = make("div");
-    pair.append(make("dt", name), make("dd", value));
-    return pair;
-  }));
+  pairs(at("facts"), facts);
   put(at("notes"), run.notes.map((note) => make("li", note)));
   const now = run.time + (performance.now() - heard) / 1000;
   at("nobody").hidden = run.num_waits > 0;

@@ -45,6 +45,15 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// Names and their values, each in a box.
+export function pairs(place, facts) {
+  put(place, facts.map(([name, value]) => {
+    const pair = make("div");
+    pair.append(make("dt", name), make("dd", value));
+    return pair;
+  }));
+}
+
 // headings: [name, class]; rows: lists of texts and elements. Only the cells that differ are written.
 export function table(place, caption, headings, rows) {
   if (!rows.length) { if (place.firstChild) place.replaceChildren(); return; }

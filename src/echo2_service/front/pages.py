@@ -1,0 +1,106 @@
+"""The pages of the service: a tenant's, and the owner's. Each is a file that says nothing of anybody; the data come
+from the endpoints that programs use, too.
+
+A browser sends the key once, in the body of a form, and then as a cookie that scripts cannot read and that only what
+changes nothing accepts. No address ever has a key in it.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from importlib.resources import files
+from urllib.parse import parse_qs
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from echo2.core.errors import PeerError
+from echo2.views.assets import HEADERS, PARTS, asset
+from echo2_service import limits
+from echo2_service.front.database import UNREACHED
+from echo2_service.front.request_guard import (
+    NO_KEY,
+    Caller,
+    Endpoint,
+    RequestGuard,
+    cookie_of,
+    for_browsers,
+    read_body,
+    refused,
+)
+
+FOLDER = files("echo2_service") / "pages"
+#: What the pages load, beside the parts of all pages.
+SCRIPTS = ("service.js", "tenant.js", "owner.js")
+#: As of the dashboard, but its own forms may be sent.
+POLICY = HEADERS["Content-Security-Policy"].replace("form-action 'none'", "form-action 'self'")
+WHY = "{why}"
+ASKING = "Type or paste an API key of yours."
+
+
+class Pages:
+    """Routes of pages behind the keys of `guard`, of their scripts, and of signing in and out."""
+
+    def __init__(self, guard: RequestGuard) -> None:
+        self._guard = guard
+
+    def routes(self) -> list[Route]:
+        """Return the routes; none of them is below those of the SDKs."""
+        made = [Route("/", self._behind_keys("tenant.html")), Route("/owner", self._behind_keys("owner.html", "owner"))]
+        made += [Route(f"/{name}", _asset) for name in (*PARTS, *SCRIPTS)]
+        made.append(Route("/sign-in", self._sign_in, methods=["POST"]))
+        made.append(Route("/sign-out", self._sign_out, methods=["POST"]))
+        return made
+
+    def _behind_keys(self, name: str, scope: str = "") -> Endpoint:
+        async def page(caller: Caller, request: Request, body: bytes) -> Response:
+            return _framed(asset(name, FOLDER))
+
+        return self._guard(page, scope, to_browser=_sign_in_page)
+
+    async def _sign_in(self, request: Request) -> Response:
+        """Keep a key that is valid in the browser's cookie."""
+        body = bytearray()
+        try:
+            passage = self._guard.traffic.begin("")  # of somebody who is not known yet
+        except PeerError as error:
+            return refused(error)
+        try:
+            await read_body(request, passage, body, limits.SIGN_IN_BYTES_MAX)
+            key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
+            self._guard.api_keys.admit(key)
+        except PeerError as error:
+            return _sign_in_page(error)
+        except UNREACHED:
+            return _sign_in_page(PeerError("rate", "The service cannot reach its database at the moment; try again."))
+        except ClientDisconnect:
+            return Response(status_code=400)
+        finally:
+            passage.end()
+        response = RedirectResponse("/", status_code=303, headers=HEADERS)
+        is_encrypted = request.url.scheme == "https"
+        response.set_cookie(cookie_of(request), key, httponly=True, samesite="strict", secure=is_encrypted)
+        return response
+
+    async def _sign_out(self, request: Request) -> Response:
+        response = RedirectResponse("/", status_code=303, headers=HEADERS)
+        response.delete_cookie(cookie_of(request), httponly=True, samesite="strict")
+        return response
+
+
+async def _asset(request: Request) -> Response:
+    name = request.url.path.removeprefix("/")
+    return for_browsers(asset(name, FOLDER) if name in SCRIPTS else asset(name))
+
+
+def _sign_in_page(error: PeerError) -> Response:
+    """Return the page that asks for a key, and says why the one that was sent is refused."""
+    why = ASKING if error.detail == NO_KEY else error.detail
+    page = (FOLDER / "sign_in.html").read_text().replace(WHY, escape(why))
+    return _framed(HTMLResponse(page, refused(error).status_code))
+
+
+def _framed(response: Response) -> Response:
+    response.headers["Content-Security-Policy"] = POLICY
+    return for_browsers(response)
