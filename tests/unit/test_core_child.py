@@ -142,3 +142,15 @@ def test_an_owner_that_fails_to_hear_of_the_end_is_in_the_log(caplog: pytest.Log
         if thread.name == f"child-{child.pid}":
             thread.join()
     assert "nobody foresaw this" in caplog.text
+
+
+def test_a_child_may_outlive_the_event_loop_that_waited_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    child = ChildProcess((*PYTHON, "import sys; sys.stdin.read()"), has_pipes=True)
+    with child.pipes[0], child.pipes[1]:
+        assert asyncio.run(child.ended(0.01)) is None
+        child.kill()
+        assert asyncio.run(child.ended()) == -signal.SIGKILL
+        for thread in threading.enumerate():
+            if thread.name == f"child-{child.pid}":
+                thread.join()
+    assert not caplog.records

@@ -26,6 +26,7 @@ from typing import IO, BinaryIO
 
 import echo2
 from echo2.core import logs
+from echo2.core.loop_thread import call_in
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class ChildProcess:
         self.pid = self._process.pid
         self._leads_group, self._maker = leads_group, os.getpid()
         self._ends_group = leads_group and (has_pipes or has_lifeline)
-        self._in_loop: asyncio.Future[int] | None = None
+        self._in_loop: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
         threading.Thread(target=self._watch, name=f"child-{self.pid}", daemon=True).start()
 
     @property
@@ -133,9 +134,14 @@ class ChildProcess:
     async def ended(self, seconds: float | None = None) -> int | None:
         """Wait as `wait` does, without blocking the event loop."""
         if self.status is None:
-            if self._in_loop is None or self._in_loop.get_loop() is not asyncio.get_running_loop():
-                self._in_loop = asyncio.wrap_future(self._exit)  # once: it can't be detached again
-            await asyncio.wait([self._in_loop], timeout=seconds)
+            loop = asyncio.get_running_loop()
+            if self._in_loop is None or self._in_loop[0] is not loop:
+                over = asyncio.Event()
+                self._exit.add_done_callback(lambda _: call_in(loop, over.set))  # once: it can't be detached again
+                self._in_loop = loop, over
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._in_loop[1].wait()
         return self.status
 
     def signal(self, number: signal.Signals) -> None:
