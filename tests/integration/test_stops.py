@@ -68,6 +68,9 @@ def test_a_stop_leaves_a_checkpoint_of_the_last_step(tmp_path: Path, sort_model:
     run.wait((run.out / "identity" / "learner-ticket").is_file, "learner's ticket")
     with subprocess.Popen([sys.executable, "-m", "echo2", "learner", run.out]) as learner:
         run.wait_version(2)
+        assert run.process is not None
+        maps = Path(f"/proc/{run.process.pid}/maps")  # what it holds, where the kernel says so
+        assert not maps.exists() or "/torch/" not in maps.read_text()
         stop_while_it_saves(run, learner)
         assert_stopped(run, signal.SIGTERM)
     before = run.status()["version"]  # it may have come far beyond its two steps

@@ -6,15 +6,18 @@ A resumed run may change settings, except those that the ledger or the checkpoin
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shlex
 import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from rich.console import Console
 from rich.markup import escape
@@ -39,10 +42,13 @@ from echo2.launch.preflight import (
     engine_here,
     take_turns,
 )
-from echo2.launch.supervisor import Supervisor
+from echo2.launch.supervisor import ProcessFailed, Supervisor
 from echo2.planning.memory_needs import TURNS
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: Settings that a resumed run can't change -> the reason.
 FIXED = {
@@ -225,8 +231,8 @@ def run(
         require_torch()
     with _claimed_to_resume(directory(path, out), "run", resume and not dry_run):
         config, where = resolve(path, overrides, out, resume)
-    check(config, has_learner)
     if dry_run:
+        check(config, has_learner)
         check_place(config, where, resume)
         check_prompts(config)
         check_tokenizers(config)
@@ -237,11 +243,12 @@ def run(
             print(f"note: {TURNS}", file=sys.stderr)
         print(configuration.to_json(config))
         return 0
+    engine, in_turns = _aside(_checked, config, has_learner)
     with claimed(where, "run"):
         if not resume:  # the killed head of a resumed run may still listen; the next head waits for its end
             check_port(config)
         rundir = create(where, config, resume)
-        outcome = _supervise(rundir, config, has_page, has_learner)
+        outcome = _supervise(rundir, config, engine, in_turns, has_page, has_learner)
     summary, reason = read_json(rundir.summary), outcome["reason"]
     if as_json:
         print(json.dumps(summary))
@@ -273,16 +280,39 @@ def _tokenizer_files(where: Path) -> Mapping[str, bytes]:
     return {path.name: path.read_bytes() for path in where.iterdir() if path.suffix in TOKENIZER_SUFFIXES}
 
 
-def _supervise(rundir: RunDir, config: Config, has_page: bool, has_learner: bool) -> dict[str, str]:
+def _checked(config: Config, has_learner: bool) -> tuple[str, bool]:
+    """Check the settings (`check`). Return the engine here, in words, and whether learner and workers take turns."""
+    check(config, has_learner)
+    return str(engine_here(config)), has_learner and take_turns(config)
+
+
+def _aside(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what a function returns in a process of its own: what it imports, as torch, is not held for a whole run.
+
+    Raises:
+        ProcessFailed: the process was killed.
+    """
+    context = multiprocessing.get_context("spawn")
+    quiet = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's affair
+    try:
+        with ProcessPoolExecutor(1, context, initializer=signal.signal, initargs=quiet) as pool:
+            return pool.submit(function, *args, **kwargs).result()
+    except BrokenProcessPool as error:
+        told = "The process that checks the settings was killed before the run began. Is this machine short of memory?"
+        raise ProcessFailed(told) from error
+
+
+def _supervise(
+    rundir: RunDir, config: Config, engine: str, in_turns: bool, has_page: bool, has_learner: bool
+) -> dict[str, str]:
     """Start the run's processes, show its progress, and wait for its end. Return its outcome."""
     workers = config.workers
     arguments = ["--price-usd-per-hour", str(workers.price_usd_per_hour)]
     if config.tasks.environment:
         arguments += ["--allow-environment", config.tasks.environment]
-    in_turns = has_learner and take_turns(config)
     supervisor = Supervisor(rundir, workers.count, arguments, config.learner.ranks, has_learner, in_turns)
     console = Console(stderr=True)
-    for line in [*joining(rundir, config), escape(str(engine_here(config))), *([TURNS] if in_turns else [])]:
+    for line in [*joining(rundir, config), escape(engine), *([TURNS] if in_turns else [])]:
         console.print(line, highlight=False, soft_wrap=True)
     page = _page(rundir, console) if has_page else nullcontext()
     with page, display.RunDisplay(rundir, config.run.max_steps, console) as shown:
