@@ -34,8 +34,8 @@ from echo2.core.errors import UserError
 from echo2.sandbox import confinement
 from echo2.sandbox.process_table import Used, usage
 
-#: A program with its arguments, and its environment (None: this process's).
-Started = tuple[tuple[str, ...], Mapping[str, str] | None]
+#: A program with its arguments, and its environment.
+Started = tuple[tuple[str, ...], Mapping[str, str]]
 #: Names one of RUNTIMES, in place of the first that works here.
 VARIABLE = "ECHO2_CONTAINERS"
 IMAGES = ("podman", "docker")
@@ -275,7 +275,7 @@ class FolderContainer:
             words += ["--setenv", name, value]
         limits = ["prlimit", f"--nproc={self._limits.num_processes}", f"--fsize={FILE_BYTES_MAX}", "--core=0", "--"]
         words += ["--remount-ro", "/", "--chdir", self._image.directory, "--", *limits, *command]
-        return tuple(words), None
+        return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         folder, processes = str(self._folder), str(self._limits.num_processes)
