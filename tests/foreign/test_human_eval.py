@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from echo2.core.errors import UserError
-from echo2.sandbox.containers import IMAGES, ContainerFault, ContainerLimits, Containers, find_runtime
+from echo2.sandbox.containers import IMAGES, Containers, find_runtime
 from echo2.sandbox.plugins import own_python
+from echo2.sandbox.programs import ContainerFault, ContainerLimits
 from echo2.tasks.harbor_play import _reward, image_of
 from echo2.tasks.harbor_rows import COLUMN, ENVIRONMENT, TESTS, HarborRows, HarborTask, unpacked_files
 from real_runs import REPOSITORY

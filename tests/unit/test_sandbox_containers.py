@@ -20,16 +20,9 @@ from container_cases import EACH_RUNTIME, image_for, left_over, needs
 from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement, containers
-from echo2.sandbox.containers import (
-    IMAGES,
-    Container,
-    ContainerFault,
-    ContainerLimits,
-    Containers,
-    Image,
-    find_runtime,
-    write_files,
-)
+from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
+from echo2.sandbox.folders import write_files
+from echo2.sandbox.programs import ContainerFault, ContainerLimits
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -186,7 +179,8 @@ def test_a_container_ends_with_its_owner_even_if_that_is_killed(runtime: str) ->
     owner = f"""
 import asyncio
 from container_cases import image_for
-from echo2.sandbox.containers import Containers, ContainerLimits
+from echo2.sandbox.containers import Containers
+from echo2.sandbox.programs import ContainerLimits
 
 async def play():
     container = await Containers({runtime!r}).open(image_for({runtime!r}), ContainerLimits())

@@ -16,14 +16,8 @@ from container_cases import image_for, needs
 from echo2.core.errors import UserError
 from echo2.core.types import Task
 from echo2.engines.engine import RequestFailure
-from echo2.sandbox.containers import (
-    IMAGES,
-    ContainerFault,
-    ContainerLimits,
-    Containers,
-    ImageContainer,
-    find_runtime,
-)
+from echo2.sandbox.containers import IMAGES, Containers, ImageContainer, find_runtime
+from echo2.sandbox.programs import ContainerFault, ContainerLimits
 from echo2.tasks import harbor_play
 from echo2.tasks.base import TaskStream
 from echo2.tasks.harbor_play import image_of, reward_in

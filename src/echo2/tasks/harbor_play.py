@@ -22,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from echo2.core.devices import num_cores
 from echo2.core.errors import UserError
-from echo2.sandbox.containers import IMAGES, ROOT, Container, ContainerLimits, Containers, Image, Ran, find_runtime
+from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
+from echo2.sandbox.folders import ROOT
+from echo2.sandbox.programs import ContainerLimits, Ran
 from echo2.tasks.harbor_rows import COLUMN, DOCKERFILE, ENVIRONMENT, TESTS, Files, HarborTask, unpacked_files
 from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
 
