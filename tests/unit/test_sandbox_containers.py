@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import secrets
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from container_cases import EACH_RUNTIME, image_for, left_over, needs
+from container_cases import EACH_RUNTIME, WITHOUT_IMAGES, image_for, left_over, needs
 from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement, containers
@@ -267,3 +268,62 @@ def test_folders_of_killed_owners_are_removed_in_time(tmp_path: Path, monkeypatc
     assert not dead.exists()
     assert fresh.exists()
     assert live.exists()
+
+
+#: Calls the kernel with numbers; prints each that it carried out. For a command without images.
+ASK = """
+import ctypes
+kernel = ctypes.CDLL(None, use_errno=True)
+for name, *arguments in {calls!r}:
+    if kernel.syscall(*arguments) >= 0:
+        print(name, "carried out")
+"""
+
+
+@WITHOUT_IMAGES
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the commands of this test are Python's")
+@pytest.mark.parametrize("x32", [0, 1 << 30])
+def test_the_kernel_refuses_what_no_task_needs(runtime: str, x32: int) -> None:
+    """Keys of whoever started it, memory that no process holds or that outlives it, namespaces of its own."""
+    calls = [
+        ("session keyring", call("keyctl"), 0, -3, 0),
+        ("new key", call("add_key"), b"user", b"echo2", b"x", 1, -3),
+        ("shared memory", call("shmget"), 0, 4096, 0o1600),
+        ("semaphores", call("semget"), 0, 1, 0o1600),
+        ("messages", call("msgget"), 0, 0o1600),
+        ("memory file", call("memfd_create"), b"x", 0),
+        ("namespace", call("unshare"), 0x10000000),
+        ("clone", call("clone"), 0x10000000 | 17, 0, 0, 0, 0),
+        ("rings", call("io_uring_setup"), 1, ctypes.create_string_buffer(200).raw),
+    ]
+    script = ASK.format(calls=[(name, number | x32, *rest) for name, number, *rest in calls])
+    ran = inside(runtime, lambda container: container.run(f"/usr/bin/python3 - <<'END'\n{script}\nEND", 30))
+    assert (ran.status, ran.output, ran.stopped) == (0, "", "")
+
+
+def call(name: str) -> int:
+    number: int = pytest.importorskip("seccompy").syscall_nr(name)
+    return number
+
+
+@WITHOUT_IMAGES
+def test_the_machine_ends_commands_before_itself_when_memory_runs_out(runtime: str) -> None:
+    """Memory in sockets and pipes is counted by nobody."""
+    commands = "cat /proc/self/oom_score_adj; ulimit -Hn" if runtime == "bubblewrap" else "ulimit -Hn"
+    ran = inside(runtime, lambda container: container.run(commands, 20))
+    *adjusted, files = map(int, ran.output.split())
+    assert adjusted in ([], [1000])
+    assert files <= 4096
+
+
+@needs("bubblewrap")
+def test_files_in_memory_are_files_of_the_container() -> None:
+    async def scene(container: Container) -> None:
+        ran = await container.run("echo x > /dev/shm/made; df -P /dev/shm /app | tail -n 2 | cut -d' ' -f1", 20)
+        shared, app = ran.output.split()
+        assert shared == app
+        assert (await container.run("echo x > /dev/made", 20)).status != 0
+        assert (await container.run("echo x > /made", 20)).status != 0
+        assert (await container.run("echo x > /dev/null; head -c 1 /dev/zero > /dev/full", 20)).status != 0
+
+    inside("bubblewrap", scene)

@@ -21,8 +21,12 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from echo2.sandbox.process_table import num_threads
+
+if TYPE_CHECKING:
+    import seccompy
 
 MEMORY_BYTES = 1 << 30  # beyond what the process holds when it is confined
 CPU_SECONDS = 600  # in case no parent is left to kill it
@@ -47,24 +51,49 @@ BURST = 8
 #: What programs read outside the folders of the system's programs, without secrets.
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+#: System calls that a task's command does not need: keys of whoever started it; memory that no process holds, or that
+#: outlives it; namespaces, in which it would have more rights; parts of the kernel that few programs use.
+REFUSED = (
+    *("add_key", "keyctl", "request_key", "shmget", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
+    *("unshare", "setns", "mount", "bpf", "io_uring_setup", "perf_event_open", "userfaultfd"),
+)
+#: Where Landlock is all there is: the network, what would leave the process group, other processes, and names in
+#: folders that it may not read.
+ALSO_REFUSED = ("socket", "setsid", "setpgid", "ptrace", "inotify_init", "inotify_init1")
+EPERM, ENOSYS = 1, 38
+CLONE_NEWUSER = 0x10000000
+#: Of x86_64, a second set of numbers for the same calls.
+X32 = 1 << 30
+#: Descriptors that a process of a command may have.
+FILES_OPEN_MAX = 4096
+#: Of all processes of a machine whose memory runs out, the kernel ends these first.
+ENDED_FIRST = 1000
 
 
 def missing() -> str:
     """Why this machine cannot confine a process; empty if it can."""
+    if reason := missing_filter():
+        return reason
+    try:
+        import landlockpy
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed: pip install 'echo2[tasks]'"
+    except ImportError as error:
+        return f"landlockpy cannot be used: {error}"
+    return "" if landlockpy.supported() else "its kernel has no Landlock (Linux 5.13 and newer, switched on at boot)"
+
+
+def missing_filter() -> str:
+    """Why this machine cannot refuse system calls; empty if it can."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"it is {platform.system()} on {platform.machine()}, not Linux on x86_64 or aarch64"
     try:
-        import landlockpy
         import seccompy
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed: pip install 'echo2[tasks]'"
     except ImportError as error:
-        return f"landlockpy and seccompy cannot be used: {error}"
-    if not landlockpy.supported():
-        return "its kernel has no Landlock (Linux 5.13 and newer, switched on at boot)"
-    if not seccompy.supported():
-        return "its kernel has no seccomp filters"
-    return ""
+        return f"seccompy cannot be used: {error}"
+    return "" if seccompy.supported() else "its kernel has no seccomp filters"
 
 
 def confine(keep: int, parent: int) -> None:
@@ -110,6 +139,30 @@ def confine(keep: int, parent: int) -> None:
     calls.load()
 
 
+def filtered_calls(names: tuple[str, ...] = REFUSED) -> seccompy.Filter:
+    """Return the filter of a command's system calls, which refuses `names` and namespaces of users."""
+    import seccompy
+
+    calls = seccompy.Filter()
+    for name in names:
+        calls.errno(name, EPERM)
+        if platform.machine() == "x86_64":
+            calls.errno(X32 | seccompy.syscall_nr(name), EPERM)
+    user = [seccompy.ArgCmp(0, seccompy.CmpOp.MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER)]
+    calls.errno("clone", EPERM, args=user)
+    calls.errno("clone3", ENOSYS)  # its flags cannot be seen, and C libraries then use clone
+    if platform.machine() == "x86_64":
+        calls.errno(X32 | seccompy.syscall_nr("clone"), EPERM, args=user)
+        calls.errno(X32 | seccompy.syscall_nr("clone3"), ENOSYS)
+    return calls
+
+
+def files_open_max() -> int:
+    """Return the descriptors that a process of a command may have, of those that this process may pass on."""
+    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return FILES_OPEN_MAX if allowed == resource.RLIM_INFINITY else min(FILES_OPEN_MAX, allowed)
+
+
 def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
     """Give up what a task's command does not need, root's rights first. `folder`: the only one outside the system.
 
@@ -120,8 +173,8 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
         OSError: the kernel refuses; the process still has its rights and must not go on.
     """
     import landlockpy
-    import seccompy
 
+    Path("/proc/self/oom_score_adj").write_text(str(ENDED_FIRST))
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
@@ -131,6 +184,7 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
     most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
     for limit, value in (
         (resource.RLIMIT_NPROC, most),
+        (resource.RLIMIT_NOFILE, files_open_max()),
         (resource.RLIMIT_FSIZE, file_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
@@ -154,10 +208,7 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
             if os.access(inner, os.W_OK):
                 rules.allow_path(inner, rights)
         rules.restrict()
-    calls = seccompy.Filter()
-    for name in ("socket", "io_uring_setup", "setsid", "setpgid", "unshare", "ptrace", "setns", "mount"):
-        calls.errno(name, 1)  # EPERM
-    calls.load()
+    filtered_calls((*REFUSED, *ALSO_REFUSED)).load()
 
 
 def _readable() -> list[str]:

@@ -170,6 +170,8 @@ def _unusable(name: str) -> str:
     program = "bwrap" if name == "bubblewrap" else name
     if shutil.which(program) is None:
         return "it is not installed"
+    if name == "bubblewrap" and (reason := confinement.missing_filter()):
+        return reason
     trial = ["--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]
     try:
         words = [program, *(["info"] if name in IMAGES else trial)]

@@ -19,8 +19,12 @@ from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Pro
 Started = tuple[tuple[str, ...], Mapping[str, str]]
 ROOT = "ECHO2_ROOT"
 FILE_BYTES_MAX = 1 << 30  # of one file, where no image's storage limits it
-#: Folders that a task's commands may write, where there is no image.
-FOLDERS = ("app", "logs", "root", "tmp")
+#: Folders that a task's commands may write, where there is no image; `shm` is bubblewrap's /dev/shm.
+FOLDERS = ("app", "logs", "root", "shm", "tmp")
+#: Of a container's folder: the filter of system calls, for bubblewrap.
+CALLS = ".calls"
+#: Starts bubblewrap: its descriptor 9 is the filter ($0).
+BEGUN = f'exec 9<"$0" && echo {confinement.ENDED_FIRST} >/proc/self/oom_score_adj && exec "$@"'
 #: Variables of a command, where there is no image.
 PLAIN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
 #: Removes a folder in which a command may have made folders that nobody may enter.
@@ -50,6 +54,9 @@ class FolderContainer:
 
     def __init__(self, folder: Path, directory: str, limits: ContainerLimits, is_bubblewrap: bool) -> None:
         self._folder, self._directory, self._limits, self._is_bubblewrap = folder, directory, limits, is_bubblewrap
+        if is_bubblewrap:
+            (folder / CALLS).write_bytes(confinement.filtered_calls().program)
+            (folder / CALLS).chmod(0o644)
 
     async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
         nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "")
@@ -61,7 +68,7 @@ class FolderContainer:
         status, said, stopped = await call.run()
         if status < 0 and not stopped:
             raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
-        return outcome(nonce, status, said, stopped, program[0])
+        return outcome(nonce, status, said, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         target = self._folder / place.strip("/")
@@ -81,20 +88,22 @@ class FolderContainer:
 
     def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
-        words = [*(words if os.getuid() == 0 else []), "bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
+        words = ["/bin/sh", "-c", BEGUN, str(self._folder / CALLS), *(words if os.getuid() == 0 else []), "bwrap"]
+        words += ["--seccomp", "9", "--unshare-all", "--die-with-parent", "--new-session"]
         words += ["--uid", "0", "--gid", "0", "--hostname", "task", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
         for place in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
             is_link = os.path.islink(place)
             words += ["--symlink", os.readlink(place), place] if is_link else ["--ro-bind-try", place, place]
         for name in ETC:
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        for inner in sorted(self._folder.iterdir()):
-            place = self._directory if inner.name == "app" else f"/{inner.name}"
+        for inner in sorted(self._folder.glob("[!.]*")):
+            place = {"app": self._directory, "shm": "/dev/shm"}.get(inner.name, f"/{inner.name}")
             words += ["--bind" if inner.name in FOLDERS else "--ro-bind", str(inner), place]
         for name, value in {"HOME": "/root", **variables}.items():
             words += ["--setenv", name, value]
-        limits = ["prlimit", f"--nproc={self._limits.num_processes}", f"--fsize={FILE_BYTES_MAX}", "--core=0", "--"]
-        words += ["--remount-ro", "/", "--chdir", self._directory, "--", *limits, *command]
+        limits = ["prlimit", f"--nproc={self._limits.num_processes}", f"--fsize={FILE_BYTES_MAX}", "--core=0"]
+        limits += [f"--nofile={confinement.files_open_max()}", "--"]
+        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._directory, "--", *limits, *command]
         return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
