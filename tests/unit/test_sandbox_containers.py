@@ -202,6 +202,53 @@ asyncio.run(play())
         pass
 
 
+@EACH_RUNTIME
+@pytest.mark.parametrize(
+    "spoil",
+    ["chmod 000 /app /tmp /root", "chmod 000 $ECHO2_ROOT/app $ECHO2_ROOT/tmp", "cd /; rm -rf /app", "kill -9 0"],
+)
+def test_nothing_that_a_command_does_is_a_fault_of_the_machine(runtime: str, spoil: str) -> None:
+    async def scene(container: Container) -> None:
+        await container.run(spoil, 20)
+        assert (await container.run("echo it runs", 20)).output == "it runs\n"
+        await container.put("/tests", {"file": (b"", False)})
+
+    inside(runtime, scene)
+
+
+@EACH_RUNTIME
+@pytest.mark.parametrize("command", ["true " + "x" * (1 << 17), "echo \ud800", "echo \0"])
+def test_what_no_shell_can_be_given_is_no_fault_of_the_machine(runtime: str, command: str) -> None:
+    async def scene(container: Container) -> None:
+        ran = await container.run(command, 20)
+        assert (ran.status, ran.stopped) == (126, "")
+        assert "is no command" in ran.output
+
+    inside(runtime, scene)
+
+
+@WITHOUT_IMAGES
+@pytest.mark.parametrize("names", [["a", "a/b"], ["x" * 300], ["a/b", "a"]])
+def test_files_that_cannot_be_written_are_told(runtime: str, names: list[str]) -> None:
+    with pytest.raises(ContainerFault, match="Cannot write a task's files"):
+        inside(runtime, lambda container: container.put("/tests", dict.fromkeys(names, (b"", False))))
+
+
+@needs("bubblewrap")
+@pytest.mark.parametrize("directory", ["/root", "/tmp", "/srv/deep"])
+def test_commands_run_where_the_files_of_the_image_are(directory: str) -> None:
+    async def play() -> str:
+        container = await Containers("bubblewrap").open(Image(directory, {"given": (b"here", False)}), LIMITS)
+        try:
+            return (await container.run("pwd; cat given", 20)).output
+        finally:
+            await container.close()
+
+    assert asyncio.run(play()) == f"{directory}\nhere"
+    with pytest.raises(ContainerFault, match="below /root"):  # a command could put a link in its place
+        asyncio.run(Containers("bubblewrap").open(Image("/root/deep"), LIMITS))
+
+
 @needs("bubblewrap")
 def test_a_task_cannot_plant_what_is_put_later(tmp_path: Path) -> None:
     """Links to where this process writes lead nowhere, and deep folders are removed."""
@@ -252,7 +299,7 @@ def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: p
 def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="must be relative"):
         write_files(tmp_path / "new", {name: (b"", False)})
-    assert not list((tmp_path / "new").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @needs("bubblewrap")

@@ -30,6 +30,8 @@ from harness_cases import failure_of, group_of, played
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "terminal" / "tasks"
 TOML = "[environment]\nmemory_mb = 64\n[verifier]\ntimeout_sec = 5\n"
 TEST = 'echo 1 > "$ECHO2_ROOT/logs/verifier/reward.txt"\n'
+#: Deeper than Python goes, larger than a float, and longer than a whole number may be.
+HOSTILE = ("[" * 8000, '{"a":' * 3000, "1" + "0" * 400, "1" * 5000)
 bubblewrap = needs("bubblewrap")
 
 
@@ -327,7 +329,7 @@ def test_rewards_are_numbers() -> None:
         2.0,
         -1.0,
     ]
-    for text in ("", "one", "NaN", "Infinity", "true", "[1]", '{"a": 1, "b": 2}', '{"reward": "1"}', "1 2"):
+    for text in ("", "one", "NaN", "Infinity", "true", "[1]", '{"a": 1, "b": 2}', '{"reward": "1"}', "1 2", *HOSTILE):
         with pytest.raises(ValueError):
             reward_in(text)
 

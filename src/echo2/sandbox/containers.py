@@ -31,7 +31,17 @@ from echo2.core.background import Shared
 from echo2.core.child import ChildProcess
 from echo2.sandbox import confinement
 from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
-from echo2.sandbox.programs import START_SECONDS, WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome
+from echo2.sandbox.programs import (
+    START_SECONDS,
+    WRAPPED,
+    ContainerFault,
+    ContainerLimits,
+    Program,
+    Ran,
+    must,
+    outcome,
+    refused,
+)
 
 #: Names one of RUNTIMES, in place of the first that works here.
 VARIABLE = "ECHO2_CONTAINERS"
@@ -80,6 +90,8 @@ class ImageContainer:
         self._lifeline: asyncio.StreamWriter | None = None  # its first process reads the end of this
 
     async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
+        if (said_no := refused(command)) is not None:
+            return said_no
         main = await self._started()
         nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
         given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
@@ -209,6 +221,9 @@ class Containers:
             return opened
         if limits.has_network:
             raise ContainerFault(f"The task needs a network, and {self.runtime} has only this machine's own.")
+        if below := [name for name in FOLDERS if image.directory.startswith(f"/{name}/")]:
+            told = f"The task's directory {image.directory} is below /{below[0]}, which {self.runtime} cannot do."
+            raise ContainerFault(f"{told} Install podman.")
         await self._tidy()
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         os.chmod(folder, 0o755)

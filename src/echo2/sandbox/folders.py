@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import stat
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement
 from echo2.sandbox.process_table import Used, usage
-from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome
+from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
 
 #: A program with its arguments, and its environment.
 Started = tuple[tuple[str, ...], Mapping[str, str]]
@@ -34,12 +35,25 @@ ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
 
 
 def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
-    """Write files below a new folder that nobody else can change. Raises UserError: a path leads out of it."""
-    folder.mkdir()
-    for name, (data, is_executable) in files.items():
+    """Write files below a new folder that nobody else can change.
+
+    Raises:
+        UserError: a path leads out of it.
+        ContainerFault: the disk is full, or no disk takes such files.
+    """
+    for name in files:
         parts = Path(name).parts
         if not parts or Path(name).is_absolute() or ".." in parts:
             raise UserError(f"A task's file has the path {name!r}: it must be relative, and without '..'.")
+    try:
+        _write(folder, files)
+    except OSError as error:
+        raise ContainerFault(f"Cannot write a task's files: {error}.") from error
+
+
+def _write(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
+    folder.mkdir()
+    for name, (data, is_executable) in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
         (folder / name).chmod(0o755 if is_executable else 0o644)
@@ -59,6 +73,9 @@ class FolderContainer:
             (folder / CALLS).chmod(0o644)
 
     async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
+        if (said_no := refused(command)) is not None:
+            return said_no
+        self._open_folders()
         nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "")
         given = {**PLAIN, **(variables or {})}
         build = self._bubblewrap if self._is_bubblewrap else self._landlock
@@ -80,6 +97,12 @@ class FolderContainer:
     async def close(self) -> None:
         await must(*REMOVE, str(self._folder))
 
+    def _open_folders(self) -> None:
+        """Give the owner of the folders all rights of them, which the last command may have taken."""
+        for name in FOLDERS:
+            if (mode := (self._folder / name).stat().st_mode) & 0o700 != 0o700:
+                (self._folder / name).chmod(stat.S_IMODE(mode) | 0o700)
+
     def _over(self, pid: int) -> str:
         used: Used = usage(pid)
         if len(used.pids) > self._limits.num_processes:
@@ -96,7 +119,7 @@ class FolderContainer:
             words += ["--symlink", os.readlink(place), place] if is_link else ["--ro-bind-try", place, place]
         for name in ETC:
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        for inner in sorted(self._folder.glob("[!.]*")):
+        for inner in sorted(self._folder.glob("[!.]*"), key=lambda inner: inner.name == "app"):  # the last one is seen
             place = {"app": self._directory, "shm": "/dev/shm"}.get(inner.name, f"/{inner.name}")
             words += ["--bind" if inner.name in FOLDERS else "--ro-bind", str(inner), place]
         for name, value in {"HOME": "/root", **variables}.items():

@@ -16,6 +16,8 @@ from echo2.sandbox.process_table import usage
 CHECK_SECONDS = 0.1  # between two looks at a command's processes
 START_SECONDS = 60.0  # for the runtime to start or end a container
 PRINTED_BYTES_MAX = 16 << 20  # what a command may print, whatever of it is kept
+#: Of a command: the kernel gives a program no longer argument than 128 KiB.
+COMMAND_BYTES_MAX = 120 << 10
 #: Says that the container is there, then runs the command ($1) without input; what is put for END comes last.
 WRAPPED = (
     'echo "$0"; if command -v bash >/dev/null; then bash -c "$1" </dev/null; else sh -c "$1" </dev/null; fi; '
@@ -46,6 +48,17 @@ class Ran:
     status: int
     output: str
     stopped: str = ""
+
+
+def refused(command: str) -> Ran | None:
+    """Return what becomes of a command that no shell can be given: as for one that the shell does not know."""
+    try:
+        is_short = len(command.encode()) <= COMMAND_BYTES_MAX
+    except UnicodeEncodeError:
+        return Ran(126, "this is no command: it has half a character of UTF-16")
+    if "\0" in command:
+        return Ran(126, "this is no command: it has a character of value 0")
+    return None if is_short else Ran(126, f"this is no command: it has more than {COMMAND_BYTES_MAX} bytes")
 
 
 class _Heard:

@@ -12,7 +12,6 @@ leave no reward, are nobody's zero: the rollout is lost by that cause.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from echo2.core.devices import num_cores
+from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import UserError
 from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
 from echo2.sandbox.folders import ROOT
@@ -161,11 +161,10 @@ async def _converse(
 
 def _command(function: Mapping[str, Any]) -> str | None:
     try:
-        command = json.loads(function["arguments"])["command"]
+        command = parse_json(function["arguments"])["command"]
     except (KeyError, TypeError, ValueError):
         return None
-    is_call = function["name"] == "bash" and isinstance(command, str) and "\0" not in command
-    return command if is_call else None
+    return command if function["name"] == "bash" and isinstance(command, str) else None
 
 
 def told(ran: Ran) -> str:
@@ -203,9 +202,9 @@ def reward_in(text: str) -> float:
     Raises:
         ValueError: the text is neither.
     """
-    found = json.loads(text)
+    found = parse_json(text)
     if isinstance(found, dict):
         found = found["reward"] if "reward" in found else next(iter(found.values())) if len(found) == 1 else None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
+    if not is_number(found):
         raise ValueError(f"it is {text.strip()[:100]!r}")
     return float(found)
