@@ -20,7 +20,7 @@ import pytest
 from container_cases import EACH_RUNTIME, WITHOUT_IMAGES, image_for, left_over, needs
 from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement, containers
+from echo2.sandbox import confinement, containers, storage
 from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
 from echo2.sandbox.folders import write_files
 from echo2.sandbox.programs import ContainerFault, ContainerLimits
@@ -374,3 +374,46 @@ def test_files_in_memory_are_files_of_the_container() -> None:
         assert (await container.run("echo x > /dev/null; head -c 1 /dev/zero > /dev/full", 20)).status != 0
 
     inside("bubblewrap", scene)
+
+
+#: Each writes 64 MB, or makes folders until it is ended; none ends by itself.
+FILL = {
+    "a file": "head -c 64M /dev/zero > file; sleep 100",
+    "files of every folder": "for d in app logs root tmp; do head -c 16M /dev/zero > $ECHO2_ROOT/$d/x; done; sleep 100",
+    "a file without a name": "exec 7>file; rm file; head -c 64M /dev/zero >&7; sleep 100",
+    "a path that is too long": "perl -e 'for (1..40) { mkdir q(d) x 250; chdir q(d) x 250 } sleep 100'",
+    "many files": "mkdir d; cd d; while :; do n=$((n + 1)); : > $n; done",
+}
+
+
+@WITHOUT_IMAGES
+@pytest.mark.parametrize("command", FILL.values(), ids=FILL)
+def test_a_container_that_holds_too_much_runs_nothing_any_more(
+    runtime: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "ENTRIES_MAX", 2000)
+
+    async def scene(container: Container) -> None:
+        ran = await container.run(command, 60)
+        assert (ran.status, ran.stopped) == (137, "storage")
+        assert (await container.run("true", 20)).stopped == "storage"
+        await container.put("/tests", {"file": (b"", False)})
+
+    inside(runtime, scene, replace(LIMITS, storage_bytes=32 << 20))
+
+
+@WITHOUT_IMAGES
+def test_what_a_command_leaves_counts_when_it_has_ended(runtime: str) -> None:
+    async def scene(container: Container) -> None:
+        for command in ("head -c 8M /dev/zero > file", "for n in 1 2 3 4 5 6; do ln file $n; done"):
+            assert (await container.run(command, 20)).stopped == ""
+        assert (await container.run("head -c 32M /dev/zero > more", 20)).stopped == "storage"
+
+    inside(runtime, scene, replace(LIMITS, storage_bytes=32 << 20))
+
+
+@WITHOUT_IMAGES
+def test_a_disk_without_room_is_a_fault_of_the_machine(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "LEFT_BYTES", 1 << 60)
+    with pytest.raises(ContainerFault, match="bytes left"):
+        inside(runtime, lambda container: container.run("sleep 100", 60))

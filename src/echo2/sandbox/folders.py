@@ -12,7 +12,7 @@ from pathlib import Path
 
 from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement
+from echo2.sandbox import confinement, storage
 from echo2.sandbox.process_table import Used, usage
 from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
 
@@ -22,6 +22,8 @@ ROOT = "ECHO2_ROOT"
 FILE_BYTES_MAX = 1 << 30  # of one file, where no image's storage limits it
 #: Folders that a task's commands may write, where there is no image; `shm` is bubblewrap's /dev/shm.
 FOLDERS = ("app", "logs", "root", "shm", "tmp")
+#: Limits that end a command: its container's, and the machine's.
+STORAGE, DISK = "storage", "disk"
 #: Of a container's folder: the filter of system calls, for bubblewrap.
 CALLS = ".calls"
 #: Starts bubblewrap: its descriptor 9 is the filter ($0).
@@ -64,10 +66,12 @@ def _write(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
 
 class FolderContainer:
     """A container over folders of this machine: bubblewrap, or Landlock where that is not there. What is in its folder
-    itself, a command can neither make nor replace; it writes only what is in FOLDERS."""
+    itself, a command can neither make nor replace; it writes only what is in FOLDERS. Once it holds more than it may,
+    no command runs any more."""
 
     def __init__(self, folder: Path, directory: str, limits: ContainerLimits, is_bubblewrap: bool) -> None:
         self._folder, self._directory, self._limits, self._is_bubblewrap = folder, directory, limits, is_bubblewrap
+        self._has_room = True
         if is_bubblewrap:
             (folder / CALLS).write_bytes(confinement.filtered_calls().program)
             (folder / CALLS).chmod(0o644)
@@ -75,14 +79,23 @@ class FolderContainer:
     async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
         if (said_no := refused(command)) is not None:
             return said_no
+        if not self._has_room:
+            return Ran(137, "", STORAGE)
         self._open_folders()
         nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "")
         given = {**PLAIN, **(variables or {})}
         build = self._bubblewrap if self._is_bubblewrap else self._landlock
         program, environment = build(given, ("/bin/sh", "-c", script, nonce, command))
-        over, output_bytes = self._over, self._limits.output_bytes + len(nonce) + 1
-        call = Program(program, seconds, output_bytes, environment, over)
+        output_bytes = self._limits.output_bytes + len(nonce) + 1
+        call = Program(program, seconds, output_bytes, environment, self._over, self._stored)
         status, said, stopped = await call.run()
+        if not stopped:
+            stopped = await asyncio.to_thread(self._stored)
+        if stopped == DISK:
+            raise ContainerFault(
+                f"The disk of {self._folder.parent} is full: less than {storage.LEFT_BYTES} bytes left."
+            )
+        self._has_room = stopped != STORAGE
         if status < 0 and not stopped:
             raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
         return outcome(nonce, status, said, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
@@ -108,6 +121,12 @@ class FolderContainer:
         if len(used.pids) > self._limits.num_processes:
             return "processes"
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""
+
+    def _stored(self, pid: int | None = None) -> str:
+        if storage.is_full(self._folder):
+            return DISK
+        pids = usage(pid).pids if pid is not None else ()
+        return STORAGE if storage.exceeds(self._folder, pids, self._limits.storage_bytes) else ""
 
     def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]

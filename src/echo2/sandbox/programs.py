@@ -14,6 +14,7 @@ from echo2.core.errors import UserError
 from echo2.sandbox.process_table import usage
 
 CHECK_SECONDS = 0.1  # between two looks at a command's processes
+STORAGE_SECONDS = 0.5  # between two looks at its files, or longer
 START_SECONDS = 60.0  # for the runtime to start or end a container
 PRINTED_BYTES_MAX = 16 << 20  # what a command may print, whatever of it is kept
 #: Of a command: the kernel gives a program no longer argument than 128 KiB.
@@ -31,19 +32,22 @@ class ContainerFault(UserError):
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """Limits of a container. `cpus` counts only with images. Shared memory is counted once."""
+    """Limits of a container. `cpus` counts only with images, `storage_bytes` only without. Shared memory is counted
+    once."""
 
     memory_bytes: int = 2 << 30
     num_processes: int = 256
     output_bytes: int = 8 << 10
     cpus: float = 1.0
     has_network: bool = False
+    storage_bytes: int = 10 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
     """What a command did. `status`: its exit status; `output`: the first and last of what it printed, at most
-    `ContainerLimits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output), or empty."""
+    `ContainerLimits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output, storage), or
+    empty."""
 
     status: int
     output: str
@@ -83,13 +87,15 @@ class _Heard:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that is run to its end. `over(pid)` names a limit that its processes exceed; `end()` ends them."""
+    """A program that is run to its end. `over(pid)` names a limit that its processes exceed; so does `stored(pid)`,
+    which may take long and is called in a thread; `end()` ends them."""
 
     words: tuple[str, ...]
     seconds: float
     output_bytes: int = 8 << 10
     environment: Mapping[str, str] | None = None
     over: Callable[[int], str] = lambda pid: ""
+    stored: Callable[[int], str] = lambda pid: ""
     end: Callable[[], Awaitable[None]] | None = None
 
     async def run(self) -> tuple[int, str, str]:
@@ -104,7 +110,8 @@ class Program:
             stream, _stdin = await child.streams()  # held: its end ends the command
             async with asyncio.TaskGroup() as group:
                 group.create_task(heard.listen(stream))
-                if stopped := await self._limit(child, heard):
+                looking = group.create_task(self._look(child))
+                if stopped := await self._limit(child, heard, looking):
                     await self._end(child)
         finally:
             if child.status is None:
@@ -112,12 +119,22 @@ class Program:
             child.kill()
         return child.status or 0, heard.text(), stopped
 
-    async def _limit(self, child: ChildProcess, heard: _Heard) -> str:
+    async def _look(self, child: ChildProcess) -> str:
+        """Look at what is stored until it is too much; a tenth of the time, however long a look takes."""
+        clock = asyncio.get_running_loop().time
+        while child.status is None:
+            began = clock()
+            if exceeded := await asyncio.to_thread(self.stored, child.pid):
+                return exceeded
+            await child.ended(max(STORAGE_SECONDS, 9 * (clock() - began)))
+        return ""
+
+    async def _limit(self, child: ChildProcess, heard: _Heard, looking: asyncio.Task[str]) -> str:
         clock = asyncio.get_running_loop().time
         until = clock() + self.seconds
         while await child.ended(min(CHECK_SECONDS, self.seconds)) is None:
             exceeded = "time" if clock() > until else "output" if heard.num_bytes > PRINTED_BYTES_MAX else ""
-            if exceeded := exceeded or self.over(child.pid):
+            if exceeded := exceeded or self.over(child.pid) or (looking.result() if looking.done() else ""):
                 return exceeded
         return ""
 

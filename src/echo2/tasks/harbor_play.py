@@ -66,7 +66,12 @@ def make_play() -> Play:
             raise UserError(f"The row has no column {COLUMN!r}: tasks.source must be a directory of Harbor tasks.")
         task = HarborTask(**{one.name: row[one.name] for one in fields(HarborTask)})
         image = image_of(task, unpacked_files(row["files"], ENVIRONMENT), containers.runtime)
-        limits = ContainerLimits(memory_bytes=task.memory_bytes, cpus=task.cpus, has_network=task.has_network)
+        limits = ContainerLimits(
+            memory_bytes=task.memory_bytes,
+            cpus=task.cpus,
+            has_network=task.has_network,
+            storage_bytes=task.storage_bytes,
+        )
         container = await containers.open(image, limits)
         try:
             with suppress(OutOfRoomError, TimeoutError):  # what was done until then counts

@@ -60,6 +60,7 @@ class HarborTask:
     directory: str = ""
     cpus: float = 1.0
     memory_bytes: int = 2 << 30
+    storage_bytes: int = 10 << 30
     has_network: bool = False
     variables: dict[str, str] = field(default_factory=dict)
     tests_variables: dict[str, str] = field(default_factory=dict)
@@ -209,7 +210,8 @@ def _task(folder: Path, said: Mapping[str, Any]) -> HarborTask:
             image=str(environment.get("docker_image") or ""),
             directory=_directory(environment.get("workdir") or ""),
             cpus=_number(environment, "cpus", 1.0),
-            memory_bytes=_memory(environment),
+            memory_bytes=_bytes(environment, "memory", 2048),
+            storage_bytes=_bytes(environment, "storage", 10_240),
             has_network=has_network,
             variables=_variables(environment.get("env", {})),
             tests_variables=_variables(verifier.get("env", {})),
@@ -225,14 +227,14 @@ def _number(table: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _memory(environment: Mapping[str, Any]) -> int:
+def _bytes(environment: Mapping[str, Any], name: str, default_mb: int) -> int:
     """Return bytes: of `memory_mb`, or of the older `memory` ("2G")."""
-    if (text := environment.get("memory")) and "memory_mb" not in environment:
+    if (text := environment.get(name)) and f"{name}_mb" not in environment:
         parts = re.fullmatch(r"(\d{1,6})\s*([MG])i?B?", str(text), re.IGNORECASE)
         if parts is None:
-            raise ValueError(f'memory = {shown(text)} must be like "2G"')
+            raise ValueError(f'{name} = {shown(text)} must be like "2G"')
         return int(parts[1]) << (30 if parts[2] in "Gg" else 20)
-    return int(_number(environment, "memory_mb", 2048)) << 20
+    return int(_number(environment, f"{name}_mb", default_mb)) << 20
 
 
 def _directory(path: Any) -> str:
