@@ -268,6 +268,46 @@ def test_what_the_policy_does_is_its_own_failure(tmp_path: Path, command: str, m
     assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {0.0}
 
 
+#: What the policy leaves for its tests to run; the tests give 0.
+PLANTED = {
+    "the other file": 'echo 1 > "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "a pipe": 'mkfifo "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "a device": 'ln -s /dev/zero "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "bytes": 'head -c 1M /dev/urandom > "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "itself": 'ln -s reward.json "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "a folder": 'mkdir "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "the end of the tests": "kill -9 $PPID",
+}
+
+
+@bubblewrap
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_a_reward_that_the_tested_program_wrote_does_not_count(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = 'bash given.sh; echo 0 > "$ECHO2_ROOT/logs/verifier/reward.txt"'
+    task = make_task(tmp_path, test=test, **{"environment/given.sh": planted})
+    monkeypatch.setattr(harbor_play, "COMMAND_SECONDS", 1000.0)  # nothing waits for a pipe
+    group = group_of(outcome_of(play_with("bubblewrap", monkeypatch), task, lambda prompt: "Done.")[0])
+    assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {0.0}
+
+
+@bubblewrap
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the tests of this task are Python's")
+def test_the_tests_do_not_begin_with_what_the_policy_left_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = "python3 -c 'import site; print(site.getusersitepackages())'"
+    command = f"d=$({find}); mkdir -p $d; echo 'import os; print(1); os._exit(0)' > $d/usercustomize.py"
+    test = '/usr/bin/python3 -c "print(0)" > "$ECHO2_ROOT/logs/verifier/reward.txt"'
+
+    def speak(prompt: str) -> str:
+        return "Done." if "<|im_start|>tool" in prompt else calls(command)
+
+    outcome, _ = outcome_of(play_with("bubblewrap", monkeypatch), make_task(tmp_path, test=test), speak)
+    assert {row.reward_parts["environment"] for rows in group_of(outcome).by_rollout for row in rows} == {0.0}
+
+
 @bubblewrap
 def test_tests_that_run_into_a_limit_are_a_wrong_answer_and_tests_without_a_reward_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,8 +47,12 @@ TOOL = {
     },
 }
 BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)(?:```|\Z)", re.DOTALL)
-#: What prints the reward, in a line of its own; the tests wrote one of the two.
-READ_REWARD = f'cd "${ROOT}/logs/verifier" && cat reward.json 2>/dev/null || cat reward.txt'
+#: What prints one of the files that the tests may write, if it is one.
+READ_REWARD = f'cd "${ROOT}/logs/verifier" && test -f {{0}} && head -c 4000 {{0}}'
+REWARDS = ("reward.txt", "reward.json")
+KILLED = 137
+#: Of the tests: they do not begin with modules that the policy left in its home.
+OF_TESTS = {"PYTHONNOUSERSITE": "1"}
 
 
 def make_play() -> Play:
@@ -179,7 +183,8 @@ def told(ran: Ran) -> str:
 
 
 async def _reward(container: Container, task: HarborTask, tests: Files, running: asyncio.Semaphore) -> float:
-    """Run the tests, and read what they wrote.
+    """Run the tests, and read what they wrote. Of two rewards the lower counts: the tested program may have written
+    one, and so can only lose.
 
     Raises:
         UserError: they ended by themselves and wrote no reward.
@@ -187,18 +192,21 @@ async def _reward(container: Container, task: HarborTask, tests: Files, running:
     async with running:
         await container.put("/tests", tests)
         await container.put("/logs", {"verifier/.keep": (b"", False)})
-        given = {**task.variables, **task.tests_variables}
+        given = {**OF_TESTS, **task.variables, **task.tests_variables}
         ran = await container.run(f'bash "${ROOT}/tests/test.sh"', task.tests_seconds, given)
-        read = await container.run(READ_REWARD, COMMAND_SECONDS)
-    try:
-        return reward_in(read.output)
-    except ValueError as error:
-        if ran.stopped:
-            return 0.0  # the work that they tested exceeded a limit
+        told = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
+    found, why = [], ""
+    for one in told:
+        try:
+            found.append(reward_in(one.output))
+        except ValueError as error:
+            why = f"{why}; {error}" if why else str(error)
+    if not found and not ran.stopped and ran.status != KILLED:
         raise UserError(
-            f"The tests of {task.name} wrote no reward to /logs/verifier ({error}); exit status {ran.status}: "
+            f"The tests of {task.name} wrote no reward to /logs/verifier ({why}); exit status {ran.status}: "
             f"{ran.output.strip()[-1000:]}"
-        ) from error
+        )
+    return min(found, default=0.0)  # none: the work that they tested exceeded a limit, or ended them
 
 
 def reward_in(text: str) -> float:
