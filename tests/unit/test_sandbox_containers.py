@@ -7,6 +7,7 @@ import ctypes
 import os
 import secrets
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
@@ -310,8 +311,15 @@ def test_folders_of_killed_owners_are_removed_in_time(tmp_path: Path, monkeypatc
         (folder / "app").mkdir(parents=True)
         if folder != fresh:
             os.utime(folder, (0, 0))
+    others = tmp_path / "others"  # another user of the machine puts a link to it
+    others.mkdir(mode=0o500)
+    os.utime(others, (0, 0))
+    link = tmp_path / f"{containers.PREFIX}{2**30 + 2}-x"
+    link.symlink_to(others)
     tmp_path.chmod(0o755)
     asyncio.run(Containers("bubblewrap").open(Image(), LIMITS))
+    assert link.is_symlink()
+    assert stat.S_IMODE(others.stat().st_mode) == 0o500
     assert not dead.exists()
     assert fresh.exists()
     assert live.exists()
@@ -417,3 +425,19 @@ def test_a_disk_without_room_is_a_fault_of_the_machine(runtime: str, monkeypatch
     monkeypatch.setattr(storage, "LEFT_BYTES", 1 << 60)
     with pytest.raises(ContainerFault, match="bytes left"):
         inside(runtime, lambda container: container.run("sleep 100", 60))
+
+
+@needs("landlock")
+def test_landlock_is_not_chosen_where_a_command_would_own_its_users_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not see modes and times of files: a command that runs as a user can change those of all its files."""
+    others = {name: "it is not installed" for name in containers.RUNTIMES if name != "landlock"}
+    monkeypatch.setattr(containers, "_unusable", lambda name: others.get(name, ""))
+    monkeypatch.delenv(containers.VARIABLE, raising=False)
+    find = find_runtime.__wrapped__
+    monkeypatch.setattr(containers.os, "getuid", lambda: 0)
+    assert find() == "landlock"
+    monkeypatch.setattr(containers.os, "getuid", lambda: 1000)
+    with pytest.raises(ContainerFault, match="ECHO2_CONTAINERS=landlock"):
+        find()
+    monkeypatch.setenv(containers.VARIABLE, "landlock")
+    assert find() == "landlock"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,6 +104,9 @@ def test_rows_have_a_digest_and_may_not_change(tmp_path: Path) -> None:
         ("agent = 3\n", "is no table"),
         ("[verifier]\nenvironment_mode = 'separate'\n", "environment_mode"),
         ("[environment\n", "cannot be read"),
+        (f"a = {'[' * 3000}", "cannot be read"),
+        ("[environment]\ndocker_image = '--privileged'\n", "names no image"),
+        ("[environment]\nstorage = 'much'\n", "must be like"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, toml: str, why: str) -> None:
@@ -372,6 +377,12 @@ def test_rewards_are_numbers() -> None:
     for text in ("", "one", "NaN", "Infinity", "true", "[1]", '{"a": 1, "b": 2}', '{"reward": "1"}', "1 2", *HOSTILE):
         with pytest.raises(ValueError):
             reward_in(text)
+
+
+def test_a_row_that_unpacks_to_gigabytes_is_refused() -> None:
+    bomb = base64.b64encode(zlib.compress(b"[" * (300 << 20), 9)).decode()
+    with pytest.raises(UserError, match="unpack"):
+        unpacked_files(bomb, "tests")
 
 
 def test_files_survive_packing() -> None:

@@ -18,6 +18,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import subprocess
 import tempfile
 import time
@@ -141,6 +142,7 @@ class ImageContainer:
     def _made(self) -> list[str]:
         memory = str(self._limits.memory_bytes)
         words = ["run", "--interactive", "--name", self._name, "--label", "echo2", "--stop-timeout", "0"]
+        words += ["--log-driver", "none"]  # else what a command prints to /proc/1/fd/1 is kept on the machine
         words += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._limits.num_processes)]
         words += ["--cpus", f"{self._limits.cpus:g}", "--security-opt", "no-new-privileges", *ulimits()]
         words += [] if self._limits.has_network else ["--network", "none"]
@@ -167,11 +169,19 @@ def find_runtime() -> str:
     named = os.environ.get(VARIABLE, "")
     reasons = {}
     for name in [named] if named else RUNTIMES:
-        reasons[name] = _unusable(name)
+        reasons[name] = _unusable(name) or ("" if named else _unasked(name))
         if not reasons[name]:
             return name
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise ContainerFault(f"Tasks' commands need a container, and this machine has none ({why}). Install bubblewrap.")
+
+
+def _unasked(name: str) -> str:
+    """Why nobody gets a runtime who did not ask for it."""
+    if name != "landlock" or os.getuid() == 0:
+        return ""
+    told = "as no root its commands can change modes and times of all files of this user"
+    return f"{told}; {VARIABLE}=landlock takes it all the same"
 
 
 def _unusable(name: str) -> str:
@@ -259,10 +269,16 @@ class Containers:
 
 
 def _stale_folders() -> list[str]:
+    """Return those of this user: in a shared folder others may put links, or folders that they change meanwhile."""
     now, stale = time.time(), []
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*-*")):
         owner = os.path.basename(path).removeprefix(PREFIX).partition("-")[0]
-        if not os.path.exists(f"/proc/{owner}") and os.path.getmtime(path) < now - STALE_SECONDS:
+        try:
+            facts = os.lstat(path)
+        except FileNotFoundError:  # its owner has closed it
+            continue
+        is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+        if is_own and not os.path.exists(f"/proc/{owner}") and facts.st_mtime < now - STALE_SECONDS:
             stale.append(path)
     return stale
 
