@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
+import re
 import secrets
 import socket
 from array import array
@@ -30,7 +32,7 @@ from echo2.core.addresses import LOOPBACK, join
 from echo2.core.background import spawn
 from echo2.core.documents import parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
-from echo2.engines.tokenizer import decoded, following_tokens, rendered_tokens, stop_rule
+from echo2.engines.tokenizer import TextTooLong, decoded, following_tokens, rendered_tokens, stop_rule
 from echo2.rollouts.chat_forms import (
     ANTHROPIC,
     MODEL_NAME,
@@ -70,6 +72,8 @@ TOKEN_ID_MAX = 2**31 - 1
 #: A longer context counts as unknown: tokenizers write 1e30 if they do not know theirs.
 TOKENS_MAX = 1 << 24
 STOP_TOKENS_MAX = 1024
+#: The first half of a character of UTF-16, or a second one alone.
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 #: How long calls under way may take to end when the worker ends.
 CLOSE_SECONDS = 1
 
@@ -99,7 +103,10 @@ class ChatRollout:
         if call.stop:
             stop = await asyncio.to_thread(stop_rule, self.recorded.tokenizer, call.stop)
             bounds = replace(bounds, stop=stop)
-        prompt = self._prompt(call.messages, call.tools)
+        try:
+            prompt = await asyncio.to_thread(self._prompt, call.messages, call.tools)  # long texts take seconds
+        except TextTooLong as error:
+            raise self.recorded.full(str(error)) from error
         try:
             async with asyncio.TaskGroup() as together:
                 asked = [together.create_task(self._answer(call, prompt, bounds)) for _ in range(call.num_answers)]
@@ -118,12 +125,16 @@ class ChatRollout:
 
     def _prompt(self, said: list[Json], tools: Any) -> array[int]:
         tokenizer, essences = self.recorded.tokenizer, [essence(one) for one in said]
-        known = [one for one in self._said if one.tools == tools and essences[: len(one.essences)] == one.essences]
+        known = [
+            one for one in tuple(self._said) if one.tools == tools and essences[: len(one.essences)] == one.essences
+        ]
         before = max(known, key=lambda one: len(one.essences), default=None)
         try:
             if before is None or len(before.essences) == len(said):
                 return rendered_tokens(tokenizer, said, tools)
             return before.tokens + following_tokens(tokenizer, said[len(before.essences) :], before.tokens[-1])
+        except TextTooLong:
+            raise
         except UserError as error:
             raise bad(str(error)) from error
 
@@ -291,6 +302,10 @@ async def _read(request: Request) -> dict[str, Any]:
         raise CallRefused(408, "too_slow", f"the body took longer than {BODY_SECONDS:g} s") from error
     try:
         body = parse_json(data) if data else {}
+        if SURROGATE.search(data):
+            json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise bad("the body has half a character of UTF-16, which no tokenizer can read") from error
     except ValueError as error:
         raise bad(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
