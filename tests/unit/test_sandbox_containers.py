@@ -23,8 +23,8 @@ from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
 from echo2.sandbox import confinement, containers, storage
 from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
-from echo2.sandbox.folders import write_files
-from echo2.sandbox.programs import ContainerFault, ContainerLimits
+from echo2.sandbox.folders import FolderContainer, write_files
+from echo2.sandbox.programs import ContainerFault, ContainerLimits, Ran
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -441,3 +441,31 @@ def test_landlock_is_not_chosen_where_a_command_would_own_its_users_files(monkey
         find()
     monkeypatch.setenv(containers.VARIABLE, "landlock")
     assert find() == "landlock"
+
+
+ORPHAN = "perl -e 'if (fork) { exit } select(undef, undef, undef, 0.3); print getppid()'; sleep 1"
+
+
+@needs("landlock")
+@pytest.mark.skipif(not os.path.exists("/usr/bin/perl"), reason="the command of this test is Perl's")
+def test_whom_a_command_leaves_is_buried_by_its_own_process() -> None:
+    """The first process of many a machine buries nobody: it would run out of numbers for processes."""
+    before = subprocess.run(["/bin/sh", "-c", ORPHAN], capture_output=True, text=True, check=True).stdout
+    many = "for n in $(seq 100); do (true &) ; done; sleep 0.5; echo done"
+
+    async def scene(container: Container) -> None:
+        assert (await container.run(ORPHAN, 20)).output not in (before, "")
+        assert await container.run(many, 20) == Ran(0, "done\n")  # the dead do not count as its processes
+        assert (await container.run("(sleep 100 &) ; (sleep 100 &) ; echo done", 20)).output == "done\n"
+
+    inside("landlock", scene)
+
+
+@WITHOUT_IMAGES
+def test_a_container_is_not_for_other_users(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command may leave programs there that run with its user's rights. (Root's commands run as nobody.)"""
+    monkeypatch.setattr(containers.os, "getuid", lambda: 1000)
+    found = asyncio.run(Containers(runtime).open(Image("/app", {}), LIMITS))
+    assert isinstance(found, FolderContainer)
+    assert stat.S_IMODE(found.folder.stat().st_mode) == 0o700
+    asyncio.run(found.close())

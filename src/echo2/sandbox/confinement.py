@@ -19,11 +19,13 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from echo2.sandbox.process_table import num_threads
+from echo2.sandbox.process_table import FRESH_SECONDS, num_threads, usage
 
 if TYPE_CHECKING:
     import seccompy
@@ -43,7 +45,7 @@ SYSTEM_CALLS = frozenset(
 #: may be opened, but does not cover truncation before Linux 6.2.
 OPENING = {"openat": 2, "open": 1}
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 #: What root becomes before it runs a task's command.
 NOBODY = 65534
 #: Times a command's processes: what it may add to its user's threads.
@@ -223,6 +225,7 @@ def main() -> None:
     """Confine a child that runs the command; end all of the process group with it, or at the end of standard input."""
     if reason := missing():
         raise SystemExit(f"commands cannot be confined here: {reason}")
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
         try:
@@ -233,8 +236,25 @@ def main() -> None:
             traceback.print_exc()
             os._exit(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    while (ended := os.waitpid(-1, 0))[0] != child:
+        pass  # whom the command has left
+    _end_all()
+    status = os.waitstatus_to_exitcode(ended[1])
     os._exit(128 - status if status < 0 else status)
+
+
+def _end_all() -> None:
+    """End and bury all that the command has left. Whoever started this process ends what goes on in spite of that."""
+    while True:
+        for pid in usage(os.getpid()).pids - {os.getpid()}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(FRESH_SECONDS)
 
 
 def _end_with_parent() -> None:

@@ -236,7 +236,8 @@ class Containers:
             raise ContainerFault(f"{told} Install podman.")
         await self._tidy()
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        os.chmod(folder, 0o755)
+        if os.getuid() == 0:
+            os.chmod(folder, 0o755)  # commands run as somebody else
         opened = FolderContainer(folder, image.directory, limits, self.runtime == "bubblewrap")
         for name in FOLDERS:
             await opened.put(name, (image.files or {}) if name == "app" else {})

@@ -67,10 +67,10 @@ def _write(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
 class FolderContainer:
     """A container over folders of this machine: bubblewrap, or Landlock where that is not there. What is in its folder
     itself, a command can neither make nor replace; it writes only what is in FOLDERS. Once it holds more than it may,
-    no command runs any more."""
+    no command runs any more. `folder`: of this machine."""
 
     def __init__(self, folder: Path, directory: str, limits: ContainerLimits, is_bubblewrap: bool) -> None:
-        self._folder, self._directory, self._limits, self._is_bubblewrap = folder, directory, limits, is_bubblewrap
+        self.folder, self._directory, self._limits, self._is_bubblewrap = folder, directory, limits, is_bubblewrap
         self._has_room = True
         if is_bubblewrap:
             (folder / CALLS).write_bytes(confinement.filtered_calls().program)
@@ -93,7 +93,7 @@ class FolderContainer:
             stopped = await asyncio.to_thread(self._stored)
         if stopped == DISK:
             raise ContainerFault(
-                f"The disk of {self._folder.parent} is full: less than {storage.LEFT_BYTES} bytes left."
+                f"The disk of {self.folder.parent} is full: less than {storage.LEFT_BYTES} bytes left."
             )
         self._has_room = stopped != STORAGE
         if status < 0 and not stopped:
@@ -101,20 +101,20 @@ class FolderContainer:
         return outcome(nonce, status, said, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
-        target = self._folder / place.strip("/")
+        target = self.folder / place.strip("/")
         await must(*REMOVE, str(target))
         await asyncio.to_thread(write_files, target, files)
         if target.name in FOLDERS and os.getuid() == 0:
             await must("chown", "-hR", str(confinement.NOBODY), str(target))
 
     async def close(self) -> None:
-        await must(*REMOVE, str(self._folder))
+        await must(*REMOVE, str(self.folder))
 
     def _open_folders(self) -> None:
         """Give the owner of the folders all rights of them, which the last command may have taken."""
         for name in FOLDERS:
-            if (mode := (self._folder / name).stat().st_mode) & 0o700 != 0o700:
-                (self._folder / name).chmod(stat.S_IMODE(mode) | 0o700)
+            if (mode := (self.folder / name).stat().st_mode) & 0o700 != 0o700:
+                (self.folder / name).chmod(stat.S_IMODE(mode) | 0o700)
 
     def _over(self, pid: int) -> str:
         used: Used = usage(pid)
@@ -123,14 +123,14 @@ class FolderContainer:
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""
 
     def _stored(self, pid: int | None = None) -> str:
-        if storage.is_full(self._folder):
+        if storage.is_full(self.folder):
             return DISK
         pids = usage(pid).pids if pid is not None else ()
-        return STORAGE if storage.exceeds(self._folder, pids, self._limits.storage_bytes) else ""
+        return STORAGE if storage.exceeds(self.folder, pids, self._limits.storage_bytes) else ""
 
     def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
-        words = ["/bin/sh", "-c", BEGUN, str(self._folder / CALLS), *(words if os.getuid() == 0 else []), "bwrap"]
+        words = ["/bin/sh", "-c", BEGUN, str(self.folder / CALLS), *(words if os.getuid() == 0 else []), "bwrap"]
         words += ["--seccomp", "9", "--unshare-all", "--die-with-parent", "--new-session"]
         words += ["--uid", "0", "--gid", "0", "--hostname", "task", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
         for place in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
@@ -138,7 +138,7 @@ class FolderContainer:
             words += ["--symlink", os.readlink(place), place] if is_link else ["--ro-bind-try", place, place]
         for name in ETC:
             words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        for inner in sorted(self._folder.glob("[!.]*"), key=lambda inner: inner.name == "app"):  # the last one is seen
+        for inner in sorted(self.folder.glob("[!.]*"), key=lambda inner: inner.name == "app"):  # the last one is seen
             place = {"app": self._directory, "shm": "/dev/shm"}.get(inner.name, f"/{inner.name}")
             words += ["--bind" if inner.name in FOLDERS else "--ro-bind", str(inner), place]
         for name, value in {"HOME": "/root", **variables}.items():
@@ -149,7 +149,7 @@ class FolderContainer:
         return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
-        folder, processes = str(self._folder), str(self._limits.num_processes)
+        folder, processes = str(self.folder), str(self._limits.num_processes)
         words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX), processes)
         inner = ("/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
         own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder, "PYTHONPATH": PACKAGE_ROOT}
