@@ -68,6 +68,8 @@ CLONE_NEWUSER = 0x10000000
 X32 = 1 << 30
 #: Descriptors that a process of a command may have.
 FILES_OPEN_MAX = 4096
+#: Bytes of a core dump: of 0 the kernel still gives one to a program that it has for them, and of 1 it makes none.
+NO_CORE = 1
 #: Of all processes of a machine whose memory runs out, the kernel ends these first.
 ENDED_FIRST = 1000
 
@@ -118,7 +120,7 @@ def confine(keep: int, parent: int) -> None:
         (resource.RLIMIT_AS, held + MEMORY_BYTES),
         (resource.RLIMIT_CPU, CPU_SECONDS),
         (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, within(resource.RLIMIT_CORE, NO_CORE)),
     ):
         resource.setrlimit(limit, (value, value))
     reading = landlockpy.AccessFS.READ_FILE | landlockpy.AccessFS.READ_DIR
@@ -159,10 +161,10 @@ def filtered_calls(names: tuple[str, ...] = REFUSED) -> seccompy.Filter:
     return calls
 
 
-def files_open_max() -> int:
-    """Return the descriptors that a process of a command may have, of those that this process may pass on."""
-    _, allowed = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return FILES_OPEN_MAX if allowed == resource.RLIM_INFINITY else min(FILES_OPEN_MAX, allowed)
+def within(limit: int, most: int) -> int:
+    """Return the most that this process may pass on of a limit, and at most so much: only root may raise its own."""
+    _, allowed = resource.getrlimit(limit)
+    return most if allowed == resource.RLIM_INFINITY else min(most, allowed)
 
 
 def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
@@ -181,15 +183,13 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    most = num_threads(os.getuid()) + BURST * num_processes
-    _, allowed = resource.getrlimit(resource.RLIMIT_NPROC)
-    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-    for limit, value in (
-        (resource.RLIMIT_NPROC, most),
-        (resource.RLIMIT_NOFILE, files_open_max()),
+    for limit, most in (
+        (resource.RLIMIT_NPROC, num_threads(os.getuid()) + BURST * num_processes),
+        (resource.RLIMIT_NOFILE, FILES_OPEN_MAX),
         (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, NO_CORE),
     ):
+        value = within(limit, most)
         resource.setrlimit(limit, (value, value))
     abi = landlockpy.abi_version()
     rights, scopes = landlockpy.fs_for_abi(abi), landlockpy.Scope.ABSTRACT_UNIX_SOCKET | landlockpy.Scope.SIGNAL

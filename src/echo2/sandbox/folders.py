@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import secrets
 import stat
 import sys
@@ -143,9 +144,22 @@ class FolderContainer:
             words += ["--bind" if inner.name in FOLDERS else "--ro-bind", str(inner), place]
         for name, value in {"HOME": "/root", **variables}.items():
             words += ["--setenv", name, value]
-        limits = ["prlimit", f"--nproc={self._limits.num_processes}", f"--fsize={FILE_BYTES_MAX}", "--core=0"]
-        limits += [f"--nofile={confinement.files_open_max()}", "--"]
-        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._directory, "--", *limits, *command]
+        most = {"nproc": self._limits.num_processes, "fsize": FILE_BYTES_MAX}
+        most |= {"nofile": confinement.FILES_OPEN_MAX, "core": confinement.NO_CORE}
+        kinds = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in most}
+        limits = ["prlimit", *(f"--{name}={confinement.within(kinds[name], value)}" for name, value in most.items())]
+        words += [
+            "--remount-ro",
+            "/dev",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            self._directory,
+            "--",
+            *limits,
+            "--",
+            *command,
+        ]
         return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
