@@ -475,3 +475,12 @@ def test_a_container_is_not_for_other_users(runtime: str, monkeypatch: pytest.Mo
     assert isinstance(found, FolderContainer)
     assert stat.S_IMODE(found.folder.stat().st_mode) == 0o700
     asyncio.run(found.close())
+
+
+@WITHOUT_IMAGES
+def test_a_tasks_variables_are_its_commands_alone(runtime: str) -> None:
+    """They are not read by what confines the command, as root."""
+    given = {"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere", "PATH": "/usr/bin:/bin", "WORD": "a\nb = c"}
+    told = 'printf \'%s,\' "$PYTHONPATH" "$PYTHONHOME" "$PATH" "$WORD" "$SECRET_OF_THE_MACHINE"'
+    ran = inside(runtime, lambda container: container.run(told, 20, given))
+    assert ran == Ran(0, ",".join([*given.values(), ",", ""])[:-1])

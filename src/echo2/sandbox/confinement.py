@@ -230,7 +230,6 @@ def main() -> None:
     if child == 0:
         try:
             confine_command(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-            del os.environ["PYTHONPATH"]  # ours
             os.execvp(sys.argv[4], sys.argv[4:])
         finally:  # what was raised is printed by nobody else
             traceback.print_exc()

@@ -165,6 +165,7 @@ class FolderContainer:
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         folder, processes = str(self.folder), str(self._limits.num_processes)
         words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX), processes)
-        inner = ("/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
-        own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder, "PYTHONPATH": PACKAGE_ROOT}
-        return (*words, *inner), {**own, **variables}
+        own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder}
+        given = [f"{name}={value}" for name, value in {**own, **variables}.items()]  # not for what runs before
+        inner = ("/usr/bin/env", "-i", *given, "/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
+        return (*words, *inner), {"PYTHONPATH": PACKAGE_ROOT, "PATH": os.defpath}
