@@ -17,8 +17,9 @@ def needs(runtime: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(reason), reason=f"no {runtime} here: {reason}")
 
 
-EACH_RUNTIME = pytest.mark.parametrize(
-    "runtime", [pytest.param(name, marks=needs(name)) for name in containers.RUNTIMES]
+EACH_RUNTIME, WITHOUT_IMAGES = (
+    pytest.mark.parametrize("runtime", [pytest.param(name, marks=needs(name)) for name in names])
+    for names in (containers.RUNTIMES, [name for name in containers.RUNTIMES if name not in IMAGES])
 )
 
 

@@ -62,11 +62,14 @@ class JudgeStandIn:
         if fault == "oversized":
             return 200, {}, b" " * (3 << 20)
         text = verdict_of(question)
+        if fault == "tells the key":
+            text = f"You sent {self.keys[-1]}.\nThe key was {self.keys[-1]}, so no grade."
+        usage = {"prompt_tokens": 10**9, "completion_tokens": 10**9} if fault == "counts absurdly" else USAGE
         if fault == "garbage":
             text = f"I like it. {text}\nBut who am I to judge?"
         self.num_verdicts[question] += not fault
         choice = {"message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-        return 200, {}, json.dumps({"choices": [choice], "usage": USAGE}).encode()
+        return 200, {}, json.dumps({"choices": [choice], "usage": usage}).encode()
 
 
 def verdict_of(question: str) -> str:

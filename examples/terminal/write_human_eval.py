@@ -34,19 +34,34 @@ DOCKERFILE = "FROM python:3.12-slim\nWORKDIR /app\nCOPY solution.py .\n"
 TEST = """if python3 "$ECHO2_ROOT/tests/check.py"; then reward=1; else reward=0; fi
 echo $reward > "$ECHO2_ROOT/logs/verifier/reward.txt"
 """
-#: The solution's own exit must not look like a pass.
-CHECK = """import os, subprocess, sys
-sys.path.insert(0, os.getcwd())
-if len(sys.argv) == 1:
-    said = os.urandom(8).hex()
-    ran = subprocess.run([sys.executable, __file__, said], stdout=subprocess.PIPE, text=True)
-    sys.exit(not ran.stdout.endswith(said))
-said = sys.argv.pop()
-from solution import *
-from solution import {entry_point}
+#: The solution runs in a process of its own and answers calls by values: there it finds neither tests nor a word that
+#: means success, and no object of its own is compared. (What it writes over the reward itself is found by nobody.)
+CHECK = """import ast, os, subprocess, sys
+if len(sys.argv) > 1:
+    sys.path.insert(0, os.getcwd())
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what it prints is no answer
+    from solution import {entry_point}
+    for line in sys.stdin:
+        values, named = ast.literal_eval(line)
+        print(repr({entry_point}(*values, **named)), file=answers, flush=True)
+    sys.exit()
+
+{prompt}
 {test}
-check({entry_point})
-print(end=said)
+pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+its_process = subprocess.Popen([sys.executable, __file__, "solution"], **pipes)
+
+
+def {entry_point}(*values, **named):
+    print(repr((values, named)), file=its_process.stdin, flush=True)
+    return ast.literal_eval(its_process.stdout.readline())
+
+
+try:
+    check({entry_point})
+finally:
+    its_process.kill()
 """
 
 

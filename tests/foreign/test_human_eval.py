@@ -11,14 +11,24 @@ from pathlib import Path
 import pytest
 
 from echo2.core.errors import UserError
-from echo2.sandbox.containers import IMAGES, ContainerFault, ContainerLimits, Containers, find_runtime
+from echo2.sandbox.containers import IMAGES, Containers, find_runtime
 from echo2.sandbox.plugins import own_python
+from echo2.sandbox.programs import ContainerFault, ContainerLimits
 from echo2.tasks.harbor_play import _reward, image_of
 from echo2.tasks.harbor_rows import COLUMN, ENVIRONMENT, TESTS, HarborRows, HarborTask, unpacked_files
 from real_runs import REPOSITORY
 
 pytestmark = pytest.mark.timeout(240)
 NUM_SOLVED = 12
+#: What is put behind an unfinished function: nothing, an answer of the wrong kind, and programs that look for a pass.
+WRONG = (
+    "",
+    "    return None",
+    "import os; os._exit(0)",
+    "    pass\nimport os, sys; print(end=sys.orig_argv[-1], flush=True); os._exit(0)",
+    "    pass\nimport os, sys; print(end=getattr(sys.modules['__main__'], 'said', '?'), flush=True); os._exit(0)",
+    "    class Any:\n        __eq__ = __bool__ = lambda *_: True\n    return Any()",
+)
 SCRIPT = REPOSITORY / "examples" / "terminal" / "write_human_eval.py"
 
 
@@ -49,7 +59,7 @@ def test_its_own_solutions_pass_and_others_do_not(tmp_path: Path) -> None:
         for index in range(0, 164, 164 // NUM_SOLVED):
             solution = (Path(rows.where(index)) / "solution" / "solve.sh").read_text()
             assert asyncio.run(reward(index, solution)) == 1.0, rows.where(index)
-        for wrong in ("true", "echo '    return None' >> solution.py", "echo 'import os; os._exit(0)' >> solution.py"):
-            assert asyncio.run(reward(0, wrong)) == 0.0
+        for wrong in WRONG:
+            assert asyncio.run(reward(0, f"cat >> solution.py <<'END'\n{wrong}\nEND")) == 0.0, wrong
     except ContainerFault as error:
         pytest.skip(f"no container here: {error}")

@@ -15,7 +15,18 @@ import pytest
 
 from echo2.core.errors import LinkError, UserError
 from echo2.head.store.decide.log import SIGN_SECONDS, SILENT_SECONDS, Claim, LogWriter, Mark, Sign, SignWatch
-from echo2.head.store.log import SIGN_KEY, LogReader, add_mark, copy_name, encode, read_sign, send, take_log, why_over
+from echo2.head.store.log import (
+    SIGN_KEY,
+    LogReader,
+    add_mark,
+    copy_name,
+    encode,
+    read_sign,
+    sealed,
+    send,
+    take_log,
+    why_over,
+)
 from seeds import seeds
 
 STEPS = 400
@@ -184,7 +195,7 @@ class World:
         if one.copying is None:
             position, number = one.writer.position - 1, one.ledger.number
             name = copy_name(number, one.name, one.writer.epoch)
-            self.objects.upload(f"copies/{name}", one.ledger.copy())
+            self.objects.upload(f"copies/{name}", sealed(one.ledger.copy()))
             one.copying = (position, number, name)
         elif one.writer.stored >= one.copying[1] and one.writer.fenced is None:
             (position, number, name), one.copying = one.copying, None

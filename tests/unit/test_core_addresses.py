@@ -129,6 +129,37 @@ def test_links_find_the_head_that_took_over(tmp_path: Path) -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize("whose", ["another run", "a web server", "nobody"])
+def test_an_address_that_belongs_to_somebody_else_is_passed(tmp_path: Path, whose: str) -> None:
+    """It hears no ticket, for it cannot prove to be the head, and the next one is called."""
+
+    async def scenario() -> None:
+        identity, desk, other = RunIdentity.create_or_load(tmp_path / "identity"), Desk(), Desk()
+        foreign = GrpcServer("127.0.0.1", 0, RunIdentity.create_or_load(tmp_path / "foreign"), other.handlers())
+        port, heard = await foreign.start(), bytearray()
+
+        async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n")
+            heard.extend(await reader.read())
+            writer.close()
+
+        page = await asyncio.start_server(say, "127.0.0.1", 0)
+        ports = {"another run": port, "a web server": page.sockets[0].getsockname()[1], "nobody": free_port()}
+        head = GrpcServer("127.0.0.1", 0, identity, desk.handlers())
+        listed = f"127.0.0.1:{ports[whose]},127.0.0.1:{await head.start()}"
+        ticket = identity.make_ticket("worker", listed, 1, 1.0)
+        link, _ = await connect(ticket, tmp_path / "state")
+        await reported(link)
+        assert (len(desk.peers), len(other.peers)) == (1, 0)
+        assert ticket.encode() not in heard
+        await link.close()
+        page.close()
+        for server in (foreign, head):
+            await server.stop()
+
+    run(scenario())
+
+
 def test_links_leave_a_head_that_may_not_answer(tmp_path: Path) -> None:
     """It is alive, and its streams are open; its store has another head."""
 

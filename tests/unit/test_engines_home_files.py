@@ -179,6 +179,33 @@ def test_a_file_names_its_tokens_and_ends(tmp_path: Path) -> None:
 
 
 @needs_gguf
+def test_a_tokenizer_may_have_several_templates(tmp_path: Path) -> None:
+    """As those of Hermes: one for tools."""
+    from gguf import GGUFReader
+
+    _, snapshot = model("llama", "gpt-2", MODELS[2][1])
+    files = {name: data for name, data in snapshot.files.items() if name != "chat_template.jinja"}
+    said = json.loads(files["tokenizer_config.json"])
+    named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": f"tools {TEMPLATE}"}]
+    files["tokenizer_config.json"] = json.dumps({**said, "chat_template": named}).encode()
+    write_gguf(path := tmp_path / "model.gguf", replace(snapshot, files=files), "q8_0")
+    fields = GGUFReader(path).fields
+    assert fields["tokenizer.chat_template"].contents() == TEMPLATE
+    assert fields["tokenizer.chat_template.tool_use"].contents() == f"tools {TEMPLATE}"
+
+
+@needs_gguf
+@pytest.mark.parametrize("said", ["[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, "x"]}'])
+def test_ends_that_are_no_tokens_are_told(tmp_path: Path, said: str) -> None:
+    _, snapshot = model("llama", "gpt-2", MODELS[2][1])
+    files = {**snapshot.files, "generation_config.json": said.encode()}
+    with pytest.raises(UserError, match=r"--gguf: .*generation_config\.json"):
+        write_gguf(tmp_path / "model.gguf", replace(snapshot, files=files), "q8_0")
+    files["generation_config.json"] = b'{"eos_token_id": [1, -5, 10000000000]}'  # of no token
+    write_gguf(tmp_path / "model.gguf", replace(snapshot, files=files), "q8_0")
+
+
+@needs_gguf
 def test_a_weight_that_is_too_large_for_float16_is_named(tmp_path: Path) -> None:
     _, snapshot = model("qwen3", "qwen2", {})
     big = dict(snapshot.tensors)

@@ -4,8 +4,10 @@ another one has followed."""
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import shutil
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from echo2.head.store import mirror as mirror_module
 from echo2.head.store.contents import fetch_run, stand_by
 from echo2.head.store.decide import log as log_rules
 from echo2.head.store.decide.log import Mark, Sign
-from echo2.head.store.log import SIGN_KEY, add_mark, encode, send
+from echo2.head.store.log import SIGN_KEY, add_mark, encode, newest_mark, send
 from echo2.head.store.mirror import Mirror, read_claim
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -169,6 +171,71 @@ def test_a_store_that_has_lost_a_part_says_what_to_do(tmp_path: Path) -> None:
     add_mark(open_objects(str(tmp_path / "store")), Mark("000000000005-head-1", 5, 1, ()))
     with pytest.raises(UserError, match=r"lost its copy of the ledger, .*\. Restore it from a backup, or --resume"):
         fetch_run(str(tmp_path / "store"), tmp_path / "out")
+
+
+def newest_copy(store: Path) -> Path:
+    mark, _ = newest_mark(open_objects(str(store)))
+    assert mark is not None
+    return store / "copies" / mark.copy
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+#: What a store, a synchronising program or a restored backup may have made of objects.
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "copy is empty": lambda store: newest_copy(store).write_bytes(b""),
+    "copy is cut off": lambda store: os.truncate(newest_copy(store), newest_copy(store).stat().st_size - 5000),
+    "copy has a bit changed": lambda store: flip(newest_copy(store), newest_copy(store).stat().st_size // 3),
+    "copy is another file": lambda store: newest_copy(store).write_text("hello"),
+    "entry is cut off": lambda store: os.truncate(max((store / "log").iterdir()), 40),
+    "entry is empty": lambda store: max((store / "log").iterdir()).write_bytes(b""),
+    "entry is another object": lambda store: max((store / "log").iterdir()).write_bytes(encode(Sign("x", 1, 1))),
+    "mark is cut off": lambda store: os.truncate(max((store / "marks").iterdir()), 30),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_object_is_never_a_run(tmp_path: Path, damage: Callable[[Path], object]) -> None:
+    store = leave_a_run(tmp_path)
+    Mirror.open(RunDir(tmp_path / "run"), store, 0.0)  # the directory's next head
+    damage(Path(store))
+    with pytest.raises(UserError, match=r"has lost .*\. Restore it from a backup, or --resume"):
+        fetch_run(store, tmp_path / "out")
+
+
+def test_files_of_others_in_a_store_do_not_matter(tmp_path: Path) -> None:
+    """What the desktop, a synchronising program or a person puts beside objects."""
+    store = Path(leave_a_run(tmp_path))
+    for name in ("marks/notes.txt", "log/.DS_Store", "log/desktop.ini", "copies/read me", "checkpoints/x/state.json"):
+        (store / name).parent.mkdir(parents=True, exist_ok=True)
+        (store / name).write_text("not ours")
+    for folder in ("marks", "log", "copies"):
+        ours = min(path for path in (store / folder).iterdir() if path.name[0] == "0")
+        shutil.copy(ours, ours.with_name(f"{ours.name} (conflicted copy)"))
+    fetch_run(str(store), tmp_path / "out")
+    add_mark(open_objects(str(store)), Mark("000000000900-head-1", 900, 900, ()))
+    assert {path.name for path in (store / "log").iterdir()} >= {".DS_Store", "desktop.ini"}
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="makes a folder somebody else's")
+def test_a_directory_of_somebody_else_that_everybody_may_write_is_no_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who writes a store has the run."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    open_objects(str(shared))
+    assert "everybody on this machine may write" in caplog.text
+    os.chown(shared, 65534, 65534)
+    with pytest.raises(UserError, match=r"everybody on this machine may write"):
+        open_objects(str(shared))
+    shared.chmod(0o770)
+    open_objects(str(shared))
 
 
 def test_a_run_is_fetched_into_an_empty_directory_only(tmp_path: Path) -> None:

@@ -90,6 +90,26 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch: py
     assert "***: 400" in retried[1]
 
 
+def test_a_judge_that_repeats_the_key_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are read in status, logs and bundles. The last 100 characters of a reply may begin within the key."""
+    key = "sk-" + "0123456789" * 12
+    monkeypatch.setenv("JUDGE_KEY", key)
+    retried: list[str] = []
+    with judge_standin(lambda question, n: "tells the key" if n == 1 else "") as standin:
+        assert scores(standin, "1", api_key_env="JUDGE_KEY", on_retry=retried.append) == [0.1]
+    assert "so no grade" in retried[0]
+    assert "0123456789" not in retried[0]
+
+
+def test_a_judge_that_counts_absurdly_holds_up_nobody_for_hours() -> None:
+    async def two(judge: Judge) -> float:
+        await judge.score(TASK, ["1"])
+        return judge._tokens.take(0, time.monotonic())
+
+    with judge_standin(lambda question, n: "counts absurdly") as standin:
+        assert with_judge(standin, two, tokens_per_minute=100_000) <= 61.0
+
+
 @pytest.mark.parametrize("fault", ["500", "502", "400", "garbage", "no json", "oversized", "429", "429 0.05"])
 def test_a_fault_is_asked_again_and_never_a_score(fault: str) -> None:
     retried: list[str] = []
@@ -126,7 +146,7 @@ def test_a_request_that_hangs_is_made_again() -> None:
         assert scores(standin, "1", seconds=5.0) == [0.1]
 
 
-@pytest.mark.parametrize("fault", ["401", "403", "404", "500", "503"])
+@pytest.mark.parametrize("fault", ["307", "401", "403", "404", "500", "503"])
 def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_itself(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,12 +8,18 @@ import asyncio
 import json
 import random
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 from agent_cases import AGENTS_TOKENIZER, ScriptedEngine, events, posted, sampled, texts, trained
 from echo2.core.types import RolloutGroup
-from echo2.tasks.loopback_model import LoopbackModel
+from echo2.engines import tokenizer as tokenizer_module
+from echo2.engines.tokenizer import rendered_tokens
+from echo2.rollouts import endpoint
+from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
 from harness_cases import LEASE, Plays, group_of, played
 
 CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
@@ -234,6 +240,31 @@ def test_errors_have_the_form_of_the_real_servers() -> None:
         return 1.0
 
     rollouts(ScriptedEngine(lambda prompt: "x"), agent, max_turns=2)
+
+
+def test_a_text_that_no_context_has_room_for_cuts_the_rollout_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when an agent reads a file of megabytes: it was tokenised in the event loop of the worker, for a minute."""
+    monkeypatch.setattr(tokenizer_module, "TEXT_CHARS_MAX", 50_000)
+    threads = set[int]()
+
+    def encoded(*arguments: Any, **more: Any) -> Any:
+        threads.add(threading.get_ident())
+        return rendered_tokens(*arguments, **more)
+
+    monkeypatch.setattr(endpoint, "rendered_tokens", encoded)
+
+    async def agent(model: LoopbackModel, rng: random.Random) -> float:
+        talk: list[dict[str, Any]] = [{"role": "user", "content": "read it"}]
+        talk.append(await model.chat(talk))
+        talk.append({"role": "user", "content": "x" * 50_000})
+        with pytest.raises(OutOfRoomError):
+            await model.chat(talk)
+        return 1.0
+
+    (rows, *_) = rollouts(ScriptedEngine(lambda prompt: "x"), agent).by_rollout
+    assert [row.finish for row in rows] == ["length"]
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_an_answer_that_nobody_waited_for_is_not_trained_on() -> None:

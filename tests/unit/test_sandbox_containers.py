@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
+import resource
 import secrets
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from container_cases import EACH_RUNTIME, image_for, left_over, needs
+from container_cases import EACH_RUNTIME, WITHOUT_IMAGES, image_for, left_over, needs
 from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement, containers
-from echo2.sandbox.containers import (
-    IMAGES,
-    Container,
-    ContainerFault,
-    ContainerLimits,
-    Containers,
-    Image,
-    find_runtime,
-    write_files,
-)
+from echo2.sandbox import confinement, containers, storage
+from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
+from echo2.sandbox.folders import FolderContainer, write_files
+from echo2.sandbox.programs import ContainerFault, ContainerLimits, Ran
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -146,7 +143,7 @@ def test_a_command_sees_nothing_of_the_machine(runtime: str, tmp_path: Path, mon
     commands = [
         f"cat {tmp_path}/secret",
         "env",
-        "cat /etc/shadow /root/.ssh/* /proc/1/environ",
+        "cat /etc/shadow /root/.ssh/*; cat /proc/*/environ /proc/*/cmdline",
         f"echo x > {tmp_path}/made; echo x > /usr/made",
         "kill -9 -1",  # all that it may
         f"kill -9 {os.getpid()}",
@@ -155,7 +152,7 @@ def test_a_command_sees_nothing_of_the_machine(runtime: str, tmp_path: Path, mon
     async def scene(container: Container) -> list[str]:
         return [(await container.run(command, 20)).output for command in commands]
 
-    said = inside(runtime, scene)
+    said = inside(runtime, scene, replace(LIMITS, output_bytes=1 << 20))  # else the middle is not looked at
     assert not any("told" in text for text in said)
     assert not (tmp_path / "made").exists()
     assert not Path("/usr/made").exists()
@@ -187,7 +184,8 @@ def test_a_container_ends_with_its_owner_even_if_that_is_killed(runtime: str) ->
     owner = f"""
 import asyncio
 from container_cases import image_for
-from echo2.sandbox.containers import Containers, ContainerLimits
+from echo2.sandbox.containers import Containers
+from echo2.sandbox.programs import ContainerLimits
 
 async def play():
     container = await Containers({runtime!r}).open(image_for({runtime!r}), ContainerLimits())
@@ -206,6 +204,53 @@ asyncio.run(play())
         process.send_signal(signal.SIGKILL)
     while any(line.startswith("sleep") for line in left_over(mark)):  # the test's own limit ends this
         pass
+
+
+@EACH_RUNTIME
+@pytest.mark.parametrize(
+    "spoil",
+    ["chmod 000 /app /tmp /root", "chmod 000 $ECHO2_ROOT/app $ECHO2_ROOT/tmp", "cd /; rm -rf /app", "kill -9 0"],
+)
+def test_nothing_that_a_command_does_is_a_fault_of_the_machine(runtime: str, spoil: str) -> None:
+    async def scene(container: Container) -> None:
+        await container.run(spoil, 20)
+        assert (await container.run("echo it runs", 20)).output == "it runs\n"
+        await container.put("/tests", {"file": (b"", False)})
+
+    inside(runtime, scene)
+
+
+@EACH_RUNTIME
+@pytest.mark.parametrize("command", ["true " + "x" * (1 << 17), "echo \ud800", "echo \0"])
+def test_what_no_shell_can_be_given_is_no_fault_of_the_machine(runtime: str, command: str) -> None:
+    async def scene(container: Container) -> None:
+        ran = await container.run(command, 20)
+        assert (ran.status, ran.stopped) == (126, "")
+        assert "is no command" in ran.output
+
+    inside(runtime, scene)
+
+
+@WITHOUT_IMAGES
+@pytest.mark.parametrize("names", [["a", "a/b"], ["x" * 300], ["a/b", "a"]])
+def test_files_that_cannot_be_written_are_told(runtime: str, names: list[str]) -> None:
+    with pytest.raises(ContainerFault, match="Cannot write a task's files"):
+        inside(runtime, lambda container: container.put("/tests", dict.fromkeys(names, (b"", False))))
+
+
+@needs("bubblewrap")
+@pytest.mark.parametrize("directory", ["/root", "/tmp", "/srv/deep"])
+def test_commands_run_where_the_files_of_the_image_are(directory: str) -> None:
+    async def play() -> str:
+        container = await Containers("bubblewrap").open(Image(directory, {"given": (b"here", False)}), LIMITS)
+        try:
+            return (await container.run("pwd; cat given", 20)).output
+        finally:
+            await container.close()
+
+    assert asyncio.run(play()) == f"{directory}\nhere"
+    with pytest.raises(ContainerFault, match="below /root"):  # a command could put a link in its place
+        asyncio.run(Containers("bubblewrap").open(Image("/root/deep"), LIMITS))
 
 
 @needs("bubblewrap")
@@ -258,7 +303,7 @@ def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: p
 def test_a_path_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="must be relative"):
         write_files(tmp_path / "new", {name: (b"", False)})
-    assert not list((tmp_path / "new").iterdir())
+    assert not list(tmp_path.iterdir())
 
 
 @needs("bubblewrap")
@@ -269,8 +314,175 @@ def test_folders_of_killed_owners_are_removed_in_time(tmp_path: Path, monkeypatc
         (folder / "app").mkdir(parents=True)
         if folder != fresh:
             os.utime(folder, (0, 0))
+    others = tmp_path / "others"  # another user of the machine puts a link to it
+    others.mkdir(mode=0o500)
+    os.utime(others, (0, 0))
+    link = tmp_path / f"{containers.PREFIX}{2**30 + 2}-x"
+    link.symlink_to(others)
     tmp_path.chmod(0o755)
     asyncio.run(Containers("bubblewrap").open(Image(), LIMITS))
+    assert link.is_symlink()
+    assert stat.S_IMODE(others.stat().st_mode) == 0o500
     assert not dead.exists()
     assert fresh.exists()
     assert live.exists()
+
+
+#: Calls the kernel with numbers; prints each that it carried out. For a command without images.
+ASK = """
+import ctypes
+kernel = ctypes.CDLL(None, use_errno=True)
+for name, *arguments in {calls!r}:
+    if kernel.syscall(*arguments) >= 0:
+        print(name, "carried out")
+"""
+
+
+@WITHOUT_IMAGES
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the commands of this test are Python's")
+@pytest.mark.parametrize("x32", [0, 1 << 30])
+def test_the_kernel_refuses_what_no_task_needs(runtime: str, x32: int) -> None:
+    """Keys of whoever started it, memory that no process holds or that outlives it, namespaces of its own."""
+    calls = [
+        ("session keyring", call("keyctl"), 0, -3, 0),
+        ("new key", call("add_key"), b"user", b"echo2", b"x", 1, -3),
+        ("shared memory", call("shmget"), 0, 4096, 0o1600),
+        ("semaphores", call("semget"), 0, 1, 0o1600),
+        ("messages", call("msgget"), 0, 0o1600),
+        ("memory file", call("memfd_create"), b"x", 0),
+        ("namespace", call("unshare"), 0x10000000),
+        ("clone", call("clone"), 0x10000000 | 17, 0, 0, 0, 0),
+        ("rings", call("io_uring_setup"), 1, ctypes.create_string_buffer(200).raw),
+    ]
+    script = ASK.format(calls=[(name, number | x32, *rest) for name, number, *rest in calls])
+    ran = inside(runtime, lambda container: container.run(f"/usr/bin/python3 - <<'END'\n{script}\nEND", 30))
+    assert (ran.status, ran.output, ran.stopped) == (0, "", "")
+
+
+def call(name: str) -> int:
+    number: int = pytest.importorskip("seccompy").syscall_nr(name)
+    return number
+
+
+@WITHOUT_IMAGES
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the command of this test is Python's")
+def test_the_machine_ends_commands_before_itself_when_memory_runs_out(runtime: str) -> None:
+    """Memory in sockets and pipes is counted by nobody."""
+    limits = "import resource as r; print(*(r.getrlimit(one)[1] for one in (r.RLIMIT_NOFILE, r.RLIMIT_CORE)))"
+    commands = f"cat /proc/self/oom_score_adj 2>/dev/null; /usr/bin/python3 -c '{limits}'"
+    ran = inside(runtime, lambda container: container.run(commands, 20))
+    *adjusted, files, core = map(int, ran.output.split())
+    assert adjusted == ([1000] if runtime == "bubblewrap" else [])
+    assert files <= 4096
+    assert core == confinement.within(
+        resource.RLIMIT_CORE, 1
+    )  # 0 does not keep a dump from the program that kernel.core_pattern may name
+
+
+@needs("bubblewrap")
+def test_files_in_memory_are_files_of_the_container() -> None:
+    async def scene(container: Container) -> None:
+        ran = await container.run("echo x > /dev/shm/made; df -P /dev/shm /app | tail -n 2 | cut -d' ' -f1", 20)
+        shared, app = ran.output.split()
+        assert shared == app
+        assert (await container.run("echo x > /dev/made", 20)).status != 0
+        assert (await container.run("echo x > /made", 20)).status != 0
+        assert (await container.run("echo x > /dev/null; head -c 1 /dev/zero > /dev/full", 20)).status != 0
+
+    inside("bubblewrap", scene)
+
+
+#: Each writes 64 MB, or makes folders until it is ended; none ends by itself.
+FILL = {
+    "a file": "head -c 64M /dev/zero > file; sleep 100",
+    "files of every folder": "for d in app logs root tmp; do head -c 16M /dev/zero > $ECHO2_ROOT/$d/x; done; sleep 100",
+    "a file without a name": "exec 7>file; rm file; head -c 64M /dev/zero >&7; sleep 100",
+    "a path that is too long": "perl -e 'for (1..40) { mkdir q(d) x 250; chdir q(d) x 250 } sleep 100'",
+    "many files": "mkdir d; cd d; while :; do n=$((n + 1)); : > $n; done",
+}
+
+
+@WITHOUT_IMAGES
+@pytest.mark.parametrize("command", FILL.values(), ids=FILL)
+def test_a_container_that_holds_too_much_runs_nothing_any_more(
+    runtime: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "ENTRIES_MAX", 2000)
+
+    async def scene(container: Container) -> None:
+        ran = await container.run(command, 60)
+        assert (ran.status, ran.stopped) == (137, "storage")
+        assert (await container.run("true", 20)).stopped == "storage"
+        await container.put("/tests", {"file": (b"", False)})
+
+    inside(runtime, scene, replace(LIMITS, storage_bytes=32 << 20))
+
+
+@WITHOUT_IMAGES
+def test_what_a_command_leaves_counts_when_it_has_ended(runtime: str) -> None:
+    async def scene(container: Container) -> None:
+        for command in ("head -c 8M /dev/zero > file", "for n in 1 2 3 4 5 6; do ln file $n; done"):
+            assert (await container.run(command, 20)).stopped == ""
+        assert (await container.run("head -c 32M /dev/zero > more", 20)).stopped == "storage"
+
+    inside(runtime, scene, replace(LIMITS, storage_bytes=32 << 20))
+
+
+@WITHOUT_IMAGES
+def test_a_disk_without_room_is_a_fault_of_the_machine(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "LEFT_BYTES", 1 << 60)
+    with pytest.raises(ContainerFault, match="bytes left"):
+        inside(runtime, lambda container: container.run("sleep 100", 60))
+
+
+@needs("landlock")
+def test_landlock_is_not_chosen_where_a_command_would_own_its_users_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not see modes and times of files: a command that runs as a user can change those of all its files."""
+    others = {name: "it is not installed" for name in containers.RUNTIMES if name != "landlock"}
+    monkeypatch.setattr(containers, "_unusable", lambda name: others.get(name, ""))
+    monkeypatch.delenv(containers.VARIABLE, raising=False)
+    find = find_runtime.__wrapped__
+    monkeypatch.setattr(containers.os, "getuid", lambda: 0)
+    assert find() == "landlock"
+    monkeypatch.setattr(containers.os, "getuid", lambda: 1000)
+    with pytest.raises(ContainerFault, match="ECHO2_CONTAINERS=landlock"):
+        find()
+    monkeypatch.setenv(containers.VARIABLE, "landlock")
+    assert find() == "landlock"
+
+
+ORPHAN = "perl -e 'if (fork) { exit } select(undef, undef, undef, 0.3); print getppid()'; sleep 1"
+
+
+@needs("landlock")
+@pytest.mark.skipif(not os.path.exists("/usr/bin/perl"), reason="the command of this test is Perl's")
+def test_whom_a_command_leaves_is_buried_by_its_own_process() -> None:
+    """The first process of many a machine buries nobody: it would run out of numbers for processes."""
+    before = subprocess.run(["/bin/sh", "-c", ORPHAN], capture_output=True, text=True, check=True).stdout
+    many = "for n in $(seq 100); do (true &) ; done; sleep 0.5; echo done"
+
+    async def scene(container: Container) -> None:
+        assert (await container.run(ORPHAN, 20)).output not in (before, "")
+        assert await container.run(many, 20) == Ran(0, "done\n")  # the dead do not count as its processes
+        assert (await container.run("(sleep 100 &) ; (sleep 100 &) ; echo done", 20)).output == "done\n"
+
+    inside("landlock", scene)
+
+
+@WITHOUT_IMAGES
+def test_a_container_is_not_for_other_users(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command may leave programs there that run with its user's rights. (Root's commands run as nobody.)"""
+    monkeypatch.setattr(containers.os, "getuid", lambda: 1000)
+    found = asyncio.run(Containers(runtime).open(Image("/app", {}), LIMITS))
+    assert isinstance(found, FolderContainer)
+    assert stat.S_IMODE(found.folder.stat().st_mode) == 0o700
+    asyncio.run(found.close())
+
+
+@WITHOUT_IMAGES
+def test_a_tasks_variables_are_its_commands_alone(runtime: str) -> None:
+    """They are not read by what confines the command, as root."""
+    given = {"PYTHONPATH": "/nowhere", "PYTHONHOME": "/nowhere", "PATH": "/usr/bin:/bin", "WORD": "a\nb = c"}
+    told = 'printf \'%s,\' "$PYTHONPATH" "$PYTHONHOME" "$PATH" "$WORD" "$SECRET_OF_THE_MACHINE"'
+    ran = inside(runtime, lambda container: container.run(told, 20, given))
+    assert ran == Ran(0, ",".join([*given.values(), ",", ""])[:-1])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +18,8 @@ from container_cases import image_for, needs
 from echo2.core.errors import UserError
 from echo2.core.types import Task
 from echo2.engines.engine import RequestFailure
-from echo2.sandbox.containers import (
-    IMAGES,
-    ContainerFault,
-    ContainerLimits,
-    Containers,
-    ImageContainer,
-    find_runtime,
-)
+from echo2.sandbox.containers import IMAGES, Containers, ImageContainer, find_runtime
+from echo2.sandbox.programs import ContainerFault, ContainerLimits
 from echo2.tasks import harbor_play
 from echo2.tasks.base import TaskStream
 from echo2.tasks.harbor_play import image_of, reward_in
@@ -36,6 +32,8 @@ from harness_cases import failure_of, group_of, played
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "terminal" / "tasks"
 TOML = "[environment]\nmemory_mb = 64\n[verifier]\ntimeout_sec = 5\n"
 TEST = 'echo 1 > "$ECHO2_ROOT/logs/verifier/reward.txt"\n'
+#: Deeper than Python goes, larger than a float, and longer than a whole number may be.
+HOSTILE = ("[" * 8000, '{"a":' * 3000, "1" + "0" * 400, "1" * 5000)
 bubblewrap = needs("bubblewrap")
 
 
@@ -106,6 +104,9 @@ def test_rows_have_a_digest_and_may_not_change(tmp_path: Path) -> None:
         ("agent = 3\n", "is no table"),
         ("[verifier]\nenvironment_mode = 'separate'\n", "environment_mode"),
         ("[environment\n", "cannot be read"),
+        (f"a = {'[' * 3000}", "cannot be read"),
+        ("[environment]\ndocker_image = '--privileged'\n", "names no image"),
+        ("[environment]\nstorage = 'much'\n", "must be like"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, toml: str, why: str) -> None:
@@ -272,6 +273,46 @@ def test_what_the_policy_does_is_its_own_failure(tmp_path: Path, command: str, m
     assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {0.0}
 
 
+#: What the policy leaves for its tests to run; the tests give 0.
+PLANTED = {
+    "the other file": 'echo 1 > "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "a pipe": 'mkfifo "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "a device": 'ln -s /dev/zero "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "bytes": 'head -c 1M /dev/urandom > "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "itself": 'ln -s reward.json "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "a folder": 'mkdir "$ECHO2_ROOT/logs/verifier/reward.json"',
+    "the end of the tests": "kill -9 $PPID",
+}
+
+
+@bubblewrap
+@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
+def test_a_reward_that_the_tested_program_wrote_does_not_count(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test = 'bash given.sh; echo 0 > "$ECHO2_ROOT/logs/verifier/reward.txt"'
+    task = make_task(tmp_path, test=test, **{"environment/given.sh": planted})
+    monkeypatch.setattr(harbor_play, "COMMAND_SECONDS", 1000.0)  # nothing waits for a pipe
+    group = group_of(outcome_of(play_with("bubblewrap", monkeypatch), task, lambda prompt: "Done.")[0])
+    assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {0.0}
+
+
+@bubblewrap
+@pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="the tests of this task are Python's")
+def test_the_tests_do_not_begin_with_what_the_policy_left_at_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = "python3 -c 'import site; print(site.getusersitepackages())'"
+    command = f"d=$({find}); mkdir -p $d; echo 'import os; print(1); os._exit(0)' > $d/usercustomize.py"
+    test = '/usr/bin/python3 -c "print(0)" > "$ECHO2_ROOT/logs/verifier/reward.txt"'
+
+    def speak(prompt: str) -> str:
+        return "Done." if "<|im_start|>tool" in prompt else calls(command)
+
+    outcome, _ = outcome_of(play_with("bubblewrap", monkeypatch), make_task(tmp_path, test=test), speak)
+    assert {row.reward_parts["environment"] for rows in group_of(outcome).by_rollout for row in rows} == {0.0}
+
+
 @bubblewrap
 def test_tests_that_run_into_a_limit_are_a_wrong_answer_and_tests_without_a_reward_are_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -333,9 +374,15 @@ def test_rewards_are_numbers() -> None:
         2.0,
         -1.0,
     ]
-    for text in ("", "one", "NaN", "Infinity", "true", "[1]", '{"a": 1, "b": 2}', '{"reward": "1"}', "1 2"):
+    for text in ("", "one", "NaN", "Infinity", "true", "[1]", '{"a": 1, "b": 2}', '{"reward": "1"}', "1 2", *HOSTILE):
         with pytest.raises(ValueError):
             reward_in(text)
+
+
+def test_a_row_that_unpacks_to_gigabytes_is_refused() -> None:
+    bomb = base64.b64encode(zlib.compress(b"[" * (300 << 20), 9)).decode()
+    with pytest.raises(UserError, match="unpack"):
+        unpacked_files(bomb, "tests")
 
 
 def test_files_survive_packing() -> None:

@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import logging
 import os
 import secrets
+import stat
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
 from echo2.core.errors import LinkError, UserError
+
+log = logging.getLogger(__name__)
 
 #: Bytes read or written at once of a large object.
 PIECE_BYTES = 8 << 20
@@ -47,7 +51,7 @@ def open_objects(url: str) -> Objects:
     """Return the objects at a URL, or in a directory.
 
     Raises:
-        UserError: no installed package reaches this kind of URL.
+        UserError: no installed package reaches this kind of URL, or everybody may write the directory of somebody else.
         LinkError: the directory cannot be made.
     """
     kind, mark, rest = url.partition("://")
@@ -88,6 +92,18 @@ def _reached(
         raise LinkError(f"the store {place} cannot be used: {error}") from error
 
 
+def _check_private(folder: Path) -> None:
+    """Raises UserError: everybody may write a folder of somebody else. If it is ours, that may be how its disk shows
+    all folders, and is told."""
+    facts = folder.stat()
+    if os.name != "posix" or not facts.st_mode & stat.S_IWOTH:
+        return
+    told = f"everybody on this machine may write {folder}, and who writes a store has its run"
+    if facts.st_uid != os.getuid():
+        raise UserError(f"head.store: {told}. Name a directory of your own.")
+    log.warning("head.store: %s. Take that right away: chmod o-w %s", told, folder)
+
+
 class Directory:
     """Objects as files of one directory, private to their owner: each is written aside, synced, and linked in place."""
 
@@ -97,6 +113,7 @@ class Directory:
         with _reached(str(path)):
             for folder in (path, path / "tmp"):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                _check_private(folder)
 
     def get(self, key: str) -> bytes | None:
         with _reached(str(self._path)):

@@ -26,7 +26,7 @@ from echo2.engines.model_values import Architecture, UnsupportedError, read_arch
 from echo2.engines.snapshot_tensors import computing_dtype, fill
 from echo2.engines.tokenizer import Tokenizer, load_tokenizer
 from echo2.weights.format.model_files import MLX_WEIGHTS
-from echo2.weights.format.snapshot_files import read_config
+from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 #: The dtypes in which MLX may compute, by name, and safetensors' names of them.
 MLX_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -61,7 +61,7 @@ def write_gguf(path: Path, snapshot: Snapshot, form: str) -> None:
     config, arch = _architecture(snapshot, "gguf", partial(gguf_file.misfit, form=form))
     try:
         tokenizer = load_tokenizer(snapshot.files)
-        tokens = _tokens(tokenizer, _ends(snapshot.files, tokenizer), arch.vocab_size)
+        tokens = _tokens(tokenizer, _ends(snapshot.files, tokenizer, arch.vocab_size), arch.vocab_size)
 
         def describe(writer: Any) -> None:
             writer.add_file_type(
@@ -90,13 +90,10 @@ def _architecture(
     return config, arch
 
 
-def _ends(files: Mapping[str, bytes], tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens that end an answer, the tokenizer's own first."""
-    found = [tokenizer.eos_token_id]
-    for name in ("generation_config.json", "config.json"):
-        ids = parse_json(files[name]).get("eos_token_id") if name in files else None
-        found += ids if isinstance(ids, list) else [ids]
-    return [token for token in dict.fromkeys(found) if token is not None]
+def _ends(files: Mapping[str, bytes], tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Return the tokens that end an answer, the tokenizer's own first. Raises PeerError: a file has none."""
+    found = (tokenizer.eos_token_id, *end_tokens(files))
+    return [token for token in dict.fromkeys(found) if token is not None and 0 <= token < vocab_size]
 
 
 def _tokens(tokenizer: Tokenizer, ends: list[int], vocab_size: int) -> Callable[[Any], None]:
@@ -138,7 +135,9 @@ def _tokens(tokenizer: Tokenizer, ends: list[int], vocab_size: int) -> Callable[
         for name, token in ids.items():
             if token is not None:
                 getattr(writer, f"add_{name}_token_id")(token)
-        if template:
+        if isinstance(template, Mapping):  # several, by name
+            writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])
+        elif template:
             writer.add_chat_template(template)
 
     return add

@@ -39,6 +39,14 @@ BROKEN = "\ufffd"
 MARGIN_TOKENS = 4
 #: Tokens of a whole rollout that are decoded at a time.
 BLOCK_TOKENS = 256
+#: Of a rendered conversation: no context has room for so much, and writing its tokens takes seconds.
+TEXT_CHARS_MAX = 4 << 20
+#: A longer text is written by the call that lets other threads go on, which costs more.
+LONG_CHARS = 1 << 14
+
+
+class TextTooLong(UserError):
+    """A text has more characters than any context has room for."""
 
 
 class Tokenizer(Protocol):
@@ -181,8 +189,12 @@ def rendered_tokens(
 
 
 def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> array[int]:
+    if len(text) > TEXT_CHARS_MAX:
+        raise TextTooLong(f"a text has {len(text)} characters, and no more than {TEXT_CHARS_MAX} can be read")
     core = _core(tokenizer)
     try:
+        if core is not None and len(text) > LONG_CHARS:
+            return array("i", core.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids)
         if core is not None:
             return array("i", core.encode(text, add_special_tokens=add_special_tokens).ids)
         return array("i", tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 REPLY_BYTES_MAX = 1 << 20
 #: Characters of a refusal that messages quote.
 SAID_CHARS = 200
+#: A shorter key is no secret, but a word, as "none" for an endpoint that needs one.
+KEY_CHARS = 8
 #: Tries of one request beside a judge that answers: of requests that fail in 15 % of tries, one in 90,000 is lost.
 TRIES_MAX = 6
 #: Between two tries of a request or of whether the judge is there, and after a 429 that does not say longer.
@@ -304,23 +306,26 @@ class Judge:
                 usage = reply.usage or estimate
             finally:
                 self.spent_usd += self._usd(usage)
-                self._tokens.take(_tokens(usage) - _tokens(estimate), 0.0)
+                more = _tokens(usage) - _tokens(estimate)  # of an absurd count a minute's worth
+                self._tokens.take(min(more, self._judge.tokens_per_minute), 0.0)
             return reply
         said = data[: 4 * SAID_CHARS].decode(errors="replace")
-        words = f"it answers {status}: " + printable(said.replace(self._key, "***") if self._key else said, SAID_CHARS)
+        words = f"it answers {status}: " + printable(said, SAID_CHARS)
         if status == 429 or (status == 503 and retry_after):
             raise _Busy(words, float(retry_after) if retry_after.isdecimal() else 0.0)
         raise NoVerdict(words) if status in REFUSALS else _Down(words)
 
     async def _exchange(self, body: bytes) -> tuple[int, str, bytes]:
-        """Return status, Retry-After and answer, cut off where it is too long."""
+        """Return status, Retry-After and answer: cut off where it is too long, and without the key, which some repeat
+        and messages would quote."""
         url = f"{self._judge.base_url.rstrip('/')}/chat/completions"
         async with self._client.stream("POST", url, content=body) as response:
-            data = b""
+            read = bytearray()
             async for part in response.aiter_raw():
-                data += part
-                if len(data) > REPLY_BYTES_MAX:
+                read += part
+                if len(read) > REPLY_BYTES_MAX:
                     break
+        data = bytes(read).replace(self._key.encode(), b"***") if len(self._key) >= KEY_CHARS else bytes(read)
         return response.status_code, response.headers.get("retry-after", ""), data
 
     def _body(self, messages: list[dict[str, str]]) -> bytes:

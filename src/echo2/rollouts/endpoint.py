@@ -31,7 +31,7 @@ from echo2.core.background import awaited, spawn
 from echo2.core.documents import half_character, may_have_half_character, parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.loop_thread import call_in
-from echo2.engines.tokenizer import appends_text, decoded, following_tokens, rendered_tokens, stop_rule
+from echo2.engines.tokenizer import TextTooLong, appends_text, decoded, following_tokens, rendered_tokens, stop_rule
 from echo2.rollouts.chat_forms import (
     ANTHROPIC,
     MODEL_NAME,
@@ -106,7 +106,10 @@ class ChatRollout:
         if call.stop:
             stop = await asyncio.to_thread(stop_rule, self.recorded.tokenizer, call.stop)
             bounds = replace(bounds, stop=stop)
-        prompt = self._prompt(call.messages, call.tools)
+        try:
+            prompt = await asyncio.to_thread(self._prompt, call.messages, call.tools)  # long texts take seconds
+        except TextTooLong as error:
+            raise self.recorded.full(str(error)) from error
         try:
             async with asyncio.TaskGroup() as together:
                 asked = [
@@ -148,12 +151,16 @@ class ChatRollout:
 
     def _prompt(self, said: list[Json], tools: Any) -> array[int]:
         tokenizer, essences = self.recorded.tokenizer, [essence(one) for one in said]
-        known = [one for one in self._said if one.tools == tools and essences[: len(one.essences)] == one.essences]
+        known = [
+            one for one in tuple(self._said) if one.tools == tools and essences[: len(one.essences)] == one.essences
+        ]
         before = max(known, key=lambda one: len(one.essences), default=None)
         try:
             if before is None or len(before.essences) == len(said):
                 return rendered_tokens(tokenizer, said, tools)
             return before.tokens + following_tokens(tokenizer, said[len(before.essences) :], before.tokens[-1])
+        except TextTooLong:
+            raise
         except UserError as error:
             raise bad(str(error)) from error
 

@@ -139,6 +139,14 @@ class RecordedRollout:
         """Mark the rollout as failed: it is not trained on. The first reason counts."""
         self._failure = self._failure or RequestFailure(reason, detail, traceback)
 
+    def full(self, why: str) -> CallRefused:
+        """Return the refusal of a call that no context has room for. The rollout is cut off there, or, if nothing was
+        said before, fails."""
+        if spoken := self._spoken():
+            return self._cut(spoken[-1], why)
+        self.fail("prompt_too_long", why)
+        return CallRefused(400, "prompt_too_long", why)
+
     def close(self) -> None:
         """Accept no more calls, and abort those under way."""
         self._is_over = True

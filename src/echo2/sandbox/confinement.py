@@ -19,10 +19,16 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from echo2.sandbox.process_table import num_threads
+from echo2.sandbox.process_table import FRESH_SECONDS, num_threads, usage
+
+if TYPE_CHECKING:
+    import seccompy
 
 MEMORY_BYTES = 1 << 30  # beyond what the process holds when it is confined
 CPU_SECONDS = 600  # in case no parent is left to kill it
@@ -39,7 +45,7 @@ SYSTEM_CALLS = frozenset(
 #: may be opened, but does not cover truncation before Linux 6.2.
 OPENING = {"openat": 2, "open": 1}
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND | getattr(os, "O_TMPFILE", 0) & ~os.O_DIRECTORY
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 #: What root becomes before it runs a task's command.
 NOBODY = 65534
 #: Times a command's processes: what it may add to its user's threads.
@@ -47,24 +53,51 @@ BURST = 8
 #: What programs read outside the folders of the system's programs, without secrets.
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+#: System calls that a task's command does not need: keys of whoever started it; memory that no process holds, or that
+#: outlives it; namespaces, in which it would have more rights; parts of the kernel that few programs use.
+REFUSED = (
+    *("add_key", "keyctl", "request_key", "shmget", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
+    *("unshare", "setns", "mount", "bpf", "io_uring_setup", "perf_event_open", "userfaultfd"),
+)
+#: Where Landlock is all there is: the network, what would leave the process group, other processes, and names in
+#: folders that it may not read.
+ALSO_REFUSED = ("socket", "setsid", "setpgid", "ptrace", "inotify_init", "inotify_init1")
+EPERM, ENOSYS = 1, 38
+CLONE_NEWUSER = 0x10000000
+#: Of x86_64, a second set of numbers for the same calls.
+X32 = 1 << 30
+#: Descriptors that a process of a command may have.
+FILES_OPEN_MAX = 4096
+#: Bytes of a core dump: of 0 the kernel still gives one to a program that it has for them, and of 1 it makes none.
+NO_CORE = 1
+#: Of all processes of a machine whose memory runs out, the kernel ends these first.
+ENDED_FIRST = 1000
 
 
 def missing() -> str:
     """Why this machine cannot confine a process; empty if it can."""
+    if reason := missing_filter():
+        return reason
+    try:
+        import landlockpy
+    except ModuleNotFoundError as error:
+        return f"{error.name} is not installed: pip install 'echo2[tasks]'"
+    except ImportError as error:
+        return f"landlockpy cannot be used: {error}"
+    return "" if landlockpy.supported() else "its kernel has no Landlock (Linux 5.13 and newer, switched on at boot)"
+
+
+def missing_filter() -> str:
+    """Why this machine cannot refuse system calls; empty if it can."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return f"it is {platform.system()} on {platform.machine()}, not Linux on x86_64 or aarch64"
     try:
-        import landlockpy
         import seccompy
     except ModuleNotFoundError as error:
         return f"{error.name} is not installed: pip install 'echo2[tasks]'"
     except ImportError as error:
-        return f"landlockpy and seccompy cannot be used: {error}"
-    if not landlockpy.supported():
-        return "its kernel has no Landlock (Linux 5.13 and newer, switched on at boot)"
-    if not seccompy.supported():
-        return "its kernel has no seccomp filters"
-    return ""
+        return f"seccompy cannot be used: {error}"
+    return "" if seccompy.supported() else "its kernel has no seccomp filters"
 
 
 def confine(keep: int, parent: int) -> None:
@@ -87,7 +120,7 @@ def confine(keep: int, parent: int) -> None:
         (resource.RLIMIT_AS, held + MEMORY_BYTES),
         (resource.RLIMIT_CPU, CPU_SECONDS),
         (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, within(resource.RLIMIT_CORE, NO_CORE)),
     ):
         resource.setrlimit(limit, (value, value))
     reading = landlockpy.AccessFS.READ_FILE | landlockpy.AccessFS.READ_DIR
@@ -110,6 +143,30 @@ def confine(keep: int, parent: int) -> None:
     calls.load()
 
 
+def filtered_calls(names: tuple[str, ...] = REFUSED) -> seccompy.Filter:
+    """Return the filter of a command's system calls, which refuses `names` and namespaces of users."""
+    import seccompy
+
+    calls = seccompy.Filter()
+    for name in names:
+        calls.errno(name, EPERM)
+        if platform.machine() == "x86_64":
+            calls.errno(X32 | seccompy.syscall_nr(name), EPERM)
+    user = [seccompy.ArgCmp(0, seccompy.CmpOp.MASKED_EQ, CLONE_NEWUSER, CLONE_NEWUSER)]
+    calls.errno("clone", EPERM, args=user)
+    calls.errno("clone3", ENOSYS)  # its flags cannot be seen, and C libraries then use clone
+    if platform.machine() == "x86_64":
+        calls.errno(X32 | seccompy.syscall_nr("clone"), EPERM, args=user)
+        calls.errno(X32 | seccompy.syscall_nr("clone3"), ENOSYS)
+    return calls
+
+
+def within(limit: int, most: int) -> int:
+    """Return the most that this process may pass on of a limit, and at most so much: only root may raise its own."""
+    _, allowed = resource.getrlimit(limit)
+    return most if allowed == resource.RLIM_INFINITY else min(most, allowed)
+
+
 def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
     """Give up what a task's command does not need, root's rights first. `folder`: the only one outside the system.
 
@@ -120,20 +177,19 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
         OSError: the kernel refuses; the process still has its rights and must not go on.
     """
     import landlockpy
-    import seccompy
 
+    Path("/proc/self/oom_score_adj").write_text(str(ENDED_FIRST))
     if os.getuid() == 0:
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-    most = num_threads(os.getuid()) + BURST * num_processes
-    _, allowed = resource.getrlimit(resource.RLIMIT_NPROC)
-    most = most if allowed == resource.RLIM_INFINITY else min(most, allowed)
-    for limit, value in (
-        (resource.RLIMIT_NPROC, most),
+    for limit, most in (
+        (resource.RLIMIT_NPROC, num_threads(os.getuid()) + BURST * num_processes),
+        (resource.RLIMIT_NOFILE, FILES_OPEN_MAX),
         (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, NO_CORE),
     ):
+        value = within(limit, most)
         resource.setrlimit(limit, (value, value))
     abi = landlockpy.abi_version()
     rights, scopes = landlockpy.fs_for_abi(abi), landlockpy.Scope.ABSTRACT_UNIX_SOCKET | landlockpy.Scope.SIGNAL
@@ -154,10 +210,7 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
             if os.access(inner, os.W_OK):
                 rules.allow_path(inner, rights)
         rules.restrict()
-    calls = seccompy.Filter()
-    for name in ("socket", "io_uring_setup", "setsid", "setpgid", "unshare", "ptrace", "setns", "mount"):
-        calls.errno(name, 1)  # EPERM
-    calls.load()
+    filtered_calls((*REFUSED, *ALSO_REFUSED)).load()
 
 
 def _readable() -> list[str]:
@@ -172,18 +225,35 @@ def main() -> None:
     """Confine a child that runs the command; end all of the process group with it, or at the end of standard input."""
     if reason := missing():
         raise SystemExit(f"commands cannot be confined here: {reason}")
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     child = os.fork()
     if child == 0:
         try:
             confine_command(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
-            del os.environ["PYTHONPATH"]  # ours
             os.execvp(sys.argv[4], sys.argv[4:])
         finally:  # what was raised is printed by nobody else
             traceback.print_exc()
             os._exit(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    while (ended := os.waitpid(-1, 0))[0] != child:
+        pass  # whom the command has left
+    _end_all()
+    status = os.waitstatus_to_exitcode(ended[1])
     os._exit(128 - status if status < 0 else status)
+
+
+def _end_all() -> None:
+    """End and bury all that the command has left. Whoever started this process ends what goes on in spite of that."""
+    while True:
+        for pid in usage(os.getpid()).pids - {os.getpid()}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+        time.sleep(FRESH_SECONDS)
 
 
 def _end_with_parent() -> None:

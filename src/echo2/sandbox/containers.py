@@ -18,76 +18,41 @@ import hashlib
 import os
 import secrets
 import shutil
+import stat
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
 
 from echo2.core.background import Shared
-from echo2.core.child import PACKAGE_ROOT, ChildProcess
-from echo2.core.errors import UserError
+from echo2.core.child import ChildProcess
 from echo2.sandbox import confinement
-from echo2.sandbox.process_table import Used, usage
+from echo2.sandbox.folders import FOLDERS, REMOVE, FolderContainer, write_files
+from echo2.sandbox.programs import (
+    START_SECONDS,
+    WRAPPED,
+    ContainerFault,
+    ContainerLimits,
+    Program,
+    Ran,
+    must,
+    outcome,
+    refused,
+)
 
-#: A program with its arguments, and its environment (None: this process's).
-Started = tuple[tuple[str, ...], Mapping[str, str] | None]
 #: Names one of RUNTIMES, in place of the first that works here.
 VARIABLE = "ECHO2_CONTAINERS"
 IMAGES = ("podman", "docker")
 RUNTIMES = (*IMAGES, "bubblewrap", "landlock")
-ROOT = "ECHO2_ROOT"
-CHECK_SECONDS = 0.1  # between two looks at a command's processes
-START_SECONDS = 60.0  # for the runtime to start or end a container
-PRINTED_BYTES_MAX = 16 << 20  # what a command may print, whatever of it is kept
-FILE_BYTES_MAX = 1 << 30  # of one file, where no image's storage limits it
-#: Folders that a task's commands may write, where there is no image.
-FOLDERS = ("app", "logs", "root", "tmp")
-#: Variables of a command, where there is no image.
-PLAIN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
-#: Says that the container is there, then runs the command ($1) without input; what is put for END comes last.
-WRAPPED = (
-    'echo "$0"; if command -v bash >/dev/null; then bash -c "$1" </dev/null; else sh -c "$1" </dev/null; fi; '
-    "status=$?; {END}exit $status"
-)
-#: Removes a folder in which a command may have made folders that nobody may enter.
-REMOVE = ("/bin/sh", "-c", 'chmod -R u+rwX "$0" 2>/dev/null; rm -rf "$0"')
 #: Of a container's folder, before the number of the process that owns it; and when one without an owner is removed.
 PREFIX = "echo2-container-"
 STALE_SECONDS = 3600.0
 #: A container's first process: ends when our end of its stdin closes, and buries what others leave.
 FIRST = "echo up; exec 3<&0; while :; do cat <&3 >/dev/null & wait $! && exit; done"
-#: What may be read of /etc without secrets.
-ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
-
-
-class ContainerFault(UserError):
-    """The machine is at fault: no runtime, or one that does not start or died."""
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerLimits:
-    """Limits of a container. `cpus` counts only with images. Shared memory is counted once."""
-
-    memory_bytes: int = 2 << 30
-    num_processes: int = 256
-    output_bytes: int = 8 << 10
-    cpus: float = 1.0
-    has_network: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Ran:
-    """What a command did. `status`: its exit status; `output`: the first and last of what it printed, at most
-    `ContainerLimits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output), or empty."""
-
-    status: int
-    output: str
-    stopped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,176 +80,6 @@ class Container(Protocol):
         """End all processes and forget all files."""
 
 
-class _Heard:
-    """Keeps the first and the last of what a command prints."""
-
-    def __init__(self, most: int) -> None:
-        self._half, self.num_bytes = max(1, most // 2), 0
-        self._first, self._last = bytearray(), bytearray()
-
-    async def listen(self, stream: asyncio.StreamReader) -> None:
-        while data := await stream.read(1 << 16):
-            self.num_bytes += len(data)
-            room = self._half - len(self._first)
-            self._first += data[: max(0, room)]
-            self._last = (self._last + data[max(0, room) :])[-self._half :]
-
-    def text(self) -> str:
-        gap = self.num_bytes - len(self._first) - len(self._last)
-        between = b"\n... %d bytes left out ...\n" % gap if gap else b""
-        return (bytes(self._first) + between + bytes(self._last)).decode(errors="replace")
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """A program that is run to its end. `over(pid)` names a limit that its processes exceed; `end()` ends them."""
-
-    program: tuple[str, ...]
-    seconds: float
-    output_bytes: int = 8 << 10
-    environment: Mapping[str, str] | None = None
-    over: Callable[[int], str] = lambda pid: ""
-    end: Callable[[], Awaitable[None]] | None = None
-
-    async def run(self) -> tuple[int, str, str]:
-        """Return its status, what it printed, and the limit that ended it."""
-        together = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *self.program)
-        heard, stopped = _Heard(self.output_bytes), ""
-        try:
-            child = ChildProcess(together, environment=self.environment, has_pipes=True)
-        except OSError as error:
-            raise ContainerFault(f"{self.program[0]} does not start: {error}.") from error
-        try:
-            stream, _stdin = await child.streams()  # held: its end ends the command
-            async with asyncio.TaskGroup() as group:
-                group.create_task(heard.listen(stream))
-                if stopped := await self._limit(child, heard):
-                    await self._end(child)
-        finally:
-            if child.status is None:
-                await asyncio.shield(self._end(child))
-            child.kill()
-        return child.status or 0, heard.text(), stopped
-
-    async def _limit(self, child: ChildProcess, heard: _Heard) -> str:
-        clock = asyncio.get_running_loop().time
-        until = clock() + self.seconds
-        while await child.ended(min(CHECK_SECONDS, self.seconds)) is None:
-            exceeded = "time" if clock() > until else "output" if heard.num_bytes > PRINTED_BYTES_MAX else ""
-            if exceeded := exceeded or self.over(child.pid):
-                return exceeded
-        return ""
-
-    async def _end(self, child: ChildProcess) -> None:
-        if self.end is not None:
-            await self.end()
-        for pid in usage(child.pid).inner:  # bubblewrap's own ends when the kernel has ended what it holds
-            _kill(pid)
-        if await child.ended(START_SECONDS if self.end is not None else 1.0) is None:
-            child.kill()
-            await child.ended(START_SECONDS)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, 9)
-    except ProcessLookupError:
-        return
-
-
-async def _must(*program: str, seconds: float = START_SECONDS) -> str:
-    status, said, stopped = await _Call(program, seconds).run()
-    if status or stopped:
-        failed = f"failed with status {status}: {said.strip()[-1500:]}"
-        reason = f"took longer than {seconds:g} s" if stopped else failed
-        raise ContainerFault(f"`{' '.join(program[:3])}` {reason}")
-    return said
-
-
-def _outcome(nonce: str, status: int, said: str, stopped: str, what: str) -> Ran:
-    """Read what a wrapped command printed. Raises ContainerFault: it was never begun."""
-    line, _, output = said.partition("\n")
-    if line != nonce and not stopped:
-        raise ContainerFault(f"{what} does not run commands (status {status}): {said.strip()[-1500:]}")
-    return Ran(128 - status if status < 0 else status, output, stopped)
-
-
-def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
-    """Write files below a new folder that nobody else can change. Raises UserError: a path leads out of it."""
-    folder.mkdir()
-    for name, (data, is_executable) in files.items():
-        parts = Path(name).parts
-        if not parts or Path(name).is_absolute() or ".." in parts:
-            raise UserError(f"A task's file has the path {name!r}: it must be relative, and without '..'.")
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(data)
-        (folder / name).chmod(0o755 if is_executable else 0o644)
-    for place in (folder, *folder.rglob("*/")):
-        if place.is_dir():
-            place.chmod(0o755)  # whatever this process's mask is: commands run as somebody else
-
-
-class FolderContainer:
-    """A container over folders of this machine: bubblewrap, or Landlock where that is not there. What is in its folder
-    itself, a command can neither make nor replace; it writes only what is in FOLDERS."""
-
-    def __init__(self, folder: Path, image: Image, limits: ContainerLimits, is_bubblewrap: bool) -> None:
-        self._folder, self._image, self._limits, self._is_bubblewrap = folder, image, limits, is_bubblewrap
-
-    async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
-        nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "")
-        given = {**PLAIN, **(variables or {})}
-        build = self._bubblewrap if self._is_bubblewrap else self._landlock
-        program, environment = build(given, ("/bin/sh", "-c", script, nonce, command))
-        over, output_bytes = self._over, self._limits.output_bytes + len(nonce) + 1
-        call = _Call(program, seconds, output_bytes, environment, over)
-        status, said, stopped = await call.run()
-        if status < 0 and not stopped:
-            raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
-        return _outcome(nonce, status, said, stopped, program[0])
-
-    async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
-        target = self._folder / place.strip("/")
-        await _must(*REMOVE, str(target))
-        await asyncio.to_thread(write_files, target, files)
-        if target.name in FOLDERS and os.getuid() == 0:
-            await _must("chown", "-hR", str(confinement.NOBODY), str(target))
-
-    async def close(self) -> None:
-        await _must(*REMOVE, str(self._folder))
-
-    def _over(self, pid: int) -> str:
-        used: Used = usage(pid)
-        if len(used.pids) > self._limits.num_processes:
-            return "processes"
-        return "memory" if used.exceeds(self._limits.memory_bytes) else ""
-
-    def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
-        words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
-        words = [*(words if os.getuid() == 0 else []), "bwrap", "--unshare-all", "--die-with-parent", "--new-session"]
-        words += ["--uid", "0", "--gid", "0", "--hostname", "task", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
-        for place in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
-            is_link = os.path.islink(place)
-            words += ["--symlink", os.readlink(place), place] if is_link else ["--ro-bind-try", place, place]
-        for name in ETC:
-            words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
-        for inner in sorted(self._folder.iterdir()):
-            place = self._image.directory if inner.name == "app" else f"/{inner.name}"
-            words += ["--bind" if inner.name in FOLDERS else "--ro-bind", str(inner), place]
-        for name, value in {"HOME": "/root", **variables}.items():
-            words += ["--setenv", name, value]
-        limits = ["prlimit", f"--nproc={self._limits.num_processes}", f"--fsize={FILE_BYTES_MAX}", "--core=0", "--"]
-        words += ["--remount-ro", "/", "--chdir", self._image.directory, "--", *limits, *command]
-        return tuple(words), None
-
-    def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
-        folder, processes = str(self._folder), str(self._limits.num_processes)
-        words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX), processes)
-        inner = ("/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
-        own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder, "PYTHONPATH": PACKAGE_ROOT}
-        return (*words, *inner), {**own, **variables}
-
-
 class ImageContainer:
     """A container of podman or docker. Its first process, of ours, ends with this one; a limit that is exceeded ends
     all its processes, and the next command starts it again with its files."""
@@ -296,31 +91,33 @@ class ImageContainer:
         self._lifeline: asyncio.StreamWriter | None = None  # its first process reads the end of this
 
     async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
+        if (said_no := refused(command)) is not None:
+            return said_no
         main = await self._started()
         nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "kill -9 -1 2>/dev/null; ")
         given = [word for name, value in (variables or {}).items() for word in ("--env", f"{name}={value}")]
         where = ["--workdir", self._directory] if self._directory else []
         program = (self._program, "exec", *where, *given, self._name, "sh", "-c", script, nonce, command)
         output_bytes = self._limits.output_bytes + len(nonce) + 1
-        status, said, stopped = await _Call(program, seconds, output_bytes, end=self._kill).run()
+        status, said, stopped = await Program(program, seconds, output_bytes, end=self._kill).run()
         if not stopped and main.status is not None:
             format_ = "{{.State.OOMKilled}}"
-            if "true" not in await _must(self._program, "inspect", "--format", format_, self._name):
+            if "true" not in await must(self._program, "inspect", "--format", format_, self._name):
                 raise ContainerFault(f"{self._program}'s container died during a command (status {main.status}).")
             stopped = "memory"
-        return _outcome(nonce, status, said, stopped, self._program)
+        return outcome(nonce, status, said, stopped, self._program)
 
     async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
         await self._started()
         with tempfile.TemporaryDirectory(prefix="echo2-files-") as folder:
             source = Path(folder) / "files"
             await asyncio.to_thread(write_files, source, files)
-            await _must(self._program, "exec", self._name, "sh", "-c", 'rm -rf "$0" && mkdir -p "$0"', place)
-            await _must(self._program, "cp", f"{source}/.", f"{self._name}:{place}")
+            await must(self._program, "exec", self._name, "sh", "-c", 'rm -rf "$0" && mkdir -p "$0"', place)
+            await must(self._program, "cp", f"{source}/.", f"{self._name}:{place}")
 
     async def close(self) -> None:
         if self._main is not None:
-            await _Call((self._program, "rm", "--force", "--volumes", self._name), START_SECONDS).run()
+            await Program((self._program, "rm", "--force", "--volumes", self._name), START_SECONDS).run()
             self._main.kill()
 
     async def _started(self) -> ChildProcess:
@@ -345,13 +142,14 @@ class ImageContainer:
     def _made(self) -> list[str]:
         memory = str(self._limits.memory_bytes)
         words = ["run", "--interactive", "--name", self._name, "--label", "echo2", "--stop-timeout", "0"]
+        words += ["--log-driver", "none"]  # else what a command prints to /proc/1/fd/1 is kept on the machine
         words += ["--memory", memory, "--memory-swap", memory, "--pids-limit", str(self._limits.num_processes)]
         words += ["--cpus", f"{self._limits.cpus:g}", "--security-opt", "no-new-privileges", *ulimits()]
         words += [] if self._limits.has_network else ["--network", "none"]
         return [*words, "--entrypoint", "/bin/sh", self.image, "-c", FIRST]
 
     async def _kill(self) -> None:
-        await _Call((self._program, "kill", self._name), START_SECONDS).run()
+        await Program((self._program, "kill", self._name), START_SECONDS).run()
         if self._main is not None and await self._main.ended(START_SECONDS) is None:
             raise ContainerFault(f"{self._program} did not end its container {self._name}.")
 
@@ -371,11 +169,19 @@ def find_runtime() -> str:
     named = os.environ.get(VARIABLE, "")
     reasons = {}
     for name in [named] if named else RUNTIMES:
-        reasons[name] = _unusable(name)
+        reasons[name] = _unusable(name) or ("" if named else _unasked(name))
         if not reasons[name]:
             return name
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     raise ContainerFault(f"Tasks' commands need a container, and this machine has none ({why}). Install bubblewrap.")
+
+
+def _unasked(name: str) -> str:
+    """Why nobody gets a runtime who did not ask for it."""
+    if name != "landlock" or os.getuid() == 0:
+        return ""
+    told = "as no root its commands can change modes and times of all files of this user"
+    return f"{told}; {VARIABLE}=landlock takes it all the same"
 
 
 def _unusable(name: str) -> str:
@@ -386,6 +192,8 @@ def _unusable(name: str) -> str:
     program = "bwrap" if name == "bubblewrap" else name
     if shutil.which(program) is None:
         return "it is not installed"
+    if name == "bubblewrap" and (reason := confinement.missing_filter()):
+        return reason
     trial = ["--unshare-all", "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev", "true"]
     try:
         words = [program, *(["info"] if name in IMAGES else trial)]
@@ -423,10 +231,14 @@ class Containers:
             return opened
         if limits.has_network:
             raise ContainerFault(f"The task needs a network, and {self.runtime} has only this machine's own.")
+        if below := [name for name in FOLDERS if image.directory.startswith(f"/{name}/")]:
+            told = f"The task's directory {image.directory} is below /{below[0]}, which {self.runtime} cannot do."
+            raise ContainerFault(f"{told} Install podman.")
         await self._tidy()
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        os.chmod(folder, 0o755)
-        opened = FolderContainer(folder, image, limits, self.runtime == "bubblewrap")
+        if os.getuid() == 0:
+            os.chmod(folder, 0o755)  # commands run as somebody else
+        opened = FolderContainer(folder, image.directory, limits, self.runtime == "bubblewrap")
         for name in FOLDERS:
             await opened.put(name, (image.files or {}) if name == "app" else {})
         return opened
@@ -438,30 +250,36 @@ class Containers:
             return
         self._is_tidy = True
         for path in _stale_folders():
-            await _Call((*REMOVE, path), START_SECONDS).run()
+            await Program((*REMOVE, path), START_SECONDS).run()
 
     async def _image(self, key: str) -> str:
         image, program = self._asked.pop(key), self.runtime
         prune = (program, "container", "prune", "--force", "--filter", "label=echo2", "--filter", "until=1h")
-        await _Call(prune, START_SECONDS).run()  # of owners that were killed
-        status, _, _ = await _Call((program, "image", "inspect", key), START_SECONDS).run()
+        await Program(prune, START_SECONDS).run()  # of owners that were killed
+        status, _, _ = await Program((program, "image", "inspect", key), START_SECONDS).run()
         if status and image.name:
-            await _must(program, "pull", "--quiet", key, seconds=image.build_seconds)
+            await must(program, "pull", "--quiet", key, seconds=image.build_seconds)
         elif status:
             with tempfile.TemporaryDirectory(prefix="echo2-build-") as folder:
                 context = Path(folder) / "context"
                 await asyncio.to_thread(write_files, context, image.files or {})
                 limits = ulimits() if program == "podman" else []
                 build = (program, "build", "--quiet", "--label", "echo2", *limits, "--tag", key, str(context))
-                await _must(*build, seconds=image.build_seconds)
+                await must(*build, seconds=image.build_seconds)
         return key
 
 
 def _stale_folders() -> list[str]:
+    """Return those of this user: in a shared folder others may put links, or folders that they change meanwhile."""
     now, stale = time.time(), []
     for path in glob.glob(os.path.join(tempfile.gettempdir(), f"{PREFIX}*-*")):
         owner = os.path.basename(path).removeprefix(PREFIX).partition("-")[0]
-        if not os.path.exists(f"/proc/{owner}") and os.path.getmtime(path) < now - STALE_SECONDS:
+        try:
+            facts = os.lstat(path)
+        except FileNotFoundError:  # its owner has closed it
+            continue
+        is_own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.getuid()
+        if is_own and not os.path.exists(f"/proc/{owner}") and facts.st_mtime < now - STALE_SECONDS:
             stale.append(path)
     return stale
 

@@ -12,7 +12,6 @@ leave no reward, are nobody's zero: the rollout is lost by that cause.
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 import shlex
 from collections.abc import Mapping
@@ -21,8 +20,11 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from echo2.core.devices import num_cores
+from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import UserError
-from echo2.sandbox.containers import IMAGES, ROOT, Container, ContainerLimits, Containers, Image, Ran, find_runtime
+from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
+from echo2.sandbox.folders import ROOT
+from echo2.sandbox.programs import ContainerLimits, Ran
 from echo2.tasks.harbor_rows import COLUMN, DOCKERFILE, ENVIRONMENT, TESTS, Files, HarborTask, unpacked_files
 from echo2.tasks.loopback_model import LoopbackModel, OutOfRoomError
 
@@ -45,8 +47,12 @@ TOOL = {
     },
 }
 BLOCK = re.compile(r"```(?:bash|sh)\n(.*?)(?:```|\Z)", re.DOTALL)
-#: What prints the reward, in a line of its own; the tests wrote one of the two.
-READ_REWARD = f'cd "${ROOT}/logs/verifier" && cat reward.json 2>/dev/null || cat reward.txt'
+#: What prints one of the files that the tests may write, if it is one.
+READ_REWARD = f'cd "${ROOT}/logs/verifier" && test -f {{0}} && head -c 4000 {{0}}'
+REWARDS = ("reward.txt", "reward.json")
+KILLED = 137
+#: Of the tests: they do not begin with modules that the policy left in its home.
+OF_TESTS = {"PYTHONNOUSERSITE": "1"}
 
 
 def make_play() -> Play:
@@ -64,7 +70,12 @@ def make_play() -> Play:
             raise UserError(f"The row has no column {COLUMN!r}: tasks.source must be a directory of Harbor tasks.")
         task = HarborTask(**{one.name: row[one.name] for one in fields(HarborTask)})
         image = image_of(task, unpacked_files(row["files"], ENVIRONMENT), containers.runtime)
-        limits = ContainerLimits(memory_bytes=task.memory_bytes, cpus=task.cpus, has_network=task.has_network)
+        limits = ContainerLimits(
+            memory_bytes=task.memory_bytes,
+            cpus=task.cpus,
+            has_network=task.has_network,
+            storage_bytes=task.storage_bytes,
+        )
         container = await containers.open(image, limits)
         try:
             with suppress(OutOfRoomError, TimeoutError):  # what was done until then counts
@@ -159,11 +170,10 @@ async def _converse(
 
 def _command(function: Mapping[str, Any]) -> str | None:
     try:
-        command = json.loads(function["arguments"])["command"]
+        command = parse_json(function["arguments"])["command"]
     except (KeyError, TypeError, ValueError):
         return None
-    is_call = function["name"] == "bash" and isinstance(command, str) and "\0" not in command
-    return command if is_call else None
+    return command if function["name"] == "bash" and isinstance(command, str) else None
 
 
 def told(ran: Ran) -> str:
@@ -173,7 +183,8 @@ def told(ran: Ran) -> str:
 
 
 async def _reward(container: Container, task: HarborTask, tests: Files, running: asyncio.Semaphore) -> float:
-    """Run the tests, and read what they wrote.
+    """Run the tests, and read what they wrote. Of two rewards the lower counts: the tested program may have written
+    one, and so can only lose.
 
     Raises:
         UserError: they ended by themselves and wrote no reward.
@@ -181,18 +192,21 @@ async def _reward(container: Container, task: HarborTask, tests: Files, running:
     async with running:
         await container.put("/tests", tests)
         await container.put("/logs", {"verifier/.keep": (b"", False)})
-        given = {**task.variables, **task.tests_variables}
+        given = {**OF_TESTS, **task.variables, **task.tests_variables}
         ran = await container.run(f'bash "${ROOT}/tests/test.sh"', task.tests_seconds, given)
-        read = await container.run(READ_REWARD, COMMAND_SECONDS)
-    try:
-        return reward_in(read.output)
-    except ValueError as error:
-        if ran.stopped:
-            return 0.0  # the work that they tested exceeded a limit
+        told = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
+    found, why = [], ""
+    for one in told:
+        try:
+            found.append(reward_in(one.output))
+        except ValueError as error:
+            why = f"{why}; {error}" if why else str(error)
+    if not found and not ran.stopped and ran.status != KILLED:
         raise UserError(
-            f"The tests of {task.name} wrote no reward to /logs/verifier ({error}); exit status {ran.status}: "
+            f"The tests of {task.name} wrote no reward to /logs/verifier ({why}); exit status {ran.status}: "
             f"{ran.output.strip()[-1000:]}"
-        ) from error
+        )
+    return min(found, default=0.0)  # none: the work that they tested exceeded a limit, or ended them
 
 
 def reward_in(text: str) -> float:
@@ -201,9 +215,9 @@ def reward_in(text: str) -> float:
     Raises:
         ValueError: the text is neither.
     """
-    found = json.loads(text)
+    found = parse_json(text)
     if isinstance(found, dict):
         found = found["reward"] if "reward" in found else next(iter(found.values())) if len(found) == 1 else None
-    if isinstance(found, bool) or not isinstance(found, int | float) or not abs(found) < float("inf"):
+    if not is_number(found):
         raise ValueError(f"it is {text.strip()[:100]!r}")
     return float(found)

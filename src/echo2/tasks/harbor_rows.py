@@ -16,13 +16,13 @@ import json
 import os
 import re
 import stat
-import tomllib
 import zlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from echo2.core.documents import parse_json, parse_toml
 from echo2.core.errors import UserError
 from echo2.core.printable import shown
 
@@ -32,6 +32,8 @@ TASK_FILE, INSTRUCTION, DOCKERFILE = "task.toml", "instruction.md", "Dockerfile"
 FILES_MAX = 1000
 #: Of all its files, before they are packed.
 BYTES_MAX = 16 << 20
+#: Of the same as JSON: a byte becomes up to six.
+TEXT_BYTES_MAX = 7 * BYTES_MAX
 #: Of a packed task: with its other columns, a row may have a megabyte.
 PACKED_BYTES_MAX = 700_000
 #: Parts of the format that are refused, and why.
@@ -60,9 +62,16 @@ class HarborTask:
     directory: str = ""
     cpus: float = 1.0
     memory_bytes: int = 2 << 30
+    storage_bytes: int = 10 << 30
     has_network: bool = False
     variables: dict[str, str] = field(default_factory=dict)
     tests_variables: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Raises ValueError: the image or the directory has a name that none has."""
+        if self.image and not re.fullmatch(r"\w[\w.:/@-]*", self.image):  # a program's option, too
+            raise ValueError(f"docker_image = {shown(self.image)} names no image")
+        _directory(self.directory)
 
 
 class HarborRows:
@@ -106,7 +115,7 @@ def read_task(folder: Path) -> dict[str, Any]:
     """
     files = _files(folder)
     try:
-        said = tomllib.loads(files[TASK_FILE][0].decode())
+        said = parse_toml(files[TASK_FILE][0].decode())
         instruction = files[INSTRUCTION][0].decode()
         files[f"{TESTS}/test.sh"]
     except KeyError as error:
@@ -135,8 +144,16 @@ def packed_files(files: Files) -> str:
 
 
 def unpacked_files(packed: str, folder: str) -> Files:
-    """Return the packed files below a folder, by their paths in it."""
-    plain = json.loads(zlib.decompress(base64.b64decode(packed)))
+    """Return the packed files below a folder, by their paths in it.
+
+    Raises:
+        UserError: they unpack to more than a task may have.
+    """
+    unpacking = zlib.decompressobj()
+    text = unpacking.decompress(base64.b64decode(packed), TEXT_BYTES_MAX)
+    if not unpacking.eof:
+        raise UserError(f"A task's files unpack to more than {BYTES_MAX} bytes, or are cut off.")
+    plain = parse_json(text)
     found = {name: (text.encode("latin-1"), bool(executable)) for name, (text, executable) in plain.items()}
     return {name.removeprefix(f"{folder}/"): entry for name, entry in found.items() if name.startswith(f"{folder}/")}
 
@@ -209,7 +226,8 @@ def _task(folder: Path, said: Mapping[str, Any]) -> HarborTask:
             image=str(environment.get("docker_image") or ""),
             directory=_directory(environment.get("workdir") or ""),
             cpus=_number(environment, "cpus", 1.0),
-            memory_bytes=_memory(environment),
+            memory_bytes=_bytes(environment, "memory", 2048),
+            storage_bytes=_bytes(environment, "storage", 10_240),
             has_network=has_network,
             variables=_variables(environment.get("env", {})),
             tests_variables=_variables(verifier.get("env", {})),
@@ -225,14 +243,14 @@ def _number(table: Mapping[str, Any], name: str, default: float) -> float:
     return float(value)
 
 
-def _memory(environment: Mapping[str, Any]) -> int:
+def _bytes(environment: Mapping[str, Any], name: str, default_mb: int) -> int:
     """Return bytes: of `memory_mb`, or of the older `memory` ("2G")."""
-    if (text := environment.get("memory")) and "memory_mb" not in environment:
+    if (text := environment.get(name)) and f"{name}_mb" not in environment:
         parts = re.fullmatch(r"(\d{1,6})\s*([MG])i?B?", str(text), re.IGNORECASE)
         if parts is None:
-            raise ValueError(f'memory = {shown(text)} must be like "2G"')
+            raise ValueError(f'{name} = {shown(text)} must be like "2G"')
         return int(parts[1]) << (30 if parts[2] in "Gg" else 20)
-    return int(_number(environment, "memory_mb", 2048)) << 20
+    return int(_number(environment, f"{name}_mb", default_mb)) << 20
 
 
 def _directory(path: Any) -> str:

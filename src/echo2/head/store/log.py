@@ -1,7 +1,7 @@
 """Reads and writes the log of a ledger in a store (`decide/log.py`):
 
     log/<position>     entries, created once        marks/<number>    where a reader may begin, created once and kept
-    copies/<name>      copies of the ledger             alive              the newest sign of life, replaced
+    copies/<name>      copies of the ledger, sealed     alive              the newest sign of life, replaced
 
 Lists of a store may be old. So the newest mark is found by asking for the number behind the newest one listed, until
 there is none, and the end of the log likewise.
@@ -10,7 +10,7 @@ there is none, and the end of the log likewise.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -63,10 +63,34 @@ def encode(value: Entry | Mark | Sign) -> bytes:
 
 
 def decode(data: bytes, kind: type[_T]) -> _T:
-    """Return the value in an object. Raises UserError: the store has damaged it."""
+    """Return the value in an object. Raises UserError: the store has damaged it, or mistaken it for another."""
     if blake3(data[_DIGEST_BYTES:]).digest() != data[:_DIGEST_BYTES]:
         raise _lost("an object of its log, whose digest is wrong now")
-    return msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=kind)
+    try:
+        return msgspec.msgpack.decode(data[_DIGEST_BYTES:], type=kind)
+    except msgspec.MsgspecError as error:
+        raise _lost(f"an object of its log, in whose place is another: {error}") from error
+
+
+def sealed(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the pieces of a copy, and their digest."""
+    digest = blake3()
+    for piece in pieces:
+        digest.update(piece)
+        yield piece
+    yield digest.digest()
+
+
+def unsealed(name: str, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the pieces of a sealed copy. Raises UserError at their end: they are not as they were sealed."""
+    digest, held = blake3(), b""
+    for piece in pieces:
+        held += piece
+        data, held = held[:-_DIGEST_BYTES], held[-_DIGEST_BYTES:]
+        digest.update(data)
+        yield data
+    if digest.digest() != held:
+        raise _lost(f"its copy of the ledger, {name}, whose digest is wrong now")
 
 
 class LogReader:
@@ -114,7 +138,7 @@ class LogReader:
 
     def _load(self, copy: str) -> bool:
         try:
-            self._replica.load(self._objects.download(f"copies/{copy}"))
+            self._replica.load(unsealed(copy, self._objects.download(f"copies/{copy}")))
         except FileNotFoundError:
             return False
         return True
@@ -129,8 +153,7 @@ def _lost(what: str) -> UserError:
 
 def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:
     """Return the newest mark and its number; number 0: there is none. `number`: of one that is known."""
-    listed = objects.keys("marks")
-    number = max(number, int(Path(listed[-1]).name) if listed else 0)
+    number = max([number, *(found for _, found in _numbered(objects, "marks"))])
     while (found := objects.get(_mark_key(number + 1))) is not None:
         number += 1
     found = objects.get(_mark_key(number))
@@ -140,6 +163,12 @@ def newest_mark(objects: Objects, number: int = 0) -> tuple[Mark | None, int]:
 def entry_key(position: int) -> str:
     """Return the key of the entry at a position."""
     return f"log/{position:012}"
+
+
+def _numbered(objects: Objects, folder: str) -> list[tuple[str, int]]:
+    """Return the keys below a folder with their numbers, without what others have put there."""
+    found = ((key, Path(key).name.partition("-")[0]) for key in objects.keys(folder))
+    return [(key, int(number)) for key, number in found if number.isascii() and number.isdecimal()]
 
 
 def _mark_key(number: int) -> str:
@@ -172,7 +201,7 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
         epoch, name = 1 + (reader.last.epoch if reader.last else 0), ""
         if reader.last is None or reader.stored < replica.number:
             name = copy_name(replica.number, claim.own, epoch)
-            objects.upload(f"copies/{name}", copy())
+            objects.upload(f"copies/{name}", sealed(copy()))
         mine = Entry(claim.own, epoch, replica.number + 1, copy=name)
         objects.create(entry_key(reader.position), encode(mine))
     if mine.copy:
@@ -224,17 +253,13 @@ def add_mark(objects: Objects, mark: Mark) -> None:
             return
         if objects.create(_mark_key(number + 1), encode(mark)):
             break
-    listed = [(key, int(Path(key).stem)) for key in objects.keys("log")]
+    listed, copies = _numbered(objects, "log"), _numbered(objects, "copies")
     old = [key for key, position in listed if position < mark.position and position not in mark.beginnings]
-    copies = [key for key in objects.keys("copies") if _number_of(key) < mark.number]
-    objects.delete([*old, *copies])
+    old += [key for key, number in copies if number < mark.number]
+    objects.delete(old)
 
 
 def copy_name(number: int, head: str, epoch: int) -> str:
     """Return the name of a head's copy of the ledger up to record `number`; of each attempt another one. An entry may
     name a copy later than its head knows, and no second attempt may then leave half of it."""
     return f"{number:012}-{head}-{epoch}-{secrets.token_hex(4)}"
-
-
-def _number_of(copy: str) -> int:
-    return int(Path(copy).name.partition("-")[0])

@@ -35,7 +35,7 @@ from echo2.core.types import Backoff
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading, open_for_writing
 from echo2.head.store.decide.log import SIGN_SECONDS, Claim, Entry, LogWriter, Mark, Sign
-from echo2.head.store.log import SIGN_KEY, add_mark, copy_name, decode, encode, entry_key, send, take_log
+from echo2.head.store.log import SIGN_KEY, add_mark, copy_name, decode, encode, entry_key, sealed, send, take_log
 from echo2.transport.base import AWAY
 
 log = logging.getLogger(__name__)
@@ -304,7 +304,7 @@ class Mirror:
         try:
             number = await asyncio.to_thread(copy_ledger, self._ledger, aside)
             name = copy_name(number, self._writer.head, self.epoch)
-            await asyncio.to_thread(self.objects.upload, f"copies/{name}", pieces_of(aside))
+            await asyncio.to_thread(self.objects.upload, f"copies/{name}", sealed(pieces_of(aside)))
             self._copy_bytes = aside.stat().st_size
             while self._writer.stored < number and self._writer.fenced is None:
                 await self._change()

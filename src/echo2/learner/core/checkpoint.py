@@ -275,9 +275,12 @@ def fetch(objects: Objects, root: Path, version: int) -> int | None:
     found: list[tuple[int, int, str, dict[str, Any]]] = []
     for key in objects.keys(_FOLDER):
         if key.endswith(f"/{STATE_FILE}") and (data := objects.get(key)) is not None:
-            state = parse_json(data)
-            client = state["client"]
-            found.append((client["version"], client["lineage"], key.rpartition("/")[0], state))
+            try:
+                state = parse_json(data)
+                client = state["client"]
+                found.append((client["version"], client["lineage"], key.rpartition("/")[0], state))
+            except (ValueError, KeyError, TypeError):
+                log.warning("%s in the store is no checkpoint's", key)
     for number, _, folder, state in sorted(found, key=lambda one: one[:2], reverse=True):
         if number > version:
             continue

@@ -1,0 +1,171 @@
+"""Containers over folders of this machine, where there are no images: bubblewrap, or Landlock (`containers.py`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import secrets
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from echo2.core.child import PACKAGE_ROOT
+from echo2.core.errors import UserError
+from echo2.sandbox import confinement, storage
+from echo2.sandbox.process_table import Used, usage
+from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
+
+#: A program with its arguments, and its environment.
+Started = tuple[tuple[str, ...], Mapping[str, str]]
+ROOT = "ECHO2_ROOT"
+FILE_BYTES_MAX = 1 << 30  # of one file, where no image's storage limits it
+#: Folders that a task's commands may write, where there is no image; `shm` is bubblewrap's /dev/shm.
+FOLDERS = ("app", "logs", "root", "shm", "tmp")
+#: Limits that end a command: its container's, and the machine's.
+STORAGE, DISK = "storage", "disk"
+#: Of a container's folder: the filter of system calls, for bubblewrap.
+CALLS = ".calls"
+#: Starts bubblewrap: its descriptor 9 is the filter ($0).
+BEGUN = f'exec 9<"$0" && echo {confinement.ENDED_FIRST} >/proc/self/oom_score_adj && exec "$@"'
+#: Variables of a command, where there is no image.
+PLAIN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
+#: Removes a folder in which a command may have made folders that nobody may enter.
+REMOVE = ("/bin/sh", "-c", 'chmod -R u+rwX "$0" 2>/dev/null; rm -rf "$0"')
+#: What may be read of /etc without secrets.
+ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
+
+
+def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
+    """Write files below a new folder that nobody else can change.
+
+    Raises:
+        UserError: a path leads out of it.
+        ContainerFault: the disk is full, or no disk takes such files.
+    """
+    for name in files:
+        parts = Path(name).parts
+        if not parts or Path(name).is_absolute() or ".." in parts:
+            raise UserError(f"A task's file has the path {name!r}: it must be relative, and without '..'.")
+    try:
+        _write(folder, files)
+    except OSError as error:
+        raise ContainerFault(f"Cannot write a task's files: {error}.") from error
+
+
+def _write(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
+    folder.mkdir()
+    for name, (data, is_executable) in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+        (folder / name).chmod(0o755 if is_executable else 0o644)
+    for place in (folder, *folder.rglob("*/")):
+        if place.is_dir():
+            place.chmod(0o755)  # whatever this process's mask is: commands run as somebody else
+
+
+class FolderContainer:
+    """A container over folders of this machine: bubblewrap, or Landlock where that is not there. What is in its folder
+    itself, a command can neither make nor replace; it writes only what is in FOLDERS. Once it holds more than it may,
+    no command runs any more. `folder`: of this machine."""
+
+    def __init__(self, folder: Path, directory: str, limits: ContainerLimits, is_bubblewrap: bool) -> None:
+        self.folder, self._directory, self._limits, self._is_bubblewrap = folder, directory, limits, is_bubblewrap
+        self._has_room = True
+        if is_bubblewrap:
+            (folder / CALLS).write_bytes(confinement.filtered_calls().program)
+            (folder / CALLS).chmod(0o644)
+
+    async def run(self, command: str, seconds: float, variables: Mapping[str, str] | None = None) -> Ran:
+        if (said_no := refused(command)) is not None:
+            return said_no
+        if not self._has_room:
+            return Ran(137, "", STORAGE)
+        self._open_folders()
+        nonce, script = secrets.token_hex(8), WRAPPED.replace("{END}", "")
+        given = {**PLAIN, **(variables or {})}
+        build = self._bubblewrap if self._is_bubblewrap else self._landlock
+        program, environment = build(given, ("/bin/sh", "-c", script, nonce, command))
+        output_bytes = self._limits.output_bytes + len(nonce) + 1
+        call = Program(program, seconds, output_bytes, environment, self._over, self._stored)
+        status, said, stopped = await call.run()
+        if not stopped:
+            stopped = await asyncio.to_thread(self._stored)
+        if stopped == DISK:
+            raise ContainerFault(
+                f"The disk of {self.folder.parent} is full: less than {storage.LEFT_BYTES} bytes left."
+            )
+        self._has_room = stopped != STORAGE
+        if status < 0 and not stopped:
+            raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
+        return outcome(nonce, status, said, stopped, "bubblewrap" if self._is_bubblewrap else "Landlock")
+
+    async def put(self, place: str, files: Mapping[str, tuple[bytes, bool]]) -> None:
+        target = self.folder / place.strip("/")
+        await must(*REMOVE, str(target))
+        await asyncio.to_thread(write_files, target, files)
+        if target.name in FOLDERS and os.getuid() == 0:
+            await must("chown", "-hR", str(confinement.NOBODY), str(target))
+
+    async def close(self) -> None:
+        await must(*REMOVE, str(self.folder))
+
+    def _open_folders(self) -> None:
+        """Give the owner of the folders all rights of them, which the last command may have taken."""
+        for name in FOLDERS:
+            if (mode := (self.folder / name).stat().st_mode) & 0o700 != 0o700:
+                (self.folder / name).chmod(stat.S_IMODE(mode) | 0o700)
+
+    def _over(self, pid: int) -> str:
+        used: Used = usage(pid)
+        if len(used.pids) > self._limits.num_processes:
+            return "processes"
+        return "memory" if used.exceeds(self._limits.memory_bytes) else ""
+
+    def _stored(self, pid: int | None = None) -> str:
+        if storage.is_full(self.folder):
+            return DISK
+        pids = usage(pid).pids if pid is not None else ()
+        return STORAGE if storage.exceeds(self.folder, pids, self._limits.storage_bytes) else ""
+
+    def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
+        words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
+        words = ["/bin/sh", "-c", BEGUN, str(self.folder / CALLS), *(words if os.getuid() == 0 else []), "bwrap"]
+        words += ["--seccomp", "9", "--unshare-all", "--die-with-parent", "--new-session"]
+        words += ["--uid", "0", "--gid", "0", "--hostname", "task", "--proc", "/proc", "--dev", "/dev", "--clearenv"]
+        for place in ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64"):
+            is_link = os.path.islink(place)
+            words += ["--symlink", os.readlink(place), place] if is_link else ["--ro-bind-try", place, place]
+        for name in ETC:
+            words += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+        for inner in sorted(self.folder.glob("[!.]*"), key=lambda inner: inner.name == "app"):  # the last one is seen
+            place = {"app": self._directory, "shm": "/dev/shm"}.get(inner.name, f"/{inner.name}")
+            words += ["--bind" if inner.name in FOLDERS else "--ro-bind", str(inner), place]
+        for name, value in {"HOME": "/root", **variables}.items():
+            words += ["--setenv", name, value]
+        most = {"nproc": self._limits.num_processes, "fsize": FILE_BYTES_MAX}
+        most |= {"nofile": confinement.FILES_OPEN_MAX, "core": confinement.NO_CORE}
+        kinds = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in most}
+        limits = ["prlimit", *(f"--{name}={confinement.within(kinds[name], value)}" for name, value in most.items())]
+        words += [
+            "--remount-ro",
+            "/dev",
+            "--remount-ro",
+            "/",
+            "--chdir",
+            self._directory,
+            "--",
+            *limits,
+            "--",
+            *command,
+        ]
+        return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
+
+    def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
+        folder, processes = str(self.folder), str(self._limits.num_processes)
+        words = (sys.executable, "-P", "-m", confinement.__name__, folder, str(FILE_BYTES_MAX), processes)
+        own = {"HOME": f"{folder}/root", "TMPDIR": f"{folder}/tmp", ROOT: folder}
+        given = [f"{name}={value}" for name, value in {**own, **variables}.items()]  # not for what runs before
+        inner = ("/usr/bin/env", "-i", *given, "/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
+        return (*words, *inner), {"PYTHONPATH": PACKAGE_ROOT, "PATH": os.defpath}

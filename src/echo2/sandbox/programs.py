@@ -1,0 +1,173 @@
+"""One program that is run to its end, as a container's command is: with limits on its time and output, watched, and
+ended with all that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from echo2.core.child import ChildProcess
+from echo2.core.errors import UserError
+from echo2.sandbox.process_table import usage
+
+CHECK_SECONDS = 0.1  # between two looks at a command's processes
+STORAGE_SECONDS = 0.5  # between two looks at its files, or longer
+START_SECONDS = 60.0  # for the runtime to start or end a container
+PRINTED_BYTES_MAX = 16 << 20  # what a command may print, whatever of it is kept
+#: Of a command: the kernel gives a program no longer argument than 128 KiB.
+COMMAND_BYTES_MAX = 120 << 10
+#: Says that the container is there, then runs the command ($1) without input; what is put for END comes last.
+WRAPPED = (
+    'echo "$0"; if command -v bash >/dev/null; then bash -c "$1" </dev/null; else sh -c "$1" </dev/null; fi; '
+    "status=$?; {END}exit $status"
+)
+
+
+class ContainerFault(UserError):
+    """The machine is at fault: no runtime, or one that does not start or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerLimits:
+    """Limits of a container. `cpus` counts only with images, `storage_bytes` only without. Shared memory is counted
+    once."""
+
+    memory_bytes: int = 2 << 30
+    num_processes: int = 256
+    output_bytes: int = 8 << 10
+    cpus: float = 1.0
+    has_network: bool = False
+    storage_bytes: int = 10 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a command did. `status`: its exit status; `output`: the first and last of what it printed, at most
+    `ContainerLimits.output_bytes`; `stopped`: the limit that ended it (time, memory, processes, output, storage), or
+    empty."""
+
+    status: int
+    output: str
+    stopped: str = ""
+
+
+def refused(command: str) -> Ran | None:
+    """Return what becomes of a command that no shell can be given: as for one that the shell does not know."""
+    try:
+        is_short = len(command.encode()) <= COMMAND_BYTES_MAX
+    except UnicodeEncodeError:
+        return Ran(126, "this is no command: it has half a character of UTF-16")
+    if "\0" in command:
+        return Ran(126, "this is no command: it has a character of value 0")
+    return None if is_short else Ran(126, f"this is no command: it has more than {COMMAND_BYTES_MAX} bytes")
+
+
+class _Heard:
+    """Keeps the first and the last of what a command prints."""
+
+    def __init__(self, most: int) -> None:
+        self._half, self.num_bytes = max(1, most // 2), 0
+        self._first, self._last = bytearray(), bytearray()
+
+    async def listen(self, stream: asyncio.StreamReader) -> None:
+        while data := await stream.read(1 << 16):
+            self.num_bytes += len(data)
+            room = self._half - len(self._first)
+            self._first += data[: max(0, room)]
+            self._last = (self._last + data[max(0, room) :])[-self._half :]
+
+    def text(self) -> str:
+        gap = self.num_bytes - len(self._first) - len(self._last)
+        between = b"\n... %d bytes left out ...\n" % gap if gap else b""
+        return (bytes(self._first) + between + bytes(self._last)).decode(errors="replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that is run to its end. `over(pid)` names a limit that its processes exceed; so does `stored(pid)`,
+    which may take long and is called in a thread; `end()` ends them."""
+
+    words: tuple[str, ...]
+    seconds: float
+    output_bytes: int = 8 << 10
+    environment: Mapping[str, str] | None = None
+    over: Callable[[int], str] = lambda pid: ""
+    stored: Callable[[int], str] = lambda pid: ""
+    end: Callable[[], Awaitable[None]] | None = None
+
+    async def run(self) -> tuple[int, str, str]:
+        """Return its status, what it printed, and the limit that ended it."""
+        together = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *self.words)
+        heard, stopped = _Heard(self.output_bytes), ""
+        try:
+            child = ChildProcess(together, environment=self.environment, has_pipes=True)
+        except OSError as error:
+            raise ContainerFault(f"{self.words[0]} does not start: {error}.") from error
+        try:
+            stream, _stdin = await child.streams()  # held: its end ends the command
+            async with asyncio.TaskGroup() as group:
+                group.create_task(heard.listen(stream))
+                looking = group.create_task(self._look(child))
+                if stopped := await self._limit(child, heard, looking):
+                    await self._end(child)
+        finally:
+            if child.status is None:
+                await asyncio.shield(self._end(child))
+            child.kill()
+        return child.status or 0, heard.text(), stopped
+
+    async def _look(self, child: ChildProcess) -> str:
+        """Look at what is stored until it is too much; a tenth of the time, however long a look takes."""
+        clock = asyncio.get_running_loop().time
+        while child.status is None:
+            began = clock()
+            if exceeded := await asyncio.to_thread(self.stored, child.pid):
+                return exceeded
+            await child.ended(max(STORAGE_SECONDS, 9 * (clock() - began)))
+        return ""
+
+    async def _limit(self, child: ChildProcess, heard: _Heard, looking: asyncio.Task[str]) -> str:
+        clock = asyncio.get_running_loop().time
+        until = clock() + self.seconds
+        while await child.ended(min(CHECK_SECONDS, self.seconds)) is None:
+            exceeded = "time" if clock() > until else "output" if heard.num_bytes > PRINTED_BYTES_MAX else ""
+            if exceeded := exceeded or self.over(child.pid) or (looking.result() if looking.done() else ""):
+                return exceeded
+        return ""
+
+    async def _end(self, child: ChildProcess) -> None:
+        if self.end is not None:
+            await self.end()
+        for pid in usage(child.pid).inner:  # bubblewrap's own ends when the kernel has ended what it holds
+            _kill(pid)
+        if await child.ended(START_SECONDS if self.end is not None else 1.0) is None:
+            child.kill()
+            await child.ended(START_SECONDS)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, 9)
+    except ProcessLookupError:
+        return
+
+
+async def must(*program: str, seconds: float = START_SECONDS) -> str:
+    """Run a program of the machine. Return what it printed. Raises ContainerFault: it failed, or took too long."""
+    status, said, stopped = await Program(program, seconds).run()
+    if status or stopped:
+        failed = f"failed with status {status}: {said.strip()[-1500:]}"
+        reason = f"took longer than {seconds:g} s" if stopped else failed
+        raise ContainerFault(f"`{' '.join(program[:3])}` {reason}")
+    return said
+
+
+def outcome(nonce: str, status: int, said: str, stopped: str, what: str) -> Ran:
+    """Read what a wrapped command printed. Raises ContainerFault: it was never begun."""
+    line, _, output = said.partition("\n")
+    if line != nonce and not stopped:
+        raise ContainerFault(f"{what} does not run commands (status {status}): {said.strip()[-1500:]}")
+    return Ran(128 - status if status < 0 else status, output, stopped)
