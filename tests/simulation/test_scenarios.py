@@ -9,7 +9,7 @@ import pytest
 
 from echo2.core.errors import UserError
 from echo2.planning.sim.report import Report
-from echo2.planning.sim.scenario import Scenario, WorkersSpec, load_study
+from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec, load_study
 from invariants import run_scenario
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "simulations"
@@ -52,6 +52,25 @@ def test_stragglers_are_superseded_and_do_not_age_anybody() -> None:
     report = simulate("stragglers")
     assert report.leases["superseded"] > 0
     assert report.max_staleness == 3
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_machines_ten_times_slower_than_the_others_are_left_out(seed: int) -> None:
+    """Second leases overtake all their groups, and they rest; the learner waited half of the time for them before."""
+    quick = WorkersSpec(count=6, rollout_seconds=8.0, price_usd_per_hour=0.3)
+    slow = WorkersSpec(count=2, rollout_seconds=80.0, price_usd_per_hour=0.3)
+    scenario = Scenario(
+        max_steps=40,
+        max_staleness=4,
+        heartbeat_seconds=5.0,
+        faults_until_seconds=0.0,
+        workers=(quick, slow),
+        learner=LearnerSpec(train_seconds=8.0),
+    )
+    report = run_scenario(scenario, seed)
+    assert report.finished
+    assert report.steady_idle_ratio < 0.2, report.to_text()
+    assert report.leases["superseded"] < 0.1 * report.leases["accepted"], report.to_text()
 
 
 def test_the_report_is_text_for_people() -> None:

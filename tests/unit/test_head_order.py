@@ -14,6 +14,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide import granting
 from echo2.head.decide.granting import LATE_AFTER, LEASES_KNOWN
 from echo2.head.decide.state import PlannerOptions
+from echo2.head.fleet.decide.fleet import LATE_REST_SECONDS, Fleet, Worker
 from planner_cases import OPTIONS, Desk, of, running
 
 ON_POLICY = PlannerOptions(groups_per_step=12, group_size=2, max_steps=50, max_staleness=0, groups_per_batch=4)
@@ -226,6 +227,92 @@ def test_a_second_lease_that_fails_leaves_the_first_alone() -> None:
     desk.tell(ev.LeaseFailed(grant.worker_id, grant.leases[0].lease_id, "engine_failed", "it broke"))
     assert late in desk.open()
     assert of(do.FeedGroup, desk.deliver(late, STEPS))
+
+
+def with_usual_leases(options: PlannerOptions) -> Desk:
+    """Workers `a` and `b` hold all groups that may be sampled; leases usually take a second."""
+    desk = Desk(options)
+    desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
+    desk.publish(0)
+    desk.join("a")
+    desk.join("b")
+    for _ in range(LEASES_KNOWN):
+        desk.planner.measurements.lease_done(1.0)
+    desk.now = 1.0
+    return desk
+
+
+def test_a_late_group_of_a_later_step_gets_a_second_lease_before_the_learner_waits_for_it() -> None:
+    desk = with_usual_leases(replace(SECOND, max_staleness=1))
+    late = next(one for one in desk.open() if desk.leases[one][0] == "b" and desk.leases[one][1].step == 1)
+    while others := [one for one in desk.open() if one != late]:
+        desk.deliver(others[0])
+    assert desk.planner.training.open_step is None, "the learner trains"
+    late_at = LATE_AFTER * desk.planner.measurements.lease_seconds
+    desk.now = late_at - 0.1
+    assert of(do.GrantLeases, desk.tell(ev.Tick())) == []
+    desk.now = late_at + 0.1
+    (grant,) = of(do.GrantLeases, desk.tell(ev.Tick()))
+    assert (grant.worker_id, [one.group for one in grant.leases]) == ("a", [desk.leases[late][1].group])
+
+
+def late_at_b() -> tuple[Desk, list[int]]:
+    """Worker `a` has nothing to do, and `b` is late with all that it holds."""
+    desk = with_usual_leases(replace(SECOND, groups_per_step=8))
+    while held := desk.planner.leases.of_worker("a"):
+        desk.deliver(held[0])
+    desk.now = LATE_AFTER + 0.1
+    return desk, list(desk.planner.leases.of_worker("b"))
+
+
+def test_late_groups_come_before_those_that_nobody_samples() -> None:
+    desk, held = late_at_b()
+    failed, *late = held
+    commands = desk.tell(ev.LeaseFailed("b", failed, "engine_failed", "it broke"))
+    granted = [lease.group for grant in of(do.GrantLeases, commands) for lease in grant.leases]
+    assert granted == [desk.leases[lease_id][1].group for lease_id in (*late, failed)]
+
+
+def test_a_worker_whose_groups_others_sample_sooner_rests_and_the_status_says_why() -> None:
+    desk, held = late_at_b()
+    seconds = [lease for grant in of(do.GrantLeases, desk.tell(ev.Tick())) for lease in grant.leases]
+    assert len(held) == len(seconds) == 2
+    desk.deliver(seconds[0].lease_id)
+    assert desk.planner.fleet.rests.get("b") is None, "one may be bad luck"
+    desk.deliver(seconds[1].lease_id)
+    assert desk.planner.fleet.rests.get("b") == desk.now + LATE_REST_SECONDS.after(1)
+    (said,) = [wait.reason for wait in desk.planner.waits(desk.now) if wait.waiter == "b"]
+    assert said == "it is too slow: others began its last 2 groups later and had them sooner, and come first for 60 s"
+
+
+@given(
+    events=st.lists(st.tuples(st.sampled_from(("late", "delivered", "waits")), st.sampled_from("abc")), max_size=200),
+    seconds=st.floats(0.1, 600.0),
+)
+def test_there_is_always_somebody_at_work_and_a_slow_worker_is_tried_less_and_less(
+    events: list[tuple[str, str]], seconds: float
+) -> None:
+    fleet, now, began = Fleet(2.0), 0.0, dict[str, list[float]]()
+    for name in "abc":
+        fleet.join(Worker(name, 1, 0.0, None, now), now)
+    for event, name in events:
+        worker = fleet.get(name)
+        assert worker is not None
+        before = fleet.rests.get(name)
+        if event == "late":
+            fleet.came_late(worker, now)
+        elif event == "delivered":
+            fleet.deliver(worker, 1, True, now)
+            began[name] = []
+        else:
+            now += seconds
+            fleet.end_rests(now)
+        assert fleet.num_resting < 3
+        until = fleet.rests.get(name)
+        if event == "late" and before is None and until is not None:
+            began.setdefault(name, []).append(until - now)
+    for rests in began.values():
+        assert rests == pytest.approx([LATE_REST_SECONDS.after(count) for count in range(1, len(rests) + 1)])
 
 
 def test_nobody_gets_a_second_lease_where_the_shape_of_batches_is_fixed() -> None:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from echo2.core.types import RUN_POLICY, GroupRef, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.decide import results
 from echo2.head.decide.groups import MAX_ATTEMPTS
 from echo2.head.decide.state import PlannerOptions
 from echo2.head.strangers.decide.trust import (
@@ -135,7 +136,23 @@ def test_a_group_that_is_late_at_a_stranger_goes_to_an_idle_worker_whatever_the_
     (grant,) = [one for one in of(do.GrantLeases, commands) if "is late at s" in one.reason]
     assert (grant.worker_id, grant.leases[0].group) == ("own", desk.leases[late][1].group)
     assert desk.now < WIDE.lease_seconds / 2
+    while held := held_by(desk, "own"):
+        desk.deliver(held[0])
     assert desk.planner.training.has_all
+
+
+@pytest.mark.parametrize(("holder", "quick", "rests"), [("own", "s", False), ("s", "own", True)])
+def test_no_stranger_lets_a_machine_of_the_owner_rest(holder: str, quick: str, rests: bool) -> None:
+    """It checks strangers: results that come too soon to be honest must not keep it from work."""
+    desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=16))
+    worker, other = desk.planner.fleet.get(holder), desk.planner.fleet.get(quick)
+    assert worker is not None
+    assert other is not None
+    lease = desk.leases[held_by(desk, holder)[0]][1]
+    second = replace(lease, lease_id=desk.planner.leases.take_id(), deadline=lease.deadline + 1.0)
+    for _ in range(desk.planner.fleet.at_once(worker)):
+        results.overtaken(desk.planner, second, other.is_own, desk.now)
+    assert desk.planner.fleet.is_resting(worker) is rests
 
 
 def test_what_a_stranger_claims_to_sample_together_is_what_the_run_asks_for_at_most() -> None:

@@ -2,8 +2,10 @@
 ones, with backfill of later steps up to the staleness bound (RolloutPipe's frontier dispatch as a priority, not a
 gate).
 
-An idle worker gets a second lease on a group that is late, and the first valid result counts. A group is late when its
-lease has run `LATE_AFTER` times as long as leases usually take, or for `lease_seconds` while that is not known.
+A worker with a free slot gets a second lease on a group that is late, before any group that nobody samples yet, and the
+first valid result counts. A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or
+for `lease_seconds` while that is not known; whether the learner waits for its step already does not matter, because by
+then a second lease would come too late.
 Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so
 that taking the first result does not favour shorter completions.
 
@@ -37,6 +39,8 @@ LEASES_KNOWN = 8
 #: As a multiple of the usual time from lease to result. In simulations (docs/overlap.md), equal machines sample one
 #: group in seven twice at 1.5, and stragglers cost more time at 3.
 LATE_AFTER = 2.0
+#: Steps from the next one on whose groups may have second leases: this is looked through at every event.
+LATE_STEPS_MAX = 8
 #: The longest lease, as a multiple of `lease_seconds`.
 LEASE_STRETCH_MAX = 8.0
 #: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
@@ -252,47 +256,58 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
 
 
 def grant_backup_leases(state: PlannerState, now: float) -> None:
-    """Grant second leases on the late groups of the step that the learner waits for, the latest first."""
-    if not state.fleet.num_free:
-        return
-    while (late := _latest(state)) is not None and late[0] <= now and late[1].granted_at < now:
-        _, late_lease, holder = late
-        worker, record = _idle_worker(state, holder), state.groups.get(late_lease.group.number)
-        if worker is None or record is None:
-            return
-        size = num_samples_for(state, record, worker)
-        lease = lease_of(state, record, now, granted_seconds(state, worker), size)
-        state.open_lease(worker.worker_id, lease)
-        reason = f"group {record.number} is late at {holder}: the first result counts"
-        state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
-        state.settle(now)
+    """Grant second leases on late groups of the steps that may be sampled, the earliest step's first, before any slot
+    goes to a group that nobody samples yet.
+    """
+    for step in _open_steps(state):
+        while (late := _latest(state, step)) is not None and late[0] <= now and late[1].granted_at < now:
+            _, late_lease, holder = late
+            worker, record = _free_worker(state, late_lease, holder), state.groups.get(late_lease.group.number)
+            if worker is None or record is None:
+                break
+            size = num_samples_for(state, record, worker)
+            lease = lease_of(state, record, now, granted_seconds(state, worker), size)
+            state.open_lease(worker.worker_id, lease)
+            reason = f"group {record.number} is late at {holder}: the first result counts"
+            state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
+            state.settle(now)
 
 
 def next_at(state: PlannerState) -> float | None:
-    """Return when the next group becomes late, if an idle worker could take it."""
-    late = _latest(state) if state.fleet.num_free else None
-    return late[0] if late is not None and _idle_worker(state, late[2]) is not None else None
+    """Return when the next group becomes late that a worker with a free slot could take."""
+    dues = []
+    for step in _open_steps(state):
+        late = _latest(state, step)
+        if late is not None and _free_worker(state, late[1], late[2]) is not None:
+            dues.append(late[0])
+    return min(dues, default=None)
 
 
-def _latest(state: PlannerState) -> tuple[float, Lease, str] | None:
+def _open_steps(state: PlannerState) -> range:
+    """Return the steps of which groups may have second leases: none where no worker has a free slot."""
+    options, version = state.options, state.training.version
+    if options.deterministic or not state.training.learner_joined or not state.fleet.rankings(0):
+        return range(0)
+    return range(version, min(version + min(options.max_staleness + 1, LATE_STEPS_MAX), options.max_steps))
+
+
+def _latest(state: PlannerState, step: int) -> tuple[float, Lease, str] | None:
     """Return when the newest lease on a missing group becomes late, of the group whose is the first: (time, lease,
     worker).
     """
-    usual, step = state.measurements.lease_seconds, state.training.open_step
-    if step is None or state.options.deterministic:
-        return None
     if (held := state.leases.longest_held(step)) is None:
         return None
+    usual = state.measurements.lease_seconds
     after = LATE_AFTER * usual if state.measurements.num_leases >= LEASES_KNOWN else state.options.lease_seconds
     worker_id, lease = held
     return lease.granted_at + after, lease, worker_id
 
 
-def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
-    """Return an idle worker that may sample this step, other than the late worker and those of its ticket; preferably
-    the owner's, and with a newer snapshot.
+def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | None:
+    """Return a worker with a free slot that may sample this late group, other than the late worker and those of its
+    ticket; preferably the owner's, and with a newer snapshot. A third lease only goes to a worker without work.
     """
-    step, late = state.training.wanted_step or 0, state.fleet.get(holder)
+    late, is_third = state.fleet.get(holder), len(state.leases.of_group(lease.group)) > 1
     ticket = "" if late is None else late.ticket
     kinds = [kind for kind in state.fleet.rankings(0) if state.snapshots.has(kind[0])]
     for kind in sorted(kinds, key=lambda kind: (kind[1] != "", -kind[0].version if kind[0] is not None else 0)):
@@ -300,8 +315,8 @@ def _idle_worker(state: PlannerState, holder: str) -> Worker | None:
         worker = None if first is None else state.fleet.get(first[-1])
         if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
             continue
-        may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, step)
-        if may and last_step(state, worker.installed) >= step:
+        may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
+        if may and last_step(state, worker.installed) >= lease.step and not (is_third and worker.samples):
             return worker
     return None
 

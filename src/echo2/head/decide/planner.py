@@ -114,8 +114,8 @@ class Planner(PlannerState):
         self._finish_evals(now)
         self.settle(now)
         if self.health.over is None and self.health.paused is None:
-            granting.grant(self, now)
             granting.grant_backup_leases(self, now)
+            granting.grant(self, now)
             self._feed(now)
         if self.health.over is None:
             self._finish()

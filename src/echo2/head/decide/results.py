@@ -167,6 +167,7 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
     if record is not None:
         state.groups.deliver(record, event.worker_id, event.oldest_version, now)
         if not state.options.deterministic:  # there, other leases keep their batch's shape
+            overtaken(state, lease, worker is not None and worker.is_own, now)
             take_back(state, state.leases.of_group(event.group), "another result came first", "superseded")
         if not event.logged:
             checks.delivered(state, record, worker, state.snapshots.published.get(event.newest_version))
@@ -181,6 +182,17 @@ def delivered(state: PlannerState, event: ev.GroupDelivered, now: float) -> None
         _top_up(state, record, num_rollouts, event.lost)
         return
     state.emit(do.ScoreGroup, "all its rollouts are in", group=event.group, rollouts=event.rollouts)
+
+
+def overtaken(state: PlannerState, lease: Lease, is_own: bool, now: float) -> None:
+    """Record which workers began this lease's group earlier and are not done. `is_own`: a machine of the owner is; a
+    stranger's result, which may be false, says nothing about the owner's machines.
+    """
+    for lease_id in state.leases.of_group(lease.group):
+        worker_id, other = state.leases.get(lease_id) or ("", lease)
+        worker = state.fleet.get(worker_id)
+        if worker is not None and other.granted_at < lease.granted_at and (is_own or not worker.is_own):
+            state.fleet.came_late(worker, now)
 
 
 def _accept(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> None:

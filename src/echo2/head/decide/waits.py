@@ -143,6 +143,9 @@ def _why_idle(state: PlannerState, worker: Worker) -> tuple[str, str]:
         )
     if (until := state.fleet.rests.get(worker.worker_id)) is not None:
         seconds = max(0.0, until - state.now)
+        if worker.late_in_a_row:
+            why = f"others began its last {worker.late_in_a_row} groups later and had them sooner"
+            return "head", f"it is too slow: {why}, and come first for {seconds:.0f} s"
         return "head", f"its last lease brought no result, and others come first for {seconds:.0f} s"
     if unchecked := strangers.why_unchecked(state, worker):
         return "head", unchecked

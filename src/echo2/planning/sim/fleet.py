@@ -7,6 +7,7 @@ of its unit. Two runs that feed the learner the same groups have the same weight
 from __future__ import annotations
 
 import hashlib
+import random
 from dataclasses import dataclass, replace
 
 from echo2.core.decide.machine import Event
@@ -14,6 +15,7 @@ from echo2.core.errors import InvariantError
 from echo2.core.types import Lease, LostRollout, PayloadId, SnapshotRef
 from echo2.head.decide import commands as do_head
 from echo2.head.decide import events as ev
+from echo2.planning.sim.engine import FullEngine
 from echo2.planning.sim.head import Returned
 from echo2.planning.sim.origin import Announced, Arriving, ChunkAsked, FetchTick, ManifestAsked, Peering, SimManifest
 from echo2.planning.sim.report import History
@@ -87,6 +89,12 @@ class _Read(Event):
     verdict: ev.GroupChecked
 
 
+class _Progress(Event):
+    """The group that a full engine ends next is done."""
+
+    number: int
+
+
 class _Broke(Event):
     """The engine broke while it sampled this lease."""
 
@@ -132,10 +140,22 @@ class SimWorker(Actor):
         self._wakes = 0
         self._heartbeat_seconds = self.scenario.heartbeat_seconds
         self._stands_until = self._stood_seconds = 0.0
+        self._engine = FullEngine(self.spec.full_groups) if self.spec.full_groups else None
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
     def handle(self, event: object) -> None:
+        """Handle one event. A full engine is as quick as the groups allow that it has then."""
+        engine = self._engine
+        if engine is not None:
+            engine.advance(self.world.now)
+        self._handle(event)
+        if engine is not None and engine is self._engine:
+            seconds = engine.keep(self._sampling)
+            if seconds is not None:
+                self.post(seconds, _Progress(engine.number))
+
+    def _handle(self, event: object) -> None:
         match event:
             case Start():
                 self._start()
@@ -189,6 +209,8 @@ class SimWorker(Actor):
                 self.post(owed, replace(event, stood_seconds=self._stood_seconds))
             case _Sampled():
                 self._sampled(event)
+            case _Progress() if self._engine is not None and event.number == self._engine.number:
+                self._sampled(_Sampled(self._engine.pop_first(), self._stood_seconds))
             case _Read():
                 self._call(event.verdict)
             case _Broke() if event.lease_id in self._sampling:
@@ -382,7 +404,12 @@ class SimWorker(Actor):
         seconds = self.world.around(self.group_seconds, self.spec.spread)
         if self.world.chance(self.spec.straggler_chance):
             seconds *= self.spec.straggler_factor
-        self.post(begin + seconds, _Sampled(lease.lease_id, stood))
+        if self.spec.answer_spread:
+            seconds *= random.Random(lease.seed).lognormvariate(0.0, self.spec.answer_spread)
+        if self._engine is not None:
+            self._engine.begin(lease.lease_id, seconds)
+        else:
+            self.post(begin + seconds, _Sampled(lease.lease_id, stood))
         if self.world.chance(self.spec.engine_failures * self.scenario.group_size / self.scheduler.slots):
             self.post(begin + self.world.rng.uniform(0.0, seconds), _Broke(lease.lease_id, stood))
 

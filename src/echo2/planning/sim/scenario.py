@@ -56,17 +56,22 @@ class WorkersSpec:
     `lies`: share of wrong chunks among those given to other workers; `mute`: the worker takes their requests and never
     answers. `rollout_failures`: of single rollouts, whose environment raises. `draws`: its engine draws from the head's
     random numbers, and can check other workers; `forges`: none of its groups were drawn from these numbers.
-    `rollouts_per_second`: of one worker, batches back to back; it replaces `rollout_seconds` if it is not 0. `ticket`:
-    the ticket with which strangers joined; empty for machines of the run's owner. `zone`: workers that `[[outages]]`
-    strike together. `offer`: these workers exist only when the planner rents them, one `restart_seconds` after each
-    request; the planner is told their `Scenario.worker_rate`.
+    `rollouts_per_second`: of one worker, batches back to back; it replaces `rollout_seconds` if it is not 0.
+    `full_groups`: with more groups at once each takes longer, in proportion, as where arithmetic limits an engine; with
+    fewer none is quicker; 0: each takes as long beside any number. `answer_spread`: of the durations, what is the
+    answer's and not the machine's: a group's second lease takes as long again. `ticket`: the ticket with which
+    strangers joined; empty for machines of the run's owner. `zone`: workers that `[[outages]]` strike together.
+    `offer`: these workers exist only when the planner rents them, one `restart_seconds` after each request; the planner
+    is told their `Scenario.worker_rate`.
     """
 
     count: Count = 1
     capacity_groups: Positive = 4
     rollout_seconds: Duration = 1.0
     rollouts_per_second: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    full_groups: Count = 0
     spread: Spread = 0.3
+    answer_spread: Spread = 0.0
     straggler_chance: Share = 0.0
     straggler_factor: Annotated[float, Meta(ge=1, le=1e6)] = 20.0
     install_seconds: Seconds = 0.2
@@ -255,8 +260,9 @@ class Scenario:
         """Return the rollouts of one worker in the median duration of a group. A group's slots go to the next group as
         soon as it ends; in deterministic mode, when the longest group of its unit ends.
         """
-        num_groups = min(spec.capacity_groups, self.groups_per_batch)
-        mean = longest_of(num_groups, spec.spread) if self.deterministic else math.exp(spec.spread**2 / 2)
+        num_groups = min(spec.capacity_groups, self.groups_per_batch, spec.full_groups or spec.capacity_groups)
+        spread = math.hypot(spec.spread, spec.answer_spread)
+        mean = longest_of(num_groups, spread) if self.deterministic else math.exp(spread**2 / 2)
         return num_groups * self.group_size / mean
 
 
@@ -344,6 +350,8 @@ def _check_sense(scenario: Scenario, path: Path) -> None:
         raise UserError(f"{path}: offers need activation = true and a name each.")
     if not scenario.generate_during_broadcast and scenario.broadcast.scheme == "chunks":
         raise UserError(f"{path}: generate_during_broadcast = false needs broadcast.scheme = fixed, star or chain.")
+    if not scenario.generate_during_broadcast and any(spec.full_groups for spec in scenario.workers):
+        raise UserError(f"{path}: generate_during_broadcast = false excludes workers.full_groups.")
     zones = {spec.zone for spec in scenario.workers}
     for outage in scenario.outages:
         if outage.zone not in zones:

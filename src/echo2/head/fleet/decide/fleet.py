@@ -25,6 +25,8 @@ NEW_RATE = 0.5
 UNKNOWN = "unknown"
 #: Seconds that a worker rests after a failed lease: first value, doubled at each failure in a row, up to the second.
 REST_SECONDS = Backoff(1.0, 60.0)
+#: Likewise, of a worker whose groups others sampled sooner although they began later.
+LATE_REST_SECONDS = Backoff(60.0, 3600.0)
 #: Reports that the head takes from all workers together: the more there are, the less often each reports.
 REPORTS_PER_SECOND = 50.0
 #: A worker counts as lost when nothing has come from it for this many intervals between its reports, and so many
@@ -128,6 +130,7 @@ class Worker:
     ticket: str = ""
     detached_at: float | None = None
     failures_in_a_row: int = 0
+    late_in_a_row: int = 0
     idle_since: float | None = None
     standby_since: float | None = None
     offer: str = ""
@@ -240,7 +243,7 @@ class Fleet:
         """Record an accepted result of a worker. Return the seconds of a batch if its rate was measured, else 0.
         `is_continuous`: slots are refilled one by one.
         """
-        worker.failures_in_a_row, worker.first_groups = 0, None
+        worker.failures_in_a_row, worker.late_in_a_row, worker.first_groups = 0, 0, None
         num_left = worker.samples if is_continuous else 0
         return worker.speed.deliver(num_samples, self.at_once(worker) * self.group_size, num_left, now)
 
@@ -276,7 +279,15 @@ class Fleet:
             self.silence.set(worker.worker_id, until)
         return until > now
 
-    def rest(self, worker: Worker, now: float) -> None:
+    def came_late(self, worker: Worker, now: float) -> None:
+        """Record that a second lease on a group of this worker was quicker. A worker with as many such groups in a row
+        as it decodes at once is too slow to be of use, and rests.
+        """
+        worker.late_in_a_row += 1
+        if worker.late_in_a_row >= self.at_once(worker):
+            self.rest(worker, now, LATE_REST_SECONDS)
+
+    def rest(self, worker: Worker, now: float, seconds: Backoff = REST_SECONDS) -> None:
         """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
         once.
         """
@@ -284,7 +295,7 @@ class Fleet:
         others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
         if others > 0 and not resting:
             worker.failures_in_a_row += 1
-            self.rests.set(worker.worker_id, now + REST_SECONDS.after(worker.failures_in_a_row))
+            self.rests.set(worker.worker_id, now + seconds.after(worker.failures_in_a_row))
             self.file(worker)
 
     def is_resting(self, worker: Worker) -> bool:

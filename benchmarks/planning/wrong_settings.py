@@ -1,0 +1,156 @@
+"""What wrong settings cost, and how much of it the planner makes good while the run goes on.
+
+In the simulator: the real planner and worker scheduler, a learner of 30 s a step (32 groups of 8), broadcasts of 6 s,
+machines of 1 rollout a second with four groups at once (32 s a group), about 9 of which are needed. Each family begins
+with wrong settings and lists others, which stay fixed; the best of these, by dollars a step, is the comparison. Idle
+ratio and step are of the second half of the steps; the learner costs $12.24 an hour, a machine $0.30.
+
+    make bench-wrong_settings                        # 20 seeds: ten minutes on two cores
+    make bench-wrong_settings ARGS='--seeds 3 --only straggler'
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing import Pool
+from pathlib import Path
+from typing import Any
+
+from recording import save
+
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.simulate import run_scenario
+
+STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A run's settings and its fleet. `slow`: machines `slow_factor` times slower beside `workers`; `stragglers`: share
+    of the groups that take ten times as long, by the machine's fault; `answers`: spread of durations that are the
+    answer's; `rented`: most machines on offer, and then the planner chooses who works; `full`: groups with which an
+    engine is full.
+    """
+
+    max_staleness: int = 2
+    workers: int = 13
+    slots: int = 4
+    full: int = 0
+    slow: int = 0
+    slow_factor: float = 10.0
+    stragglers: float = 0.0
+    answers: float = 0.0
+    rented: int = 0
+    publish_every: int = 1
+    lease_seconds: float = 120.0
+
+    def scenario(self) -> Scenario:
+        rate = 1.0 if not self.full else min(1.0, self.slots / self.full)
+        common: dict[str, Any] = {
+            "capacity_groups": self.slots,
+            "full_groups": self.full,
+            "spread": 0.1 if self.answers else 0.3,
+            "answer_spread": self.answers,
+            "straggler_chance": self.stragglers,
+            "straggler_factor": 10.0,
+        }
+        kinds = [WorkersSpec(count=self.workers, rollouts_per_second=rate, **common)]
+        if self.slow:
+            kinds.append(WorkersSpec(count=self.slow, rollouts_per_second=rate / self.slow_factor, **common))
+        if self.rented:
+            spec = WorkersSpec(count=self.rented, rollouts_per_second=rate, offer="o", restart_seconds=60.0, **common)
+            kinds.append(spec)
+        return Scenario(
+            name=str(self),
+            max_steps=STEPS,
+            groups_per_step=32,
+            group_size=8,
+            max_staleness=self.max_staleness,
+            publish_every=self.publish_every,
+            groups_per_batch=self.slots,
+            activation=bool(self.rented),
+            lease_seconds=self.lease_seconds,
+            heartbeat_seconds=5.0,
+            max_failures=1000,
+            faults_until_seconds=0.0,
+            time_limit_seconds=60_000.0,
+            workers=tuple(kinds),
+            learner=LearnerSpec(train_seconds=30.0, spread=0.05, publish_seconds=0.5, price_usd_per_hour=12.24),
+            broadcast=BroadcastSpec(scheme="fixed", seconds=6.0),
+        )
+
+
+#: By family: the wrong start, and the fixed settings that are searched.
+FAMILIES: dict[str, tuple[World, dict[str, World]]] = {
+    "straggler machines, S = 2": (World(slow=4), {"without them": World()}),
+    "straggler machines, S = 4": (World(4, slow=4), {"without them": World(4)}),
+    "1 straggler group in 50, S = 4": (World(4, stragglers=0.02), {"16 machines": World(4, 16, stragglers=0.02)}),
+    "too few machines, offers to rent": (World(workers=4, rented=16), {f"{n}": World(workers=n) for n in (10, 13)}),
+    "leases too long": (
+        World(4, stragglers=0.02, lease_seconds=1200.0),
+        {"120 s": World(4, stragglers=0.02, lease_seconds=120.0)},
+    ),
+    "slots too few": (World(full=4, slots=1), {"4 groups": World(full=4, slots=4)}),
+    "slots too many": (World(full=4, slots=16), {"4 groups": World(full=4, slots=4)}),
+    "steps between snapshots": (World(4, publish_every=4), {"1": World(4)}),
+}
+
+
+def measure(task: tuple[World, int]) -> tuple[float, float, int, bool]:
+    """Return idle ratio, dollars a step, leases that another overtook, and whether the run ended."""
+    world, seed = task
+    report = run_scenario(world.scenario(), seed, keeps_events=False)
+    return report.steady_idle_ratio, report.usd_per_step, report.leases.get("superseded", 0), report.finished
+
+
+def summed_up(name: str, found: Sequence[tuple[float, float, int, bool]]) -> dict[str, Any]:
+    idle, usd = [one[0] for one in found], [one[1] for one in found]
+    return {
+        "settings": name,
+        "idle": statistics.fmean(idle),
+        "idle_sd": statistics.pstdev(idle),
+        "usd_per_step": statistics.fmean(usd),
+        "usd_sd": statistics.pstdev(usd),
+        "superseded": statistics.fmean(one[2] for one in found),
+        "unfinished": sum(not one[3] for one in found),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=20)
+    parser.add_argument("--only", default="", help="families with this in their name")
+    parser.add_argument(
+        "--starts", action="store_true", help="only the wrong starts: for the planner of another commit"
+    )
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    rows = []
+    with Pool(options.processes) as pool:
+        for family, (start, others) in FAMILIES.items():
+            if options.only not in family:
+                continue
+            worlds = {"as started": start, **({} if options.starts else others)}
+            tasks = [(world, seed) for world in worlds.values() for seed in range(options.seeds)]
+            found = pool.map(measure, tasks, chunksize=1)
+            parts = [found[at : at + options.seeds] for at in range(0, len(found), options.seeds)]
+            started, *fixed = [summed_up(name, part) for name, part in zip(worlds, parts, strict=True)]
+            best = min((started, *fixed), key=lambda row: row["usd_per_step"])
+            above = started["usd_per_step"] / best["usd_per_step"] - 1
+            rows.append({"family": family, "started": started, "fixed": fixed, "best": best, "above_best": above})
+            print(
+                f"{family:34} idle {started['idle']:5.1%} ({started['idle_sd']:.1%})  "
+                f"${started['usd_per_step']:.4f} a step ({started['usd_sd']:.4f})  best fixed: {best['settings']}, "
+                f"{best['idle']:5.1%}, ${best['usd_per_step']:.4f}: {above:+.1%}",
+                flush=True,
+            )
+    path = save("wrong_settings", {"seeds": options.seeds, "steps": STEPS, "rows": rows}, options.out)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
