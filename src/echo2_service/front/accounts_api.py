@@ -224,6 +224,8 @@ class AccountsApi:
         found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
         if found is None:
             await self._storage.check_measured(caller.tenant)
+            found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)  # another request's, meanwhile
+        if found is None:
             self._storage.check_rows(checkpoints, caller.tenant)
             found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
             values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}

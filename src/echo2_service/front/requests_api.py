@@ -206,8 +206,12 @@ class RequestsApi:
     ) -> str:
         self.session(caller, session)
         model, now = f"{session}:train:{number}", self._work.clock()
-        if self._database.find(models, columns=["id"], id=model) is None:
+        is_there = self._database.find(models, columns=["id"], id=model) is not None
+        if not is_there:
             await self._storage.check_measured(caller.tenant)
+            is_there = self._database.find(models, columns=["id"], id=model) is not None  # another request's, meanwhile
+        if not is_there:
+            self.session(caller, session)
             self._storage.check_rows(models, caller.tenant)
             self._database.insert(
                 models,
