@@ -8,7 +8,7 @@ import json
 import math
 import secrets
 import tarfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -48,6 +48,8 @@ from echo2_service.settings import PRICED
 #: Seconds for which the URL of an archive is valid; bytes of it that are read at a time.
 ARCHIVE_SECONDS = 900.0
 PIECE_BYTES = 256 << 10
+#: Checkpoints that one statement deletes, which takes milliseconds.
+DELETED_AT_ONCE = 200
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
 NOTHING = Response(status_code=204)
 
@@ -67,6 +69,8 @@ class AccountsApi:
         self._archives: dict[str, dict[str, tuple[float, Row]]] = {}  # by tenant and token; the oldest first
         self._importing = asyncio.Lock()  # one at a time: an import needs several times the adapter's size in memory
         self._num_imports = Counter[str]()
+        # One look of each tenant at all its checkpoints at a time: in a thread, of which there are few.
+        self._looking = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def health(self, request: Request) -> Response:
         """Answer that the process is alive; needs no key."""
@@ -172,10 +176,10 @@ class AccountsApi:
 
     async def list_run_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
         model = self._own(models, request.path_params["model"], caller)
-        return self._listing(request, model=model.id, tenant=caller.tenant)
+        return await self._listing(request, caller, model=model.id)
 
     async def list_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
-        return self._listing(request, tenant=caller.tenant)
+        return await self._listing(request, caller)
 
     async def delete_checkpoint(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Delete a checkpoint. Its files stay as long as a sampler made from it exists."""
@@ -188,13 +192,13 @@ class AccountsApi:
         given, now = parse(DeleteBody, body), self._work.clock()
         paths = None if given.paths is None else [path_parts(path) for path in given.paths]
         before = math.inf if given.older_than_seconds is None else now - given.older_than_seconds
-        is_more, deleted = True, 0
-        while is_more:
-            found = self._database.delete_checkpoints(
-                caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0, limits.PAGE_MAX
-            )
-            deleted, is_more = deleted + found, found == limits.PAGE_MAX
-            await asyncio.sleep(0)  # others have their turn
+        of, deleted = (caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0), 0
+        async with self._looking[caller.tenant]:
+            found = await asyncio.to_thread(self._database.beside().checkpoints_that_fit, *of)
+            for begin in range(0, len(found), DELETED_AT_ONCE):
+                ids = tuple(found[begin : begin + DELETED_AT_ONCE])
+                deleted += self._database.delete(checkpoints, id=ids)  # of this tenant alone
+                await asyncio.sleep(0)  # others have their turn
         await self._cleaning.tidy(caller.tenant, now)
         return answer({"num_deleted": deleted})
 
@@ -343,9 +347,11 @@ class AccountsApi:
             raise PeerError("not_found", f"the model has no checkpoint {named[:200]!r}.")
         return row
 
-    def _listing(self, request: Request, **where: Any) -> Response:
+    async def _listing(self, request: Request, caller: Caller, **where: Any) -> Response:
         limit, offset = _page(request)
-        rows = self._database.select(checkpoints, "-created", limit, offset, **where)
+        where, database = {"tenant": caller.tenant, **where}, self._database.beside()
+        async with self._looking[caller.tenant]:
+            rows = await asyncio.to_thread(database.select, checkpoints, "-created", limit, offset, **where)
         total = self._database.count(checkpoints, **where)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         return answer({"checkpoints": [_checkpoint(row) for row in rows], "cursor": cursor})
