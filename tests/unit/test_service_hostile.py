@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -14,7 +15,8 @@ from typing import Any
 import pytest
 import sqlalchemy as sql
 
-from echo2_service.front.database import checkpoints
+from echo2_service.front import account
+from echo2_service.front.database import Database, checkpoints
 from echo2_service.settings import Quotas
 from front_service import Service
 
@@ -79,7 +81,9 @@ def test_what_looks_at_all_checkpoints_of_a_tenant_does_so_beside_the_requests(a
     assert sum(bool(of_all.match(statement)) for each in read.values() for statement in each) >= 6
 
 
-def test_callers_that_wait_for_the_measure_of_a_disk_wait_for_one(service: Service) -> None:
+def test_callers_that_wait_for_the_measure_of_a_disk_wait_for_one(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks, storage = [], service.front.work.storage
     look = storage._look
 
@@ -87,10 +91,33 @@ def test_callers_that_wait_for_the_measure_of_a_disk_wait_for_one(service: Servi
         looks.append(given)
         return look(*given)
 
-    storage._look = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(storage, "_look", counted)
 
     async def measure_all() -> None:
         await asyncio.gather(*(storage.measure("ada") for _ in range(50)))
 
     service.in_front(measure_all)
     assert len(looks) == 2  # the second one began after all others had asked
+
+
+def test_pages_of_samples_are_read_one_at_a_time_of_a_tenant_and_beside_the_requests(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has up to 20 MB of answers, and a tenant may ask for 4096 pages at once."""
+    at_once, most, read = Counter[str](), Counter[str](), account._read_samples
+    front = service.in_front(threading.get_ident)
+
+    def counted(database: Database, tenant: str) -> list[dict[str, Any]]:
+        assert threading.get_ident() != front
+        at_once[tenant] += 1
+        most[tenant] = max(most[tenant], at_once[tenant])
+        try:
+            return read(database, tenant)
+        finally:
+            at_once[tenant] -= 1
+
+    monkeypatch.setattr(account, "_read_samples", counted)
+    asked = [service.key, service.api_keys.add_key("eve")] * 8
+    with ThreadPoolExecutor(len(asked)) as threads:
+        assert list(threads.map(lambda key: service.get("samples", key), asked)) == [{"samples": []}] * len(asked)
+    assert most == {"ada": 1, "eve": 1}
