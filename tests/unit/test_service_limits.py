@@ -17,7 +17,7 @@ import pytest
 
 from echo2_service import limits
 from echo2_service.front import http_server
-from echo2_service.front.database import steps
+from echo2_service.front.database import checkpoints, steps
 from echo2_service.settings import Quotas
 from front_server import Client, FrontServer, come, everything, raw, serving
 
@@ -279,6 +279,22 @@ def archives(server: FrontServer, client: Client) -> None:
     assert not list(server.folder.rglob("*.tar"))
 
 
+def downloads(server: FrontServer, client: Client) -> None:
+    model = client.model(client.session())
+    client.result(client.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"}))
+    (row,) = server.database.select(checkpoints)
+    with (Path(row.directory) / "large").open("wb") as file:
+        file.truncate(64 << 20)  # more than buffers hold
+    url = location(client, f"training_runs/{model}/checkpoints/a/archive")
+    opened = socket.create_connection(("127.0.0.1", client.port), timeout=120)
+    opened.sendall(f"GET /api/v1/{url} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    come(opened, b"200 OK")
+    refused(client.ask("GET", url), 429, "archives are being sent")
+    opened.close()
+    until(server, lambda: not server.front.accounts._num_downloads)
+    assert client.ask("GET", url)[0] == 200
+
+
 def location(client: Client, path: str) -> str:
     opened = socket.create_connection(("127.0.0.1", client.port), timeout=120)
     head = f"GET /api/v1/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-API-Key: {client.key}\r\n\r\n"
@@ -448,6 +464,7 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "SIGN_IN_BYTES_MAX": (form_with_a_key, {}),
     "CURVE_POINTS_MAX": (curve_points, {"CURVE_POINTS_MAX": 4}),
     "ARCHIVES_MAX": (archives, {"ARCHIVES_MAX": 1}),
+    "DOWNLOADS_MAX": (downloads, {"DOWNLOADS_MAX": 1}),
     "PAGE_MAX": (page, {"PAGE_MAX": 2}),
     "bills.quota_usd": (dollars, {}),
     "bills.quota_disk_gb": (disk, {}),

@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Send
+from starlette.types import Scope as Asgi
 
 from echo2.core.documents import parse_json
 from echo2.core.errors import PeerError, UserError
@@ -40,7 +42,7 @@ from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
-from echo2_service.front.request_guard import Caller, answer
+from echo2_service.front.request_guard import Caller, answer, refused
 from echo2_service.front.usage import Bills
 from echo2_service.front.work import KINDS, Work, path_parts
 from echo2_service.settings import PRICED
@@ -68,7 +70,7 @@ class AccountsApi:
         self._storage, self._cleaning = work.storage, cleaning
         self._archives: dict[str, dict[str, tuple[float, Row]]] = {}  # by tenant and token; the oldest first
         self._importing = asyncio.Lock()  # one at a time: an import needs several times the adapter's size in memory
-        self._num_imports = Counter[str]()
+        self._num_imports, self._num_downloads = Counter[str](), Counter[str]()
         # One look of each tenant at all its checkpoints at a time: in a thread, of which there are few.
         self._looking = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
@@ -252,7 +254,8 @@ class AccountsApi:
         model = "adapter_" + secrets.token_hex(16)
         arriving = self._storage.folder / ARRIVING / model
         directory = self._storage.directory(caller.tenant) / model
-        with self._one_import_more(caller.tenant):
+        what = f"{limits.UPLOADS_MAX} of your uploads are being checked"
+        with _one_more(self._num_imports, caller.tenant, limits.UPLOADS_MAX, what):
             async with self._importing:
                 spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
         self._storage.arriving.add(model)
@@ -283,18 +286,6 @@ class AccountsApi:
             public=False,
         )
 
-    @contextmanager
-    def _one_import_more(self, tenant: str) -> Iterator[None]:
-        if self._num_imports[tenant] >= limits.UPLOADS_MAX:
-            raise PeerError("rate", f"{limits.UPLOADS_MAX} of your uploads are being checked; wait for one of them.")
-        self._num_imports[tenant] += 1
-        try:
-            yield
-        finally:
-            self._num_imports[tenant] -= 1
-            if not self._num_imports[tenant]:
-                del self._num_imports[tenant]
-
     async def archive(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Redirect to a temporary URL of the checkpoint as a tar file, which needs no key."""
         row, now = self._checkpoint(caller, request), self._work.clock()
@@ -308,16 +299,25 @@ class AccountsApi:
         headers = {"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
         return Response(status_code=302, headers=headers)
 
-    async def fetch_archive(self, request: Request) -> Response:
+    async def fetch_archive(self, request: Request) -> Response | Sent:
         """Return the tar file at a URL from `archive`. It is made while it is sent, so that it takes no disk."""
-        found = (entries.get(request.path_params["token"]) for entries in self._archives.values())
-        entry = next((one for one in found if one is not None), None)
-        is_there = entry is not None and entry[0] > self._work.clock()
-        files = await asyncio.to_thread(_opened, entry[1]) if entry is not None and is_there else []
-        if not files:
-            return answer({"detail": "there is no such archive, or not any more."}, 404)
-        headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
-        return StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
+        token = request.path_params["token"]
+        tenant = next((name for name, entries in self._archives.items() if token in entries), "")
+        ends, row = self._archives[tenant][token] if tenant else (0.0, None)
+        if row is None or ends <= self._work.clock():
+            return _no_archive()
+        with ExitStack() as stack:
+            try:
+                what = f"{limits.DOWNLOADS_MAX} of your archives are being sent"
+                stack.enter_context(_one_more(self._num_downloads, tenant, limits.DOWNLOADS_MAX, what))
+            except PeerError as error:
+                return refused(error)
+            files = [(*named, stack.enter_context(file)) for *named, file in await asyncio.to_thread(_opened, row)]
+            if not files:
+                return _no_archive()
+            headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
+            response = StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
+            return Sent(response, stack.pop_all())
 
     async def show_usage(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return a tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
@@ -374,6 +374,39 @@ class AccountsApi:
             }
             for row in rows
         ]
+
+
+class Sent:
+    """A response that needs resources until it is sent, or its client has gone."""
+
+    def __init__(self, response: Response, needs: ExitStack) -> None:
+        self._response, self._needs = response, needs
+
+    async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
+        with self._needs:
+            await self._response(scope, receive, send)
+
+
+@contextmanager
+def _one_more(under_way: Counter[str], tenant: str, most: int, what: str) -> Iterator[None]:
+    """Count one more of a tenant while the block runs.
+
+    Raises:
+        PeerError: "rate", the tenant has the most already.
+    """
+    if under_way[tenant] >= most:
+        raise PeerError("rate", f"{what}; wait for one of them.")
+    under_way[tenant] += 1
+    try:
+        yield
+    finally:
+        under_way[tenant] -= 1
+        if not under_way[tenant]:
+            del under_way[tenant]
+
+
+def _no_archive() -> Response:
+    return answer({"detail": "there is no such archive, or not any more."}, 404)
 
 
 def _checkpoint(row: Row) -> dict[str, Any]:
@@ -437,20 +470,19 @@ def _opened(checkpoint: Row) -> list[tuple[str, int, BinaryIO]]:
             elif path.is_file() and path.name != STATE_FILE:  # of the service's own, with the sizes of its own files
                 found.append((path.name, path.stat().st_size, path.open("rb")))
     except FileNotFoundError:
+        for *_, file in found:
+            file.close()
         return []
     return found
 
 
 def _packed(files: Sequence[tuple[str, int, BinaryIO]]) -> Iterator[bytes]:
-    """Yield a tar file of these files piece by piece, and close them."""
-    with ExitStack() as stack:
-        for _, _, file in files:
-            stack.enter_context(file)
-        for name, size, file in files:
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = size, 0o644
-            yield entry.tobuf()
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-            yield bytes(-entry.size % tarfile.BLOCKSIZE)
-        yield bytes(2 * tarfile.BLOCKSIZE)
+    """Yield a tar file of these files piece by piece."""
+    for name, size, file in files:
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = size, 0o644
+        yield entry.tobuf()
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+        yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)
