@@ -54,7 +54,7 @@ class Tariff:
     def __init__(self, quotas: Quotas, file: Path | None = None) -> None:
         self.quotas, self._file = quotas, file
         self._read: tuple[int, int, int] | None = None  # the file's version; it may have changed since the start
-        self._seen = self._read
+        self._seen: tuple[int, int, int] | None = None
 
     def reread(self) -> None:
         """Read the file again if it has changed, and no more since the last call: half of a file may be one without

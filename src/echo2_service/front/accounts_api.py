@@ -312,9 +312,11 @@ class AccountsApi:
                 stack.enter_context(_one_more(self._num_downloads, tenant, limits.DOWNLOADS_MAX, what))
             except PeerError as error:
                 return refused(error)
-            files = [(*named, stack.enter_context(file)) for *named, file in await asyncio.to_thread(_opened, row)]
+            files = await asyncio.to_thread(_opened, row)
             if not files:
                 return _no_archive()
+            for *_, file in files:
+                stack.enter_context(file)
             headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
             response = StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
             return Sent(response, stack.pop_all())
