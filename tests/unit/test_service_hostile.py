@@ -19,6 +19,7 @@ from echo2_service.front import account
 from echo2_service.front.database import Database, checkpoints
 from echo2_service.settings import Quotas
 from front_service import Service
+from one_row_backend import OneRowBackend
 
 
 @pytest.fixture
@@ -121,3 +122,35 @@ def test_pages_of_samples_are_read_one_at_a_time_of_a_tenant_and_beside_the_requ
     with ThreadPoolExecutor(len(asked)) as threads:
         assert list(threads.map(lambda key: service.get("samples", key), asked)) == [{"samples": []}] * len(asked)
     assert most == {"ada": 1, "eve": 1}
+
+
+def test_a_sampler_of_a_base_model_that_is_served_no_more_says_so(service: Service) -> None:
+    """The owner took it out of the file; it was an error of ours, for which SDKs ask again."""
+    session = service.session()
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}
+    sampler = service.post("create_sampling_session", body)["sampling_session_id"]
+    sample = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1]}]}}
+    service.in_front(service.backend.gate.clear)
+    future = service.post("asample", sample)
+    service.end()
+    without = OneRowBackend(service.folder)
+    without.bases = {}
+    service.begin(without)
+    told = service.result(future)
+    assert told["category"] == "user"
+    for words in (told["error"], service.post("asample", sample, status=400)["detail"]):
+        assert "served any more" in words
+
+
+def test_a_tenant_cannot_keep_a_checkpoint_for_longer_than_the_operator_keeps_it(service: Service) -> None:
+    """Each call for another time to live began the operator's days anew."""
+    service.front.tariff.quotas = Quotas(checkpoint_days={"*": 2.0})
+    model = service.model(service.session())
+    service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "x"}))
+    ends = service.now + 2 * 86400
+    url = f"/api/v1/training_runs/{model}/checkpoints/weights/x/ttl"
+    for ttl in (None, 10**9, 86400, None):
+        service.now += 3600.0
+        assert service.client.put(url, headers={"x-api-key": service.key}, json={"ttl_seconds": ttl}).is_success
+        (row,) = service.database.select(checkpoints)
+        assert row.expires == (service.now + 86400 if ttl == 86400 else ends)

@@ -217,8 +217,9 @@ class AccountsApi:
     async def set_ttl(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Set how long from now a checkpoint is kept."""
         seconds = parse(TtlBody, body or b"{}").ttl_seconds
-        expires = self._storage.expiry(caller.tenant, self._work.clock(), seconds)
-        self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
+        row = self._checkpoint(caller, request)
+        expires = self._storage.expiry(caller.tenant, self._work.clock(), seconds, row.created)
+        self._database.update(checkpoints, {"id": row.id}, expires=expires)
         return NOTHING
 
     async def copy_weights(self, caller: Caller, request: Request, body: bytes) -> Response:

@@ -113,7 +113,7 @@ class RequestsApi:
         sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)
         if sampler is None:
             raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
-        most = self._work.backend.bases[sampler.base].max_tokens
+        most = self._work.max_tokens(sampler.base)
         await off_loop(len(body), lambda: sample_spec(given, most, ""))
         self.session(caller, sampler.session)  # last: it may have ended meanwhile
         self._storage.check(caller.tenant, 1.0, len(body))

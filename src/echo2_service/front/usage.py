@@ -236,11 +236,14 @@ class Storage:
         for tenant in [name for name in {*quotas, *wrote} if name != OTHERS and self._quota(name) is not None]:
             await self.measure(tenant)
 
-    def expiry(self, tenant: str, now: float, ttl_seconds: float | None) -> float | None:
-        """Return when a checkpoint expires that is to be kept for so long from now (None: for ever)."""
+    def expiry(self, tenant: str, now: float, ttl_seconds: float | None, saved: float | None = None) -> float | None:
+        """Return when a checkpoint expires that is to be kept for so long from now (None: for ever). `saved`: None:
+        now.
+        """
         days = of_tenant(self._tariff.quotas.checkpoint_days, tenant)
-        seconds = [one for one in (ttl_seconds, None if days is None else days * 86400.0) if one is not None]
-        return now + min(seconds) if seconds else None
+        last = None if days is None else (now if saved is None else saved) + days * 86400.0
+        ends = [one for one in (None if ttl_seconds is None else now + ttl_seconds, last) if one is not None]
+        return min(ends, default=None)
 
     def _quota(self, tenant: str) -> float | None:
         quota = of_tenant(self._tariff.quotas.quota_disk_gb, tenant)
