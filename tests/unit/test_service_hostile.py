@@ -17,6 +17,7 @@ import sqlalchemy as sql
 
 from echo2_service.front import account
 from echo2_service.front.database import Database, checkpoints
+from echo2_service.front.request_guard import SCOPES
 from echo2_service.settings import Quotas
 from front_service import Service
 from one_row_backend import OneRowBackend
@@ -154,3 +155,14 @@ def test_a_tenant_cannot_keep_a_checkpoint_for_longer_than_the_operator_keeps_it
         assert service.client.put(url, headers={"x-api-key": service.key}, json={"ttl_seconds": ttl}).is_success
         (row,) = service.database.select(checkpoints)
         assert row.expires == (service.now + 86400 if ttl == 86400 else ends)
+
+
+def test_what_tenants_send_is_not_in_the_log_while_the_database_cannot_store_it(service: Service) -> None:
+    """The owner's page shows the log, of which each request was another fault, and hid all others."""
+    with service.database.transaction() as connection:
+        connection.execute(sql.text("ALTER TABLE sessions DROP COLUMN seen"))
+    for word in ("of-nobody-else", "nor-this"):
+        service.post("create_session", {"user_metadata": {"is": word}}, status=503)
+    (fault,) = service.get("owner", service.api_keys.add_key("owner", SCOPES))["faults"]
+    assert (fault["num"], "no column named seen" in fault["text"]) == (2, True)
+    assert "of-nobody-else" not in fault["text"]

@@ -267,6 +267,14 @@ def test_no_page_of_another_site_signs_anybody_in_or_out(
     assert asked_by_browser(service, "/").headers["referrer-policy"] == "same-origin"  # else the origin is "null"
 
 
+def test_a_password_for_a_proxy_does_not_stand_before_the_cookie(service: Service) -> None:
+    sign_in(service, service.key)
+    headers = {"authorization": "Basic YWRhOnNlY3JldA=="}
+    for path in ("/", f"{ROOT}account"):
+        assert service.client.get(path, headers=headers).status_code == 200
+    assert service.client.get(f"{ROOT}usage", headers=headers).status_code == 401
+
+
 def test_a_key_that_ends_or_is_revoked_ends_the_page(service: Service) -> None:
     key = service.api_keys.add_key("ada", days=1.0)
     assert sign_in(service, key).status_code == 303

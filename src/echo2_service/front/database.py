@@ -174,7 +174,9 @@ class Database:
             UserError: there is no such database.
         """
         try:
-            self._engine = sql.create_engine(url, pool_pre_ping=True)  # the database server may have restarted
+            self._engine = sql.create_engine(
+                url, pool_pre_ping=True, hide_parameters=True
+            )  # the server may have restarted
             if self._engine.dialect.name == "sqlite":
                 sql.event.listen(self._engine, "connect", _prepare_sqlite)
             metadata.create_all(self._engine)

@@ -264,6 +264,8 @@ class RequestGuard:
 
     def _admitted(self, request: Request, scope: str, may_be_cookie: bool) -> Caller:
         bearer = request.headers.get("authorization", "")
+        if bearer.startswith("Basic "):  # a browser's, for a proxy in front of the service
+            bearer = ""
         text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
         if may_be_cookie:
             text = text or request.cookies.get(cookie_of(request), "")
