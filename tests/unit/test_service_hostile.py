@@ -16,7 +16,8 @@ import pytest
 import sqlalchemy as sql
 
 from echo2_service.front import account
-from echo2_service.front.database import Database, checkpoints
+from echo2_service.front.cleaning import TIDIED
+from echo2_service.front.database import Database, checkpoints, sessions
 from echo2_service.front.request_guard import SCOPES
 from echo2_service.settings import Quotas
 from front_service import Service
@@ -166,3 +167,25 @@ def test_what_tenants_send_is_not_in_the_log_while_the_database_cannot_store_it(
     (fault,) = service.get("owner", service.api_keys.add_key("owner", SCOPES))["faults"]
     assert (fault["num"], "no column named seen" in fault["text"]) == (2, True)
     assert "of-nobody-else" not in fault["text"]
+
+
+def test_what_ends_at_the_same_time_goes_in_few_transactions(anywhere: Service) -> None:
+    """A thousand, each written to a disk before the next one, held up everybody for seconds where that takes long."""
+    model = anywhere.model(session := anywhere.session())
+    save = {"model_id": model, "seq_id": 1, "path": "x", "ttl_seconds": 60}
+    anywhere.result(anywhere.post("save_weights", save))
+    row, ended = anywhere.database.find(checkpoints), anywhere.database.find(sessions, id=session)
+    assert row is not None
+    assert ended is not None
+    old = {"finished": 1.0, "seen": TIDIED}
+    with anywhere.database.transaction() as connection:
+        for number in range(300):
+            more = {**row._mapping, "id": f"chk_{number}", "name": str(number)}
+            connection.execute(sql.insert(checkpoints), more)
+            connection.execute(sql.insert(sessions), {**ended._mapping, "id": f"old{number}", **old})
+    committed: list[object] = []
+    sql.event.listen(anywhere.front.database._engine, "commit", committed.append)
+    anywhere.now += 61.0
+    anywhere.sweep()
+    assert (anywhere.database.count(checkpoints), anywhere.database.count(sessions)) == (0, 1)
+    assert len(committed) < 100

@@ -38,7 +38,7 @@ from echo2_service.front.bodies import (
     TtlBody,
     parse,
 )
-from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
+from echo2_service.front.cleaning import ARRIVING, DELETED_AT_ONCE, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
@@ -50,8 +50,6 @@ from echo2_service.settings import PRICED
 #: Seconds for which the URL of an archive is valid; bytes of it that are read at a time.
 ARCHIVE_SECONDS = 900.0
 PIECE_BYTES = 256 << 10
-#: Checkpoints that one statement deletes, which takes milliseconds.
-DELETED_AT_ONCE = 200
 CHECKPOINT_TYPES = {"weights": "training", "sampler_weights": "sampler"}
 NOTHING = Response(status_code=204)
 

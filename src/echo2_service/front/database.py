@@ -278,11 +278,11 @@ class Database:
         with self.transaction() as connection:
             return list(connection.execute(query.where(*_conditions(table, _kinds(where))), _bound(where)))
 
-    def delete_session(self, session: str) -> None:
+    def delete_sessions(self, ids: tuple[str, ...]) -> None:
         with self.transaction():
-            self.delete(samplers, session=session)
-            self.delete(spending, session=session)
-            self.delete(sessions, id=session)
+            self.delete(samplers, session=ids)
+            self.delete(spending, session=ids)
+            self.delete(sessions, id=ids)
 
     def delete_orphans(self, limit: int = 1000) -> None:
         """Delete the models whose session is gone and of which there is no checkpoint, with their curves."""
