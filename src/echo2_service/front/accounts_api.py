@@ -298,7 +298,7 @@ class AccountsApi:
         headers = {"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
         return Response(status_code=302, headers=headers)
 
-    async def fetch_archive(self, request: Request) -> Response | Sent:
+    async def fetch_archive(self, request: Request) -> Response | ClosingResponse:
         """Return the tar file at a URL from `archive`. It is made while it is sent, so that it takes no disk."""
         token = request.path_params["token"]
         tenant = next((name for name, entries in self._archives.items() if token in entries), "")
@@ -318,7 +318,7 @@ class AccountsApi:
                 stack.enter_context(file)
             headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
             response = StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
-            return Sent(response, stack.pop_all())
+            return ClosingResponse(response, stack.pop_all())
 
     async def show_usage(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return a tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
@@ -377,7 +377,7 @@ class AccountsApi:
         ]
 
 
-class Sent:
+class ClosingResponse:
     """A response that needs resources until it is sent, or its client has gone."""
 
     def __init__(self, response: Response, needs: ExitStack) -> None:
