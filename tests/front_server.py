@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -164,3 +165,20 @@ def come(opened: socket.socket, words: bytes) -> bytes:
         assert data, found
         found += data
     return found
+
+
+def archived(client: Client) -> str:
+    """The path of the archive of a new checkpoint."""
+    model = client.model(client.session())
+    client.result(client.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"}))
+    return f"training_runs/{model}/checkpoints/a/archive"
+
+
+def location(client: Client, path: str) -> str:
+    """To where a path redirects."""
+    opened = socket.create_connection(("127.0.0.1", client.port), timeout=120)
+    head = f"GET /api/v1/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-API-Key: {client.key}\r\n\r\n"
+    opened.sendall(head.encode())
+    found = re.search(rb"(?i)location: \S*/api/v1/(\S+)", everything(opened))
+    assert found
+    return found[1].decode()

@@ -51,6 +51,8 @@ SIGN_IN_BYTES_MAX = 4096
 CURVE_POINTS_MAX = 512
 #: Temporary URLs of archives of one tenant that are valid at once.
 ARCHIVES_MAX = 256
+#: Archives of one tenant that are being sent: each has a file or two open, and needs no key.
+DOWNLOADS_MAX = 64
 #: Rows in one answer of a listing.
 PAGE_MAX = 1000
 

@@ -21,7 +21,9 @@ PRICED = ("forward_backward", "forward", "sample")
 
 #: Stands for every tenant that is not named.
 OTHERS = "*"
-ByTenant: TypeAlias = dict[str, Annotated[float, Meta(ge=0)]]
+#: Bounded, since a bill of an infinite price stays infinite, and dates end with the year 9999.
+ByTenant: TypeAlias = dict[str, Annotated[float, Meta(ge=0, le=1e9)]]
+DaysByTenant: TypeAlias = dict[str, Annotated[float, Meta(ge=0, le=36500)]]
 
 
 class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
@@ -34,7 +36,7 @@ class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
     usd_per_million_tokens: ByTenant = {}
     quota_usd: ByTenant = {}
     quota_disk_gb: ByTenant = {}
-    checkpoint_days: ByTenant = {}
+    checkpoint_days: DaysByTenant = {}
 
     def __post_init__(self) -> None:
         if wrong := sorted(self.usd_per_million_tokens.keys() - set(PRICED)):
@@ -51,14 +53,17 @@ class Tariff:
 
     def __init__(self, quotas: Quotas, file: Path | None = None) -> None:
         self.quotas, self._file = quotas, file
-        self._read: tuple[int, int, int] | None = None
-        self._read = self._version()
+        self._read: tuple[int, int, int] | None = None  # the file's version; it may have changed since the start
+        self._seen: tuple[int, int, int] | None = None
 
     def reread(self) -> None:
-        """Read the file again if it has changed. A file with a mistake changes nothing, which the log says."""
-        if (version := self._version()) == self._read or self._file is None:
+        """Read the file again if it has changed, and no more since the last call: half of a file may be one without
+        prices and quotas. A file with a mistake changes nothing, which the log says.
+        """
+        seen, self._seen = self._seen, self._version()
+        if self._seen == self._read or self._seen != seen or self._file is None:
             return
-        self._read = version
+        self._read = self._seen
         try:
             self.quotas = load(self._file).bills
             log.info("prices and quotas are those of %s as it is now", self._file)

@@ -18,8 +18,15 @@ from echo2_service.front.request_guard import for_tenants
 from front_service import Service
 
 #: What these read is no JSON body.
-FORMS = {"/sign-in", "/sign-out"}
-UNREAD = {"client/config", "client/dynamic_config", "telemetry", "adapters", *FORMS, *(path for _, path in UNSERVED)}
+UNREAD = {
+    "/sign-in",
+    "/sign-out",
+    "client/config",
+    "client/dynamic_config",
+    "telemetry",
+    "adapters",
+    *(path for _, path in UNSERVED),
+}
 
 
 def text_fields() -> Iterator[tuple[type[msgspec.Struct], str]]:

@@ -17,9 +17,9 @@ import pytest
 
 from echo2_service import limits
 from echo2_service.front import http_server
-from echo2_service.front.database import steps
+from echo2_service.front.database import checkpoints, steps
 from echo2_service.settings import Quotas
-from front_server import Client, FrontServer, come, everything, raw, serving
+from front_server import Client, FrontServer, archived, come, everything, location, raw, serving
 
 Attack = Callable[[FrontServer, Client], None]
 QUOTAS = Quotas(usd_per_million_tokens={"sample": 1e6}, quota_usd={"spender": 1.0}, quota_disk_gb={"hoarder": 40e-6})
@@ -264,13 +264,8 @@ def curve_points(server: FrontServer, client: Client) -> None:
 
 
 def archives(server: FrontServer, client: Client) -> None:
-    model = client.model(client.session())
-    client.result(client.ok("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"}))
-    urls = []
-    for _ in range(2):
-        opened = raw(client, "telemetry")
-        opened.close()
-        urls.append(location(client, f"training_runs/{model}/checkpoints/a/archive"))
+    path = archived(client)
+    urls = [location(client, path) for _ in range(2)]
     assert client.ask("GET", urls[0])[0] == 404
     status, text = client.ask("GET", urls[1])
     assert status == 200
@@ -279,13 +274,19 @@ def archives(server: FrontServer, client: Client) -> None:
     assert not list(server.folder.rglob("*.tar"))
 
 
-def location(client: Client, path: str) -> str:
+def downloads(server: FrontServer, client: Client) -> None:
+    path = archived(client)
+    (row,) = server.database.select(checkpoints)
+    with (Path(row.directory) / "large").open("wb") as file:
+        file.truncate(64 << 20)  # more than buffers hold
+    url = location(client, path)
     opened = socket.create_connection(("127.0.0.1", client.port), timeout=120)
-    head = f"GET /api/v1/{path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-API-Key: {client.key}\r\n\r\n"
-    opened.sendall(head.encode())
-    found = re.search(rb"(?i)location: \S*/api/v1/(\S+)", everything(opened))
-    assert found
-    return found[1].decode()
+    opened.sendall(f"GET /api/v1/{url} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    come(opened, b"200 OK")
+    refused(client.ask("GET", url), 429, "archives are being sent")
+    opened.close()
+    until(server, lambda: not server.front.accounts._num_downloads)
+    assert client.ask("GET", url)[0] == 200
 
 
 def page(server: FrontServer, client: Client) -> None:
@@ -448,6 +449,7 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "SIGN_IN_BYTES_MAX": (form_with_a_key, {}),
     "CURVE_POINTS_MAX": (curve_points, {"CURVE_POINTS_MAX": 4}),
     "ARCHIVES_MAX": (archives, {"ARCHIVES_MAX": 1}),
+    "DOWNLOADS_MAX": (downloads, {"DOWNLOADS_MAX": 1}),
     "PAGE_MAX": (page, {"PAGE_MAX": 2}),
     "bills.quota_usd": (dollars, {}),
     "bills.quota_disk_gb": (disk, {}),

@@ -241,6 +241,40 @@ def test_a_wrong_key_is_not_let_in(service: Service, wrong: str) -> None:
     assert "<script" not in answer.text
 
 
+@pytest.mark.parametrize(
+    ("headers", "is_let_in"),
+    [
+        ({"sec-fetch-site": "cross-site", "origin": "null"}, False),
+        ({"sec-fetch-site": "same-site", "origin": "http://testserver"}, False),  # another port of this machine
+        ({"sec-fetch-site": "same-origin", "origin": "https://behind-a-proxy"}, True),
+        ({"origin": "http://elsewhere"}, False),
+        ({"origin": "http://testserver:1"}, False),
+        ({"origin": "null"}, False),
+        ({"origin": "http://testserver"}, True),
+        ({}, True),
+    ],
+)
+def test_no_page_of_another_site_signs_anybody_in_or_out(
+    service: Service, headers: dict[str, str], is_let_in: bool
+) -> None:
+    """It could have somebody work in an account that others read."""
+    service.client.cookies.clear()
+    for path, data in (("/sign-in", {"key": service.key}), ("/sign-out", {})):
+        answer = service.client.post(path, data=data, headers=headers, follow_redirects=False)
+        assert answer.status_code == (303 if is_let_in else 403)
+        assert ("set-cookie" in answer.headers) == is_let_in
+        assert is_let_in or "another site" in answer.text
+    assert asked_by_browser(service, "/").headers["referrer-policy"] == "same-origin"  # else the origin is "null"
+
+
+def test_a_password_for_a_proxy_does_not_stand_before_the_cookie(service: Service) -> None:
+    sign_in(service, service.key)
+    headers = {"authorization": "Basic YWRhOnNlY3JldA=="}
+    for path in ("/", f"{ROOT}account"):
+        assert service.client.get(path, headers=headers).status_code == 200
+    assert service.client.get(f"{ROOT}usage", headers=headers).status_code == 401
+
+
 def test_a_key_that_ends_or_is_revoked_ends_the_page(service: Service) -> None:
     key = service.api_keys.add_key("ada", days=1.0)
     assert sign_in(service, key).status_code == 303

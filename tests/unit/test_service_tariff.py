@@ -116,11 +116,25 @@ def test_points_are_thinned_out_evenly_and_the_newest_stays(anywhere: Service, m
 # ---- a file that changes ---------------------------------------------------------------------------------------------
 
 
+#: What no bill and no date bears.
+ENDLESS = [
+    f"{name} = {{ {of} = {value} }}"
+    for name, of in (("usd_per_million_tokens", "sample"), ("quota_usd", "ada"), ("checkpoint_days", "ada"))
+    for value in ("inf", "nan", "1e308", "-1.0")
+]
+
+
 def write(file: Path, bills: str) -> None:
     """Replace the file, as editors do."""
     new = file.with_suffix(".new")
     new.write_text(f'[bases]\n"echo2/tiny" = ""\n[bills]\n{bills}\n')
     os.replace(new, file)
+
+
+def take(service: Service) -> None:
+    """The file is read at the second look at the same one."""
+    service.sweep()
+    service.sweep()
 
 
 @pytest.fixture
@@ -136,34 +150,34 @@ def test_prices_and_quotas_change_without_a_restart(service: Service, file: Path
     model = service.model(service.session())
     service.result(service.train(model, 1, [1, 2]))
     assert service.get("usage")["usd"] == pytest.approx(0.4)
-    service.sweep()
+    take(service)
     service.result(service.train(model, 2, [1, 2]))
     assert service.get("usage")["usd"] == pytest.approx(0.6)
     write(file, 'quota_usd = { ada = 0.5, "*" = 0.0 }')
-    service.sweep()
+    take(service)
     assert "of $0.5" in service.post("forward_backward", protobuf(model, 3, [1]), headers=PROTO, status=402)["detail"]
     assert service.get("usage")["usd_per_million_tokens"] == {}
     eve = service.api_keys.add_key("eve")
     body = {"session_id": service.session(eve), "model_seq_id": 0, "base_model": "echo2/tiny"}
     assert "eve has spent" in service.post("create_model", body, eve, status=402)["detail"]
     write(file, "")
-    service.sweep()
+    take(service)
     service.result(service.train(model, 3, [1]))
 
 
 @pytest.mark.parametrize(
-    "wrong", ["quota_usd = 3", "quotas = {}", "usd_per_million_tokens = { step = 1.0 }", "=", None]
+    "wrong", ["quota_usd = 3", "quotas = {}", "usd_per_million_tokens = { step = 1.0 }", "=", None, *ENDLESS]
 )
 def test_a_file_with_a_mistake_changes_nothing(
     service: Service, file: Path, wrong: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    service.sweep()
+    take(service)
     before = service.get("usage")["usd_per_million_tokens"]
     if wrong is None:
         file.unlink()
     else:
         write(file, wrong)
-    for _ in range(2):
+    for _ in range(3):
         service.sweep()
     assert service.get("usage")["usd_per_million_tokens"] == before == {"forward_backward": 1e5}
     told = [record for record in caplog.records if "stay as they were" in record.getMessage()]
@@ -172,7 +186,7 @@ def test_a_file_with_a_mistake_changes_nothing(
 
 def test_a_quota_for_all_others_bounds_their_disk(service: Service, file: Path) -> None:
     write(file, 'quota_disk_gb = { ada = 1.0, "*" = 1e-6 }')
-    service.sweep()
+    take(service)
     eve = service.api_keys.add_key("eve")
     body = {"session_id": service.session(eve), "model_seq_id": 0, "base_model": "echo2/tiny"}
     assert "are allowed" in service.post("create_model", body, eve, status=400)["detail"]
@@ -181,7 +195,7 @@ def test_a_quota_for_all_others_bounds_their_disk(service: Service, file: Path) 
 
 def test_checkpoints_are_kept_as_long_as_the_operator_keeps_them(service: Service, file: Path) -> None:
     write(file, 'checkpoint_days = { "*" = 2.0, eve = 9.0 }')
-    service.sweep()
+    take(service)
     model = service.model(service.session())
     for number, ttl in ((1, None), (2, 60), (3, 10**6)):
         save = {"model_id": model, "seq_id": number, "path": f"n{number}", "ttl_seconds": ttl}
@@ -192,7 +206,7 @@ def test_checkpoints_are_kept_as_long_as_the_operator_keeps_them(service: Servic
     url = f"/api/v1/training_runs/{model}/checkpoints/weights/n2/ttl"
     service.client.put(url, headers={"x-api-key": service.key}, json={"ttl_seconds": None})
     service.now += 172801
-    service.sweep()
+    take(service)
     assert service.database.count(checkpoints) == 0
     assert service.get("usage")["checkpoint_days"] == 2.0
 
@@ -201,3 +215,24 @@ def test_a_tariff_without_a_file_stays() -> None:
     tariff = Tariff(Quotas(PRICES))
     tariff.reread()
     assert tariff.quotas.usd_per_million_tokens == PRICES
+
+
+@pytest.mark.parametrize("half", ["", "[bi"])
+def test_a_file_of_which_only_half_is_written_is_not_read(service: Service, file: Path, half: str) -> None:
+    """Without the rest there are no prices and no quotas."""
+    take(service)
+    whole = file.read_text()
+    file.write_text(whole.partition("[bills]")[0] + half)
+    service.sweep()
+    assert service.get("usage")["usd_per_million_tokens"] == {"forward_backward": 1e5}
+    file.write_text(whole.replace("1e5", "2e5"))
+    take(service)
+    assert service.get("usage")["usd_per_million_tokens"] == {"forward_backward": 2e5}
+
+
+def test_a_file_that_changed_before_the_first_look_is_read(tmp_path: Path) -> None:
+    write(file := tmp_path / "serve.toml", "quota_usd = { ada = 1.0 }")
+    tariff = Tariff(Quotas(), file)
+    for _ in range(2):
+        tariff.reread()
+    assert tariff.quotas.quota_usd == {"ada": 1.0}

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from echo2.core.errors import PeerError
 from echo2.core.printable import printable
 from echo2_service import tinker_pb2 as pb
 from echo2_service.front.curves import Curves
-from echo2_service.front.database import OPEN, Row, keys, models, requests, samplers, sessions
+from echo2_service.front.database import OPEN, Database, Row, keys, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader
 from echo2_service.front.request_guard import Caller, answer
@@ -45,6 +46,8 @@ class Account:
         self._work, self._database, self._storage = work, work.database, work.storage
         self._dispatcher, self._bills, self._curves, self._bodies = dispatcher, bills, curves, bodies
         self._measured: dict[str, float] = {}
+        # Of each tenant one page of samples at a time: their answers have megabytes.
+        self._reading = defaultdict[str, asyncio.Lock](asyncio.Lock)
         self._decoding = asyncio.Lock()  # one page at a time: the process that decodes reads everybody's training data
 
     async def show(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -78,15 +81,9 @@ class Account:
 
     async def samples(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return what the newest requests for samples gave, with the text of its beginning."""
-        find, tenant = self._database.select, caller.tenant
-        columns = ("id", "target", "ended", "answer_bytes")
-        rows = find(requests, "-arrival", SAMPLES_TOLD, columns=columns, tenant=tenant, kind="sample", state="done")
-        short = tuple(row.id for row in rows if 0 < row.answer_bytes <= ANSWER_BYTES_READ)
-        found = {row.id: row.answer for row in find(requests, columns=["id", "answer"], id=short)}
-        of = {row.id: row for row in find(samplers, tenant=tenant, id=tuple({row.target for row in rows}))}
-        read = await asyncio.to_thread(lambda: {name: _sequences(data) for name, data in found.items()})
-        told = [_sample(row, of.get(row.target), *read.get(row.id, (0, []))) for row in rows]
-        await self._add_texts(told)
+        async with self._reading[caller.tenant]:
+            told = await asyncio.to_thread(_read_samples, self._database.beside(), caller.tenant)
+            await self._add_texts(told)
         return answer({"samples": told})
 
     async def _add_texts(self, told: Sequence[dict[str, Any]]) -> None:
@@ -144,6 +141,21 @@ class Account:
             for row in rows
         ]
         return {"num_open": sum(row.num for row in open_ones), "waits": told}
+
+
+def _read_samples(database: Database, tenant: str) -> list[dict[str, Any]]:
+    """Return what the newest requests for samples gave, without texts. Runs in a thread."""
+    columns = ("id", "target", "ended", "answer_bytes")
+    where: dict[str, Any] = {"tenant": tenant, "kind": "sample", "state": "done"}
+    rows = database.select(requests, "-arrival", SAMPLES_TOLD, columns=columns, **where)
+    of = {row.id: row for row in database.select(samplers, tenant=tenant, id=tuple({row.target for row in rows}))}
+    told = []
+    for row in rows:
+        is_read = 0 < row.answer_bytes <= ANSWER_BYTES_READ
+        found = database.find(requests, columns=["answer"], id=row.id) if is_read else None
+        data = None if found is None else found.answer
+        told.append(_sample(row, of.get(row.target), *(_sequences(data) if data else (0, []))))
+    return told
 
 
 def _sequences(data: bytes) -> tuple[int, list[dict[str, Any]]]:

@@ -8,7 +8,7 @@ import json
 import math
 import secrets
 import tarfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
@@ -19,6 +19,8 @@ from typing import Any, BinaryIO
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Send
+from starlette.types import Scope as Asgi
 
 from echo2.core.documents import parse_json
 from echo2.core.errors import PeerError, UserError
@@ -36,11 +38,11 @@ from echo2_service.front.bodies import (
     TtlBody,
     parse,
 )
-from echo2_service.front.cleaning import ARRIVING, DONE, Cleaning
+from echo2_service.front.cleaning import ARRIVING, DELETED_AT_ONCE, DONE, Cleaning
 from echo2_service.front.database import Row, checkpoints, models, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.own_adapters import take_adapter
-from echo2_service.front.request_guard import Caller, answer
+from echo2_service.front.request_guard import Caller, answer, refused
 from echo2_service.front.usage import Bills
 from echo2_service.front.work import KINDS, Work, path_parts
 from echo2_service.settings import PRICED
@@ -66,7 +68,9 @@ class AccountsApi:
         self._storage, self._cleaning = work.storage, cleaning
         self._archives: dict[str, dict[str, tuple[float, Row]]] = {}  # by tenant and token; the oldest first
         self._importing = asyncio.Lock()  # one at a time: an import needs several times the adapter's size in memory
-        self._num_imports = Counter[str]()
+        self._num_imports, self._num_downloads = Counter[str](), Counter[str]()
+        # One look of each tenant at all its checkpoints at a time: in a thread, of which there are few.
+        self._looking = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def health(self, request: Request) -> Response:
         """Answer that the process is alive; needs no key."""
@@ -172,10 +176,10 @@ class AccountsApi:
 
     async def list_run_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
         model = self._own(models, request.path_params["model"], caller)
-        return self._listing(request, model=model.id, tenant=caller.tenant)
+        return await self._listing(request, caller, model=model.id)
 
     async def list_checkpoints(self, caller: Caller, request: Request, body: bytes) -> Response:
-        return self._listing(request, tenant=caller.tenant)
+        return await self._listing(request, caller)
 
     async def delete_checkpoint(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Delete a checkpoint. Its files stay as long as a sampler made from it exists."""
@@ -188,13 +192,13 @@ class AccountsApi:
         given, now = parse(DeleteBody, body), self._work.clock()
         paths = None if given.paths is None else [path_parts(path) for path in given.paths]
         before = math.inf if given.older_than_seconds is None else now - given.older_than_seconds
-        is_more, deleted = True, 0
-        while is_more:
-            found = self._database.delete_checkpoints(
-                caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0, limits.PAGE_MAX
-            )
-            deleted, is_more = deleted + found, found == limits.PAGE_MAX
-            await asyncio.sleep(0)  # others have their turn
+        of, deleted = (caller.tenant, paths, given.training_run_id, before, given.keep_newest or 0), 0
+        async with self._looking[caller.tenant]:
+            found = await asyncio.to_thread(self._database.beside().checkpoints_that_fit, *of)
+            for begin in range(0, len(found), DELETED_AT_ONCE):
+                ids = tuple(found[begin : begin + DELETED_AT_ONCE])
+                deleted += self._database.delete(checkpoints, id=ids)  # of this tenant alone
+                await asyncio.sleep(0)  # others have their turn
         await self._cleaning.tidy(caller.tenant, now)
         return answer({"num_deleted": deleted})
 
@@ -211,8 +215,9 @@ class AccountsApi:
     async def set_ttl(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Set how long from now a checkpoint is kept."""
         seconds = parse(TtlBody, body or b"{}").ttl_seconds
-        expires = self._storage.expiry(caller.tenant, self._work.clock(), seconds)
-        self._database.update(checkpoints, {"id": self._checkpoint(caller, request).id}, expires=expires)
+        row = self._checkpoint(caller, request)
+        expires = self._storage.expiry(caller.tenant, self._work.clock(), seconds, row.created)
+        self._database.update(checkpoints, {"id": row.id}, expires=expires)
         return NOTHING
 
     async def copy_weights(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -224,6 +229,8 @@ class AccountsApi:
         found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)
         if found is None:
             await self._storage.check_measured(caller.tenant)
+            found = self._database.find(checkpoints, model=copy, tenant=caller.tenant)  # another request's, meanwhile
+        if found is None:
             self._storage.check_rows(checkpoints, caller.tenant)
             found, now = self._work.checkpoint(given.source_path, caller.tenant), self._work.clock()
             values = {column: getattr(found, column) for column in ("kind", "name", "directory", "size")}
@@ -246,7 +253,8 @@ class AccountsApi:
         model = "adapter_" + secrets.token_hex(16)
         arriving = self._storage.folder / ARRIVING / model
         directory = self._storage.directory(caller.tenant) / model
-        with self._one_import_more(caller.tenant):
+        what = f"{limits.UPLOADS_MAX} of your uploads are being checked"
+        with _one_more(self._num_imports, caller.tenant, limits.UPLOADS_MAX, what):
             async with self._importing:
                 spec = await asyncio.to_thread(take_adapter, body, base, caller.tenant, arriving)
         self._storage.arriving.add(model)
@@ -277,18 +285,6 @@ class AccountsApi:
             public=False,
         )
 
-    @contextmanager
-    def _one_import_more(self, tenant: str) -> Iterator[None]:
-        if self._num_imports[tenant] >= limits.UPLOADS_MAX:
-            raise PeerError("rate", f"{limits.UPLOADS_MAX} of your uploads are being checked; wait for one of them.")
-        self._num_imports[tenant] += 1
-        try:
-            yield
-        finally:
-            self._num_imports[tenant] -= 1
-            if not self._num_imports[tenant]:
-                del self._num_imports[tenant]
-
     async def archive(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Redirect to a temporary URL of the checkpoint as a tar file, which needs no key."""
         row, now = self._checkpoint(caller, request), self._work.clock()
@@ -302,16 +298,27 @@ class AccountsApi:
         headers = {"Location": location, "Expires": expires.strftime("%a, %d %b %Y %H:%M:%S GMT")}
         return Response(status_code=302, headers=headers)
 
-    async def fetch_archive(self, request: Request) -> Response:
+    async def fetch_archive(self, request: Request) -> Response | ClosingResponse:
         """Return the tar file at a URL from `archive`. It is made while it is sent, so that it takes no disk."""
-        found = (entries.get(request.path_params["token"]) for entries in self._archives.values())
-        entry = next((one for one in found if one is not None), None)
-        is_there = entry is not None and entry[0] > self._work.clock()
-        files = await asyncio.to_thread(_opened, entry[1]) if entry is not None and is_there else []
-        if not files:
-            return answer({"detail": "there is no such archive, or not any more."}, 404)
-        headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
-        return StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
+        token = request.path_params["token"]
+        tenant = next((name for name, entries in self._archives.items() if token in entries), "")
+        ends, row = self._archives[tenant][token] if tenant else (0.0, None)
+        if row is None or ends <= self._work.clock():
+            return _no_archive()
+        with ExitStack() as stack:
+            try:
+                what = f"{limits.DOWNLOADS_MAX} of your archives are being sent"
+                stack.enter_context(_one_more(self._num_downloads, tenant, limits.DOWNLOADS_MAX, what))
+            except PeerError as error:
+                return refused(error)
+            files = await asyncio.to_thread(_opened, row)
+            if not files:
+                return _no_archive()
+            for *_, file in files:
+                stack.enter_context(file)
+            headers = {"Content-Disposition": 'attachment; filename="checkpoint.tar"'}
+            response = StreamingResponse(_packed(files), headers=headers, media_type="application/x-tar")
+            return ClosingResponse(response, stack.pop_all())
 
     async def show_usage(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return a tenant's bill: requests, tokens and dollars by kind, its quota, and the prices."""
@@ -341,9 +348,11 @@ class AccountsApi:
             raise PeerError("not_found", f"the model has no checkpoint {named[:200]!r}.")
         return row
 
-    def _listing(self, request: Request, **where: Any) -> Response:
+    async def _listing(self, request: Request, caller: Caller, **where: Any) -> Response:
         limit, offset = _page(request)
-        rows = self._database.select(checkpoints, "-created", limit, offset, **where)
+        where, database = {"tenant": caller.tenant, **where}, self._database.beside()
+        async with self._looking[caller.tenant]:
+            rows = await asyncio.to_thread(database.select, checkpoints, "-created", limit, offset, **where)
         total = self._database.count(checkpoints, **where)
         cursor = {"offset": offset, "limit": limit, "total_count": total}
         return answer({"checkpoints": [_checkpoint(row) for row in rows], "cursor": cursor})
@@ -366,6 +375,39 @@ class AccountsApi:
             }
             for row in rows
         ]
+
+
+class ClosingResponse:
+    """A response that needs resources until it is sent, or its client has gone."""
+
+    def __init__(self, response: Response, needs: ExitStack) -> None:
+        self._response, self._needs = response, needs
+
+    async def __call__(self, scope: Asgi, receive: Receive, send: Send) -> None:
+        with self._needs:
+            await self._response(scope, receive, send)
+
+
+@contextmanager
+def _one_more(under_way: Counter[str], tenant: str, most: int, what: str) -> Iterator[None]:
+    """Count one more of a tenant while the block runs.
+
+    Raises:
+        PeerError: "rate", the tenant has the most already.
+    """
+    if under_way[tenant] >= most:
+        raise PeerError("rate", f"{what}; wait for one of them.")
+    under_way[tenant] += 1
+    try:
+        yield
+    finally:
+        under_way[tenant] -= 1
+        if not under_way[tenant]:
+            del under_way[tenant]
+
+
+def _no_archive() -> Response:
+    return answer({"detail": "there is no such archive, or not any more."}, 404)
 
 
 def _checkpoint(row: Row) -> dict[str, Any]:
@@ -429,20 +471,19 @@ def _opened(checkpoint: Row) -> list[tuple[str, int, BinaryIO]]:
             elif path.is_file() and path.name != STATE_FILE:  # of the service's own, with the sizes of its own files
                 found.append((path.name, path.stat().st_size, path.open("rb")))
     except FileNotFoundError:
+        for *_, file in found:
+            file.close()
         return []
     return found
 
 
 def _packed(files: Sequence[tuple[str, int, BinaryIO]]) -> Iterator[bytes]:
-    """Yield a tar file of these files piece by piece, and close them."""
-    with ExitStack() as stack:
-        for _, _, file in files:
-            stack.enter_context(file)
-        for name, size, file in files:
-            entry = tarfile.TarInfo(name)
-            entry.size, entry.mode = size, 0o644
-            yield entry.tobuf()
-            while piece := file.read(PIECE_BYTES):
-                yield piece
-            yield bytes(-entry.size % tarfile.BLOCKSIZE)
-        yield bytes(2 * tarfile.BLOCKSIZE)
+    """Yield a tar file of these files piece by piece."""
+    for name, size, file in files:
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mode = size, 0o644
+        yield entry.tobuf()
+        while piece := file.read(PIECE_BYTES):
+            yield piece
+        yield bytes(-entry.size % tarfile.BLOCKSIZE)
+    yield bytes(2 * tarfile.BLOCKSIZE)

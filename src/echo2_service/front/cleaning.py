@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import sqlalchemy as sql
 
 from echo2.core.background import spawn
 from echo2_service.backend import DeleteCall
-from echo2_service.front.database import OPEN, UNREACHED, Database, checkpoints, models, requests, sessions
+from echo2_service.front.database import OPEN, UNREACHED, Database, Row, checkpoints, models, requests, sessions
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.usage import TENANT_PREFIX, sampler_directories
 from echo2_service.front.work import Work
@@ -36,6 +36,8 @@ DONE, TIDIED = 0.0, -1.0
 ARRIVING = "arriving"
 #: Rows that are looked at at a time.
 ROWS = 1000
+#: Rows that one statement deletes.
+DELETED_AT_ONCE = 200
 ANYBODY = Path()
 
 
@@ -118,10 +120,14 @@ class Cleaning:
         self._deleting.discard(session)
 
     async def _delete_rows(self, now: float) -> None:
-        for row in self._database.older(sessions, "finished", now - KEPT_SECONDS, ROWS, columns=["id"], seen=TIDIED):
-            self._database.delete_session(row.id)
-        for row in self._database.older(checkpoints, "expires", now, columns=["id"]):
-            self._database.delete(checkpoints, id=row.id)
+        find = self._database.older
+        done = find(sessions, "finished", now - KEPT_SECONDS, ROWS, columns=["id"], seen=TIDIED)
+        for some in _parts(done):
+            self._database.delete_sessions(some)
+            await asyncio.sleep(0)  # others have their turn
+        for some in _parts(find(checkpoints, "expires", now, ROWS, columns=["id"])):
+            self._database.delete(checkpoints, id=some)
+            await asyncio.sleep(0)
         self._database.delete_orphans()
 
     async def _delete_answers(self, now: float) -> None:
@@ -185,6 +191,12 @@ class Cleaning:
             directory = self._storage.directory(row.tenant)
             found[directory] = min(found.get(directory, found[ANYBODY]), row.earliest)
         return found
+
+
+def _parts(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """Yield the ids of rows, so many at a time that deleting them takes milliseconds."""
+    for begin in range(0, len(rows), DELETED_AT_ONCE):
+        yield tuple(row.id for row in rows[begin : begin + DELETED_AT_ONCE])
 
 
 def _remove(paths: Iterable[Path]) -> None:

@@ -174,7 +174,9 @@ class Database:
             UserError: there is no such database.
         """
         try:
-            self._engine = sql.create_engine(url, pool_pre_ping=True)  # the database server may have restarted
+            self._engine = sql.create_engine(
+                url, pool_pre_ping=True, hide_parameters=True
+            )  # the server may have restarted
             if self._engine.dialect.name == "sqlite":
                 sql.event.listen(self._engine, "connect", _prepare_sqlite)
             metadata.create_all(self._engine)
@@ -241,11 +243,14 @@ class Database:
         with self.transaction() as connection:
             return list(connection.execute(query, {**_bound(where), "most": limit, "skipped": offset}))
 
-    def values(self, column: Column[Any]) -> set[Any]:
-        """Return all values of a column, however many. Other threads go on meanwhile, for they are read in parts."""
-        query, found = sql.select(column).execution_options(yield_per=1000), set[Any]()
+    def values(self, column: Column[Any], **where: Any) -> set[Any]:
+        """Return all values of a column in the rows with these values, however many. Other threads go on meanwhile, for
+        they are read in parts.
+        """
+        query, found = sql.select(column).where(*_conditions(column.table, _kinds(where))), set[Any]()
         with self.transaction() as connection:
-            for part in connection.execute(query).scalars().partitions():
+            rows = connection.execute(query.execution_options(yield_per=1000), _bound(where))
+            for part in rows.scalars().partitions():
                 found.update(part)
         return found
 
@@ -273,11 +278,11 @@ class Database:
         with self.transaction() as connection:
             return list(connection.execute(query.where(*_conditions(table, _kinds(where))), _bound(where)))
 
-    def delete_session(self, session: str) -> None:
+    def delete_sessions(self, ids: tuple[str, ...]) -> None:
         with self.transaction():
-            self.delete(samplers, session=session)
-            self.delete(spending, session=session)
-            self.delete(sessions, id=session)
+            self.delete(samplers, session=ids)
+            self.delete(spending, session=ids)
+            self.delete(sessions, id=ids)
 
     def delete_orphans(self, limit: int = 1000) -> None:
         """Delete the models whose session is gone and of which there is no checkpoint, with their curves."""
@@ -289,29 +294,29 @@ class Database:
             self.delete(steps, model=orphans)
             self.delete(models, id=orphans)
 
-    def delete_checkpoints(
+    def checkpoints_that_fit(
         self,
         tenant: str,
         paths: Sequence[tuple[str, str, str]] | None,
         model: str | None,
         before: float,
         keep_newest: int,
-        limit: int,
-    ) -> int:
-        """Delete checkpoints of a tenant that fit all of this, as many as `limit`, and return their number. `paths`:
-        model, kind and name of each, and `model`: None: any; `keep_newest`: so many of each model and kind stay.
+    ) -> list[str]:
+        """Return the ids of all checkpoints of a tenant that fit all of this. `paths`: model, kind and name of each,
+        and `model`: None: any; `keep_newest`: all but so many of each model and kind.
         """
         c = checkpoints.c
         rank = sql.func.row_number().over(partition_by=(c.model, c.kind), order_by=(c.created.desc(), c.id))
         ranked = sql.select(c.id, c.model, c.kind, c.name, c.created, rank.label("rank")).where(c.tenant == tenant)
-        of = ranked.subquery().c
-        query = sql.select(of.id).where(of.created < before, of.rank > keep_newest).limit(limit)
         if model is not None:
-            query = query.where(of.model == model)
+            ranked = ranked.where(c.model == model)
+        of = ranked.subquery().c
+        query = sql.select(of.id).where(of.created < before, of.rank > keep_newest)
         if paths is not None:
             query = query.where(sql.tuple_(of.model, of.kind, of.name).in_(paths))
         with self.transaction() as connection:
-            return connection.execute(sql.delete(checkpoints).where(c.id.in_(query))).rowcount
+            found = connection.execute(query.execution_options(yield_per=1000)).scalars()
+            return [one for part in found.partitions() for one in part]
 
     def newest(self, ids: Sequence[str]) -> list[Row]:
         """Return the newest checkpoint of each kind of these models."""

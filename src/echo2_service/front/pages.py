@@ -33,8 +33,10 @@ from echo2_service.front.request_guard import (
 FOLDER = files("echo2_service") / "pages"
 #: What the pages load, beside the parts of all pages.
 SCRIPTS = ("service.js", "tenant.js", "owner.js")
-#: As of the dashboard, but its own forms may be sent.
+#: As of the dashboard, but its own forms may be sent, and name this server as their origin.
 POLICY = HEADERS["Content-Security-Policy"].replace("form-action 'none'", "form-action 'self'")
+REFERRER = "same-origin"
+ELSEWHERE = "The form was sent by a page of another site; sign in on this one."
 WHY = "{why}"
 ASKING = "Type or paste an API key of yours."
 
@@ -61,6 +63,8 @@ class Pages:
 
     async def _sign_in(self, request: Request) -> Response:
         """Keep a key that is valid in the browser's cookie."""
+        if _is_from_elsewhere(request):
+            return _sign_in_page(PeerError("scope", ELSEWHERE))
         body = bytearray()
         try:
             passage = self._guard.traffic.begin("")  # of somebody who is not known yet
@@ -84,9 +88,20 @@ class Pages:
         return response
 
     async def _sign_out(self, request: Request) -> Response:
+        if _is_from_elsewhere(request):
+            return _sign_in_page(PeerError("scope", ELSEWHERE))
         response = RedirectResponse("/", status_code=303, headers=HEADERS)
         response.delete_cookie(cookie_of(request), httponly=True, samesite="strict")
         return response
+
+
+def _is_from_elsewhere(request: Request) -> bool:
+    """Whether a browser sends a form of another site: it would be signed in with a key of somebody else, or out."""
+    headers = request.headers
+    if site := headers.get("sec-fetch-site"):  # of browsers, over encrypted lines and on this machine
+        return site not in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is not None and origin.partition("://")[2] != headers.get("host")
 
 
 async def _asset(request: Request) -> Response:
@@ -103,4 +118,5 @@ def _sign_in_page(error: PeerError) -> Response:
 
 def _framed(response: Response) -> Response:
     response.headers["Content-Security-Policy"] = POLICY
+    response.headers["Referrer-Policy"] = REFERRER
     return for_browsers(response)

@@ -253,17 +253,8 @@ class RequestGuard:
                 return refused(error) if to_browser is None else for_browsers(to_browser(error))
             except UNREACHED as error:
                 return _later(error)
-            body = bytearray()
             try:
-                response = await self._handle(handler, caller, request, passage, body, getattr(limits, limit))
-                passage.take(len(response.body) if hasattr(response, "body") else 0)
-            except (PeerError, UserError) as error:
-                other = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
-                response = refused(error) if other is None else other
-            except UNREACHED as error:
-                response = _later(error)
-            except ClientDisconnect:
-                response = Response(status_code=400)
+                response = await self._answered(handler, caller, request, passage, getattr(limits, limit), when_refused)
             except BaseException:
                 passage.end()
                 raise
@@ -273,6 +264,8 @@ class RequestGuard:
 
     def _admitted(self, request: Request, scope: str, may_be_cookie: bool) -> Caller:
         bearer = request.headers.get("authorization", "")
+        if bearer.startswith("Basic "):  # a browser's, for a proxy in front of the service
+            bearer = ""
         text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
         if may_be_cookie:
             text = text or request.cookies.get(cookie_of(request), "")
@@ -280,6 +273,32 @@ class RequestGuard:
         if scope and scope not in caller.scopes:
             raise PeerError("scope", f"the API key {caller.key} lacks the scope {scope!r}.")
         return caller
+
+    async def _answered(
+        self,
+        handler: Handler,
+        caller: Caller,
+        request: Request,
+        passage: Passage,
+        max_bytes: int,
+        when_refused: WhenRefused | None,
+    ) -> Response:
+        """Return the answer to a request, also to one that is refused, or whose refusal cannot be stored."""
+        body = bytearray()
+        try:
+            try:
+                response = await self._handle(handler, caller, request, passage, body, max_bytes)
+                passage.take(len(response.body) if hasattr(response, "body") else 0)
+            except (PeerError, UserError) as error:
+                other = None if when_refused is None else await when_refused(caller, request, bytes(body), error)
+                return refused(error) if other is None else other
+        except (PeerError, UserError) as error:
+            return refused(error)
+        except UNREACHED as error:
+            return _later(error)
+        except ClientDisconnect:
+            return Response(status_code=400)
+        return response
 
     async def _handle(
         self,

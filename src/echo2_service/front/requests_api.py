@@ -113,7 +113,7 @@ class RequestsApi:
         sampler = self._database.find(samplers, id=given.sampling_session_id, tenant=caller.tenant)
         if sampler is None:
             raise PeerError("not_found", f"there is no sampler {given.sampling_session_id!r}.")
-        most = self._work.backend.bases[sampler.base].max_tokens
+        most = self._work.max_tokens(sampler.base)
         await off_loop(len(body), lambda: sample_spec(given, most, ""))
         self.session(caller, sampler.session)  # last: it may have ended meanwhile
         self._storage.check(caller.tenant, 1.0, len(body))
@@ -206,8 +206,12 @@ class RequestsApi:
     ) -> str:
         self.session(caller, session)
         model, now = f"{session}:train:{number}", self._work.clock()
-        if self._database.find(models, columns=["id"], id=model) is None:
+        is_there = self._database.find(models, columns=["id"], id=model) is not None
+        if not is_there:
             await self._storage.check_measured(caller.tenant)
+            is_there = self._database.find(models, columns=["id"], id=model) is not None  # another request's, meanwhile
+        if not is_there:
+            self.session(caller, session)
             self._storage.check_rows(models, caller.tenant)
             self._database.insert(
                 models,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +130,8 @@ class Storage:
         self._on_disk: dict[str, int] = {}  # by the last measure
         self._since = Counter[str]()  # bytes written since then, as estimated
         self._in_requests = Counter[str]()
+        self._measuring = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        self._begun, self._ended = Counter[str](), Counter[str]()  # measures; of those that told something the newest
         self.count_requests()
 
     def directory(self, tenant: str) -> Path:
@@ -207,21 +209,26 @@ class Storage:
             self._in_requests = Counter({tenant: int(count) for tenant, count in found})
 
     async def measure(self, tenant: str) -> int:
-        """Measure what the tenant keeps, and return its bytes."""
-        elsewhere, others = self._held(tenant)
-        names = [row.id for row in self._database.select(models, columns=["id"], tenant=tenant)]
-        rows = sum(self._row_bytes(table, tenant) for table in (sessions, models, samplers, checkpoints))
-        rows += self._database.count(steps, tenant=tenant) * POINT_BYTES
-        before, directory = self._since[tenant], self.directory(tenant)
-
-        def on_disk() -> int:
-            mine = allocated_bytes(directory) - sum(map(allocated_bytes, others))
-            held = sum(map(allocated_bytes, elsewhere))
-            return max(0, mine) + held + sum(map(self._backend.num_bytes, names))
-
-        self._on_disk[tenant] = rows + await asyncio.to_thread(on_disk)
-        self._since[tenant] -= before
+        """Measure what the tenant keeps, and return its bytes. What several callers wait for is measured once."""
+        asked = self._begun[tenant]
+        async with self._measuring[tenant]:
+            if self._ended[tenant] <= asked:  # none has begun since, and told
+                self._begun[tenant] += 1
+                number, before = self._begun[tenant], self._since[tenant]
+                self._on_disk[tenant] = await asyncio.to_thread(self._look, self._database.beside(), tenant)
+                self._since[tenant] -= before
+                self._ended[tenant] = number
         return self.num_bytes(tenant)
+
+    def _look(self, database: Database, tenant: str) -> int:
+        """Return the bytes of the tenant's rows, requests aside, and files. Runs in a thread: there may be 100,000."""
+        elsewhere, others = self._held(database, tenant)
+        rows = sum(_row_bytes(database, table, tenant) for table in (sessions, models, samplers, checkpoints))
+        rows += database.count(steps, tenant=tenant) * POINT_BYTES
+        mine = allocated_bytes(self.directory(tenant)) - sum(map(allocated_bytes, others))
+        held = sum(map(allocated_bytes, elsewhere))
+        names = database.values(models.c.id, tenant=tenant)
+        return rows + max(0, mine) + held + sum(map(self._backend.num_bytes, names))
 
     async def measure_all(self) -> None:
         """Measure the tenants that have quotas, and of those that share one the tenants that have written since."""
@@ -229,34 +236,38 @@ class Storage:
         for tenant in [name for name in {*quotas, *wrote} if name != OTHERS and self._quota(name) is not None]:
             await self.measure(tenant)
 
-    def expiry(self, tenant: str, now: float, ttl_seconds: float | None) -> float | None:
-        """Return when a checkpoint expires that is to be kept for so long from now (None: for ever)."""
+    def expiry(self, tenant: str, now: float, ttl_seconds: float | None, saved: float | None = None) -> float | None:
+        """Return when a checkpoint expires that is to be kept for so long from now (None: for ever). `saved`: None:
+        now.
+        """
         days = of_tenant(self._tariff.quotas.checkpoint_days, tenant)
-        seconds = [one for one in (ttl_seconds, None if days is None else days * 86400.0) if one is not None]
-        return now + min(seconds) if seconds else None
+        last = None if days is None else (now if saved is None else saved) + days * 86400.0
+        ends = [one for one in (None if ttl_seconds is None else now + ttl_seconds, last) if one is not None]
+        return min(ends, default=None)
 
     def _quota(self, tenant: str) -> float | None:
         quota = of_tenant(self._tariff.quotas.quota_disk_gb, tenant)
         return None if quota is None else quota * 1e9
 
-    def _held(self, tenant: str) -> tuple[list[Path], list[Path]]:
+    def _held(self, database: Database, tenant: str) -> tuple[list[Path], list[Path]]:
         """Return the directories of others that the tenant's copies and samplers keep, and its own that only those of
         others keep.
         """
-        find, own = self._database.select, self.directory(tenant)
-        named = {row.directory for row in find(checkpoints, columns=["directory"], tenant=tenant)}
-        named |= sampler_directories(self._database, tenant=tenant)
+        find, own = database.select, self.directory(tenant)
+        named = database.values(checkpoints.c.directory, tenant=tenant)
+        named |= sampler_directories(database, tenant=tenant)
         unnamed = tuple({str(path) for path in own.iterdir()} - named)[:NAMES_MAX]
         others = {row.directory for row in find(checkpoints, columns=["directory"], directory=unnamed)}
         others |= {row.directory for row in find(samplers, columns=["directory"], directory=unnamed)}
         return _paths(one for one in named if Path(one).parent != own), _paths(others)
 
-    def _row_bytes(self, table: sql.Table, tenant: str) -> int:
-        labels = table.c.get("labels")
-        size = ROW_BYTES + (0 if labels is None else sql.func.coalesce(sql.func.length(sql.cast(labels, sql.Text)), 0))
-        query = sql.select(sql.func.coalesce(sql.func.sum(size), 0)).where(table.c.tenant == tenant)
-        with self._database.transaction() as connection:
-            return int(connection.execute(query).scalar_one())
+
+def _row_bytes(database: Database, table: sql.Table, tenant: str) -> int:
+    labels = table.c.get("labels")
+    size = ROW_BYTES + (0 if labels is None else sql.func.coalesce(sql.func.length(sql.cast(labels, sql.Text)), 0))
+    query = sql.select(sql.func.coalesce(sql.func.sum(size), 0)).where(table.c.tenant == tenant)
+    with database.transaction() as connection:
+        return int(connection.execute(query).scalar_one())
 
 
 def sampler_directories(database: Database, **where: Any) -> set[str]:

@@ -111,6 +111,17 @@ class Work:
             raise UserError(f"There is no checkpoint {path[:200]!r}.")
         return row
 
+    def max_tokens(self, base: str) -> int:
+        """Return the context of a base model.
+
+        Raises:
+            UserError: the service has it no more; samplers outlive a restart.
+        """
+        if base not in self.backend.bases:
+            known = ", ".join(self.backend.bases)
+            raise UserError(f"The base model {base!r} is not served any more; there are {known}.")
+        return self.backend.bases[base].max_tokens
+
     def _check_name(self, request: Row, body: SaveBody) -> None:
         kind = _checkpoint_kind(request.kind)
         found = body.path and self.database.find(checkpoints, model=body.model_id, kind=kind, name=body.path)
@@ -212,7 +223,7 @@ class Work:
         sampler = self.database.find(samplers, id=request.target)
         if sampler is None:
             raise UserError("The sampler is gone.")
-        most = self.backend.bases[sampler.base].max_tokens
+        most = self.max_tokens(sampler.base)
         spec = await off_loop(request.body_bytes, lambda: sample_spec(body, most, request.id))
         spec = replace(spec, owner=request.tenant)
         directory = sampler.directory
