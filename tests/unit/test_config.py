@@ -55,6 +55,10 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one(raw: dict[str, objec
     assert message.endswith(f"Did you mean {near}?")
 
 
+def test_a_key_of_a_table_that_is_one_setting_says_where_to_write_it() -> None:
+    assert "reward.judge is one setting: write [reward.judge]" in refusal({"reward": {"judge.base_url": "http://x"}})
+
+
 def test_an_unknown_key_like_nothing_known_says_where_to_look() -> None:
     assert refusal({"zzz": 1}).endswith("`echo2 run --help` lists them all.")
 

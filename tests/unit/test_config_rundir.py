@@ -438,3 +438,9 @@ def test_a_run_directory_has_one_run_and_one_head(tmp_path: Path, monkeypatch: p
             pass
     with claimed(tmp_path / "run", "head"):
         pass
+
+
+def test_a_model_s_directory_is_no_run_s(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
+    with pytest.raises(UserError, match=r"is a model's directory\. Name the directory of a run"):
+        RunDir(tmp_path).read_config()

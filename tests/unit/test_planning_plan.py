@@ -382,6 +382,7 @@ def test_the_command_s_mistakes_cost_a_line_and_status_2(tmp_path: Path, capsys:
         (["plan", config, "--offers", offers, "--train-seconds", "-1"], "--train-seconds -1.0 must be a positive"),
         (["plan", config, "--offers", offers, "--train-seconds", "20", "--budget", "0.01"], "too small"),
         (["plan", config, "--offers", offers, "--from", str(tmp_path)], "has no trained step yet"),
+        (["plan", config, "--offers", offers, "--from", str(tmp_path / "none")], "There is no directory"),
         (["cost", str(tmp_path)], "not a run directory"),
     ):
         assert main(words) == 2

@@ -158,6 +158,7 @@ def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_i
         await until(lambda: judge.trouble and standin.asked.count(PROBE) >= 2 * judges.TRIES_MAX)
         assert f"it answers {fault}: " in judge.trouble
         assert standin.url in judge.trouble
+        assert ("api_key_env" in judge.trouble or "the key is that of $" in judge.trouble) == (fault in ("401", "403"))
         num_asked = len([one for one in standin.asked if one != PROBE])
         assert num_asked <= 3  # each question once; since then only whether the judge is there
         is_down = False

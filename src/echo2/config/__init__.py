@@ -76,6 +76,9 @@ def check_keys(raw: Mapping[str, Any], where: str) -> None:
 def _hint(word: str, known: Iterable[str], paths: Iterable[str]) -> str:
     """Which setting was meant: the one of that name in another section, or the nearest of the known."""
     name = word.rpartition(".")[2]
+    table = next((path for path in paths if word.startswith(f"{path}.")), "")
+    if table:
+        return f" {table} is one setting: write [{table}] with this key into the file, or all of --{table} as in TOML."
     owners = [path for path in paths if path.endswith(f".{name}")]
     near = did_you_mean(word, known) or " `echo2 run --help` lists them all."
     return f" Did you mean {owners[0]}?" if owners else near

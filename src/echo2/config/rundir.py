@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2 import config as configuration
-from echo2.core.documents import parse_json
+from echo2.core.documents import parse_json, read_tables
 from echo2.core.errors import UserError, write_failed
 from echo2.core.file_lock import FileLock
 
@@ -86,6 +86,8 @@ class RunDir:
         """
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run directory: it has no config.json.")
+        if "model_type" in read_tables(self.config, "the config file"):
+            raise UserError(f"{self.path} is a model's directory. Name the directory of a run, as in outputs/my.")
         return configuration.load(self.config)
 
 

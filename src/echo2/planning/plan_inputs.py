@@ -134,8 +134,10 @@ def read_past_run(directory: Path) -> PastRun:
     """Read `metrics.jsonl` of a run directory. The first step is a warm-up and is left out if there are more.
 
     Raises:
-        UserError: the file is damaged, or has no trained step.
+        UserError: there is no such directory, or the file is damaged or has no trained step.
     """
+    if not directory.is_dir():
+        raise UserError(f"There is no directory {directory}. Name the directory of a run that has trained.")
     rows = read_metrics(RunDir(directory).metrics, refuses_damage=True)
     steps = [row for row in rows if _number(row.get("time/train")) is not None]
     if not steps:

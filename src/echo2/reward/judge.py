@@ -311,6 +311,10 @@ class Judge:
             return reply
         said = data[: 4 * SAID_CHARS].decode(errors="replace")
         words = f"it answers {status}: " + printable(said, SAID_CHARS)
+        if status in (401, 403):
+            key = self._judge.api_key_env
+            words += f"; the key is that of ${key}" if key else "; reward.judge.api_key_env names no key"
+            words += ": stop the run, set it, and continue with --resume"
         if status == 429 or (status == 503 and retry_after):
             raise _Busy(words, float(retry_after) if retry_after.isdecimal() else 0.0)
         raise NoVerdict(words) if status in REFUSALS else _Down(words)

@@ -173,6 +173,11 @@ def find_runtime() -> str:
         if not reasons[name]:
             return name
     why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if named:
+        raise ContainerFault(
+            f"Tasks' commands need a container, and {VARIABLE} = {named!r} gives none ({reasons[named]}). Mend that, "
+            f"or unset {VARIABLE}: then the first of {', '.join(RUNTIMES)} that works here is taken."
+        )
     raise ContainerFault(f"Tasks' commands need a container, and this machine has none ({why}). Install bubblewrap.")
 
 
