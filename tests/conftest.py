@@ -3,6 +3,8 @@ property test fails for being slow: that is the machine's affair. Examples are t
 is to blame for a failure, and three times as many in `make test-all`; `HYPOTHESIS_PROFILE=explore` draws new ones.
 Tests import scripts of benchmarks/ by their names."""
 
+from __future__ import annotations
+
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -14,13 +16,19 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from house import REPOSITORY
 from postgres_server import PostgresServer
+
+if TYPE_CHECKING:
+    from echo2_service.settings import Quotas
+    from front_service import Service
 
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path += [str(folder) for folder in (BENCHMARKS, *sorted(BENCHMARKS.iterdir())) if folder.is_dir()]
@@ -73,3 +81,28 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
         return f"sqlite:///{tmp_path}/service.sqlite"
     server: PostgresServer = request.getfixturevalue("postgres")
     return server.new_database()
+
+
+@pytest.fixture
+def quotas() -> Quotas:
+    """Of the services below; files of tests have their own."""
+    from echo2_service.front.app import NO_QUOTAS  # not for the tests of the core
+
+    return NO_QUOTAS
+
+
+@pytest.fixture
+def service(tmp_path: Path, quotas: Quotas) -> Iterator[Service]:
+    from front_service import Service
+
+    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)) as made:
+        yield made
+
+
+@pytest.fixture
+def anywhere(tmp_path: Path, url: str, quotas: Quotas) -> Iterator[Service]:
+    """A service with each kind of database."""
+    from front_service import Service
+
+    with closing(Service(tmp_path, url, quotas)) as made:
+        yield made

@@ -20,12 +20,6 @@ from echo2_service.settings import Quotas
 from front_service import Service
 
 
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
-        yield made
-
-
 def test_a_checkpoint_that_is_replaced_leaves_the_disk(service: Service) -> None:
     model = service.model(service.session())
     for number in (1, 2):

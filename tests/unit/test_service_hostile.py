@@ -6,10 +6,7 @@ import asyncio
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,19 +19,6 @@ from echo2_service.front.request_guard import SCOPES
 from echo2_service.settings import Quotas
 from front_service import Service
 from one_row_backend import OneRowBackend
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
-        yield made
-
-
-@pytest.fixture
-def anywhere(tmp_path: Path, url: str) -> Iterator[Service]:
-    """With each kind of database."""
-    with closing(Service(tmp_path, url)) as made:
-        yield made
 
 
 def test_a_refusal_that_no_database_can_store_leaves_nothing_under_way(anywhere: Service) -> None:

@@ -5,21 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
-
-import pytest
 
 from echo2_service.front.given import LONG_JSON_BYTES
 from front_service import Service
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
-        yield made
 
 
 def body(model: str, number: int, count: int, token: Any = 7) -> dict[str, Any]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,12 +14,6 @@ from echo2_service.front.bodies import Numbered, numbered
 from front_service import PROTO, Service, protobuf
 
 PACKED = {"content-encoding": "zstd"}
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
-        yield made
 
 
 def text(**values: Any) -> bytes:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +31,8 @@ ASKED = ("account", "samples", "owner")
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", QUOTAS)) as made:
-        yield made
-
-
-@pytest.fixture
-def anywhere(tmp_path: Path, url: str) -> Iterator[Service]:
-    """With each kind of database."""
-    with closing(Service(tmp_path, url, QUOTAS)) as made:
-        yield made
+def quotas() -> Quotas:
+    return QUOTAS
 
 
 def sign_in(service: Service, key: str) -> Any:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,19 +14,6 @@ from echo2_service import limits
 from echo2_service.front import cleaning
 from echo2_service.front.database import Database, checkpoints, metadata, requests, sessions
 from front_service import Service
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
-        yield made
-
-
-@pytest.fixture
-def anywhere(tmp_path: Path, url: str) -> Iterator[Service]:
-    """With each kind of database."""
-    with closing(Service(tmp_path, url)) as made:
-        yield made
 
 
 def saved(service: Service, num: int, key: str = "") -> str:

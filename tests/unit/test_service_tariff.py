@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,8 @@ PRICES = {"forward_backward": 2e5, "sample": 1e5}
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", Quotas(PRICES))) as made:
-        yield made
-
-
-@pytest.fixture
-def anywhere(tmp_path: Path, url: str) -> Iterator[Service]:
-    """With each kind of database."""
-    with closing(Service(tmp_path, url, Quotas(PRICES))) as made:
-        yield made
+def quotas() -> Quotas:
+    return Quotas(PRICES)
 
 
 def metrics(service: Service, future: Any) -> dict[str, float]:

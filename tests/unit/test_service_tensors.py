@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
-
 import pytest
 
 from echo2.core.errors import UserError
@@ -13,12 +9,6 @@ from echo2_service import tinker_pb2 as pb
 from echo2_service.front.bodies import TensorBody
 from echo2_service.front.data import _json_tensor
 from front_service import PROTO, Service
-
-
-@pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
-    with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as made:
-        yield made
 
 
 def test_a_small_sparse_tensor_does_not_become_a_large_one(service: Service) -> None:

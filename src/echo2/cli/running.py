@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -216,8 +215,6 @@ def _head(options: argparse.Namespace) -> int:
     if target is None:
         return 0
     rundir = launch.open_run(target, options.out, options.resume, options.overrides)
-    if "torch" in sys.modules:  # a file that was checked, such as a reward, has loaded it: begin again without
-        os.execv(sys.executable, [sys.executable, "-m", "echo2", "head", str(rundir.path)])
     forbid_torch()
     asyncio.run(run_head(rundir))
     return 0

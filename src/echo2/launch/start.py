@@ -171,7 +171,7 @@ def open_run(target: Path, out: Path | None, resume: bool, overrides: Mapping[st
         return rundir
     with _claimed_to_resume(directory(target, out), "head", resume):
         config, where = resolve(target, overrides, out, resume)
-        check(config, has_learner=False, has_workers=False)
+        _aside(check, config, has_learner=False, has_workers=False)
         if not resume:
             check_port(config)
         return create(where, config, resume)
@@ -196,7 +196,7 @@ def fetched(
     rundir = RunDir(out)
 
     def usable(found: RunDir) -> None:
-        check(configuration.load(found.config, overrides), has_learner, has_workers)
+        _aside(check, configuration.load(found.config, overrides), has_learner, has_workers)
 
     with claimed(out, "run"):
         if not is_standby:

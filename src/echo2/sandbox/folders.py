@@ -148,18 +148,8 @@ class FolderContainer:
         most |= {"nofile": confinement.FILES_OPEN_MAX, "core": confinement.NO_CORE}
         kinds = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in most}
         limits = ["prlimit", *(f"--{name}={confinement.within(kinds[name], value)}" for name, value in most.items())]
-        words += [
-            "--remount-ro",
-            "/dev",
-            "--remount-ro",
-            "/",
-            "--chdir",
-            self._directory,
-            "--",
-            *limits,
-            "--",
-            *command,
-        ]
+        words += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", self._directory]
+        words += ["--", *limits, "--", *command]
         return tuple(words), {"PATH": os.environ.get("PATH", os.defpath)}  # /proc/1/environ shows what bwrap began with
 
     def _landlock(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:

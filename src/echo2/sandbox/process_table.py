@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,26 +64,23 @@ def usage(pid: int) -> Used:
 def num_threads(user: int) -> int:
     """Return how many threads a user has, over all processes; 0, where there is no /proc."""
     total = 0
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        try:
-            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:
-                total += len(os.listdir(f"/proc/{name}/task"))
-        except OSError:  # it has ended
-            continue
+    for place in _processes():
+        with suppress(OSError):  # it has ended
+            total += len(os.listdir(place / "task")) if place.stat().st_uid == user else 0
     return total
 
 
 def _read() -> dict[int, _Row]:
     rows = {}
-    for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-        if name.isdigit():
-            try:
-                text = Path("/proc", name, "stat").read_bytes()
-            except OSError:  # it has ended
-                continue
-            fields = text.rpartition(b")")[2].split()  # a name may have anything in it
-            rows[int(name)] = _Row(int(fields[1]), int(fields[2]), int(fields[21]))
+    for place in _processes():
+        with suppress(OSError):  # it has ended
+            fields = (place / "stat").read_bytes().rpartition(b")")[2].split()  # a name may have anything in it
+            rows[int(place.name)] = _Row(int(fields[1]), int(fields[2]), int(fields[21]))
     return rows
+
+
+def _processes() -> list[Path]:
+    return [Path("/proc", name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
 
 
 def _own_bytes(pid: int) -> int:
