@@ -41,6 +41,8 @@ from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
 
 CALLS_PER_HEAD = 3000
+#: The machine that samples the first step: what strangers deliver waits for checks, which nobody makes here.
+OWN = 100
 #: Workers that one head sees come, each when the one before was expelled for what it sent; and who says hello again and
 #: again beside them.
 SENDERS_MAX = 40
@@ -106,8 +108,8 @@ def _run_identity() -> RunIdentity:
 
 @cache
 def worker(number: int) -> Peer:
-    """Strangers' machines, each enrolled by a ticket of its own."""
-    ticket = Ticket.parse(_run_identity().make_ticket("worker", "192.0.2.1:4000", 1, 24.0))
+    """Strangers' machines, each enrolled by a ticket of its own; `OWN` is the owner's."""
+    ticket = Ticket.parse(_run_identity().make_ticket("worker", "192.0.2.1:4000", 1, 24.0, is_own=number == OWN))
     peer_id, _ = _run_identity().enrol(ticket.ticket_id, "worker", make_request(make_key()))
     return Peer(peer_id, "worker", f"192.0.2.{8 + number}")
 
@@ -141,9 +143,13 @@ class World:
             chunk = wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1)
             await self.handlers["PutChunk"](LEARNER, chunk)
         await self.handlers["Publish"](LEARNER, request)
+        _, expected = snapshot(self.head.planner.training.lineage, fill=b"\1")
+        await self.handlers["OfferChunks"](LEARNER, wire.ChunkOffer(hashes=expected, epoch=1))
         self.streams: list[Any] = []
-        await self._attend(self.peer)
+        await self._attend(worker(OWN))
         await self._train_a_step()
+        await self.streams.pop().aclose()
+        await self._attend(self.peer)
         await self._attend(worker(SENDERS_MAX))
 
     @property
@@ -168,9 +174,9 @@ class World:
         feed: Any = self.handlers["TakeGroups"](LEARNER, wire.TakeGroups(step=0, epoch=self.epoch))
         fed, is_done = list[int](), False
         while not is_done:
-            for lease_id, group in self.leases():
+            for lease_id, group in self.leases(worker(OWN)):
                 delivery = _delivery(lease_id, group.number, bool(self.environment))
-                await self.handlers["Deliver"](self.peer, wire.Deliveries(items=[delivery]))
+                await self.handlers["Deliver"](worker(OWN), wire.Deliveries(items=[delivery]))
             part = await anext(feed)
             fed += [messages.parse_group(data).group.number for data in part.groups]
             is_done = part.HasField("done")
@@ -203,10 +209,10 @@ class World:
         finally:
             await answer.aclose()
 
-    def leases(self) -> list[tuple[int, GroupRef]]:
-        """(id, group) of what the worker holds."""
+    def leases(self, peer: Peer) -> list[tuple[int, GroupRef]]:
+        """(id, group) of what a worker holds."""
         held = self.head.planner.leases.open_leases()
-        return [(lease.lease_id, lease.group) for worker_id, lease in held if worker_id == self.peer.peer_id]
+        return [(lease.lease_id, lease.group) for worker_id, lease in held if worker_id == peer.peer_id]
 
     def close(self) -> None:
         self.loop.run_until_complete(self._close())
@@ -270,7 +276,7 @@ def _target(method: Method, with_environment: bool = False) -> Target:
         message = data if method.raw else parse(method.request, data)
         world = worlds.world()
         try:
-            world.call(method, _stand_in(message, world.leases()))
+            world.call(method, _stand_in(message, world.leases(world.peer)))
         except (PeerError, UserError, InvariantError):
             raise
         except BaseException:
@@ -299,15 +305,15 @@ def _stand_in(message: Any, leases: list[tuple[int, GroupRef]]) -> Any:
 # ---- valid calls -----------------------------------------------------------------------------------------------------
 
 
-def snapshot(lineage: int) -> tuple[wire.PublishRequest, dict[bytes, memoryview]]:
-    tensors = {"a": TensorBytes("BF16", (100,), bytes(200))}
+def snapshot(lineage: int, fill: bytes = b"\0") -> tuple[wire.PublishRequest, dict[bytes, memoryview]]:
+    tensors = {"a": TensorBytes("BF16", (100,), fill * 200)}
     manifest, content = encode(SnapshotRef(RUN_POLICY, lineage, 0), tensors, tokenizer_files())
     return wire.PublishRequest(manifest=manifest.text, epoch=1), content
 
 
 def said_hello(environment: str = "") -> wire.WorkerHello:
     environments = [environment] if environment else []
-    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=4, pid=7, environments=environments)
+    hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=4, pid=7, environments=environments, engine="compact")
     hello.installed.CopyFrom(wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     return hello
 
@@ -323,6 +329,7 @@ def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
         return (b"", message_bytes.pack(bytes(32), b"filler"))
     payload = wire.PayloadId(ref=wire.SnapshotId(policy=RUN_POLICY, lineage=1))
     request, content = snapshot(1)
+    expected = snapshot(1, fill=b"\1")[1]
     tally = wire.Tally(source="", num_bytes=202, seconds=0.5)
     found: dict[str, list[Any]] = {
         "Attend": [said_hello(ENVIRONMENT if with_environment else "")],
@@ -352,7 +359,7 @@ def _seeds(method: Method, with_environment: bool) -> tuple[bytes, ...]:
         "ReportStep": [wire.StepReport(step=0, groups=[0, 1], metrics_json='{"time/step": 1.5, "ess": 0.9}', epoch=1)],
         "OfferChunks": [wire.ChunkOffer(hashes=content, epoch=1)],
         "Publish": [request],
-        "PutChunk": [wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1) for hash_, data in content.items()],
+        "PutChunk": [wire.OfferedChunk(hash=hash_, data=bytes(data), epoch=1) for hash_, data in expected.items()],
         "ReportCheckpoint": [wire.CheckpointReport(version=0, oldest_kept=0, epoch=1)],
         "LearnerReport": [wire.LearnerReport(doing="trains", epoch=1)],
     }

@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import fuzz
+import fuzz_methods
 import fuzz_target
 import pytest
 
 from echo2.core.errors import PeerError
 
-#: Without those that need a whole head: what it answers, test_head_reading.py and test_hostile_worker.py test.
-TARGETS = {name: target for name, target in fuzz.all_targets().items() if not name.startswith("method.")}
+TARGETS = fuzz.all_targets()
 CORPUS = sorted(path for path in fuzz.CORPUS.glob("*/*"))
 #: They import transformers.
 SLOW = ("tokenizer_json", "tokenizer_config_json")
@@ -22,6 +22,13 @@ SLOW = ("tokenizer_json", "tokenizer_config_json")
 
 def _marked(name: str) -> object:
     return pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name
+
+
+@pytest.fixture(autouse=True)
+def own_heads() -> Iterator[None]:
+    """Each test has heads of its own: a learner that says hello ends the session of the one before."""
+    yield
+    fuzz_methods.close()
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in sorted({path.parent.name for path in CORPUS})])
