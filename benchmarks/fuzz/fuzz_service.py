@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from fuzz_target import Target, folder, from_file
 
-from echo2.core.errors import PeerError
+from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from echo2_service import tinker_pb2 as pb
 from echo2_service.backend import (
@@ -116,7 +116,7 @@ def _frames() -> list[Target]:
     return [
         Target("service.answer", _read_answer, answers, errors=(*typed, PeerError)),
         Target("service.request", REQUESTS.decode, requests, errors=typed),
-        Target("service.journal", journal, (_checked(record) * 2,)),
+        Target("service.journal", journal, (_checked(record) * 2,), errors=(InvariantError, UserError)),
     ]
 
 

@@ -45,9 +45,12 @@ source = "digit_sorting"
 params = {{split = "train"}}
 [reward]
 functions = ["exact_match"]
+[sampling]
+max_tokens = 16
 [workers]
 count = 0
 """
+JOINING = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1, engine="compact")
 DESCRIPTORS = 1024
 BODY_BYTES = 60 << 20
 SECONDS = 30.0
@@ -151,7 +154,7 @@ def be_honest(address: str, shown: dict[str, Credentials], begun: Any, over: Any
     async def attend(link: GrpcLink) -> None:
         while True:
             with suppress(LinkError, PeerError):
-                async for _ in link.stream("Attend", wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1)):
+                async for _ in link.stream("Attend", JOINING):
                     pass
             await asyncio.sleep(0.1)
 
@@ -389,7 +392,7 @@ async def many_connections(head: Head) -> Figures:
         while time.monotonic() < end_at:
             link = GrpcLink(head.ticket.address, credentials)
             with suppress(LinkError, PeerError):
-                async for _ in link.stream("Attend", wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1)):
+                async for _ in link.stream("Attend", JOINING):
                     opened += 1
             await link.close()
             await asyncio.sleep(0.1)

@@ -148,7 +148,7 @@ async def honest(num_groups: int) -> list[dict[str, Any]]:
         for source, checker, slots in [*((*pair, 64) for pair in PAIRS), ("compact", "compact", 3)]:
             verdicts: list[Verdict] = []
             for params, threads in itertools.product(PARAMS.values(), THREADS):
-                share = num_groups // (2 * 4 * len(PARAMS) * len(THREADS))
+                share = max(1, num_groups // (2 * 4 * len(PARAMS) * len(THREADS)))
                 asked = [leased(number + at, params) for at in range(share)]
                 number += share
                 torch.set_num_threads(threads)

@@ -123,6 +123,7 @@ def parse_group(data: bytes) -> RolloutGroup:
         message = wire.RolloutGroup.FromString(data)
         scores = message.scores or [None] * len(message.rollouts)
         rollouts = tuple(_rollout(*pair) for pair in zip(message.rollouts, scores, strict=True))
+        prompt, teacher_prompt = array("i", message.prompt_tokens), array("i", message.teacher_prompt)
     except (DecodeError, ValueError) as error:
         raise PeerError("malformed", f"{len(data)} bytes are not a rollout group: {error}") from error
     return RolloutGroup(
@@ -130,13 +131,13 @@ def parse_group(data: bytes) -> RolloutGroup:
         step=message.step,
         lineage=message.lineage,
         cursor=message.cursor,
-        prompt_tokens=array("i", message.prompt_tokens),
+        prompt_tokens=prompt,
         rollouts=rollouts,
         worker_id=message.worker_id,
         generate_seconds=message.generate_seconds,
         logged=message.logged,
         routes=message.routes,
-        teaching=Teaching(message.teacher, array("i", message.teacher_prompt)),
+        teaching=Teaching(message.teacher, teacher_prompt),
         samples=tuple(message.samples),
     )
 
