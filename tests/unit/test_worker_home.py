@@ -28,7 +28,7 @@ from echo2.planning.estimates import GPUS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.worker import joining
-from echo2.worker.at_home import Delivered, Measurement, OwnersPrograms, attended_at_home
+from echo2.worker.at_home import SESSION_NICE, Delivered, Measurement, OwnersPrograms, attended_at_home
 from echo2.worker.decide.home import SLOTS_MIN, EngineCandidate, SamplingNeed, choose, slots_in
 from echo2.worker.worker_process import WorkerOptions
 from head_cases import OpenHead, rows, settings
@@ -322,11 +322,30 @@ def test_a_worker_computes_on_the_cores_that_it_is_given(at_home: bool, max_core
         "print(before, num_cores(), os.environ['OMP_NUM_THREADS'], os.nice(0))"
     )
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     before, after, given, nice = map(int, done.stdout.split())
     assert given == (threads or max(1, before // 2))
     assert after == (before if not (at_home or max_cores) else given) or sys.platform == "darwin"
     assert nice == (10 + os.nice(0) if at_home else os.nice(0))
+
+
+@pytest.mark.skipif(not SESSION_NICE.exists(), reason="this system does not group processes by session")
+def test_the_session_of_a_worker_at_home_comes_after_its_owners() -> None:
+    """On desktops, `nice` alone ranks only the processes of one terminal."""
+    code = (
+        "from echo2.worker.at_home import SESSION_NICE, give_cores\n"
+        "give_cores(at_home=True, max_cores=0); print(SESSION_NICE.read_text())"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, start_new_session=True, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == "10"
 
 
 def test_what_was_delivered_is_told_with_its_price() -> None:

@@ -5,11 +5,13 @@ it has delivered.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 from echo2.core.background import Background
@@ -26,6 +28,8 @@ MEASURE_SECONDS = 2.0
 HOME_SHARE = 0.5
 #: Nice value of a worker at home: the owner's programs come first.
 HOME_NICE = 10
+#: On Linux desktops, `nice` ranks only the processes of one session; this ranks sessions.
+SESSION_NICE = Path("/proc/self/autogroup")
 #: Bytes of a token in a delivery.
 TOKEN_BYTES = 4
 
@@ -59,6 +63,8 @@ def give_cores(at_home: bool, max_cores: int) -> None:
     given = max_cores or (max(1, int(HOME_SHARE * cores)) if at_home else 0)
     if at_home:
         os.nice(HOME_NICE)
+        with contextlib.suppress(OSError):  # a system without it, or whose kernel was told not to group by session
+            SESSION_NICE.write_text(str(HOME_NICE))
     if not given:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # see docs/operations.md
         return
