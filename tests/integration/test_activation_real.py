@@ -17,7 +17,7 @@ import pytest
 import real_runs
 from real_runs import REPOSITORY, Run, is_running
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(600)
 
 ENDLESS = (*real_runs.ENDLESS, "--workers.count", "0")
 #: A learner that takes its time (groups without a signal are run for the reference alone), and a window of versions in

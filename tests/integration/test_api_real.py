@@ -50,7 +50,7 @@ def script(where: Path, text: str, *arguments: Path) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_what_the_pages_show_in_python_runs(tmp_path: Path, sort_model: Path) -> None:
     """Of the README and of docs/from-trl.md, as they stand, where `make demo` has made its model; plots aside."""
     (tmp_path / "outputs" / "models").mkdir(parents=True)
@@ -63,7 +63,7 @@ def test_what_the_pages_show_in_python_runs(tmp_path: Path, sort_model: Path) ->
         assert done.returncode == 0, f"{page}: {done.stderr}"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_script_trains_and_its_run_goes_on(tmp_path: Path, sort_model: Path) -> None:
     out = tmp_path / "run"
     command = script(tmp_path, SCRIPT + TRAIN, sort_model, out)
@@ -86,7 +86,7 @@ def test_a_script_trains_and_its_run_goes_on(tmp_path: Path, sort_model: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_a_run_ends_with_its_script_and_saves_what_it_has(tmp_path: Path, sort_model: Path, end: int) -> None:
     out = tmp_path / "run"
@@ -105,7 +105,7 @@ def test_a_run_ends_with_its_script_and_saves_what_it_has(tmp_path: Path, sort_m
     assert run.checkpoint().name == f"step_{run.step}"
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_mistake_that_only_the_processes_find_is_raised(tmp_path: Path, sort_model: Path) -> None:
     rows = [{"prompt": "1", "answer": "1"}]
     with pytest.raises(UserError, match="there is no such directory"):
@@ -117,7 +117,7 @@ def test_a_mistake_that_only_the_processes_find_is_raised(tmp_path: Path, sort_m
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(600)
 def test_a_notebook_trains(tmp_path: Path, sort_model: Path) -> None:
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

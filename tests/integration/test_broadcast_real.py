@@ -21,7 +21,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from real_runs import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 STEPS = 14
 FIXED = ("--run.deterministic", "true", "--run.max_steps", str(STEPS), "--schedule.max_staleness", "1")

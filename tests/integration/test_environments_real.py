@@ -13,7 +13,7 @@ import pytest
 from echo2.transport.limits import LOGGED_GROUPS
 from real_runs import ENDLESS, REPOSITORY, Run, is_running
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 # Row 1 of 12 raises, row 2 hangs, row 3 kills its process; whatever the order, each costs its own group.
 OWN = """

@@ -9,7 +9,7 @@ import pytest
 
 from real_runs import REPOSITORY, SMALL, echo2
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 #: Neither machines nor a service are a run; two need Pythons of their own (test_foreign_environments.py), the last a
 #: judge (test_judge_real.py).

@@ -21,7 +21,7 @@ from echo2.transport.grpc_link import connect
 from echo2.transport.identity import RunIdentity
 from real_runs import ENDLESS, Run, free_port
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 SECONDS = 30.0
 HUGE = 2**64 - 1

@@ -11,7 +11,7 @@ import pytest
 from judge_standin import PROBE, JudgeStandIn, judge_standin
 from real_runs import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FAULTS = ("500", "429", "429 1", "garbage", "no json", "oversized", "hang", "400")
 STEPS, GROUPS = 4, 8

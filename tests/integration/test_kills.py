@@ -11,7 +11,7 @@ import pytest
 
 from real_runs import STUCK_SECONDS, Run, is_running, pause
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(600)
 #: So many that the last kills find a run that goes on: the status that tells of a step may be half a second old.
 STEPS = 32
 

@@ -12,7 +12,7 @@ import pytest
 
 from real_runs import ENDLESS, REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 LORA = ("--lora.rank", "4", "--learner.lr", "1e-3", "--schedule.max_staleness", "1")
 HERE = "the base model base-"

@@ -18,7 +18,7 @@ from echo2 import config as configuration
 from echo2.weights.format.model_files import model_files
 from real_runs import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 FEW = ("--run.max_steps=1", "--workers.count=1")
 
 

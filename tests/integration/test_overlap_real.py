@@ -9,7 +9,7 @@ import pytest
 
 from real_runs import Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 ON_POLICY = ("--schedule.max_staleness", "0", "--run.max_steps", "6", "--learner.checkpoint_every", "6")
 
 

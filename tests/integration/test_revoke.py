@@ -11,7 +11,7 @@ import pytest
 
 from real_runs import ENDLESS, REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def echo2(*arguments: str) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 from echo2.transport.limits import LOGGED_GROUPS
 from real_runs import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(600)
 
 
 def test_forty_on_policy_steps_learn_to_sort(tmp_path: Path, sort_model: Path) -> None:

@@ -28,7 +28,7 @@ from learner_cases import model_directory
 from real_runs import free_port
 from service_cases import some_data
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 class Service:

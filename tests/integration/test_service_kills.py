@@ -23,7 +23,7 @@ from echo2_service.fleet.machines import LocalBackend
 from learner_cases import model_directory
 from service_cases import some_data
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 ADAM = AdamSettings(1e-2)
 

@@ -14,7 +14,7 @@ import pytest
 from real_runs import ENDLESS, Run, read
 from rollout_cases import tiny_directory
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 def assert_stopped(run: Run, signum: signal.Signals) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from real_runs import CONFIG, free_port, pause, read
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
 
 @contextmanager

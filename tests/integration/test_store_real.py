@@ -12,7 +12,7 @@ import pytest
 from real_runs import Run
 from seeds import seeds
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(600)
 STEPS = 24
 
 
