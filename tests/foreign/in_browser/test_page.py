@@ -361,6 +361,8 @@ def test_pictures_of_a_run_are_made(driver: Any, size: tuple[int, int], scheme: 
         page = Page(driver, address)
         page.open(size, scheme)
         page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", house.REPOSITORY / "docs")
+        if (size, scheme) == (WIDE, "light"):  # for the README
+            page.picture("view-top", house.REPOSITORY / "docs", 1290)
 
 
 def test_a_browser_without_the_token_is_told_where_it_is(page: Page) -> None:
