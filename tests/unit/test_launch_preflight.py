@@ -102,6 +102,14 @@ def test_paths_of_a_run_become_absolute_and_other_names_stay(
         ("reward", {"functions": []}, ["reward.functions is empty", '["exact_match"]']),
         ("reward", {"functions": ["exact_mach"]}, ["'exact_mach'", "Did you mean exact_match?"]),
         ("reward", {"functions": ["TMP/none.py:f"]}, ["TMP/none.py"]),
+        (
+            "tasks",
+            {"source": "TMP/rows.jsonl", "environment": "harbor"},
+            ["'TMP/rows.jsonl'", "a directory of Harbor"],
+        ),
+        ("head", {"store": "TMP/rows.jsonl/store"}, ["head.store = 'TMP/rows.jsonl/store'", "Name a directory"]),
+        ("head", {"store": "/proc/none"}, ["head.store = '/proc/none'", "Name a directory"]),
+        ("head", {"store": "s9://bucket/a"}, ["head.store = 's9://bucket/a'", "Install the package for s9://"]),
     ],
 )
 def test_a_mistake_is_named_with_its_value_and_the_way_out(

@@ -21,6 +21,7 @@ from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
 from echo2.core.devices import require_bitsandbytes, this_machine
 from echo2.core.errors import UserError
+from echo2.core.objects import check_store
 from echo2.core.types import SnapshotRef
 from echo2.engines.model_values import read_architecture, read_context, text_values
 from echo2.engines.registry import EngineChoice, chosen, servers_here
@@ -33,6 +34,7 @@ from echo2.reward.judge import read_key
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import LocalEnvironment
+from echo2.tasks.harbor_rows import is_task_set
 from echo2.tasks.harness_process import HARBOR, OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.streams import load_tasks, training_tasks
 from echo2.tasks.teaching import check_teaching
@@ -115,6 +117,8 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
         )
     check_budget(config, read_offers(config).values())
     check_context(config)
+    if config.head.store:
+        check_store(config.head.store)
 
 
 def check_harness(config: Config) -> None:
@@ -124,6 +128,9 @@ def check_harness(config: Config) -> None:
             f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: a harness calls the "
             "model at times that differ from run to run. Leave one of them out."
         )
+    for name in (*config.tasks.sources, *config.eval.sets.values()):
+        if config.tasks.environment == HARBOR and not is_task_set(Path(name)):
+            raise UserError(f"tasks.environment = 'harbor' with {name!r}: the source is a directory of Harbor tasks.")
     if config.tasks.environment.startswith(OWN) or (config.tasks.environment == HARBOR and config.workers.count):
         load_harness(config.tasks.environment)
 
