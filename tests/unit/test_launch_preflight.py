@@ -199,14 +199,20 @@ def test_a_model_that_the_engine_cannot_run_is_refused_with_the_engine_that_can(
     [
         ("vllm", "", "this Python environment has no vllm. Set ECHO2_ENGINE_PYTHON"),
         ("vllm", "/nowhere/python", "ECHO2_ENGINE_PYTHON = '/nowhere/python', which does not exist"),
+        ("llamacpp-q8_0", sys.executable, "workers.count = 1: llama_cpp not installed (pip install 'echo2[llamacpp]')"),
     ],
 )
 def test_an_engine_that_the_workers_here_would_not_find_is_refused(
     raw: dict[str, Any], engine: str, python: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHO2_ENGINE_PYTHON", python)
-    assert told in refusal({**raw, "workers": {"engine": engine}})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llama_cpp", None)
+        patch.setitem(sys.modules, "gguf", json)  # any module
+        assert told in refusal({**raw, "workers": {"engine": engine}})
     check(build({**raw, "workers": {"engine": engine, "count": 0}}, "my.toml"))  # others may have it
+    if engine != "vllm":
+        return
     monkeypatch.setenv("ECHO2_ENGINE_PYTHON", sys.executable)
     check(build({**raw, "workers": {"engine": engine}}, "my.toml"))
 

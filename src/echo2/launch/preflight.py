@@ -16,7 +16,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.rundir import check_directory, holds_run, read_json
-from echo2.config.values import LOG_PACKAGES, SELF, SERVERS, refuse_unknown_engine, weighted
+from echo2.config.values import ENGINES, LOG_PACKAGES, SELF, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
 from echo2.core.devices import require_bitsandbytes, this_machine
@@ -24,7 +24,7 @@ from echo2.core.errors import UserError
 from echo2.core.objects import check_store
 from echo2.core.types import SnapshotRef
 from echo2.engines.model_values import read_architecture, read_context, text_values
-from echo2.engines.registry import EngineChoice, chosen, servers_here
+from echo2.engines.registry import PACKAGES, EngineChoice, chosen, missing_packages, servers_here
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.fleet.machines import read_offers
 from echo2.head.serve.reading import RunTokenizer
@@ -382,9 +382,11 @@ def check_engine(config: Config) -> None:
     checked."""
     engine, count = config.workers.engine, config.workers.count
     refuse_unknown_engine(engine)
+    given = f"workers.engine = {engine!r} with workers.count = {count}"
+    if count and ENGINES.get(engine) in PACKAGES and (why := missing_packages(engine)):
+        raise UserError(f'{given}: {why}. Set workers.engine = "auto", or workers.count = 0.')
     if not count or engine not in SERVERS:
         return
-    given = f"workers.engine = {engine!r} with workers.count = {count}"
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python and shutil.which(python) is None:
         raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, which does not exist: give the path of a Python.")
