@@ -144,8 +144,8 @@ def read_past_run(directory: Path) -> PastRun:
     steps = [row for row in timed if "loss/mean" in row or row.get("reward/frac_zero_std") != 1.0]
     if timed and not steps:
         raise UserError(
-            f"{directory}: {len(timed)} steps trained nothing: all rewards of each group were equal. Name the directory "
-            "of a run that has learned something, or give --train-seconds."
+            f"{directory}: {len(timed)} steps trained nothing: all rewards of each group were equal. Name the "
+            "directory of a run that has learned something, or give --train-seconds."
         )
     if not steps:
         raise UserError(
