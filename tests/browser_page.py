@@ -111,9 +111,9 @@ class Page:
             for violation in found["violations"]
         ]
 
-    def picture(self, name: str, path: Path) -> None:
-        """The whole page as a picture."""
-        height = self.ask("Math.min(document.documentElement.scrollHeight, 4000)")
+    def picture(self, name: str, path: Path, height_max: int = 4000) -> None:
+        """The page as a picture, from its top."""
+        height = self.ask(f"Math.min(document.documentElement.scrollHeight, {height_max})")
         width = self.ask("innerWidth")
         clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
         shot = {"captureBeyondViewport": True, "clip": clip, "format": "webp", "quality": 70}

@@ -444,6 +444,12 @@ def address_complaints(source: Source) -> list[str]:
     return found
 
 
+def progress_complaints(source: Source) -> list[str]:
+    """What shows a bar on a terminal prints lines where there is none; `RunDisplay` has its own."""
+    tells = "PlainLines" in source.text or source.module == "echo2.views.display"
+    return [f"{source.path}: no PlainLines"] if "from rich.progress import" in source.text and not tells else []
+
+
 def test_complaints(source: Source) -> list[str]:
     """Tests outside tests/integration/ neither sleep nor mock: they would be slow, or test the mock."""
     if not source.path.startswith(("tests/unit/", "tests/properties/", "tests/simulation/")):
@@ -484,6 +490,7 @@ RULES = (
     except_complaints,
     annotation_complaints,
     address_complaints,
+    progress_complaints,
 )
 RULES_OUTSIDE = (size_complaints, name_complaints, except_complaints, test_complaints)
 

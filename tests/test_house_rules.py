@@ -133,6 +133,7 @@ BROKEN = [
     (house.ownership_complaints, "echo2.head.decide.results", "state.snapshots.published[3] = ref"),
     (house.ownership_complaints, "echo2.head.decide.results", "del state.rounds[3]"),
     (house.ownership_complaints, "echo2.head.serve.claims", "head.books.turned_away.pop(worker_id, None)"),
+    (house.progress_complaints, "echo2.models.sft", "from rich.progress import track"),
     (house.annotation_complaints, "echo2.core.types", "def f(x) -> int: return x"),
     (house.annotation_complaints, "echo2.core.types", "class A:\n    async def f(self, x: int): return x"),
 ]

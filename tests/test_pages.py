@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import tomllib
 from collections.abc import Iterator
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -172,6 +173,17 @@ def test_every_page_has_its_place_in_the_site() -> None:
     assert set(named) - {"index.md", "changelog.md", "contributing.md"} == {
         str(page.relative_to(docs)) for page in docs.rglob("*.md")
     }
+
+
+def test_every_extra_has_its_row_and_every_error_names_one_that_exists() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].keys() - {"dev"}
+    table = (REPOSITORY / "docs" / "launch.md").read_text().partition("| extra | for |")[2].partition("\n\n")[0]
+    rows = [row.split("|")[1] for row in table.splitlines() if row]
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == extras
+    source = "".join(path.read_text() for path in (SOURCE / PACKAGE).rglob("*.py"))
+    said = re.findall(r"'echo2\[([\w,-]+)\]'", source)
+    assert {name for names in said for name in names.split(",")} <= extras
 
 
 def test_the_citation_is_of_this_version() -> None:

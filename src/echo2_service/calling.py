@@ -24,6 +24,7 @@ from echo2.core.background import spawn
 from echo2.core.child import ChildProcess, child_environment, ending, take_pipes
 from echo2.core.errors import InvariantError, NoRoomError, PeerError, UserError
 from echo2.core.frames import read_frame, receive_frame
+from echo2.core.logs import TAIL_BYTES, WORDLESS, last_words
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2_service.backend import Answer, Call, CancelCall, JournalRecord, Request
@@ -160,7 +161,8 @@ class AnsweringProcess:
                 status = await process.ended() if is_readable else 1
                 process.kill()  # with what it started
                 if not self._is_closing:
-                    log.warning("the %s %s; it is started again", self._name, ending(status))
+                    words = last_words(process.said(TAIL_BYTES)) if status not in WORDLESS else ""
+                    log.warning("%s", f"the {self._name} {ending(status)} and is started again: {words}".rstrip(": "))
             except OSError as error:  # no descriptor, no memory, or no room for the log
                 log.warning("the %s cannot be started, trying again: %s", self._name, error)
             self._process = self._inbox = None

@@ -119,6 +119,7 @@ def test_one_run_is_printed_as_text_and_many_as_a_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: False)
+    monkeypatch.setattr(simulate, "PROGRESS_EVENTS", 1)
     study = load_study(write(tmp_path / "two.toml", SMALL + "[sweep]\nmax_staleness = [1, 2]\n"))
     reports = simulate.simulate(study, seed=3)
     table = simulate.to_table(study, reports)
@@ -126,6 +127,10 @@ def test_one_run_is_printed_as_text_and_many_as_a_table(
     assert "NOT FINISHED" not in table
     written = json.loads(json.dumps(simulate.to_json(study, reports)))
     assert [run["values"] for run in written["runs"]] == [{"max_staleness": 1}, {"max_staleness": 2}]
+    told = capsys.readouterr().err.splitlines()
+    steps = sum(report.steps for report in reports)
+    assert [told[0], told[-1]] == [f"simulated {done} of {steps} steps" for done in (0, steps)]
+    simulate.simulate(study, seed=3, quiet=True)
     assert capsys.readouterr().err == ""
 
 

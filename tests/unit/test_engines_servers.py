@@ -29,6 +29,7 @@ from echo2.engines.servers import engine as server_engine
 from echo2.engines.servers import guard, vllm
 from echo2.engines.tokenizer import stop_rule
 from echo2.weights.format.model_files import tensor_shapes
+from echo2.worker.sampling import LeaseSampler
 from rollout_cases import plain_tokenizer
 from server_cases import CONFIG, STANDIN, adapter, closing, completed, request, served, snapshot
 from vllm_standin import END, VOCAB
@@ -369,9 +370,12 @@ def test_a_server_that_cannot_be_restarted_for_a_while_is_restarted_later(
             log.mkdir()
             os.kill(int(pids.read_text()), signal.SIGKILL)
             await until(lambda: "Is a directory" in caplog.text)
+            sampler = LeaseSampler(engine, "w", {}, print, print)
+            await until(lambda: "Is a directory" in sampler.doing)  # which `echo2 status` shows
             waiting = engine.submit(request(2))
             log.rmdir()
             assert completed(await asyncio.wait_for(waiting, 60.0)).version_spans == ((0, 3),)
+            assert sampler.doing == "waiting"
 
     asyncio.run(run())
 

@@ -31,7 +31,7 @@ class Hall:
         values: dict[str, Any] = {"groups_per_step": 2 * num_workers, "group_size": 2, "max_steps": 1000}
         values |= {"heartbeat_seconds": 1e6, "lease_seconds": 1e6, **options}
         self.planner, self.now, self.num_workers = Planner(PlannerOptions(**values)), 0.0, num_workers
-        self.leases: dict[int, tuple[str, Lease]] = {}
+        self.leases, self.is_flat = dict[int, tuple[str, Lease]](), False
         self.tell(ev.HeadStarted())
         self.tell(ev.LearnerJoined(0))
         self.tell(ev.GroupsWanted(0))
@@ -64,16 +64,17 @@ class Hall:
             for lease_id in self.planner.leases.of_worker(worker.worker_id)[:2]:
                 event = self.deliver(lease_id)
                 if any(isinstance(command, do.ScoreGroup) for command in self.tell(event)):
-                    self.tell(ev.GroupScored(event.group))
+                    self.tell(ev.GroupScored(event.group, self.is_flat))
 
-    def train_a_step(self) -> None:
+    def train_a_step(self, busy_seconds: float = 0.0) -> None:
         """The workers sample until the step has its groups, and for the 30 s that its training takes."""
         step = self.planner.training.version
         while not self.planner.training.has_all:
             self.sample()
         for _ in range(3):
             self.sample()
-        self.tell(ev.StepTrained(step, tuple(record.number for record in self.planner.groups.of_step(step))))
+        numbers = tuple(record.number for record in self.planner.groups.of_step(step))
+        self.tell(ev.StepTrained(step, numbers, busy_seconds))
         self.tell(ev.GroupsWanted(step + 1))
 
 
@@ -476,6 +477,16 @@ def test_a_broadcast_is_measured_once_workers_are_under_way_and_ends_without_rel
     assert measurements.typical_broadcast_seconds() == 0.0
     measurements.fewer_active(1, 513.0)
     assert measurements.typical_broadcast_seconds() == 3.0
+
+
+def test_steps_that_trained_nothing_ask_for_no_more_machines() -> None:
+    """Of flat groups alone, in milliseconds: a learner that is slow with others would seem to need any number."""
+    hall = Hall(1, max_staleness=30)
+    for step in range(20):
+        is_flat = all(one.is_flat for one in hall.planner.groups.of_step(step))
+        hall.train_a_step(0.005 if is_flat and step else 30.0)
+        hall.is_flat = True  # the groups that are sampled from here on
+    assert hall.planner.measurements.typical_train_seconds() == 30.0
 
 
 def test_weights_of_another_policy_count_as_none() -> None:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from echo2.launch.supervisor import RESTARTS_MAX, START_FAILURES_MAX, Deaths, is_up, last_words, progress
+from echo2.core.logs import last_words
+from echo2.launch.supervisor import RESTARTS_MAX, START_FAILURES_MAX, Deaths, is_up, progress
 
 WORKERS = [{"id": "w-1", "pid": 5, "useful_groups": 3}, {"id": "w-2", "pid": None, "useful_groups": 4}]
 STATUS: dict[str, Any] = {"version": 7, "head": {"pid": 1}, "learner": {"pid": 2}, "workers": WORKERS}

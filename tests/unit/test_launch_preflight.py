@@ -102,6 +102,14 @@ def test_paths_of_a_run_become_absolute_and_other_names_stay(
         ("reward", {"functions": []}, ["reward.functions is empty", '["exact_match"]']),
         ("reward", {"functions": ["exact_mach"]}, ["'exact_mach'", "Did you mean exact_match?"]),
         ("reward", {"functions": ["TMP/none.py:f"]}, ["TMP/none.py"]),
+        (
+            "tasks",
+            {"source": "TMP/rows.jsonl", "environment": "harbor"},
+            ["'TMP/rows.jsonl'", "a directory of Harbor"],
+        ),
+        ("head", {"store": "TMP/rows.jsonl/store"}, ["head.store = 'TMP/rows.jsonl/store'", "Name a directory"]),
+        ("head", {"store": "/proc/none"}, ["head.store = '/proc/none'", "Name a directory"]),
+        ("head", {"store": "s9://bucket/a"}, ["head.store = 's9://bucket/a'", "Install the package for s9://"]),
     ],
 )
 def test_a_mistake_is_named_with_its_value_and_the_way_out(
@@ -191,14 +199,20 @@ def test_a_model_that_the_engine_cannot_run_is_refused_with_the_engine_that_can(
     [
         ("vllm", "", "this Python environment has no vllm. Set ECHO2_ENGINE_PYTHON"),
         ("vllm", "/nowhere/python", "ECHO2_ENGINE_PYTHON = '/nowhere/python', which does not exist"),
+        ("llamacpp-q8_0", sys.executable, "workers.count = 1: llama_cpp not installed (pip install 'echo2[llamacpp]')"),
     ],
 )
 def test_an_engine_that_the_workers_here_would_not_find_is_refused(
     raw: dict[str, Any], engine: str, python: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ECHO2_ENGINE_PYTHON", python)
-    assert told in refusal({**raw, "workers": {"engine": engine}})
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llama_cpp", None)
+        patch.setitem(sys.modules, "gguf", json)  # any module
+        assert told in refusal({**raw, "workers": {"engine": engine}})
     check(build({**raw, "workers": {"engine": engine, "count": 0}}, "my.toml"))  # others may have it
+    if engine != "vllm":
+        return
     monkeypatch.setenv("ECHO2_ENGINE_PYTHON", sys.executable)
     check(build({**raw, "workers": {"engine": engine}}, "my.toml"))
 

@@ -15,7 +15,8 @@ from echo2.config import Config
 from echo2.config.rundir import RunDir, create, read_json, write_atomically
 from echo2.core.child import LIFELINE_VARIABLE, log_end
 from echo2.core.errors import UserError
-from echo2.launch.supervisor import START_FAILURES_MAX, ProcessFailed, Supervisor, last_error
+from echo2.core.logs import last_error
+from echo2.launch.supervisor import START_FAILURES_MAX, ProcessFailed, Supervisor
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.tickets import Ticket
 from echo2.views.display import failure_lines

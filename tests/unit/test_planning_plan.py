@@ -337,6 +337,19 @@ def test_the_command_takes_what_a_past_run_measured(tmp_path: Path, capsys: pyte
     assert json.loads(capsys.readouterr().out)["needed_rate"] == pytest.approx(2 * plan["needed_rate"], rel=0.2)
 
 
+def test_steps_whose_groups_were_all_flat_say_nothing_of_what_training_takes(tmp_path: Path) -> None:
+    """They train nothing, in milliseconds: a plan from them said that no number of workers is enough."""
+    trained = {"time/train": 20.0, "loss/mean": -0.1, "reward/frac_zero_std": 0.8, "broadcast/delta_ratio": 0.05}
+    flat = {"time/train": 0.005, "reward/frac_zero_std": 1.0, "broadcast/delta_ratio": 0.0}
+    rows = [{"step": step + 1, **row} for step, row in enumerate([trained, flat, flat, trained, flat])]
+    RunDir(tmp_path).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    past = read_past_run(tmp_path)
+    assert (past.num_steps, past.train_seconds, past.delta_ratio) == (2, 20.0, 0.05)
+    RunDir(tmp_path).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows[1:3]))
+    with pytest.raises(UserError, match="2 steps trained nothing: all rewards of each group were equal"):
+        read_past_run(tmp_path)
+
+
 JUDGE = """functions = ["judge"]
 [reward.judge]
 model = "m"

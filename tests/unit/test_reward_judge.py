@@ -90,6 +90,16 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch: py
     assert "***: 400" in retried[1]
 
 
+def test_a_judge_on_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`echo2 eval` asks it in the user's own environment."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    with judge_standin() as standin:
+        assert scores(standin, "7") == [0.1]
+
+
 def test_a_judge_that_repeats_the_key_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are read in status, logs and bundles. The last 100 characters of a reply may begin within the key."""
     key = "sk-" + "0123456789" * 12

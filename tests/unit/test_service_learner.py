@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,7 +290,10 @@ def test_shares_are_equal_whatever_the_pieces() -> None:
     assert abs(used["late"] - (used["large"] - at_200["large"])) <= 1.1
 
 
-def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_does_not_start_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its last words are in the log of `echo2 serve`, whose newest warnings the owner's page shows."""
     monkeypatch.setattr(calling, "RESTART_SECONDS", Backoff(0.0, 0.0))
     monkeypatch.setattr(calling, "MOST_DEATHS", 2)
 
@@ -301,6 +305,10 @@ def test_a_process_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pyte
 
     asyncio.run(call())
     assert "No module named" in (tmp_path / "log").read_text()
+    (told,) = {line for line in caplog.messages if "is started again" in line}
+    assert re.fullmatch(
+        r"the nowhere exited with status 1 and is started again: .*No module named 'echo2_service.nowhere'\)", told
+    )
 
 
 DYING = """

@@ -21,8 +21,8 @@ from echo2.api.inputs import Model, Rewards, Tasks, write_resumed, write_run
 from echo2.config.rundir import STOP_WORDS, RunDir, check_directory, read_json
 from echo2.core.child import ChildProcess
 from echo2.core.errors import Echo2Error, UserError
+from echo2.core.logs import TAIL_BYTES, last_error
 from echo2.head.ledger import rollout_log
-from echo2.launch.supervisor import TAIL_BYTES, last_error
 from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
 

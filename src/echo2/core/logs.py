@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
+import signal
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -31,6 +33,15 @@ PRIVATE_UMASK = 0o077
 #: Maximum bytes of a process's log, and the number of its old parts that are kept.
 LOG_BYTES_MAX = 16 << 20
 LOG_PARTS_KEPT = 3
+#: Bytes of a log's end in which the last words are sought, and their maximum length.
+TAIL_BYTES = 64 << 10
+WORDS_CHARS_MAX = 500
+ERROR_PREFIX = "error: "
+#: Exit statuses of a process that had no error of its own.
+WORDLESS = (0, -signal.SIGKILL, -signal.SIGTERM)
+_TRACEBACK = "Traceback (most recent call last):"
+#: A line of the log that is no error: it begins with a time.
+_LOGGED = re.compile(r"\d{4}-\d\d-\d\d ")
 
 
 def keep_private() -> None:
@@ -142,6 +153,29 @@ def cut_log(path: Path, bytes_max: int = LOG_BYTES_MAX, num_kept: int = LOG_PART
         _part(path, 1).unlink(missing_ok=True)
     os.truncate(path, 0)
     return True
+
+
+def last_error(log: bytes) -> str | None:
+    """Return the last line of a log that begins with "error: ", without that prefix."""
+    errors = [line.removeprefix(ERROR_PREFIX) for line in _lines(log) if line.startswith(ERROR_PREFIX)]
+    return errors[-1] if errors else None
+
+
+def last_words(log: bytes) -> str:
+    """Return the error of a process that died: its error line, the exception of its last traceback, or else the last
+    line that is no log line; "" if there is none."""
+    if (error := last_error(log)) is not None:
+        return printable(error, WORDS_CHARS_MAX)
+    lines = _lines(log)
+    if _TRACEBACK in lines:
+        last = len(lines) - lines[::-1].index(_TRACEBACK)
+        lines = [line for line in lines[last:] if not line.startswith(" ")][:1]
+    plain = [line for line in lines if line.strip() and not _LOGGED.match(line)]
+    return printable(plain[-1], WORDS_CHARS_MAX) if plain else ""
+
+
+def _lines(log: bytes) -> list[str]:
+    return log.decode("utf-8", errors="replace").splitlines()
 
 
 def _part(path: Path, number: int) -> Path:

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -63,6 +64,26 @@ def open_objects(url: str) -> Objects:
         raise UserError(
             f"head.store = {url!r} cannot be used: {error}. Install the package for {kind}:// (pip install "
             "'echo2[store]' for s3://), or name a directory."
+        ) from error
+
+
+def check_store(url: str) -> None:
+    """Check what can be known of a place before a run begins, and leave nothing there.
+
+    Raises:
+        UserError: as `open_objects`, or nothing can be made in the directory.
+    """
+    kind, mark, rest = url.partition("://")
+    if mark and kind != "file":
+        open_objects(url)
+        return
+    path = Path(rest if mark else url).expanduser().absolute()
+    try:
+        with tempfile.TemporaryDirectory(dir=next(folder for folder in (path, *path.parents) if folder.exists())):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"head.store = {url!r} cannot be used: {error}. Name a directory that you may write."
         ) from error
 
 

@@ -26,6 +26,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from echo2.core.errors import UserError
+from echo2.core.printable import PlainLines
 from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
 from echo2.demo.small_models import UNTAUGHT, answer_loss, character_tokenizer, small_qwen3, update
 from echo2.engines.engine import Completion, Outcome, SampleRequest
@@ -108,8 +109,9 @@ def warm_up(
     held_out = DigitSorting("heldout", MIN_DIGITS, MAX_DIGITS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     columns = (TextColumn("Warm-up"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    accuracy = 0.0
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    accuracy, console = 0.0, Console(stderr=True)
+    plain = PlainLines(console.is_terminal)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("step 0", total=target)
         for step in range(MAX_STEPS):
             for group in optimizer.param_groups:
@@ -120,6 +122,7 @@ def warm_up(
                 accuracy = sampled_accuracy(model, files, held_out, temperature=1.0)
             text = f"step {step + 1}  loss {loss.item():.2f}  held-out accuracy {accuracy:.2f} of {target}"
             progress.update(bar, completed=accuracy, description=text)
+            plain.tell(f"warm-up: {text}", is_last=accuracy >= target)
             if accuracy >= target:
                 return step + 1, accuracy
     raise UserError(f"The warm-up ended after {MAX_STEPS} steps at accuracy {accuracy:.2f}; try another --seed.")

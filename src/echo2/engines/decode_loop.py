@@ -123,6 +123,10 @@ class DecodeLoop:
         with self._changed:
             return max(0, self.slots - len(self._running) - len(self._queue))
 
+    @property
+    def trouble(self) -> str:
+        return ""
+
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         return self._decoder.refusal(request)
 

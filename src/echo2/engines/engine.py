@@ -235,6 +235,10 @@ class Engine(Protocol):
     def free_slots(self) -> int:
         """Number of slots that no running or waiting request needs."""
 
+    @property
+    def trouble(self) -> str:
+        """Why requests wait although there are weights, in one line for people; empty: they do not."""
+
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         """Why this request can't be sampled, or None. May be called from any thread."""
 

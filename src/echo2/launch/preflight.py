@@ -16,14 +16,15 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.rundir import check_directory, holds_run, read_json
-from echo2.config.values import LOG_PACKAGES, SELF, SERVERS, refuse_unknown_engine, weighted
+from echo2.config.values import ENGINES, LOG_PACKAGES, SELF, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
 from echo2.core.devices import require_bitsandbytes, this_machine
 from echo2.core.errors import UserError
+from echo2.core.objects import check_store
 from echo2.core.types import SnapshotRef
 from echo2.engines.model_values import read_architecture, read_context, text_values
-from echo2.engines.registry import EngineChoice, chosen, servers_here
+from echo2.engines.registry import PACKAGES, EngineChoice, chosen, missing_packages, servers_here
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.fleet.machines import read_offers
 from echo2.head.serve.reading import RunTokenizer
@@ -33,6 +34,7 @@ from echo2.reward.judge import read_key
 from echo2.reward.score import Scorer
 from echo2.tasks.base import TaskSource, TaskStream, row_name
 from echo2.tasks.environments import LocalEnvironment
+from echo2.tasks.harbor_rows import is_task_set
 from echo2.tasks.harness_process import HARBOR, OWN, VERIFIERS, is_harness, load_harness
 from echo2.tasks.streams import load_tasks, training_tasks
 from echo2.tasks.teaching import check_teaching
@@ -115,6 +117,8 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
         )
     check_budget(config, read_offers(config).values())
     check_context(config)
+    if config.head.store:
+        check_store(config.head.store)
 
 
 def check_harness(config: Config) -> None:
@@ -124,6 +128,9 @@ def check_harness(config: Config) -> None:
             f"run.deterministic = true with tasks.environment = {config.tasks.environment!r}: a harness calls the "
             "model at times that differ from run to run. Leave one of them out."
         )
+    for name in (*config.tasks.sources, *config.eval.sets.values()):
+        if config.tasks.environment == HARBOR and not is_task_set(Path(name)):
+            raise UserError(f"tasks.environment = 'harbor' with {name!r}: the source is a directory of Harbor tasks.")
     if config.tasks.environment.startswith(OWN) or (config.tasks.environment == HARBOR and config.workers.count):
         load_harness(config.tasks.environment)
 
@@ -375,9 +382,11 @@ def check_engine(config: Config) -> None:
     checked."""
     engine, count = config.workers.engine, config.workers.count
     refuse_unknown_engine(engine)
+    given = f"workers.engine = {engine!r} with workers.count = {count}"
+    if count and ENGINES.get(engine) in PACKAGES and (why := missing_packages(engine)):
+        raise UserError(f'{given}: {why}. Set workers.engine = "auto", or workers.count = 0.')
     if not count or engine not in SERVERS:
         return
-    given = f"workers.engine = {engine!r} with workers.count = {count}"
     python = os.environ.get("ECHO2_ENGINE_PYTHON", "")
     if python and shutil.which(python) is None:
         raise UserError(f"ECHO2_ENGINE_PYTHON = {python!r}, which does not exist: give the path of a Python.")

@@ -30,7 +30,7 @@ from echo2.config.rundir import CRASH_RECORD, STOP_WORDS, RunDir, newest_checkpo
 from echo2.core import disk, logs
 from echo2.core.child import ChildProcess, ending, log_end
 from echo2.core.errors import Echo2Error, NoRoomError, UserError
-from echo2.core.printable import printable
+from echo2.core.logs import TAIL_BYTES, WORDLESS, last_error, last_words
 from echo2.transport.identity import PeerIdentity, RunIdentity
 
 #: A process that meets a full disk twice within this time, although there is room, is not restarted.
@@ -44,8 +44,6 @@ STRAGGLER_SECONDS = 3.0
 #: Timeout for the head to start listening.
 HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
-#: Exit statuses of a process that had no error of its own.
-WORDLESS = (0, -signal.SIGKILL, -signal.SIGTERM)
 #: A disk with fewer free bytes than this counts as full.
 FULL_DISK_BYTES = 1 << 16
 #: Deaths in a row, without progress in between, after which the run ends.
@@ -53,13 +51,6 @@ RESTARTS_MAX = 5
 #: The same for a process that dies with the same words before the head has heard of it. It comes no further at the next
 #: start, and each may take minutes.
 START_FAILURES_MAX = 3
-#: Bytes of a log's end in which the last words are sought, and their maximum length.
-TAIL_BYTES = 64 << 10
-WORDS_CHARS_MAX = 500
-ERROR_PREFIX = "error: "
-_TRACEBACK = "Traceback (most recent call last):"
-#: A line of the log that is no error: `core.logs` begins it with a time.
-_LOGGED = re.compile(r"\d{4}-\d\d-\d\d ")
 _NUMBERS = re.compile(r"0x[0-9a-f]+|\d+")
 
 
@@ -400,26 +391,3 @@ def is_up(status: Mapping[str, Any], pid: int) -> bool:
 
 def _listed(status: Mapping[str, Any]) -> list[dict[str, Any]]:
     return list(status.get("workers", ()))
-
-
-def last_error(log: bytes) -> str | None:
-    """Return the last line of a log that begins with "error: ", without that prefix."""
-    errors = [line.removeprefix(ERROR_PREFIX) for line in _lines(log) if line.startswith(ERROR_PREFIX)]
-    return errors[-1] if errors else None
-
-
-def last_words(log: bytes) -> str:
-    """Return the error of a process that died: its error line, the exception of its last traceback, or else the last
-    line that is no log line; "" if there is none."""
-    if (error := last_error(log)) is not None:
-        return printable(error, WORDS_CHARS_MAX)
-    lines = _lines(log)
-    if _TRACEBACK in lines:
-        last = len(lines) - lines[::-1].index(_TRACEBACK)
-        lines = [line for line in lines[last:] if not line.startswith(" ")][:1]
-    plain = [line for line in lines if line.strip() and not _LOGGED.match(line)]
-    return printable(plain[-1], WORDS_CHARS_MAX) if plain else ""
-
-
-def _lines(log: bytes) -> list[str]:
-    return log.decode("utf-8", errors="replace").splitlines()

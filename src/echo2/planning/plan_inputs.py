@@ -131,7 +131,8 @@ class PastRun:
 
 
 def read_past_run(directory: Path) -> PastRun:
-    """Read `metrics.jsonl` of a run directory. The first step is a warm-up and is left out if there are more.
+    """Read `metrics.jsonl` of a run directory. The first step is a warm-up and is left out if there are more; steps
+    whose groups were all flat trained nothing and do not count.
 
     Raises:
         UserError: there is no such directory, or the file is damaged or has no trained step.
@@ -139,7 +140,13 @@ def read_past_run(directory: Path) -> PastRun:
     if not directory.is_dir():
         raise UserError(f"There is no directory {directory}. Name the directory of a run that has trained.")
     rows = read_metrics(RunDir(directory).metrics, refuses_damage=True)
-    steps = [row for row in rows if _number(row.get("time/train")) is not None]
+    timed = [row for row in rows if _number(row.get("time/train")) is not None]
+    steps = [row for row in timed if "loss/mean" in row or row.get("reward/frac_zero_std") != 1.0]
+    if timed and not steps:
+        raise UserError(
+            f"{directory}: {len(timed)} steps trained nothing: all rewards of each group were equal. Name the "
+            "directory of a run that has learned something, or give --train-seconds."
+        )
     if not steps:
         raise UserError(
             f"{directory} has no trained step yet: no row of {directory / 'metrics.jsonl'} has time/train. Name the "

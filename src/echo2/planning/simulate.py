@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 
 from echo2.core.errors import InvariantError
+from echo2.core.printable import PlainLines
 from echo2.planning.plan import Plan
 from echo2.planning.plan_inputs import PlanInputs
 from echo2.planning.sim.fleet import Cut, SimWorker
@@ -114,18 +115,20 @@ def run(options: argparse.Namespace) -> int:
 
 
 def simulate(study: Study, seed: int, quiet: bool = False) -> list[Report]:
-    """Simulate every run of the study with the same seed, and show a progress bar if stderr is a terminal."""
+    """Simulate every run of the study with the same seed, and show how far it is unless `quiet`."""
     reports: list[Report] = []
+    plain, total = PlainLines(quiet or sys.stderr.isatty()), sum(case.scenario.max_steps for case in study.cases)
     with Progress(console=Console(stderr=True), transient=True, disable=quiet or not sys.stderr.isatty()) as bar:
-        task = bar.add_task("simulating", total=sum(case.scenario.max_steps for case in study.cases))
+        task = bar.add_task("simulating", total=total)
+
+        def tell(done: int, steps: int) -> None:
+            bar.update(task, completed=done + steps)
+            plain.tell(f"simulated {done + steps} of {total} steps", is_last=done + steps == total)
+
         for case in study.cases:
-            tell = partial(_tell, bar, task, sum(report.steps for report in reports))
-            reports.append(run_scenario(case.scenario, seed, keeps_events=False, progress=tell))
+            done = sum(report.steps for report in reports)
+            reports.append(run_scenario(case.scenario, seed, keeps_events=False, progress=partial(tell, done)))
     return reports
-
-
-def _tell(bar: Progress, task: TaskID, done: int, steps: int) -> None:
-    bar.update(task, completed=done + steps)
 
 
 def to_json(study: Study, reports: list[Report]) -> dict[str, Any]:

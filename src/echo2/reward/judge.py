@@ -23,11 +23,13 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 import httpx2
 
 from echo2.config import Config
 from echo2.config.judge import JudgeConfig
+from echo2.core import addresses
 from echo2.core.background import awaited
 from echo2.core.errors import UserError
 from echo2.core.printable import printable
@@ -136,7 +138,9 @@ class Judge:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
-        self._client = httpx2.AsyncClient(headers=headers, timeout=None)
+        is_here = addresses.is_loopback(urlsplit(judge.base_url).hostname or "")
+        direct = httpx2.AsyncHTTPTransport() if is_here else None  # no proxy that the environment names leads there
+        self._client = httpx2.AsyncClient(headers=headers, timeout=None, transport=direct)
         self._slots = asyncio.Semaphore(judge.max_concurrency)
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}

@@ -87,8 +87,8 @@ class LeaseSampler:
     @property
     def doing(self) -> str:
         """One line for people: what this worker is doing."""
-        if self.card.doing:
-            return self.card.doing
+        if found := self.card.doing or self.engine.trouble:
+            return found
         if not self._tasks:
             return "waiting"
         num_running = self.engine.slots - self.engine.free_slots

@@ -310,6 +310,8 @@ def test_runs_side_by_side(page: Page) -> None:
     page.until("document.querySelector('#charts .u-legend').textContent.includes('sums')")
     names = [name for name, _ in page.ask(legend("Reward"))]
     assert names == ["step", "sorting", "sorting: held-out reward", "sums", "sums: held-out reward"]
+    sets = [name for name, _ in page.ask(legend("Held-out sets"))]
+    assert sets == ["step", *(f"{run}: {each}" for run in ("sorting", "sums") for each in ("easy", "hard"))]
     rows = "[...document.querySelectorAll('#compare tbody tr')].map((each) => each.textContent)"
     assert [row[:4] for row in page.ask(rows)] == ["sort", "sums"]
     assert all(" at step " in row for row in page.ask(rows))
@@ -361,6 +363,8 @@ def test_pictures_of_a_run_are_made(driver: Any, size: tuple[int, int], scheme: 
         page = Page(driver, address)
         page.open(size, scheme)
         page.picture(f"view-{'phone' if size == PHONE else 'wide'}-{scheme}", house.REPOSITORY / "docs")
+        if (size, scheme) == (WIDE, "light"):  # for the README
+            page.picture("view-top", house.REPOSITORY / "docs", 1290)
 
 
 def test_a_browser_without_the_token_is_told_where_it_is(page: Page) -> None:

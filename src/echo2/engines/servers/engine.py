@@ -84,6 +84,10 @@ class ServerEngine:
     def free_slots(self) -> int:
         return max(0, self.slots - len(self._open))
 
+    @property
+    def trouble(self) -> str:
+        return self._reason and f"its token server is started again: {self._reason}"
+
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         model = self._installed()
         return refuse_request(request, model.vocab_size, model.max_positions)
@@ -257,7 +261,7 @@ class ServerEngine:
                 await self._server.stop()
                 await self._server.start(self._installed())
             except Exception as error:  # also if this machine has no descriptor, memory or room for a while
-                reason = _words(error)
+                self._reason = reason = _words(error)
             else:
                 self._reason = ""
                 self._up.set()

@@ -248,7 +248,8 @@ class Planner(PlannerState):
             worker = self.fleet.get(found.worker_id)
             form = worker.form if worker is not None else ""
             self.penalties.measured(found.worker_id, found.num_tokens, found.abs_log_ratio, found.surprise, form)
-        self.measurements.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step))
+        is_flat = all(record.is_flat for record in self.groups.of_step(event.step) if record.state == "fed")
+        self.measurements.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step), is_flat)
         if self.width_search is not None:
             self.width_search.step_trained(event.step, now)
             self.fleet.limit(self.width_search.width)

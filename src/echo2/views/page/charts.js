@@ -74,7 +74,7 @@ export class Charts {
     const isTimed = this.axis === "time" && runs.every((run) => run.seconds.at(-1) > 0);
     for (const chart of this.charts) {
       const lines = runs.length > 1
-        ? runs.flatMap((run, index) => chart.lines.slice(0, chart.beside ?? 1).map((line, extra) => this.line(run, index, line, extra ? `${run.name}: ${line[1]}` : run.name, extra)))
+        ? runs.flatMap((run, index) => (chart.open ? linesOf(chart, run) : chart.lines.slice(0, chart.beside ?? 1)).map((line, extra) => this.line(run, index, line, extra || chart.open ? `${run.name}: ${line[1]}` : run.name, extra)))
         : runs.flatMap((run) => linesOf(chart, run).map((line, index) => this.line(run, index, line, line[1])));
       const known = lines.filter((line) => line.column);
       if (known.length) this.draw(chart, known, Boolean(chart.isStacked) && runs.length === 1, isTimed);

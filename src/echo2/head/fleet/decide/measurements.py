@@ -103,13 +103,15 @@ def _moved(mean: float | None, value: float) -> float:
 
 @dataclass(slots=True)
 class Measurements:
-    """Measurements of recent steps. `train_seconds`: training time; `waits`: what the learner waited for before each
+    """Measurements of recent steps. `train_seconds`: training time, `flat_seconds` that of steps whose groups were all
+    flat, which train nothing unless there is a teacher; `waits`: what the learner waited for before each
     step; `replaced`: groups that dynamic sampling retired. `broadcasts`: seconds from a publication until enough
     workers had installed it. `rewards`, `replay`: seconds of the reward functions, and of the environment's replay,
     for a group.
     """
 
     train_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
+    flat_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     broadcasts: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     waits: deque[LearnerWait] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
     replaced: deque[int] = field(default_factory=lambda: deque(maxlen=NUM_REMEMBERED))
@@ -127,15 +129,16 @@ class Measurements:
         self.waits.append(wait)
         self._training_since = now
 
-    def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0) -> None:
+    def step_trained(self, busy_seconds: float, now: float, num_replaced: int = 0, is_flat: bool = False) -> None:
         """Record a trained step. If the learner does not report its busy time, the time since it had all groups counts;
         a learner that starts with the first groups was busy for longer.
         """
         self.replaced.append(num_replaced)
+        taken = self.flat_seconds if is_flat else self.train_seconds
         if busy_seconds > 0:
-            self.train_seconds.append(busy_seconds)
+            taken.append(busy_seconds)
         elif self._training_since is not None:
-            self.train_seconds.append(now - self._training_since)
+            taken.append(now - self._training_since)
         self._training_since = None
 
     def published(self, ref: SnapshotRef, now: float) -> None:
@@ -144,7 +147,7 @@ class Measurements:
         """
         if self._spreading is not None:
             self._broadcast_over(now)
-        self._spreading, self._num_installed = (ref, now) if self.train_seconds else None, 0
+        self._spreading, self._num_installed = (ref, now) if self._steps_seconds() else None, 0
 
     def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
         """Record that one more worker has installed this snapshot."""
@@ -167,11 +170,16 @@ class Measurements:
     def bottleneck(self) -> str | None:
         """Return what the learner mostly waits for (`CAUSES`), or None if it hardly waits."""
         waited = math.fsum(seconds for wait in self.waits for seconds in wait.seconds.values())
-        return main_cause(self.waits) if waited > LITTLE_WAIT * math.fsum(self.train_seconds) else None
+        trained = math.fsum(self.train_seconds) + math.fsum(self.flat_seconds)
+        return main_cause(self.waits) if waited > LITTLE_WAIT * trained else None
 
     def typical_train_seconds(self) -> float | None:
-        """Median seconds of a training step; None before the first."""
-        return statistics.median(self.train_seconds) if self.train_seconds else None
+        """Median seconds of a training step; None before the first. Flat steps count if there was no other."""
+        known = self._steps_seconds()
+        return statistics.median(known) if known else None
+
+    def _steps_seconds(self) -> deque[float]:
+        return self.train_seconds or self.flat_seconds
 
     def typical_broadcast_seconds(self) -> float:
         """The quantile 1 / 1.1 of recent broadcasts, as in section 4.2; 0 while none is known."""
