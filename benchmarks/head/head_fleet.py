@@ -1,10 +1,12 @@
 """What one head needs for a fleet: thousands of workers over real links, each as slow as one with a real model.
 
-    make bench-head_fleet ARGS='--workers 100 1000 --seconds 40'
+    make bench-head_fleet ARGS='--workers 100 1000'
 
 As `head_load.py`, with workers that sample one group of eight in 27 s (.3 rollouts a second, an 8B model on one GPU),
-that hold one more, and that reconnect, deliver again and report as real ones do. Their connections are in processes of
-500 each. Measured of the head's process: its CPU seconds per second and its memory, at rest and while
+that hold one more, and that reconnect, deliver again and report as real ones do. A step has half a group for each, and
+every second step a snapshot is announced to all: twice in the 54 seconds that are measured. Their connections are in
+processes of 1,500 each, whose CPU time and memory are told apart. Measured of the head's process: its CPU seconds per
+second, its memory and descriptors, at rest and while
 
     join      all workers connect within `--join-seconds`
     restart   the head is killed and started again while they sample
@@ -44,7 +46,9 @@ from echo2.transport.identity import RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Credentials, Ticket
 
-WORKERS_PER_PROCESS = 500
+WORKERS_PER_PROCESS = 1500
+#: Steps between two snapshots.
+head_load.PUBLISH_STEPS = 2
 CALL_SECONDS = 60.0
 GROUPS_PER_STEP_MIN = 32
 #: Until a process of workers has imported what it needs and made its links.
@@ -244,6 +248,12 @@ class Fleet:
             notes += [tuple(note) for note in json.loads(path.read_text())] if path.exists() else []
         return sorted(notes)
 
+    def cpu_seconds(self) -> float:
+        return sum(head_load.cpu_seconds(process.pid) for process in self._processes)
+
+    def mebibytes(self) -> float:
+        return sum(head_load.mebibytes(process.pid) for process in self._processes)
+
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
@@ -294,15 +304,20 @@ async def measure(head: head_load.RealHead, count: int, options: argparse.Namesp
         await asyncio.sleep(options.settle_seconds)
         pid, then, num_marks = head.process.pid, time.time(), len(marks)
         cpu, events = head_load.cpu_seconds(pid), head_load.num_events(head.run)
+        of_workers = fleet.cpu_seconds()
         await asyncio.sleep(options.seconds)
         until = time.time()
-        cpu = head_load.cpu_seconds(pid) - cpu
+        cpu, of_workers = head_load.cpu_seconds(pid) - cpu, fleet.cpu_seconds() - of_workers
         groups = sum(number for number, _ in marks[num_marks:])
         found |= {
             "head_cpu_share": cpu / (until - then),
             "groups_per_second": groups / (until - then),
             "events_per_second": (head_load.num_events(head.run) - events) / (until - then),
             "mebibytes": head_load.mebibytes(pid),
+            "descriptors": len(os.listdir(f"/proc/{pid}/fd")),
+            "workers_cpu_share": of_workers / (until - then),
+            "workers_mebibytes": fleet.mebibytes(),
+            "load": os.getloadavg()[0],
         }
         killed_at = time.time()
         if options.restart:
@@ -351,7 +366,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--seconds", type=float, default=40.0)
+    parser.add_argument("--seconds", type=float, default=54.0)
     parser.add_argument("--join-seconds", type=float, default=10.0, help="in which all workers begin to connect")
     parser.add_argument("--settle-seconds", type=float, default=45.0, help="from the last one's arrival to measuring")
     parser.add_argument("--patience-seconds", type=float, default=120.0, help="for all workers to be there")
@@ -371,7 +386,7 @@ def main() -> None:
         return
     step = options.step
     for count in options.workers:
-        options.step = step or max(GROUPS_PER_STEP_MIN, count // 4)  # steps in advance shall not limit the workers
+        options.step = step or max(GROUPS_PER_STEP_MIN, count // 2)  # steps in advance shall not limit the workers
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             enrol(Path(folder), count)
             head = head_load.RealHead(Path(folder), 0, options, echo2=("-c", ECHO2))

@@ -67,7 +67,7 @@ groups_per_batch = {batch}
 [schedule]
 groups_per_step = {step}
 max_staleness = 8
-publish_every = 4
+publish_every = {publish}
 [head]
 listen = "127.0.0.1:{port}"
 store = "{store}"
@@ -233,6 +233,7 @@ class RealHead:
         for name, data in {"config.json": MODEL, "model.safetensors": b"", **tokenizer_files()}.items():
             (directory / "model" / name).write_bytes(data)
         sizes = {"samples": options.samples, "tokens": options.tokens, "batch": options.batch, "step": options.step}
+        sizes["publish"] = PUBLISH_STEPS
         config = directory / "run.toml"
         store = "" if store == "none" else store if "://" in store else f"{directory}/{store}"
         config.write_text(CONFIG.format(model=directory / "model", port=port, store=store, **sizes))

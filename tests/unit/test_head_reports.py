@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from echo2.config.rundir import best_version, read_metrics
+from echo2.config.rundir import best_version, read_json, read_metrics
 from echo2.core.errors import PeerError
 from echo2.head.fleet.decide.fleet import REPORTS_PER_SECOND, Worker
 from echo2.head.ledger.metrics import KEPT_ROWS, Metrics
 from echo2.head.ledger.rollout_log import read_groups
+from echo2.head.serve.report import ROWS_AT_ONCE, status, write_status_in_turns
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import LOGGED_TOKENS
 from echo2.transport.message_bytes import encode_logprobs
@@ -172,3 +173,25 @@ def test_a_report_is_answered_with_the_time_until_the_next_which_grows_with_the_
             assert reply.heartbeat_seconds == pytest.approx(10 * fleet.heartbeat_seconds, rel=0.01)
 
     asyncio.run(scenario())
+
+
+def test_a_status_with_many_workers_is_written_while_calls_are_answered(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending():
+            head = open_head.head
+            now = head.clock.now()
+            for number in range(3 * ROWS_AT_ONCE):
+                head.planner.fleet.join(Worker(f"other-{number}", 1, 0.0, None, now), now)
+            writing = asyncio.ensure_future(write_status_in_turns(head))
+            num_turns = 0
+            while not writing.done():
+                num_turns += 1
+                await asyncio.sleep(0)
+            assert num_turns > 3
+            assert writing.result() > 0.0
+            found, expected = read_json(head.rundir.status), json.loads(json.dumps(status(head)))
+            assert found["workers"] == expected["workers"]
+            assert found.keys() == expected.keys()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))

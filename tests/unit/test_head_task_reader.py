@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,37 @@ def test_each_row_is_read_once_and_some_ahead() -> None:
         assert [(await reader.task(TRAIN, cursor)).prompt for cursor in (0, 1, 0)] == ["row 0", "row 1", "row 0"]
         await until(lambda: len(rows.asked) == 1 + reading.AHEAD + 1)  # once more when the stream was made
         assert sorted(rows.asked) == sorted([0, *range(reading.AHEAD + 1)])
+
+    run(scenario())
+    reader.close()
+
+
+def test_the_rows_of_all_open_leases_are_kept_and_none_is_read_ahead_of_a_delivery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "KEPT", 50)
+    rows, num_leases = Rows(), 90
+    rows.gate.set()
+    reader = TaskReader(TaskStream(rows, 0, False), None, lambda: num_leases)
+
+    async def ask(cursors: range) -> None:
+        for cursor in cursors:
+            with suppress(UserError):  # of row 7
+                await reader.task(TRAIN, cursor)
+
+    async def scenario() -> None:
+        nonlocal num_leases
+        await ask(range(num_leases))
+        await until(lambda: len(rows.asked) == 1 + num_leases - 1 + reading.AHEAD)
+        rows.asked.clear()
+        await ask(range(num_leases))
+        assert rows.asked == [], "each delivery finds what its lease read"
+        num_leases = 0
+        await ask(range(200, 201))  # keeps the newest 50: 167 to 199 are not among them
+        await until(lambda: len(rows.asked) == reading.AHEAD)
+        rows.asked.clear()
+        await ask(range(50, 51))
+        assert rows.asked == [50], "the groups after it are not about to be leased"
 
     run(scenario())
     reader.close()

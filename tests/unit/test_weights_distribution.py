@@ -19,6 +19,7 @@ from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.identity import RunIdentity, verify_manifest
+from echo2.weights.broadcast import distribution
 from echo2.weights.broadcast.distribution import Distribution
 from echo2.weights.broadcast.origin import OriginNode
 from echo2.weights.broadcast.serving import encode_payload
@@ -43,11 +44,12 @@ def content(version: int) -> Snapshot:
 
 
 class Fleet:
-    """Workers by id, and what each was told: the payloads of its notices, and of its routes."""
+    """Workers by id, and what each was told: the payloads of its notices, and of its routes. `order`: who heard."""
 
     def __init__(self, path: Path, **installed: SnapshotRef | None) -> None:
         self.identity = RunIdentity.create_or_load(path / "identity")
         self.workers = {name: Worker(name, 1, 0.0, base, 0.0) for name, base in installed.items()}
+        self.order: list[str] = []
         self.notices: dict[str, list[PayloadId]] = {name: [] for name in installed}
         self.routes: dict[str, list[int]] = {name: [] for name in installed}
         store = ChunkStore(path / "store")
@@ -64,6 +66,7 @@ class Fleet:
         if order.HasField("snapshot"):
             notice = order.snapshot
             verify_manifest(self.identity.credentials.ca_pem, notice.manifest, notice.signature)
+            self.order.append(worker_id)
             self.notices[worker_id].append(Manifest.from_wire(notice.manifest).payload)
         elif order.HasField("routes"):
             self.routes[worker_id].append(order.routes.payload.ref.version)
@@ -81,7 +84,8 @@ class Fleet:
             await self.archive.put(name, bytes(chunks[name]))
         await self.archive.take(manifest)
         self.distribution.announce(now.ref, list(self.workers))
-        await asyncio.gather(*self.telling)
+        while not all(each.done() for each in self.telling):
+            await asyncio.gather(*self.telling)
 
 
 def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path) -> None:
@@ -97,6 +101,40 @@ def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path
             "stranger": PayloadId(ref(2)),
         }
         assert all(versions[-1] == 2 for versions in fleet.routes.values()), "and from whom to take it"
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_many_workers_are_told_in_waves_those_with_the_oldest_snapshot_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "WAVE_WORKERS", 2)
+    monkeypatch.setattr(distribution, "WAVE_SECONDS", 0.0)
+
+    async def story() -> None:
+        fleet = Fleet(tmp_path, newest=ref(1), newer=ref(1), old=ref(0), older=ref(0), new=None)
+        await fleet.publish(2, as_delta=False)
+        assert fleet.order == ["new", "old", "older", "newest", "newer"]
+        await fleet.distribution.close()
+
+    asyncio.run(story())
+
+
+def test_those_who_wait_for_their_wave_are_told_of_a_newer_version_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "WAVE_WORKERS", 2)
+    monkeypatch.setattr(distribution, "WAVE_SECONDS", 0.0)
+
+    async def story() -> None:
+        fleet = Fleet(tmp_path, a=None, b=None, c=None, d=None)
+        await fleet.publish(0, as_delta=False)
+        fleet.order.clear()
+        fleet.distribution.announce(ref(0), list(fleet.workers))  # anew, and nobody has waited for its second wave yet
+        await fleet.publish(1)
+        assert sorted(fleet.order[2:]) == list(fleet.workers)
+        assert all(payloads[-1].ref == ref(1) for payloads in fleet.notices.values())
         await fleet.distribution.close()
 
     asyncio.run(story())

@@ -23,9 +23,10 @@ OTHERS = ("https_proxy", "http_proxy", "HTTPS_PROXY", "HTTP_PROXY", "all_proxy",
 #: A caller probes a silent connection after this long, and closes it after `ANSWER_SECONDS` without an answer: a host
 #: that vanished is noticed within ten seconds. A shorter time would cut off hosts that are only overloaded.
 KEEPALIVE_SECONDS = 5.0
-#: The same for a connection to the head, which answers all of them; and of a server, for processes that hang: whether
-#: the machine is there, the kernel asks (`door`), which wakes no process.
-HEAD_KEEPALIVE_SECONDS, SERVER_KEEPALIVE_SECONDS = 20.0, 60.0
+#: The same for a connection to the head, which answers all of them: a caller with a report or a result notices sooner.
+#: And of a server, for processes that hang: whether the machine is there, the kernel asks (`door`), which wakes no
+#: process.
+HEAD_KEEPALIVE_SECONDS, SERVER_KEEPALIVE_SECONDS = 60.0, 120.0
 ANSWER_SECONDS = 5.0
 #: Limit on one attempt to connect: four round trips until both ends are authenticated. (gRPC calls this the minimum
 #: time between attempts, which it is not: a refused connection is tried again after 0.2 s.)

@@ -237,7 +237,7 @@ class Head:
         if mirror is not None:
             self.kept = Kept(rundir, identity, self.ledger, self.distribution.archive.store, mirror)
             self.books.metrics.follow(self.kept.keep_row)
-        self.tasks = TaskReader(self.train_tasks, held_out)
+        self.tasks = TaskReader(self.train_tasks, held_out, lambda: len(self.planner.leases))
         #: The tokenizer comes with the first snapshot.
         self.tokenizer: asyncio.Future[RunTokenizer] = asyncio.get_running_loop().create_future()
         self.deliveries = Deliveries(

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import json
 import logging
-import time
 
 from echo2.config.rundir import STOP_WORDS, RunDir, claimed, write_atomically
 from echo2.core import logs
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 
 #: Interval at which the head looks after its run, and status.json is written: less often where that would take more
 #: than this share of a processor, as it does with thousands of workers.
-STATUS_SECONDS, STATUS_SHARE = 0.5, 0.02
+STATUS_SECONDS, STATUS_SHARE = 0.5, 0.01
 #: Time for the workers and the learner to receive the message that the run is over.
 CLOSING_SECONDS = 1.0
 
@@ -113,9 +112,7 @@ async def _keep_reporting(head: Head, service: Service, identity: RunIdentity, t
             tickets.keep()
             head_report.check_budget(head)
             if (now := head.clock.now()) >= status_at:
-                began = time.thread_time()
-                head_report.write_status(head)
-                status_at = now + (time.thread_time() - began) / STATUS_SHARE
+                status_at = now + await head_report.write_status_in_turns(head) / STATUS_SHARE
             for name in ("reward.log", "machines.log"):  # of child processes; the supervisor cuts the head's own log
                 logs.cut_log(head.rundir.logs / name)
         except UserError as error:

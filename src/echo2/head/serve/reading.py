@@ -17,7 +17,7 @@ import threading
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from types import MappingProxyType
@@ -48,7 +48,8 @@ from echo2.weights.format.snapshot_files import end_tokens
 
 #: Timeout for reading a row; a slower row is unfit.
 ROW_SECONDS = 60.0
-#: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again.
+#: Number of tasks read ahead, and of tasks kept: a delivery needs the task of its lease again. Twice as many are kept
+#: as leases are open, if that is more.
 AHEAD = 32
 KEPT = 4096
 #: Maximum number of cached prompts, as of tasks (`TaskReader`), and of their tokens (16 MiB). A delivery and a
@@ -81,10 +82,10 @@ class _Job:
 
 
 class TaskReader:
-    """Returns the task of a group. `evaluation`: held-out tasks, if the run has any."""
+    """Returns the task of a group. `evaluation`: held-out tasks, if the run has any. `num_leases`: open now."""
 
-    def __init__(self, train: Tasks, evaluation: Tasks | None) -> None:
-        self._streams = {"train": train, "eval": evaluation}
+    def __init__(self, train: Tasks, evaluation: Tasks | None, num_leases: Callable[[], int] = lambda: 0) -> None:
+        self._streams, self._num_leases, self._newest = {"train": train, "eval": evaluation}, num_leases, -1
         self._jobs: OrderedDict[tuple[str, int], _Job] = OrderedDict()
         self._thread = _ReadingThread()
 
@@ -94,11 +95,8 @@ class TaskReader:
         Raises:
             UserError: its row is unfit, or took longer than `ROW_SECONDS`; the message names the row.
         """
-        first = cursor + AHEAD
-        while first > cursor and (group.kind, first - 1) not in self._jobs:
-            first -= 1
-        for ahead in range(first, cursor + AHEAD):
-            self._begin(group.kind, ahead)
+        if group.kind == "eval" or cursor > self._newest:  # else a group is delivered or leased again, not the next one
+            self._read_ahead(group.kind, cursor)
         job = self._begin(group.kind, cursor)
         while job.found is None:
             try:
@@ -109,6 +107,14 @@ class TaskReader:
         if isinstance(job.found, UserError):
             raise job.found
         return job.found
+
+    def _read_ahead(self, kind: GroupKind, cursor: int) -> None:
+        self._newest = cursor if kind == "train" else self._newest
+        first = cursor + AHEAD
+        while first > cursor and (kind, first - 1) not in self._jobs:
+            first -= 1
+        for ahead in range(first, cursor + AHEAD):
+            self._begin(kind, ahead)
 
     def close(self) -> None:
         """Stop reading. A hanging row is abandoned; its daemon thread does not keep the process alive."""
@@ -122,7 +128,7 @@ class TaskReader:
                 raise UserError(f"There are no {kind} tasks any more; the run had some when group {cursor} was leased.")
             job = self._jobs[kind, cursor] = _Job(stream, cursor, asyncio.get_running_loop())
             self._thread.jobs.put(job)
-            while len(self._jobs) > KEPT:
+            while len(self._jobs) > max(KEPT, 2 * self._num_leases()):
                 self._jobs.popitem(last=False)
         return job
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import math
 import os
 import socket
 import time
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
 from statistics import mean
 from typing import Any
 
+import msgspec
+
 from echo2.config.rundir import newest_checkpoint, read_metrics, write_atomically
 from echo2.core.types import SnapshotRef
+from echo2.head.fleet.decide.fleet import Worker
 from echo2.head.fleet.decide.measurements import CAUSES, NUM_REMEMBERED
 from echo2.head.fleet.decide.standby import fleet_need
 from echo2.head.ledger.books import FAILED_BECAUSE
 from echo2.head.serve.head import Head
 from echo2.weights.broadcast.origin import Progress
+
+#: Workers whose rows of status.json are made in one go; calls are answered in between.
+ROWS_AT_ONCE = 100
 
 
 def step_row(head: Head, version: int, learner_metrics: dict[str, Any]) -> dict[str, Any]:
@@ -127,15 +132,16 @@ def fleet_status(head: Head) -> dict[str, Any]:
 
 def status(head: Head) -> dict[str, Any]:
     """Return everything that `echo2 status` shows, as plain values."""
-    now = head.clock.now()
-    planner, learner, judge = head.planner, head.connections.learner, head.reward.judge
-    training = planner.training
-    workers, progress = [], head.distribution.origin.progress()
-    suspects = head.distribution.origin.suspects
-    for worker in planner.fleet:
+    return _status(head, _worker_rows(head, head.planner.fleet))
+
+
+def _worker_rows(head: Head, workers: Iterable[Worker]) -> list[dict[str, Any]]:
+    planner, origin = head.planner, head.distribution.origin
+    rows, progress, suspects = [], origin.progress(), origin.suspects
+    for worker in workers:
         connection = head.connections.workers.get(worker.worker_id)
         report = connection.report if connection is not None else None
-        workers.append(
+        rows.append(
             {
                 "id": worker.worker_id,
                 "pid": connection.pid if connection else None,
@@ -154,13 +160,20 @@ def status(head: Head) -> dict[str, Any]:
                 "is_own": worker.is_own,
                 "pause_seconds": report.pause_seconds if report else 0.0,
                 "fetching": _fetching(progress.get(worker.worker_id), worker.installed),
-                "sources": head.distribution.origin.sources.get(worker.worker_id, []),
+                "sources": origin.sources.get(worker.worker_id, []),
                 "bytes_received": report.bytes_received if report else 0,
                 "bytes_sent": report.bytes_sent if report else 0,
                 "suspected": suspects.get(worker.worker_id),
                 "mismatch": planner.penalties.mismatch(worker.worker_id),
             }
         )
+    return rows
+
+
+def _status(head: Head, workers: list[dict[str, Any]]) -> dict[str, Any]:
+    now = head.clock.now()
+    planner, learner, judge = head.planner, head.connections.learner, head.reward.judge
+    training = planner.training
     return {
         "time": now,
         "head": {"pid": os.getpid(), "host": socket.gethostname()},
@@ -179,11 +192,11 @@ def status(head: Head) -> dict[str, Any]:
         "broadcast": {
             **head.books.broadcast_times.metrics(),
             **head.books.traffic(head.distribution.origin),
-            "suspects": dict(suspects),
+            "suspects": dict(head.distribution.origin.suspects),
         },
         "paused": planner.health.paused.reason if planner.health.paused else judge.trouble if judge else "",
         "judge": {"answers": judge.num_answers, "usd": judge.spent_usd} if judge else None,
-        "waits": [_told(head, asdict(wait)) for wait in planner.waits(now)],
+        "waits": [_told(head, msgspec.to_builtins(wait)) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
         "cost_usd": head.books.costs.cum_usd(now),
         "store": head.mirror.status() if head.mirror is not None else None,
@@ -289,4 +302,23 @@ def check_budget(head: Head) -> None:
 
 def write_status(head: Head) -> None:
     """Write status.json, which `echo2 status` reads."""
-    write_atomically(head.rundir.status, json.dumps(status(head)))
+    _write(head, status(head))
+
+
+async def write_status_in_turns(head: Head) -> float:
+    """As `write_status`, but answer calls in between: with thousands of workers it takes long. Return the processor
+    seconds that it took.
+    """
+    workers, rows, seconds = list(head.planner.fleet), list[dict[str, Any]](), 0.0
+    for start in range(0, len(workers), ROWS_AT_ONCE):
+        began = time.thread_time()
+        rows += _worker_rows(head, workers[start : start + ROWS_AT_ONCE])
+        seconds += time.thread_time() - began
+        await asyncio.sleep(0)
+    began = time.thread_time()
+    _write(head, _status(head, rows))
+    return seconds + time.thread_time() - began
+
+
+def _write(head: Head, plain: dict[str, Any]) -> None:
+    write_atomically(head.rundir.status, msgspec.json.encode(plain, enc_hook=float).decode())

@@ -2,10 +2,14 @@
 
 A worker with an older version gets the deltas from that version to the newest; any other worker gets an anchor and the
 deltas since. Several deltas are first merged into one.
+
+Thousands of workers are told in waves, those with the oldest snapshot first: telling and routing one takes a
+millisecond of the head, and so does its report, for which results would wait.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable
@@ -22,6 +26,8 @@ from echo2.weights.store.archive import JOINED_MAX, Archive
 
 log = logging.getLogger(__name__)
 
+#: Workers that are told of a snapshot together, and the time until the next wave of as many.
+WAVE_WORKERS, WAVE_SECONDS = 256, 1.0
 #: Maximum number of payloads of one version that are joined at the request of one worker.
 JOINS_MAX = 3
 
@@ -51,15 +57,40 @@ class Distribution:
         self._identity, self._order, self._attending, self._spawn = identity, order, attending, spawn
         self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
+        self._newest: SnapshotRef | None = None  # announced last
         archive.on_dropped, archive.on_stored = self._dropped, origin.stored
 
     def has_installed(self, worker_id: str, installed: SnapshotRef) -> None:
         """Record that a worker has this snapshot installed."""
         self.origin.has_installed(worker_id, installed, self.archive.base_model(installed))
 
-    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
-        """Announce `ref` to these workers as the newest snapshot. `merges`: workers that need several deltas are told
-        once these are merged."""
+    def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
+        """Announce `ref` to these workers as the newest snapshot, in waves if they are many."""
+        told, self._newest = list(worker_ids), ref
+        if len(told) > WAVE_WORKERS:
+            told.sort(key=self._age_of)
+            self._spawn(self._announce_later(ref, told[WAVE_WORKERS:]))
+        self._announce(ref, told[:WAVE_WORKERS])
+
+    def _age_of(self, worker_id: str) -> tuple[int, int]:
+        """Order the workers by snapshot, those without any first."""
+        worker = self._attending(worker_id)
+        installed = None if worker is None else worker.installed
+        return (-1, -1) if installed is None else (installed.lineage, installed.version)
+
+    async def _announce_later(self, ref: SnapshotRef, worker_ids: list[str]) -> None:
+        """Announce `ref` to the later waves, unless another one was announced meanwhile. Workers that came back
+        meanwhile have heard of it."""
+        for start in range(0, len(worker_ids), WAVE_WORKERS):
+            await asyncio.sleep(WAVE_SECONDS)
+            if self._newest != ref:
+                return
+            known = self.origin.progress()
+            wave = worker_ids[start : start + WAVE_WORKERS]
+            self._announce(ref, [key for key in wave if key not in known or known[key].payload.ref != ref])
+
+    def _announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
+        """`merges`: workers that need several deltas are told once these are merged."""
         with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
         for worker_id in worker_ids:
             worker = self._attending(worker_id)
@@ -81,7 +112,7 @@ class Distribution:
         own announcement."""
         await self.archive.merge(payload, lambda: self._is_newest(payload.ref))
         if self._is_newest(payload.ref):
-            self.announce(payload.ref, worker_ids, merges=False)
+            self._announce(payload.ref, worker_ids, merges=False)
 
     def _is_newest(self, ref: SnapshotRef) -> bool:
         return ref == max((known for known in self.archive.retained if known.policy == ref.policy), default=None)

@@ -27,8 +27,10 @@ UNKNOWN = "unknown"
 REST_SECONDS = Backoff(1.0, 60.0)
 #: Likewise, of a worker whose groups others sampled sooner although they began later.
 LATE_REST_SECONDS = Backoff(60.0, 3600.0)
-#: Reports that the head takes from all workers together: the more there are, the less often each reports.
-REPORTS_PER_SECOND = 50.0
+#: Reports that the head takes from all workers together: the more there are, the less often each reports. A report
+#: takes a millisecond of the head; who works is heard by its results, whose machine is gone the kernel tells, and a
+#: group at a worker that hangs goes to another when it is late.
+REPORTS_PER_SECOND = 20.0
 #: A worker counts as lost when nothing has come from it for this many intervals between its reports, and so many
 #: heartbeats more (the shortest interval): a busy machine or a slow link may miss some.
 LOST_AFTER_REPORTS, LOST_AFTER_HEARTBEATS = 2, 3
