@@ -6,7 +6,7 @@ it, or --model names where it is).
 
     make bench-forecast                               # eight steps: four minutes on two quiet cores
     make bench-forecast ARGS='--model DIR --steps 4'
-    make bench-forecast ARGS='--parts'                # the estimates alone, for models of other shapes
+    make bench-forecast ARGS='--parts'                # seconds of a core, estimated and measured, for other models
 
 Where other programs use the cores, seconds that pass say little. So the table also has seconds of a core, by
 /proc/PID/stat, and the step without the time for which the learner's thread waited for a core.
@@ -17,20 +17,42 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import tempfile
 import threading
 import time
+from array import array
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from microbatch import SMALL
 from recording import child_environment, output_of, save
+
+from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef
+from echo2.engines.compact import build_compact
+from echo2.engines.engine import SampleRequest
+from echo2.engines.processor import this_processor
+from echo2.engines.torch_engine import TorchDecoder
+from echo2.learner.core.datum import Datum
+from echo2.learner.core.model import Policy
+from echo2.learner.core.trainer import AdamParams, Trainer
+from echo2.learner.decide.model_shape import read_shape
+from echo2.planning.on_cores import Lengths, decoding_seconds, training_seconds
 
 CONFIG = Path("examples/smollm/json.toml")
 POLL_SECONDS = 0.2
+#: Models of random weights, by which the constants of `planning/on_cores.py` were chosen.
+SHAPES = {
+    "60M, 12 layers of 512": {},
+    "80M, 4 layers of 1024": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4},
+    "6M, 6 layers of 256": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "vocab_size": 8192},
+}
+#: Tokens of a prompt and of an answer, groups of the learner, and rollouts of a group.
+PROMPT, ANSWER, GROUPS, GROUP_SIZE = 43, 24, 2, 8
 
 
 @dataclass(slots=True)
@@ -191,6 +213,64 @@ def whole(options: argparse.Namespace) -> None:
     print(save("forecast", figures, options.out))
 
 
+def parts(options: argparse.Namespace) -> None:
+    """Seconds of a core that the learner takes for a step, and the engine `compact` for a token of 8 and 48 rows."""
+    import torch
+
+    torch.set_num_threads(1)
+    rows = []
+    for name, changes in SHAPES.items():
+        for what, value, guess in part(SMALL | changes):
+            rows.append({"model": name, "what": what, "measured": value, "estimated": guess})
+            print(f"{name:24}{what:24}{value:10.4f} s, estimated {guess:8.4f} s, {guess / value:.2f} x", flush=True)
+    print(save("forecast_parts", {"rows": rows}, options.out))
+
+
+def part(sizes: dict[str, Any]) -> Iterator[tuple[str, float, float]]:
+    """Yield what, the seconds measured, and those estimated, for a model of these sizes."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.for_model(**sizes)
+    module = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa")
+    policy = Policy(module, {"config.json": json.dumps(settings.to_dict()).encode()}, torch.device("cpu"))
+    shape, rng, core = read_shape(sizes), random.Random(0), this_processor(2)
+    assert shape is not None
+
+    def tokens(count: int) -> array[int]:
+        return array("i", [rng.randrange(sizes["vocab_size"]) for _ in range(count)])
+
+    decoder = TorchDecoder(build_compact, "cpu")
+    decoder.load(Snapshot(SnapshotRef(RUN_POLICY, 1, 0), policy.tensors(torch.bfloat16), policy.files))
+    params = SamplingParams(max_tokens=200)
+    for groups in (1, 6):
+        prompts = [tokens(PROMPT) for _ in range(groups)]
+        first = 1000 * groups
+        added = {first + row: SampleRequest(prompts[row // 8], 7, row, params) for row in range(8 * groups)}
+        decoder.clear()
+        decoder.step(added, [])
+        least = min(timed(lambda: decoder.step({}, [])) for _ in range(12))
+        yield f"a token of {8 * groups} rows", least, decoding_seconds(shape, PROMPT + 6, 8 * groups, 2, core)
+    trainer = Trainer(4096)
+    trainer.add("it", policy, True)
+
+    def step() -> None:
+        families = [(tokens(PROMPT), [tokens(ANSWER) for _ in range(GROUP_SIZE)]) for _ in range(GROUPS)]
+        data = [Datum(prompt, one, b"\x01" * ANSWER) for prompt, answers in families for one in answers]
+        trainer.forward_backward("it", data, lambda logp_n, _: (-logp_n, None))
+        trainer.optim_step("it", AdamParams(1e-6, grad_clip=1.0))
+
+    least = min(timed(step) for _ in range(3))
+    lengths = Lengths(PROMPT, ANSWER, ANSWER - 1, ANSWER)
+    yield "a step of 2 groups", least, training_seconds(shape, lengths, GROUPS, GROUP_SIZE, core)
+
+
+def timed(work: Callable[[], object]) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, default=CONFIG)
@@ -198,8 +278,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--probe-seconds", type=float, default=20.0)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
+    parser.add_argument("--parts", action="store_true", help="the estimates of parts, for models of random weights")
     options = parser.parse_args()
-    whole(options)
+    (parts if options.parts else whole)(options)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,9 @@ def test_processes_of_one_machine_share_its_cores() -> None:
     assert found.step_seconds == pytest.approx(5.0, rel=0.02)  # nothing is sampled during the last step
     assert found.steady_idle_ratio == pytest.approx(0.0, abs=1e-9)
     # One core has all the 8 s to do.
-    assert forecast(demand, [WorkerKind(0.5, 2, 1)], 40, machine=OneMachine(1)).step_seconds == pytest.approx(8.0, rel=0.03)
+    assert forecast(demand, [WorkerKind(0.5, 2, 1)], 40, machine=OneMachine(1)).step_seconds == pytest.approx(
+        8.0, rel=0.03
+    )
 
 
 def test_a_machine_with_a_core_for_each_process_is_as_good_as_many_machines() -> None:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 MANY_ROWS, FEW_ROWS, MORE_ROWS = 512, 8, 48
 #: Width of the matrices, and how many are read in turn: more than the caches of a core hold.
 WIDTH, MATRICES = 1024, 32
-#: Bytes of the tensors that pass through memory.
-PASSING_BYTES = 1 << 26
+#: Bytes of the tensors that pass through memory, and of those that are written to new memory, as activations are.
+PASSING_BYTES, FRESH_BYTES = 1 << 26, 1 << 22
 #: Rows, key-value heads, queries of each, columns and values of a head, and layers, of the attention that is measured.
 ATTENTION, LAYERS = (32, 4, 3, 64, 64), 16
 #: Rows and tokens of a vocabulary from which a token is drawn.
@@ -129,7 +129,7 @@ def _measured() -> Processor:
         bfloat16=_products(torch.bfloat16),
         float32=_products(torch.float32),
         gb_per_second=2.0 * PASSING_BYTES / _least(lambda: into.copy_(moved), 1) / 1e9,
-        fresh_gb_per_second=PASSING_BYTES / _least(_fill_fresh, 1) / 1e9,
+        fresh_gb_per_second=FRESH_BYTES / _least(_fill_fresh, 16) / 1e9,
         attention_gb_per_second=_attention_gb_per_second(),
         operation_seconds=_least(lambda: small * small, 500),
         drawn_seconds=_least(lambda: _draw(logits), 1) / logits.numel(),
@@ -156,7 +156,7 @@ def _products(dtype: torch.dtype) -> Products:
 def _fill_fresh() -> None:
     import torch
 
-    with mmap.mmap(-1, PASSING_BYTES) as fresh:
+    with mmap.mmap(-1, FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as fresh:
         values = torch.frombuffer(fresh, dtype=torch.float32)
         values.fill_(1.0)
         del values  # it holds the map

@@ -173,12 +173,12 @@ def forecast_on(
         train,
         on_cores.broadcast_seconds(snapshot, DELTA_SHARE * snapshot),
     )
-    tokens = groups * (lengths.prompt + group_size * lengths.trained)
+    together = max(1, int(needs[0].microbatch.tokens / (lengths.prompt + group_size * lengths.trained)))
     held_out = held_out_tasks(config.eval, config.run.seed)
     machine = OneMachine(
         processor.cores,
         on_cores.first_broadcast_seconds(snapshot),
-        min(groups, max(1, round(tokens / needs[0].microbatch.tokens))),
+        -(-groups // together),
         0 if held_out is None else -(-len(held_out) * config.eval.samples // group_size),
         config.eval.every,
     )

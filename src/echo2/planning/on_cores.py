@@ -14,12 +14,17 @@ from echo2.engines.processor import Processor
 from echo2.learner.decide.memory import LearnerSetup
 from echo2.learner.decide.model_shape import ModelShape
 
-#: Times that the bytes which autograd keeps of a token are written to new memory: kept, and their gradients.
-ACTIVATION_PASSES = 3.0
+#: Times that as many bytes as autograd keeps of a token are written to new memory: what is kept, what is not, and
+#: gradients of both. What is computed meanwhile is hidden by the memory.
+ACTIVATION_PASSES = 6.0
 #: Bytes of a trained weight that an update passes through memory: gradient, moments and weight, read and written.
 UPDATE_BYTES = 40.0
-#: Operations of a layer in a decoding step: norms, rotations, the cache, activations.
-LAYER_OPERATIONS = 45
+#: Operations of a layer in a decoding step: norms, rotations, the cache, activations; and times that they pass as many
+#: bytes through memory as autograd would keep of the tokens.
+LAYER_OPERATIONS, DECODING_PASSES = 45, 12.0
+#: Share of the rows in a batch that still run, on average between two times that ended ones are dropped
+#: (`engines/rows.py: DROP_BELOW`).
+RUNNING_SHARE = 0.93
 #: Bytes of a snapshot that a core encodes in a second (docs/log.md, 21 November 2026), and seconds of a core for each
 #: byte of a payload, from the learner over the head to an installed set of weights (25 November 2026).
 ENCODED_PER_SECOND, PAYLOAD_SECONDS = 0.7e9, 10.0 / (1 << 30)
@@ -59,7 +64,8 @@ def decoding_seconds(shape: ModelShape, length: float, rows: float, width: int, 
     products = width * shape.active / (of.gb_per_second * 1e9) + 2.0 * shape.active * rows / (of.gflops * 1e9)
     values = sum(layer.cache * length + layer.state for layer in shape.layers)
     cache = width * values * rows / (core.attention_gb_per_second * 1e9)
-    operations = LAYER_OPERATIONS * len(shape.layers) * core.operation_seconds
+    passing = DECODING_PASSES * width / 4 * LearnerSetup(shape).token_bytes(checkpointing=False) * rows
+    operations = LAYER_OPERATIONS * len(shape.layers) * core.operation_seconds + passing / (core.gb_per_second * 1e9)
     return products + cache + operations + rows * shape.vocab * core.drawn_seconds
 
 
@@ -68,7 +74,7 @@ def batch_seconds(
 ) -> float:
     """Return the seconds of a core for a batch of whole groups that begin together. It lasts as long as its longest
     answer; a group's prompt is read once."""
-    rows = groups * group_size * lengths.answer / lengths.longest  # on average: answers end one by one
+    rows = groups * group_size * lengths.answer / lengths.longest / RUNNING_SHARE  # answers end one by one
     of = core.bfloat16 if width == 2 else core.float32
     reading = 2.0 * shape.active * groups * lengths.prompt / (of.gflops * 1e9)
     length = lengths.prompt + lengths.answer / 2
