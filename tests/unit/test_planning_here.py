@@ -11,12 +11,14 @@ import msgspec
 import pytest
 
 from echo2 import config as configuration
+from echo2.cli import main
 from echo2.core.errors import UserError
 from echo2.engines.processor import Processor, Products, this_processor
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning import here, on_cores
 from echo2.planning.lengths import SeenLengths
 from echo2.planning.on_cores import Lengths
+from rollout_cases import tiny_directory
 
 SIZES: dict[str, Any] = {
     "model_type": "qwen3",
@@ -98,6 +100,45 @@ def test_what_a_probe_printed_is_read_and_other_runs_and_files_are_refused(tmp_p
         path.write_text(damaged)
         with pytest.raises(UserError, match="echo2 probe"):
             here.read_probe(path, config())
+
+
+def test_the_command_forecasts_a_run_before_and_after_a_probe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_directory(tmp_path / "model")
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'[run]\nmax_steps = 5\n[model]\npath = "{model}"\n[tasks]\nsource = "digit_sorting"\n'
+        '[reward]\nfunctions = ["exact_match"]\n[eval]\nsource = "digit_sorting"\nlimit = 8\n[workers]\ncount = 2\n'
+        "[sampling]\ngroup_size = 4\ngroups_per_batch = 2\nmax_tokens = 12\n[schedule]\ngroups_per_step = 4\n"
+    )
+    plan = ["plan", str(toml), "--here"]
+    assert main([*plan, "--json"]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["lengths"]["answer"] == 6.0
+    assert 0.0 <= first["steady_idle_ratio"] < 1.0
+    assert first["run_seconds"] == pytest.approx(5 * first["step_seconds"])
+    assert first["step_seconds"] >= first["train_seconds"] > 0.0
+    assert first["memory"]["learner"]["bytes"] > first["memory"]["worker"]["bytes"] > 0
+
+    assert main(["probe", str(toml), "--json", "--seconds", "0.1"]) == 0
+    probe = tmp_path / "probe.json"
+    probe.write_text(capsys.readouterr().out)
+    assert main([*plan, str(probe), "--json"]) == 0
+    second, probed = json.loads(capsys.readouterr().out), json.loads(probe.read_text())
+    assert second["worker_rollouts_per_second"] == pytest.approx(probed["num_rollouts"] / probed["core_seconds"])
+    assert second["lengths"]["prompt"] == probed["lengths"]["prompt"]
+    assert main(plan) == 0
+    assert "a worker makes" in capsys.readouterr().out
+
+    for more, why in (
+        (["--offers", "offers.toml"], "without --offers"),
+        (["--learner", "H100"], "without --learner"),
+        (["--lora.rank", "8"], "train all weights"),
+        (["--workers.count", "0"], r"workers.count = 0. Set it to 1"),
+    ):
+        assert main([*plan, *more]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_this_machine_s_core_is_measured() -> None:
