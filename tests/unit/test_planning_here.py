@@ -131,6 +131,8 @@ def test_the_command_forecasts_a_run_before_and_after_a_probe(
     assert main(plan) == 0
     assert "a worker makes" in capsys.readouterr().out
 
+    assert main(["plan", str(toml), "--learner", "cpu"]) == 2
+    assert "plan CONFIG --here" in capsys.readouterr().err
     for more, why in (
         (["--offers", "offers.toml"], "without --offers"),
         (["--learner", "H100"], "without --learner"),
