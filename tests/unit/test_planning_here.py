@@ -128,6 +128,9 @@ def test_the_command_forecasts_a_run_before_and_after_a_probe(
     second, probed = json.loads(capsys.readouterr().out), json.loads(probe.read_text())
     assert second["worker_rollouts_per_second"] == pytest.approx(probed["num_rollouts"] / probed["core_seconds"])
     assert second["lengths"]["prompt"] == probed["lengths"]["prompt"]
+    probe.write_text(json.dumps(probed | {"parameters": 7}))
+    assert main([*plan, str(probe)]) == 2
+    assert "a model of 7 parameters" in capsys.readouterr().err
     assert main(plan) == 0
     assert "a worker makes" in capsys.readouterr().out
 
@@ -137,6 +140,7 @@ def test_the_command_forecasts_a_run_before_and_after_a_probe(
         (["--offers", "offers.toml"], "without --offers"),
         (["--learner", "H100"], "without --learner"),
         (["--lora.rank", "8"], "train all weights"),
+        (["--model.path", "owner/none"], "is no directory here"),
         (["--workers.count", "0"], r"workers.count = 0. Set it to 1"),
     ):
         assert main([*plan, *more]) == 2

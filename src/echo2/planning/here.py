@@ -23,7 +23,7 @@ from echo2.engines.processor import Processor, this_processor
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer
 from echo2.head.fleet.decide.forecast import OneMachine, Prediction, WorkerKind, forecast
 from echo2.head.fleet.decide.formulas import Demand
-from echo2.learner.core.fitting import snapshot_bytes
+from echo2.learner.core.fitting import num_parameters, snapshot_bytes
 from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning import on_cores
@@ -115,6 +115,12 @@ def read_probe(path: Path, config: Config) -> Probed:
                 f"--here {path} was measured with sampling.{name} = {getattr(found, name)}, and the run has {own}. "
                 "Probe this configuration again."
             )
+    own_size = num_parameters(config.model.path)
+    if own_size and found.parameters and found.parameters != own_size:
+        raise UserError(
+            f"--here {path} was measured with a model of {found.parameters} parameters, and {config.model.path!r} has "
+            f"{own_size}. Probe this configuration again."
+        )
     return found
 
 
@@ -133,6 +139,11 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
         raise UserError(
             "--here forecasts runs that train all weights with one learner, without teachers and environments. "
             "Measure five steps instead: `echo2 run CONFIG --run.max_steps 5 --out DIR`, then `echo2 status DIR`."
+        )
+    if not Path(config.model.path).is_dir():
+        raise UserError(
+            f"--here reads the model's files, and model.path = {config.model.path!r} is no directory here. Fetch the "
+            "model and name its directory: --model.path DIR."
         )
     shape = fetched_shape(config.model.path)
     needs = learner_that_fits(config, shape, hardware), worker_that_fits(config, shape, hardware)
