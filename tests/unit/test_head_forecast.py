@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import formulas
-from echo2.head.fleet.decide.forecast import WorkerKind, forecast, longest_of
+from echo2.head.fleet.decide.forecast import OneMachine, WorkerKind, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
@@ -129,6 +129,48 @@ def test_the_same_inputs_give_the_same_forecast_and_a_long_run_is_extrapolated()
     short, long = forecast(demand, paces, 120), forecast(demand, paces, 12_000)
     assert long.run_seconds == pytest.approx(short.run_seconds + 11_880 * short.step_seconds)
     assert long.steady_idle_ratio == short.steady_idle_ratio
+
+
+def test_processes_of_one_machine_share_its_cores() -> None:
+    # In each step the learner needs 4 s of a core, and two workers 2 s each: all three share two cores for 3 s, then
+    # the learner has one for the 2 s that it still needs.
+    demand = Demand(2, 1, 1, 1, 4.0, 0.0)
+    found = forecast(demand, [WorkerKind(0.5, 2, 1)], 40, machine=OneMachine(2))
+    assert found.step_seconds == pytest.approx(5.0, rel=0.02)  # nothing is sampled during the last step
+    assert found.steady_idle_ratio == pytest.approx(0.0, abs=1e-9)
+    # One core has all the 8 s to do.
+    assert forecast(demand, [WorkerKind(0.5, 2, 1)], 40, machine=OneMachine(1)).step_seconds == pytest.approx(
+        8.0, rel=0.03
+    )
+
+
+def test_a_machine_with_a_core_for_each_process_is_as_good_as_many_machines() -> None:
+    for demand in (Demand(16, 4, 1, 2, 1.0, 0.3), Demand(8, 2, 2, 3, 1.0, 0.1), Demand(8, 2, 1, 0, 1.0, 0.2)):
+        kinds = [WorkerKind(40.0, 2, 2, 0.3), WorkerKind(5.0, 3, 4, 0.1)]
+        alone = forecast(demand, kinds, 50)
+        shared = forecast(demand, kinds, 50, machine=OneMachine(6, demand.broadcast_seconds))
+        assert shared.step_seconds == pytest.approx(alone.step_seconds)
+        assert shared.idle_ratio == pytest.approx(alone.idle_ratio)
+        assert shared.staleness == alone.staleness
+
+
+def test_a_learner_that_trains_on_groups_as_they_arrive_waits_less_and_an_evaluation_makes_it_wait() -> None:
+    demand, kinds = Demand(8, 1, 1, 0, 4.0, 0.0), [WorkerKind(1.0, 1, 1)]  # on-policy: 8 s of sampling, 4 of training
+    whole = forecast(demand, kinds, 40, machine=OneMachine(2))
+    parts = forecast(demand, kinds, 40, machine=OneMachine(2, num_parts=8))
+    assert whole.step_seconds == pytest.approx(12.0)
+    assert parts.step_seconds == pytest.approx(8.5)  # the last group's training is all that sampling does not hide
+    judged = forecast(demand, kinds, 40, machine=OneMachine(2, eval_groups=4, eval_every=1))
+    assert judged.step_seconds == pytest.approx(16.0)
+    once = forecast(demand, kinds, 40, machine=OneMachine(2, eval_groups=4))
+    assert once.run_seconds == pytest.approx(whole.run_seconds + 4.0)
+
+
+def test_a_batch_that_is_not_full_takes_less_of_what_grows_with_it() -> None:
+    demand = Demand(3, 1, 1, 0, 1.0, 0.0)  # three groups at once of six: 6 s when full
+    for share, seconds in ((1.0, 6.0), (0.5, 4.5), (0.0, 3.0)):
+        kind = WorkerKind(1.0, 1, 6, fixed_share=share)
+        assert forecast(demand, [kind], 40).step_seconds == pytest.approx(1.0 + seconds)
 
 
 def test_a_forecast_without_workers_is_refused() -> None:

@@ -21,6 +21,9 @@ def add_plan(add: Add) -> None:
     parser.add_argument("--rent", action="store_true", help="print the commands that rent the plan's machines")
     parser.add_argument("--budget", type=float, metavar="USD", help="most that the run may cost")
     parser.add_argument("--rehearse", action="store_true", help="also simulate the plan with the real control code")
+    text = "forecast the run on this machine's cores instead, with its local workers; PROBE: what `echo2 probe --json` "
+    text += "printed"
+    parser.add_argument("--here", type=Path, nargs="?", const=Path(), metavar="PROBE", help=text)
     given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
     text = "the learner's GPUs, as in 4xA100-80GB (sets learner.ranks, where the file does not): estimates what is not "
     text += "given from their data sheet"

@@ -100,11 +100,16 @@ def several(text: str, where: str) -> tuple[int, str, Gpu]:
     """Read `4xA100-80GB`, or `H200` for one: the number, the name as it was given, and the GPU.
 
     Raises:
-        UserError: it is not in the table, or the number is 0.
+        UserError: it is not in the table, or a processor, or the number is 0.
     """
     count, name = re.fullmatch(r"(?:(\d{1,4}) ?[x×] ?)?(.*)", text.strip(), re.DOTALL).groups()  # type: ignore[union-attr]
     if count is not None and not int(count):
         raise UserError(f"{where} {text!r}: there must be one GPU at least, as in 4x{next(iter(GPUS))}.")
+    if _plain(name) in ("cpu", "thismachine", "here"):
+        raise UserError(
+            f"{where} {text!r}: processors have no data sheet here. `echo2 plan CONFIG --here` measures this machine's "
+            "cores for a second, and forecasts the run on them."
+        )
     return int(count or 1), name, gpu(name, f"{where} {text!r}")
 
 

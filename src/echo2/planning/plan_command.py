@@ -16,6 +16,7 @@ from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
+from echo2.planning import here
 from echo2.planning.first_plan import Basis, Range, open_range, told_range
 from echo2.planning.market import refresh, rent_commands
 from echo2.planning.memory_needs import Needs, needs_as_dict, needs_table
@@ -45,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         UserError: no plan exists, and the message has the nearest that does; or an input is missing.
     """
+    if options.here is not None:
+        return _here(options)
     if options.offers is None and Path("offers.toml").is_file():
         options.offers = Path("offers.toml")
     if options.offers == MARKET and (reason := refresh()):
@@ -87,6 +90,20 @@ def run(options: argparse.Namespace) -> int:
             f"${(rehearsal.usd + rehearsal.learner_usd) / rehearsal.steps:.4g} with the cold start.",
             highlight=False,
         )
+    return 0
+
+
+def _here(options: argparse.Namespace) -> int:
+    """Forecast the run on this machine, and print that."""
+    if options.config is None:
+        raise UserError("--here needs the run's configuration file: echo2 plan CONFIG --here.")
+    for flag in ("offers", "learner", "source", "train_seconds", "budget"):
+        if getattr(options, flag) is not None:
+            name = "--from" if flag == "source" else f"--{flag.replace('_', '-')}"
+            raise UserError(f"--here forecasts the run on this machine alone, without {name}. Leave one of them out.")
+    config = configured(options)
+    probed = here.read_probe(options.here, config) if options.here != Path() else None
+    here.show(here.forecast_here(config, probed, options.answer_tokens), options.json)
     return 0
 
 

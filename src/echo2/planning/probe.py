@@ -24,6 +24,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup
 from echo2.engines.engine import Engine
 from echo2.learner.core.fitting import num_parameters
+from echo2.planning.lengths import SeenGroup, SeenLengths, seen_lengths
 from echo2.worker.alone import LocalSampler, load_engine, local_engine, reward_processes
 
 if TYPE_CHECKING:
@@ -31,8 +32,9 @@ if TYPE_CHECKING:
 
 #: Minimum number of batches that count, however long they take.
 MIN_BATCHES = 2
-#: Number of groups whose rewards are timed.
-GROUPS_SCORED = 8
+#: Number of groups whose rewards are timed; and at most, for the lengths that training prefers: no more after some
+#: seconds, nor where a judge is asked.
+GROUPS_SCORED, GROUPS_SCORED_MAX, SCORING_SECONDS = 8, 96, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class RewardTime:
 class Measured:
     """`rollouts_per_second` over all counted batches; `standard_error`: of that mean, from batch to batch; `spread`:
     standard deviation of the logarithm of a group's duration. `parameters` and `max_tokens`: of the model that was
-    measured and of its answers; 0: unknown.
+    measured and of its answers; 0: unknown. `lengths`: of groups that were scored;
+    `core_seconds`: that the processor's cores computed for the counted batches.
     """
 
     rollouts_per_second: float
@@ -65,6 +68,8 @@ class Measured:
     rewards: RewardTime | None = None
     parameters: int = 0
     max_tokens: int = 0
+    lengths: SeenLengths | None = None
+    core_seconds: float = 0.0
 
 
 def run(options: argparse.Namespace) -> int:
@@ -155,14 +160,18 @@ async def _measure(
     batches: list[tuple[list[RolloutGroup], float]] = []
     async with aclosing(sampler):
         await _batch(sampler, range(size))
-        started = clock()
+        started, computed = clock(), time.process_time()
         while len(batches) < MIN_BATCHES or clock() - started < seconds:
             began, first = clock(), (len(batches) + 1) * size
             groups = await _batch(sampler, range(first, first + size))
             batches.append((groups, max(1e-9, clock() - began)))
+        computed = time.process_time() - computed
     groups, took = [group for batch, _ in batches for group in batch], sum(took for _, took in batches)
     num_rollouts = sum(group.num_rollouts for group in groups)
     rates = [sum(group.num_rollouts for group in batch) / took for batch, took in batches]
+    rewards, seen = None, list[SeenGroup]()
+    if not config.tasks.environment:
+        rewards, seen = await _scored(config, sampler, groups)
     return Measured(
         rollouts_per_second=num_rollouts / took,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),
@@ -173,9 +182,11 @@ async def _measure(
         num_rollouts=num_rollouts,
         seconds=took,
         group_size=config.sampling.group_size,
-        rewards=None if config.tasks.environment else await _reward_time(config, sampler, groups[:GROUPS_SCORED]),
+        rewards=rewards,
         parameters=num_parameters(config.model.path) or 0,
         max_tokens=config.sampling.max_tokens,
+        lengths=seen_lengths(seen, size) if seen else None,
+        core_seconds=computed,
     )
 
 
@@ -186,16 +197,26 @@ async def _batch(sampler: LocalSampler, cursors: range) -> list[RolloutGroup]:
     return groups
 
 
-async def _reward_time(config: configuration.Config, sampler: LocalSampler, groups: list[RolloutGroup]) -> RewardTime:
-    """Return the mean time to score one of these groups, one after the other."""
+async def _scored(
+    config: configuration.Config, sampler: LocalSampler, groups: list[RolloutGroup]
+) -> tuple[RewardTime, list[SeenGroup]]:
+    """Return the mean time to score one of these groups, one after the other, and their lengths by reward."""
     asked, size, usd = config.reward.asked, config.sampling.group_size, 0.0
     if asked is not None:
-        count = len(groups) * asked.num_requests(size)
+        count = len(groups[:GROUPS_SCORED]) * asked.num_requests(size)
         print(f"note: the judge at {asked.base_url} is asked {count} times, and waited for", file=sys.stderr)
+    took, seen = list[float](), list[SeenGroup]()
     async with reward_processes(config) as processes:
-        took = [(await sampler.score(processes, group))[1] for group in groups]
+        for group in groups[:GROUPS_SCORED_MAX]:
+            if len(took) >= GROUPS_SCORED and (asked is not None or sum(took) > SCORING_SECONDS):
+                break
+            rollouts, seconds = await sampler.score(processes, group)
+            took.append(seconds)
+            rewards = tuple(rollout.reward or 0.0 for rollout in rollouts)
+            answers = tuple(tuple(rollout.tokens) for rollout in rollouts)
+            seen.append(SeenGroup(sampler.prompt_tokens(group.cursor), answers, rewards))
         at_once = processes.most_at_once
         if asked is not None and processes.judge is not None:
             at_once = min(at_once, asked.groups_at_once(size))
-            usd = processes.judge.spent_usd / len(groups)
-        return RewardTime(statistics.fmean(took), at_once, usd)
+            usd = processes.judge.spent_usd / len(took)
+        return RewardTime(statistics.fmean(took), at_once, usd), seen

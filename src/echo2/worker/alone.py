@@ -146,6 +146,10 @@ class LocalSampler:
         read = replace(group, rollouts=with_texts(group.rollouts, self._tokenizer))
         return await processes.score(self.tasks.task(group.cursor), as_one_row(read))
 
+    def prompt_tokens(self, cursor: int) -> int:
+        """Return the length of a task's prompt."""
+        return len(encode_prompt(self.tasks.task(cursor), self._tokenizer))
+
     async def aclose(self) -> None:
         for environment in self._environments.values():
             await environment.close()

@@ -7,7 +7,9 @@ no version older than the bound) for workers that never fail; durations are log-
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +26,8 @@ MAX_STEPS, LEAST_STEPS = 120, 24
 #: Groups and twice the machines, times steps, above which fewer steps are simulated. Above twice as many, run and fleet
 #: are scaled down together: with so many of both, chance averages out.
 WORK = 4096
+#: In place of a step: groups of an evaluation.
+EVALUATION = -1
 _FACTOR_DRAWS = 2000
 _NORMAL = NormalDist()
 
@@ -31,13 +35,30 @@ _NORMAL = NormalDist()
 @dataclass(frozen=True, slots=True)
 class WorkerKind:
     """`count` equal workers. `rate`: rollouts per second of one worker that never pauses between batches. `spread`:
-    standard deviation of the logarithm of a group's duration.
+    standard deviation of the logarithm of a group's duration. `fixed_share`: of a full batch's seconds, those that a
+    batch with fewer groups takes, too.
     """
 
     rate: float
     count: int = 1
     groups_per_batch: int = 8
     spread: float = 0.0
+    fixed_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class OneMachine:
+    """Learner and workers compute on the cores of one machine, each on one thread: their seconds are of a core that
+    they have alone, and all slow down alike while there are more of them than cores. `first_seconds`: until workers
+    have the first version; `num_parts`: in which the learner trains on a step's groups as they arrive; `eval_groups`:
+    sampled before a step's groups with version 0 and each `eval_every` steps (0: not again).
+    """
+
+    cores: int
+    first_seconds: float = 0.0
+    num_parts: int = 1
+    eval_groups: int = 0
+    eval_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +84,10 @@ class Prediction:
         return max(self.staleness, default=0)
 
 
-def forecast(demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int = 0) -> Prediction:
-    """Predict a run of so many steps.
+def forecast(
+    demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int = 0, machine: OneMachine | None = None
+) -> Prediction:
+    """Predict a run of so many steps. `machine`: the one on which all of it happens; None: everybody has their own.
 
     Raises:
         UserError: there is no worker, or one without a rate.
@@ -74,17 +97,23 @@ def forecast(demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int 
     size = demand.groups_per_step + 2 * sum(kind.count for kind in kinds)
     least = max(LEAST_STEPS, 6 * demand.publish_every)
     num_walked = min(steps, max(least, min(MAX_STEPS, WORK // size)))
-    demand, kinds = _scaled(demand, kinds, num_walked * size / (2 * WORK))
-    walk = _Walk(demand, kinds, steps, seed)
+    if machine is None:
+        demand, kinds = _scaled(demand, kinds, num_walked * size / (2 * WORK))
+    walk = _Walk(demand, kinds, steps, seed, machine)
     for step in range(num_walked):
         walk.step(step)
     ends, half = walk.ended, num_walked // 2
+    trained = [demand.train_seconds] * num_walked
+    if machine is not None:
+        ends, trained = walk.shared(machine.cores)
     steady_seconds = (ends[-1] - ends[half - 1]) / (num_walked - half) if half else ends[-1]
+    steady_trained = sum(trained[half:]) / (num_walked - half)
     run_seconds = ends[-1] + (steps - num_walked) * steady_seconds
+    run_trained = sum(trained) + (steps - num_walked) * steady_trained
     total = sum(walk.ages.values())
     return Prediction(
-        idle_ratio=max(0.0, 1 - steps * demand.train_seconds / run_seconds),
-        steady_idle_ratio=max(0.0, 1 - demand.train_seconds / steady_seconds),
+        idle_ratio=max(0.0, 1 - run_trained / run_seconds),
+        steady_idle_ratio=max(0.0, 1 - steady_trained / steady_seconds),
         run_seconds=run_seconds,
         step_seconds=steady_seconds,
         staleness={age: walk.ages[age] / total for age in sorted(walk.ages)},
@@ -119,15 +148,27 @@ class _Worker:
 
 class _Walk:
     """State of the simulation. `ended[t]`: time at which the training of step t ends. `queue`: workers by the time at
-    which their engine becomes free.
+    which their engine becomes free. `arrived`: times at which groups of a step come; `trained`: the learner's times for
+    the parts of each step, and `sampled` the workers'; `evals`: groups of evaluations to come, by version.
     """
 
-    def __init__(self, demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int) -> None:
+    def __init__(
+        self,
+        demand: Demand,
+        kinds: Sequence[WorkerKind],
+        steps: int,
+        seed: int,
+        machine: OneMachine | None = None,
+    ) -> None:
         self.demand, self.steps, self.seed, self.travel_seconds = demand, steps, seed, demand.broadcast_seconds
+        self.machine = machine or OneMachine(0, demand.broadcast_seconds)
+        self.evals: dict[int, int] = {0: self.machine.eval_groups} if self.machine.eval_groups else {}
+        self.arrived: dict[int, list[float]] = {}
+        self.trained: list[list[tuple[float, float]]] = []
+        self.sampled: list[tuple[float, float]] = []
         self.ended: list[float] = []
         self.ages: Counter[int] = Counter()
         self.unstarted: dict[int, int] = {}
-        self.last_group: dict[int, float] = {}
         self.frontier, self.unissued = 0, demand.groups_per_step
         self.num_draws = 0
         self.workers: list[_Worker] = []
@@ -145,12 +186,45 @@ class _Walk:
         while self.unstarted.get(step, self.demand.groups_per_step) > 0:
             at, _, number = heapq.heappop(self.queue)
             self._free(self.workers[number], number, at)
-        begin = max(self.ended[-1] if self.ended else 0.0, self.last_group.pop(step))
-        self.ended.append(begin + self.demand.train_seconds)
+        self._train(sorted(self.arrived.pop(step)))
+        if self.machine.eval_groups and self.machine.eval_every and (step + 1) % self.machine.eval_every == 0:
+            self.evals[step + 1] = self.machine.eval_groups
         if (step + 1) % self.demand.publish_every == 0:
             for number, worker in enumerate(self.workers):
                 if worker.parked_at is not None and not worker.is_woken:
                     self._wake(worker, number)
+
+    def _train(self, arrived: Sequence[float]) -> None:
+        """Train a step whose groups come at these times, part by part."""
+        end, parts, num_parts = (
+            self.ended[-1] if self.ended else 0.0,
+            list[tuple[float, float]](),
+            self.machine.num_parts,
+        )
+        for part in range(num_parts):
+            begin = max(end, arrived[math.ceil((part + 1) * len(arrived) / num_parts) - 1])
+            end = begin + self.demand.train_seconds / num_parts
+            parts.append((begin, end))
+        self.trained.append(parts)
+        self.ended.append(end)
+
+    def shared(self, cores: int) -> tuple[list[float], list[float]]:
+        """Return the ends of the steps, and the seconds that each was trained, where all compute on so many cores. All
+        that compute at a time slow down alike, so the order of events stays, and only time passes more slowly.
+        """
+        busy = [*itertools.chain.from_iterable(self.trained), *self.sampled]
+        changes = sorted([(begin, 1) for begin, _ in busy] + [(end, -1) for _, end in busy])
+        instants, passed, num_busy = [0.0], [0.0], 0
+        for at, change in changes:
+            passed.append(passed[-1] + (at - instants[-1]) * max(1.0, num_busy / cores))
+            instants.append(at)
+            num_busy += change
+
+        def time_of(instant: float) -> float:
+            return passed[bisect.bisect_left(instants, instant)]
+
+        ends = [time_of(end) for end in self.ended]
+        return ends, [sum(time_of(end) - time_of(begin) for begin, end in parts) for parts in self.trained]
 
     def _push(self, at: float, number: int) -> None:
         """Queue a worker. Workers that become free at the same time are served in pseudo-random order."""
@@ -179,13 +253,18 @@ class _Walk:
         needed += -needed % self.demand.publish_every
         if self.frontier < self.steps and needed <= len(self.ended):
             worker.is_woken = True
-            arrives = self._published(needed) + self.travel_seconds
-            self._push(max(worker.parked_at, arrives), number)
+            self._push(max(worker.parked_at, self._arrives(needed)), number)
 
     def _issue(self, worker: _Worker) -> dict[int, int]:
         """Return a batch of the earliest groups that the worker's version may sample, as step -> number of groups."""
         batch: dict[int, int] = {}
         room = worker.kind.groups_per_batch
+        for version in [one for one in self.evals if one <= worker.version]:
+            count = min(room, self.evals[version])
+            batch[EVALUATION] = batch.get(EVALUATION, 0) + count
+            room, self.evals[version] = room - count, self.evals[version] - count
+            if not self.evals[version]:
+                del self.evals[version]
         while room > 0 and self.frontier < self.steps and self._needed(self.frontier) <= worker.version:
             count = min(room, self.unissued)
             batch[self.frontier] = count
@@ -203,14 +282,19 @@ class _Walk:
 
     def _run(self, worker: _Worker, batch: dict[int, int], start: float) -> float:
         """Run a batch and return the time at which its last group is done."""
-        longest = start
+        longest, kind = start, worker.kind
+        filled = kind.fixed_share + (1 - kind.fixed_share) * sum(batch.values()) / kind.groups_per_batch
         for step, count in batch.items():
             for _ in range(count):
-                done = self._thawed(start, worker.median_seconds * self._draw(worker.kind.spread))
+                done = self._thawed(start, filled * worker.median_seconds * self._draw(kind.spread))
                 longest = max(longest, done)
-                self.last_group[step] = max(self.last_group.get(step, 0.0), done)
+                if step != EVALUATION:
+                    self.arrived.setdefault(step, []).append(done)
+            if step == EVALUATION:
+                continue
             self.unstarted[step] = self.unstarted.get(step, self.demand.groups_per_step) - count
             self.ages[step - worker.version] += count
+        self.sampled.append((start, longest))
         return longest
 
     def _thawed(self, start: float, seconds: float) -> float:
@@ -241,9 +325,12 @@ class _Walk:
     def _arrived(self, worker: _Worker, at: float) -> int:
         """Return the newest known version that has fully arrived at the worker by time `at`."""
         kappa, version = self.demand.publish_every, len(self.ended) - len(self.ended) % self.demand.publish_every
-        while version > worker.version and version > 0 and self._published(version) + self.travel_seconds > at + 1e-9:
+        while version > worker.version and version > 0 and self._arrives(version) > at + 1e-9:
             version -= kappa
-        return max(version, worker.version) if version > 0 or at + 1e-9 >= self.travel_seconds else worker.version
+        return max(version, worker.version) if version > 0 or at + 1e-9 >= self._arrives(0) else worker.version
+
+    def _arrives(self, version: int) -> float:
+        return self._published(version) + (self.travel_seconds if version else self.machine.first_seconds)
 
     def _published(self, version: int) -> float:
         return self.ended[version - 1] if version > 0 else 0.0
