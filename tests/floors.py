@@ -68,6 +68,7 @@ SEAMS = frozenset(
         "echo2.transport.limits",
         "echo2.transport.wire_pb2",
     }
+    | {"echo2.rollouts.chat_forms"}
     | {"echo2.views.assets"}
     | {
         "echo2.weights.broadcast.distribution",

@@ -261,6 +261,24 @@ class TextCall(msgspec.Struct, frozen=True, tag=True):
     rows: list[Ints]
 
 
+class PromptCall(msgspec.Struct, frozen=True, tag=True):
+    """Write a prompt with the tokenizer of the base model in `directory`: of chat messages and tools, in OpenAI's form
+    as JSON, or of a plain text.
+    """
+
+    directory: str
+    messages: bytes = b""
+    tools: bytes = b""
+    text: str = ""
+
+
+class ReplyCall(msgspec.Struct, frozen=True, tag=True):
+    """Decode the answers to a chat, without special tokens, with the tokenizer of the base model in `directory`."""
+
+    directory: str
+    rows: list[Ints]
+
+
 class CancelCall(msgspec.Struct, frozen=True, tag=True):
     """The caller no longer waits for the answer to call `number`."""
 
@@ -269,7 +287,7 @@ class CancelCall(msgspec.Struct, frozen=True, tag=True):
 
 Operation: TypeAlias = ForwardBackwardCall | OptimStepCall | SaveStateCall | LoadStateCall | PublishCall
 ModelCall: TypeAlias = CreateModelCall | Operation | UnloadCall | DeleteCall
-Call: TypeAlias = ModelCall | SampleCall | ReadCall | TextCall | CancelCall
+Call: TypeAlias = ModelCall | SampleCall | ReadCall | TextCall | PromptCall | ReplyCall | CancelCall
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -293,6 +311,7 @@ class Answer(msgspec.Struct, frozen=True):
     sampled: SampleOutput | None = None
     work: TrainWork | None = None
     texts: list[str] | None = None
+    prompt: Ints | None = None
 
 
 class JournalRecord(msgspec.Struct, frozen=True):

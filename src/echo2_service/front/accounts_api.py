@@ -98,14 +98,10 @@ class AccountsApi:
 
     async def create_session(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Create a session. The ids of its models and samplers begin with the session's id."""
-        given, now = parse(LabelledBody, body), self._work.clock()
+        given = parse(LabelledBody, body)
         if given.user_metadata:
             self._storage.check(caller.tenant, 1.0, limits.LABELS_BYTES_MAX)
-        self._storage.check_rows(sessions, caller.tenant)
-        session = secrets.token_hex(16)
-        self._database.insert(
-            sessions, id=session, tenant=caller.tenant, created=now, seen=now, labels=given.user_metadata
-        )
+        session = self._work.open_session(caller.tenant, given.user_metadata)
         self._cleaning.heard(session)
         return answer({"type": "create_session", "session_id": session})
 

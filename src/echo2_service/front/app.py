@@ -22,6 +22,7 @@ from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
 from echo2_service.front.account import Account
 from echo2_service.front.accounts_api import AccountsApi
+from echo2_service.front.chat_api import ChatApi
 from echo2_service.front.cleaning import ARRIVING, Cleaning
 from echo2_service.front.curves import Curves
 from echo2_service.front.database import Database
@@ -60,6 +61,8 @@ UNSERVED = {
 #: Seconds between cleanups.
 SWEEP_SECONDS = 10.0
 ROOT = "/api/v1/"
+#: Clients of OpenAI's form have it as their base URL.
+OPENAI_ROOT = "/oai/api/v1/"
 NO_QUOTAS = Quotas()
 
 
@@ -99,6 +102,9 @@ class App:
         self.dispatcher = Dispatcher(database, self.work, self.bills, self.curves, self.bodies, clock, ticks)
         self.cleaning = Cleaning(self.work, self.dispatcher, ticks)
         self.requests = RequestsApi(self.work, self.dispatcher, self.bodies)
+        self.chats = ChatApi(
+            self.work, self.dispatcher, self.requests, self.cleaning, directory.parent / "chat_tokens.log"
+        )
         self.accounts = AccountsApi(self.work, self.dispatcher, self.bills, self.cleaning)
         self.account = Account(self.work, self.dispatcher, self.bills, self.curves, self.bodies)
         self.overview = Overview(database, self.work.storage, self.tariff, fleet or (lambda: NO_FLEET), clock)
@@ -166,6 +172,10 @@ class App:
         routes.append(Route(f"{ROOT}{checkpoint}/publish", enter(accounts.unpublish, "train"), methods=["DELETE"]))
         routes.append(Route(f"{ROOT}{checkpoint}/ttl", enter(accounts.set_ttl, "train"), methods=["PUT"]))
         routes.append(Route(ROOT + checkpoint, enter(accounts.delete_checkpoint, "train"), methods=["DELETE"]))
+        routes += [
+            Route(OPENAI_ROOT + path, enter(handler, "sample"), methods=[verb])
+            for path, (verb, handler) in self.chats.handlers().items()
+        ]
         return routes + self.pages.routes()
 
     @asynccontextmanager
@@ -178,6 +188,7 @@ class App:
         await asyncio.gather(sweeper, return_exceptions=True)
         await self.dispatcher.close()
         await self.bodies.close()
+        await self.chats.close()
         self.overview.faults.stop()
 
     async def _sweep(self) -> None:

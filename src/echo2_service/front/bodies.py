@@ -210,7 +210,7 @@ class SamplingBody(Struct):
 
 
 class SampleBody(Struct):
-    """`asample`."""
+    """`asample`. `ends_with_model`: an answer also ends with the model's own end tokens where `stop` is given."""
 
     prompt: PromptBody
     sampling_params: SamplingBody = msgspec.field(default_factory=SamplingBody)
@@ -225,6 +225,7 @@ class SampleBody(Struct):
     prompt_logprobs_last_n: Count | None = None
     prompt_alt_tokens_k: Annotated[int, Meta(ge=0, le=64)] = 0
     target_prompt_logprobs: TensorBody | None = None
+    ends_with_model: bool = False
 
 
 class CopyBody(Struct):

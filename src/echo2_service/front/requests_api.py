@@ -49,6 +49,11 @@ class RequestsApi:
         self._work, self._database, self._dispatcher, self._storage = work, work.database, dispatcher, work.storage
         self._stopping = asyncio.Event()
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the process is ending."""
+        return self._stopping.is_set()
+
     def stop(self) -> None:
         """Answer all polls now, because the process is ending."""
         self._stopping.set()
@@ -102,7 +107,7 @@ class RequestsApi:
         self._storage.check_rows(samplers, caller.tenant)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
         if self._database.find(samplers, id=sampler) is None:
-            self._new_sampler(caller, given.session_id, sampler, given.base_model, given.model_path)
+            self.new_sampler(caller, given.session_id, sampler, given.base_model, given.model_path)
         return answer({"type": "create_sampling_session", "sampling_session_id": sampler})
 
     async def sample(self, caller: Caller, request: Request, body: bytes) -> Response:
@@ -126,19 +131,25 @@ class RequestsApi:
     async def retrieve_future(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return the outcome of a request. The poll is held open until the request has ended."""
         given = parse(FutureBody, body)
-        waiting = awaited(self._dispatcher.wait(given.request_id, caller.tenant, POLL_SECONDS))
+        row = await self.ended(given.request_id, caller.tenant, POLL_SECONDS)
+        if row is None:
+            raise PeerError("not_found", f"there is no request {given.request_id!r}.")
+        return await self._outcome(row, request.headers)
+
+    async def ended(self, request: str, tenant: str, seconds: float) -> Row | None:
+        """Return the request once it has ended, or open after `seconds` or when the process ends; None if the tenant
+        has no such request.
+        """
+        waiting = awaited(self._dispatcher.wait(request, tenant, seconds))
         stopping = awaited(self._stopping.wait())
         try:
             ended, _ = await asyncio.wait((waiting, stopping), return_when=asyncio.FIRST_COMPLETED)
             for one in ended:
                 one.result()
-            row = await waiting if waiting.done() else self._dispatcher.find(given.request_id, caller.tenant)
+            return await waiting if waiting.done() else self._dispatcher.find(request, tenant)
         finally:
             waiting.cancel()
             stopping.cancel()
-        if row is None:
-            raise PeerError("not_found", f"there is no request {given.request_id!r}.")
-        return await self._outcome(row, request.headers)
 
     async def cancel_future(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Cancel an open sample. Requests that train are not cancelled."""
@@ -227,7 +238,12 @@ class RequestsApi:
             )
         return model
 
-    def _new_sampler(self, caller: Caller, session: str, sampler: str, base: str | None, path: str | None) -> None:
+    def new_sampler(self, caller: Caller, session: str, sampler: str, base: str | None, path: str | None) -> None:
+        """Store a sampler of a base model or of a checkpoint.
+
+        Raises:
+            UserError: there is no such model or checkpoint.
+        """
         directory = None
         if path is not None:
             found = self._work.checkpoint(path, caller.tenant)

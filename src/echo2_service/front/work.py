@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+import secrets
 import shutil
 from array import array
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ from echo2_service.backend import (
 from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
 from echo2_service.front.curves import Trained, trained
 from echo2_service.front.data import check_scores, read_targets, sample_answer, train_answer
-from echo2_service.front.database import Database, Row, checkpoints, models, samplers
+from echo2_service.front.database import Database, Row, checkpoints, models, samplers, sessions
 from echo2_service.front.given import Given, off_loop
 from echo2_service.front.usage import Storage
 
@@ -97,6 +98,17 @@ class Work:
         except (UserError, PeerError) as error:
             return str(error)
         return ""
+
+    def open_session(self, tenant: str, labels: Mapping[str, Any] | None) -> str:
+        """Begin a session, and return its id, with which the ids of its models and samplers begin.
+
+        Raises:
+            PeerError: the tenant has too many.
+        """
+        self.storage.check_rows(sessions, tenant)
+        session, now = secrets.token_hex(16), self.clock()
+        self.database.insert(sessions, id=session, tenant=tenant, created=now, seen=now, labels=labels)
+        return session
 
     def checkpoint(self, path: str, tenant: str) -> Row:
         """Return the checkpoint at a path, if it is this tenant's or public.
@@ -285,7 +297,7 @@ def sample_spec(body: SampleBody, max_tokens: int, request: str) -> SampleSpec:
         top_p=given.top_p,
         top_k=max(0, given.top_k),
         seed=drawn if given.seed is None else given.seed % 2**63,
-        ends_with_model=given.stop is None,
+        ends_with_model=given.stop is None or body.ends_with_model,
         prompt_logprobs=bool(body.prompt_logprobs),
         top_prompt_logprobs=body.topk_prompt_logprobs,
         top_sample_logprobs=body.topk_sample_logprobs,

@@ -21,7 +21,17 @@ import msgspec
 from echo2.config.rundir import claimed
 from echo2.core.errors import Echo2Error
 from echo2.learner.core.adapters import load_base
-from echo2_service.backend import Answer, CancelCall, ModelCall, ReadCall, Request, SampleCall, TextCall
+from echo2_service.backend import (
+    Answer,
+    CancelCall,
+    ModelCall,
+    PromptCall,
+    ReadCall,
+    ReplyCall,
+    Request,
+    SampleCall,
+    TextCall,
+)
 from echo2_service.calling import ProcessSettings, begin, failed, receive
 from echo2_service.decide.order import FairQueue
 from echo2_service.learner.models import Models, Slices
@@ -50,7 +60,7 @@ class CallQueue:
 
     def take(self, request: Request) -> None:
         call = request.call
-        if isinstance(call, SampleCall | ReadCall | TextCall | CancelCall):
+        if isinstance(call, SampleCall | ReadCall | TextCall | PromptCall | ReplyCall | CancelCall):
             return  # the learner only trains, and cancels nothing
         waiting = self._queues.get(call.model)
         if waiting is None:
