@@ -51,8 +51,7 @@ max_tokens = 16
 count = 0
 """
 JOINING = wire.WorkerHello(protocol=limits.PROTOCOL_VERSION, slots=1, engine="compact")
-DESCRIPTORS = 1024
-BODY_BYTES = 60 << 20
+DESCRIPTORS, BODY_BYTES = 1024, 60 << 20
 SECONDS = 30.0
 HEARTBEAT_SECONDS = 10.0  # a member that is not heard for so long is lost
 HELLO = b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"  # as a TLS handshake begins
