@@ -381,9 +381,7 @@ def test_the_end_of_a_run_shows_what_the_model_says(tmp_path: Path, width: int) 
     assert "Samples from the last steps:" in shown(on)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "told"), [(0.4, "40.0%, 80% of it waiting for your reward function"), (0.01, "1.0% ")]
-)
+@pytest.mark.parametrize(("ratio", "told"), [(0.4, "40.0%, 80% of it waiting for rewards"), (0.01, "1.0% ")])
 def test_the_end_of_a_run_says_what_the_learner_waited_for(ratio: float, told: str) -> None:
     on = console()
     waits = {"rewards": 8.0, "sampling": 1.5, "lease": 0.5, "lost": 0.0}

@@ -378,6 +378,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         order=schedule.order,
         lease_seconds=schedule.lease_seconds,
         seed=config.run.seed,
+        scored_by=config.reward.scored_by,
         eval_size=eval_size,
         eval_every=config.eval.every,
         eval_samples=config.eval.samples,
