@@ -231,8 +231,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
         raise write_failed(error, message) from error
 
 
-def read_json(path: Path) -> Any:
-    """Return the JSON value in a file, or None if there is no such file.
+def read_json(path: Path, remedy: str = "A run that is active rewrites it.") -> Any:
+    """Return the JSON value in a file, or None if there is no such file. `remedy`: where the file can't be read.
 
     Raises:
         UserError: the file can't be read, or does not hold JSON.
@@ -242,7 +242,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}. A run that is active rewrites it.") from error
+        raise UserError(f"{path} is damaged: {error}. {remedy}") from error
 
 
 def newest_run(outputs: Path = Path("outputs")) -> RunDir:

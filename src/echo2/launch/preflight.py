@@ -449,7 +449,7 @@ def check_model_directory(where: Path, engine: str, setting: str = "model.path")
             f"{setting} = {str(where)!r}: that directory holds no weights (no *.safetensors). Save the model there: "
             "model.save_pretrained(DIR)."
         )
-    config = read_json(where / "config.json")
+    config = read_json(where / "config.json", f"{setting}: download or save the model again.")
     if not isinstance(config, dict):
         raise UserError(f"{setting} = {str(where)!r}: its config.json is not a JSON object.")
     if engine == "compact":
