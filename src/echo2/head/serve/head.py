@@ -215,11 +215,12 @@ class Head:
         identity: RunIdentity,
         mirror: Mirror | None = None,
     ) -> None:
-        self.rundir, self.config, self.identity, self.clock = rundir, config, identity, Clock()
+        self.rundir, self.config, self.identity = rundir, config, identity
         self.train_tasks = training_tasks(config.tasks, config.run.seed)
         held_out = held_out_tasks(config.eval, config.run.seed)
         self.mirror = mirror
         self.ledger = Ledger(rundir.ledger) if mirror is None else mirror.open_ledger()
+        self.clock = Clock(self.ledger.last_granted_at)
         self._refuse_changed_rows(held_out)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
         offers = read_offers(config)
