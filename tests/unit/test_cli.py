@@ -166,6 +166,27 @@ def test_what_computes_says_that_torch_is_not_installed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
+@pytest.mark.parametrize(("output", "status"), [("/dev/full", 3), ("closed pipe", 0)])
+def test_an_output_that_takes_nothing_ends_a_command_without_a_traceback(output: str, status: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if output == "/dev/full" else writer, "w", encoding="utf-8") as file:
+        command = [
+            sys.executable,
+            "-m",
+            "echo2",
+            "simulate",
+            str(SOURCE.parent / "simulations" / "steady.toml"),
+            "--json",
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        done = subprocess.run(command, check=False, stdout=file, stderr=subprocess.PIPE, text=True, env=environment)
+    full = (
+        "error: Cannot write a file or the standard output: No space left on device. Free some space, and repeat it.\n"
+    )
+    assert (done.returncode, done.stderr) == (status, full if status else "")
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
