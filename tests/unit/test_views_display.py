@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from echo2.config import Config
-from echo2.config.rundir import RunDir, create
+from echo2.config.rundir import RunDir, claimed, create
 from echo2.core.errors import UserError
 from echo2.views import display
 from echo2.views.display import RunDisplay, fleet_words, next_steps, show_status, show_summary, sparkline
@@ -93,6 +93,8 @@ def rundir(tmp_path: Path) -> RunDir:
 
 def test_a_run_that_never_started_has_no_status(rundir: RunDir) -> None:
     with pytest.raises(UserError, match="has no status yet: no head was started there"):
+        read_status(rundir)
+    with claimed(rundir.path, "run"), pytest.raises(UserError, match="its head is being started, or stands by"):
         read_status(rundir)
 
 

@@ -114,6 +114,15 @@ def claimed(path: Path, role: str) -> Iterator[None]:
         yield
 
 
+def is_claimed(path: Path) -> bool:
+    """Whether a process works on this directory, as `run` or as `head`."""
+    for lock_file in filter(Path.exists, (path / ".run.lock", path / ".head.lock")):
+        with closing(FileLock(lock_file)) as lock:
+            if lock.is_taken():
+                return True
+    return False
+
+
 def check_directory(path: Path, resume: bool) -> None:
     """Check that a run can begin, or with `resume` continue, in this directory.
 
