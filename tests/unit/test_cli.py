@@ -16,6 +16,7 @@ from echo2 import __version__
 from echo2.cli import build_parser, main
 from echo2.config import all_fields, build
 from echo2.config.rundir import RunDir, create
+from echo2.launch.start import resolve
 from echo2.learner.core import checkpoint
 from echo2.transport.identity import RunIdentity
 from echo2.worker import joining
@@ -320,6 +321,7 @@ def test_an_export_of_what_was_not_trained_says_so(
         (["--learner.lr=1e-5", "--resume"], False, "; continue the run with: echo2 run ALL"),
         ([], True, "; continue the run with --resume"),
         (["--dry-run"], False, ""),
+        (["--out", "not begun"], False, "; the run had not begun"),
     ],
 )
 def test_a_run_that_is_interrupted_says_how_to_go_on(
@@ -338,6 +340,11 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(
     if from_python:
         monkeypatch.setenv("ECHO2_LIFELINE_FD", str(reading))
     given = [str(config_file), "--tasks.source", "own.py:Own", *flags]
+    if "ALL" in told or from_python:
+        config, where = resolve(
+            config_file, {"tasks.source": "own.py:Own"}, Path(flags[1]) if "--out" in flags else None
+        )
+        create(where, config, resume=False)
     assert main(["run", *given]) == 130
     typed = " ".join(given).replace("my runs/a", "'my runs/a'")
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted" + told.replace("ALL", typed)
