@@ -351,6 +351,15 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(
     assert writing
 
 
+def test_a_worker_with_the_learners_ticket_does_not_call_the_head(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ticket = RunIdentity.create_or_load(tmp_path).make_ticket("learner", "127.0.0.1:1", 1, 1.0)
+    assert main(["worker", ticket, "--state", str(tmp_path / "state")]) == 2
+    assert "This is the ticket of the run's learner" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
+
+
 def test_status_takes_the_newest_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -243,6 +243,7 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
+    from echo2.core.errors import UserError
     from echo2.transport.tickets import Ticket
     from echo2.worker.at_home import give_cores
     from echo2.worker.joining import run_worker
@@ -263,8 +264,13 @@ def _worker(options: argparse.Namespace) -> int:
     names = [entry.name for entry in fields(WorkerOptions)]
     worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
     try:
-        run = run_worker
-        if Ticket.parse(options.ticket).role == "sampler":
+        run, role = run_worker, Ticket.parse(options.ticket).role
+        if role == "learner":
+            raise UserError(
+                "This is the ticket of the run's learner: `echo2 learner DIR --ticket @FILE`. A worker joins with the "
+                "file `ticket` in the run directory, or with one that `echo2 invite` prints."
+            )
+        if role == "sampler":
             run = service_module("sampler.machine").run_machine
         reason = run(options.ticket, options.state, worker_options)
     except KeyboardInterrupt:
