@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -52,6 +52,28 @@ def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             command = [sys.executable, "-m", "echo2.demo.digit_sorting", "--out", str(out), "--heads", "3"]
             subprocess.run(command, check=True, capture_output=True, cwd=REPOSITORY)
     return out
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of one megabyte."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system of one's own is not allowed here")
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.fixture
+def full_disk(small_disk: Path) -> Path:
+    with (small_disk / "filler").open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+    return small_disk
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ DECIDE_CALLS = frozenset({"print", "open", "input", "exec", "eval", "id", "hash"
 #: What deciders may import of ours beside other deciders.
 DECIDE_CORE = ("echo2.core.types", "echo2.core.errors")
 PORT_LIKE = re.compile(r"port|bound|sockname")
-BARE_TASKS = frozenset({"create_task", "ensure_future"})
+BARE_TASKS = frozenset({"create_task", "ensure_future", "TaskGroup"})
 #: Methods that change a container. Verbs of the head's own tables have other names.
 MUTATORS = frozenset(
     {"add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "put_nowait"}
@@ -386,8 +386,8 @@ def child_complaints(source: Source) -> list[str]:
 
 
 def background_complaints(source: Source) -> list[str]:
-    """Background work is begun by `background.py` alone, or in a TaskGroup: a bare task fails in silence. What
-    `awaited` returns is awaited by somebody, so it is not thrown away, and an `on_error` does something.
+    """Background work is begun by `background.py` alone, or in a group of its `together`: a bare task fails in silence.
+    What `awaited` returns is awaited by somebody, so it is not thrown away, and an `on_error` does something.
     """
     if source.module == "echo2.core.background":
         return []
@@ -397,7 +397,7 @@ def background_complaints(source: Source) -> list[str]:
         for node in source.nodes()
         if isinstance(node, ast.AsyncWith)
         for item in node.items
-        if item.optional_vars is not None and "TaskGroup(" in ast.unparse(item.context_expr)
+        if item.optional_vars is not None and dotted(getattr(item.context_expr, "func", item)) == "together"
     }
     for node in source.nodes():
         if (isinstance(node, ast.Attribute) and node.attr in BARE_TASKS and dotted(node.value) not in groups) or (

@@ -124,6 +124,7 @@ BROKEN = [
     (house.background_complaints, "echo2.core.types", "import asyncio\nasyncio.ensure_future(f())"),
     (house.background_complaints, "echo2.core.types", "t = loop.create_task(f())"),
     (house.background_complaints, "echo2.core.types", "from asyncio import create_task"),
+    (house.background_complaints, "echo2.core.types", "async with asyncio.TaskGroup() as group: f(group)"),
     (house.background_complaints, "echo2.core.types", "made(asyncio.ensure_future)"),
     (house.background_complaints, "echo2.core.types", "awaited(f())"),
     (house.background_complaints, "echo2.core.types", "spawn(f(), lambda error: None)"),
@@ -161,7 +162,7 @@ def test_rule_can_be_broken(rule: house.Rule, module: str, text: str) -> None:
         ("echo2.learner.core.model", "import torch"),
         ("echo2.planning.sim.world", "for x in sorted(set([2, 1])): pass"),
         ("echo2_service.front.app", "from echo2.core.errors import UserError\nfrom echo2_service import limits"),
-        ("echo2.views.watch", "async def _f():\n    async with asyncio.TaskGroup() as group: group.create_task(_f())"),
+        ("echo2.views.watch", "async def _f():\n    async with together() as group: group.create_task(_f())"),
         ("echo2.views.watch", "task = spawn(f(), self.fail)\nother = awaited(f())"),
     ],
 )

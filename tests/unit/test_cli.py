@@ -16,6 +16,7 @@ from echo2 import __version__
 from echo2.cli import build_parser, main
 from echo2.config import all_fields, build
 from echo2.config.rundir import RunDir, create
+from echo2.launch.start import resolve
 from echo2.learner.core import checkpoint
 from echo2.transport.identity import RunIdentity
 from echo2.worker import joining
@@ -166,6 +167,27 @@ def test_what_computes_says_that_torch_is_not_installed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []  # nothing was begun
 
 
+@pytest.mark.parametrize(("output", "status"), [("/dev/full", 3), ("closed pipe", 0)])
+def test_an_output_that_takes_nothing_ends_a_command_without_a_traceback(output: str, status: int) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open("/dev/full" if output == "/dev/full" else writer, "w", encoding="utf-8") as file:
+        command = [
+            sys.executable,
+            "-m",
+            "echo2",
+            "simulate",
+            str(SOURCE.parent / "simulations" / "steady.toml"),
+            "--json",
+        ]
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+        done = subprocess.run(command, check=False, stdout=file, stderr=subprocess.PIPE, text=True, env=environment)
+    full = (
+        "error: Cannot write a file or the standard output: No space left on device. Free some space, and repeat it.\n"
+    )
+    assert (done.returncode, done.stderr) == (status, full if status else "")
+
+
 def test_the_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
@@ -299,6 +321,7 @@ def test_an_export_of_what_was_not_trained_says_so(
         (["--learner.lr=1e-5", "--resume"], False, "; continue the run with: echo2 run ALL"),
         ([], True, "; continue the run with --resume"),
         (["--dry-run"], False, ""),
+        (["--out", "not begun"], False, "; the run had not begun"),
     ],
 )
 def test_a_run_that_is_interrupted_says_how_to_go_on(
@@ -317,10 +340,24 @@ def test_a_run_that_is_interrupted_says_how_to_go_on(
     if from_python:
         monkeypatch.setenv("ECHO2_LIFELINE_FD", str(reading))
     given = [str(config_file), "--tasks.source", "own.py:Own", *flags]
+    if "ALL" in told or from_python:
+        config, where = resolve(
+            config_file, {"tasks.source": "own.py:Own"}, Path(flags[1]) if "--out" in flags else None
+        )
+        create(where, config, resume=False)
     assert main(["run", *given]) == 130
     typed = " ".join(given).replace("my runs/a", "'my runs/a'")
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted" + told.replace("ALL", typed)
     assert writing
+
+
+def test_a_worker_with_the_learners_ticket_does_not_call_the_head(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    ticket = RunIdentity.create_or_load(tmp_path).make_ticket("learner", "127.0.0.1:1", 1, 1.0)
+    assert main(["worker", ticket, "--state", str(tmp_path / "state")]) == 2
+    assert "This is the ticket of the run's learner" in capsys.readouterr().err
+    assert not (tmp_path / "state").exists()
 
 
 def test_status_takes_the_newest_run(

@@ -7,7 +7,7 @@ import gc
 
 import pytest
 
-from echo2.core.background import Background, Shared, awaited, spawn
+from echo2.core.background import Background, Shared, awaited, spawn, together
 
 
 def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
@@ -30,6 +30,43 @@ def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
 
     asyncio.run(run())
     assert [str(error) for error in errors] == ["boom"]
+
+
+def test_the_first_error_of_several_works_ends_the_others_and_leaves_no_mark_on_whoever_waited() -> None:
+    """A learner whose upload had failed once took the end of its connection to the head for its own."""
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise ValueError("boom")
+
+    ended: list[bool] = []
+
+    async def begin(is_in_block: bool) -> None:
+        async with together() as works:
+            works.create_task(fail())
+            slow = works.create_task(asyncio.sleep(1000))
+            slow.add_done_callback(lambda done: ended.append(done.cancelled()))
+            if is_in_block:
+                await asyncio.sleep(1000)
+
+    async def waiting(is_in_block: bool) -> int:
+        with pytest.raises(ValueError, match="boom"):
+            await begin(is_in_block)
+        task = asyncio.current_task()
+        assert task is not None
+        return task.cancelling()
+
+    async def run() -> None:
+        for is_in_block in (False, True):
+            assert await waiting(is_in_block) == 0
+        assert ended == [True, True]
+        task = awaited(waiting(is_in_block=False))
+        await asyncio.sleep(0)
+        task.cancel()  # by somebody else, before the error
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled() or task.result() == 1
+
+    asyncio.run(run())
 
 
 def test_work_that_nobody_refers_to_is_not_collected() -> None:

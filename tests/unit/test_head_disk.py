@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,20 +31,6 @@ from planner_cases import OPTIONS, of, running
 from seeds import examples
 
 PAUSED = (do.GrantLeases, do.IssueGroup, do.FeedGroup, do.EndStep)
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of one megabyte."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("mounting a file system of one's own is not allowed here")
-    try:
-        yield disk
-    finally:
-        subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 def fill(disk: Path) -> Path:

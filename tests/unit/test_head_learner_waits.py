@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from echo2.config.sections import RewardConfig
 from echo2.core.types import RUN_POLICY, GroupRef, Lease, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
@@ -18,6 +20,7 @@ from echo2.head.decide.state import PlannerOptions, RentableOffer
 from echo2.head.fleet.decide.measurements import CAUSES, LearnerWait, learner_wait, main_cause
 from echo2.head.fleet.decide.standby import fleet_need, predicted_idle_ratio
 from invariants import check
+from planner_cases import OPTIONS, running
 
 FIRST = SnapshotRef(RUN_POLICY, 1, 0)
 
@@ -123,7 +126,7 @@ OFFERS = (RentableOffer("spot", 1.0, 1.0, 4),)
 def test_where_the_reward_is_slow_no_worker_is_asked_for_or_rented() -> None:
     story = trained({"sampling": 1.0, "rewards": 6.0}, max_staleness=20, activation=True, offers=OFFERS)
     found = fleet_need(story.planner, story.planner.now)
-    assert found.text == "the learner waits for your reward function (6 s a group): more workers would not help"
+    assert found.text == "the learner waits for rewards (6 s a group): more workers would not help"
     assert predicted_idle_ratio(story.planner, story.planner.now) is None
     assert story.rented == []
     slow_worker = trained({"sampling": 6.0, "rewards": 1.0}, max_staleness=20, activation=True, offers=OFFERS)
@@ -163,3 +166,13 @@ def test_the_seconds_always_add_up_to_the_wait(groups: list[tuple[float, float, 
     assert set(wait.seconds) == set(CAUSES)
     assert all(seconds >= 0.0 for seconds in wait.seconds.values())
     assert math.fsum(wait.seconds.values()) == pytest.approx(now - since, abs=1e-6)
+
+
+def test_a_run_with_a_judge_waits_for_the_judge() -> None:
+    asked = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "rubric": "good"}
+    told = []
+    for functions in (["judge", "0.5 * exact_match"], ["judge", "mine.py:score"]):
+        desk = running(replace(OPTIONS, scored_by=RewardConfig(functions, judge=asked).scored_by))
+        desk.deliver(1, scored=False)
+        told.append(desk.planner.waits(0.0)[0].reason.rpartition(", ")[2])
+    assert told == ["waiting for the judge", "waiting for the judge or your reward function"]

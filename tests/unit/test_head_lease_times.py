@@ -3,7 +3,10 @@ bounded."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -15,6 +18,7 @@ from echo2.head.decide import events as ev
 from echo2.head.decide.granting import FULL_TIMES, LEASE_STRETCH_MAX, STRANGER_STRETCH
 from echo2.head.fleet.decide.fleet import LOST_AFTER_HEARTBEATS, LOST_AFTER_REPORTS
 from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec
+from head_cases import OpenHead, rows, settings, until
 from invariants import run_scenario
 from planner_cases import OPTIONS, Desk, of, running
 
@@ -196,3 +200,20 @@ def test_a_run_ends_however_slow_its_workers_are(
     assert sum(report.staleness.values()) == scenario.max_steps * scenario.groups_per_step
     if len(slowness) == 1:
         assert set(report.leases) == {"accepted"}, report.to_text()
+
+
+@pytest.mark.parametrize("jump_seconds", [-3600.0, 0.0])
+def test_a_lease_ends_when_it_was_to_end_where_the_clock_was_set_back_before_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+) -> None:
+    raw, system = settings(rows(tmp_path / "rows.jsonl", "53=", "27=")), time.time
+
+    async def scenario() -> None:
+        async with OpenHead(tmp_path, raw) as open_head, open_head.attending() as leases:
+            await until(lambda: leases)
+        monkeypatch.setattr(time, "time", lambda: system() + jump_seconds)
+        async with OpenHead(tmp_path, raw) as again:
+            (deadline, *_) = (lease.deadline for _, lease in again.head.planner.leases.open_leases())
+            assert deadline - again.head.clock.now() <= LEASE_STRETCH_MAX * 120.0
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))

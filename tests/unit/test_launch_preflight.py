@@ -452,6 +452,16 @@ def test_a_hub_model_while_the_hub_is_switched_off_is_refused(
     assert "HF_HUB_OFFLINE" in message
 
 
+def test_a_damaged_configuration_of_a_model_is_not_called_a_file_of_a_run(raw: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "broken").mkdir()
+    for name, text in (("config.json", '{"model_type": "qwen3"'), ("tokenizer.json", "{}"), ("model.safetensors", "")):
+        (tmp_path / "broken" / name).write_text(text)
+    message = refusal(raw | {"model": {"path": str(tmp_path / "broken")}})
+    assert "config.json is damaged" in message
+    assert message.endswith("download or save the model again.")
+    assert "rewrites it" not in message
+
+
 def test_the_run_directory_is_the_flags_or_named_after_the_file(tmp_path: Path) -> None:
     path = tmp_path / "sort.toml"
     path.write_text("")

@@ -155,6 +155,15 @@ def test_an_evaluation_writes_over_no_file_and_leaves_no_empty_one(
     assert not (tmp_path / "all.jsonl").exists()
 
 
+def test_a_full_disk_ends_an_evaluation_in_one_line(
+    tmp_path: Path, full_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = configured(tmp_path, {"one": [{"prompt": "ab", "answer": "1"}]})
+    monkeypatch.setattr(evaluate, "load_engine", fake_engine)
+    assert main(["eval", str(path), "--to", str(full_disk / "all.jsonl")]) == 3
+    assert f"error: Cannot write {full_disk / 'all.jsonl'}: No space left on device." in capsys.readouterr().err
+
+
 def test_training_tasks_are_sampled_as_groups() -> None:
     raw: dict[str, Any] = {"tasks": {"source": "digit_sorting"}, "sampling": {"group_size": 3, "max_tokens": 4}}
     sampler = LocalSampler(configuration.build(raw, "test"), "train", *fake_engine())

@@ -150,6 +150,16 @@ def test_what_a_killed_export_left_does_not_get_into_the_next(
     assert not (tmp_path / "model" / "half.safetensors").exists()
 
 
+def test_a_full_disk_ends_an_export_in_one_line_with_the_status_of_a_full_disk(
+    rundir: RunDir, full_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags in ([], ["--dtype", "bfloat16"]):
+        assert main(["export", str(rundir.path), "--to", str(full_disk / "out"), *flags]) == 3
+        said = f"error: Cannot write {full_disk / 'out'}: No space left on device. Nothing was exported.\n"
+        assert capsys.readouterr().err == said
+        assert [one.name for one in full_disk.iterdir()] == ["filler"]
+
+
 def files_of(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 

@@ -110,11 +110,30 @@ def test_a_hub_id_that_the_hub_does_not_know_is_refused_at_once(hub: Hub, tmp_pa
     assert "the hub can't be reached ([Errno 111] Connection refused). See to the network" in alone
 
 
+def test_without_the_hub_every_command_says_so_in_one_line_and_tries_once(tmp_path: Path) -> None:
+    (tmp_path / "my.toml").write_text(
+        '[model]\npath = "me/model"\n[tasks]\nsource = "digit_sorting"\n[reward]\nfunctions = ["exact_match"]\n'
+    )
+    for command in (["plan", "my.toml", "--learner", "1xA100-80GB"], ["sft", "my.toml", "--to", "x", "--steps", "1"]):
+        words = [sys.executable, "-m", "echo2", *command]
+        environment = os.environ | with_hub_at(tmp_path, "http://127.0.0.1:1")
+        ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
+        assert ended.returncode == 2
+        (line,) = ended.stderr.splitlines()  # no line of a library that tries again
+        assert "the hub can't be reached ([Errno 111] Connection refused). See to the network" in line
+        assert ("put it into a directory, and name that: --model.path DIR" in line) == (command[0] == "plan")
+
+
+def with_hub_at(home: Path, endpoint: str) -> dict[str, str]:
+    """The environment of a process whose hub is at `endpoint`."""
+    hub = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
+    return hub | {"PYTHONPATH": str(SOURCE)}
+
+
 def looked_for(names: list[str], home: Path, endpoint: str) -> list[str]:
     """What `check_model` says of each name, in a process that asks the hub."""
-    variables = {"HF_ENDPOINT": endpoint, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
     words = [sys.executable, "-c", LOOK_FOR, *names]
-    environment = os.environ | variables | {"PYTHONPATH": str(SOURCE)}
+    environment = os.environ | with_hub_at(home, endpoint)
     return subprocess.run(words, capture_output=True, text=True, check=True, env=environment).stdout.splitlines()
 
 

@@ -82,13 +82,14 @@ def drawn(seed: int, folder: Path) -> list[str]:
 
 def remedy(told: str, offers: Path) -> list[str]:
     """The words of the command that a refusal names; the counts that it names are put into the offers file."""
-    found = re.search(r"A plan that works.*?`(echo2 [^`]*)`", told)
+    found = re.search(r"(A plan that works|the nearest one).*?`(echo2 [^`]*)` \(.*?, the learner waits ([\d.]+)%", told)
     assert found is not None, told
+    assert (float(found.group(3)) <= 50.0) == (found.group(1) == "A plan that works"), told
     text = offers.read_text()
     for count, name in re.findall(r"count = (\d+) for '(\w+)'", told[: found.end()]):
         text = re.sub(rf'(name = "{name}"[^[]*count = )\d+', rf"\g<1>{count}", text)
     offers.write_text(text)
-    return [*shlex.split(found.group(1))[1:], "--json"]
+    return [*shlex.split(found.group(2))[1:], "--json"]
 
 
 def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
@@ -102,7 +103,7 @@ def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[
         assert status in (0, 2), (seed, told)
         if status == 0:
             ends["plan"] += 1
-        elif "A plan that works" in told:
+        elif "`echo2 " in told:
             ends["remedy"] += 1
             again = remedy(json.loads(told)["error"] if "--json" in words else told, folder / str(seed) / "offers.toml")
             assert main(again) == 0, (seed, told, capsys.readouterr().err)
@@ -122,6 +123,14 @@ def test_any_configuration_ends_in_a_plan_or_in_a_refusal_whose_remedy_plans(
     ends = check(range(5), tmp_path, work, capsys)
     assert ends["plan"]
     assert ends["remedy"]
+
+
+def test_a_plan_in_which_the_learner_mostly_waits_is_not_said_to_work(
+    tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(range(1136, 1137), tmp_path, work, capsys)["remedy"] == 1
+    main(drawn(1136, tmp_path))
+    assert "the learner waits most of the time; the nearest one: `echo2 plan" in capsys.readouterr().err
 
 
 @pytest.mark.slow

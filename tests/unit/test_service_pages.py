@@ -284,7 +284,8 @@ def test_the_owners_page_needs_the_owners_scope(service: Service) -> None:
         answer = asked_by_browser(service, path)
         assert answer.status_code == 403
         assert "lacks the scope" in answer.text
-    sign_in(service, service.api_keys.add_key("owner", ["owner"]))
+    answer = sign_in(service, service.api_keys.add_key("owner", ["owner"]))
+    assert answer.headers["location"] == "/owner"
     for path in ("/owner", f"{ROOT}owner", "/"):
         assert asked_by_browser(service, path).status_code == 200
     service.post("create_model", {}, service.api_keys.add_key("owner", ["owner"]), status=403)

@@ -17,7 +17,7 @@ from echo2.tasks.harness_process import HarnessProcess, is_harness, load_harness
 from rollout_cases import assigned, plain_tokenizer, snapshot_of, tiny_module
 
 OWN = """
-import asyncio, os, time
+import asyncio, json, os, time
 
 class Own:
     def __init__(self, columns, seed):
@@ -35,11 +35,23 @@ class Own:
                     case "never": await asyncio.Event().wait()
                     case "die": os._exit(7)
                     case "hang": time.sleep(1000)
-                    case "word": return "much"
+                    case "word": return "1.0"
+                    case "nothing": return None
+                    case "nan": return float("nan")
+                    case "library": json.loads("{")
         return 0.5
 
 class NoRun: pass
 """
+
+
+SAYS = {
+    "raise": "own.py:16 in run: KeyError: 'nothing here'",
+    "word": "returned '1.0' as its reward. Return a finite number from `run`.",
+    "nothing": "returned None as its reward.",
+    "nan": "returned nan as its reward.",
+    "library": "own.py:23 in run: json.decoder.JSONDecodeError",  # not where the library raised it
+}
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +72,7 @@ def test_names_say_what_is_a_harness(own: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", ["raise", "die", "word", "pair", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("never", "hang"))]
+    "bad", [*SAYS, "die", "pair", *(pytest.param(bad, marks=pytest.mark.slow) for bad in ("never", "hang"))]
 )
 def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.tasks.harness_process.GRACE_SECONDS", 1.0)
@@ -86,6 +98,7 @@ def test_a_rollout_that_goes_wrong_costs_itself(own: str, bad: str, monkeypatch:
     outcomes = asyncio.run(scene())
     assert [n for n, outcome in enumerate(outcomes) if isinstance(outcome, RequestFailure)] == [7]
     assert outcomes[7].reason == "environment_failed"
+    assert SAYS.get(bad, "") in outcomes[7].detail
     for n, outcome in enumerate(outcomes):
         if n != 7:
             parts: Mapping[str, float] = outcome.rows[0][1].reward_parts

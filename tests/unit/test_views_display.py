@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from echo2.config import Config
-from echo2.config.rundir import RunDir, create
+from echo2.config.rundir import RunDir, claimed, create
 from echo2.core.errors import UserError
 from echo2.views import display
 from echo2.views.display import RunDisplay, fleet_words, next_steps, show_status, show_summary, sparkline
@@ -93,6 +93,8 @@ def rundir(tmp_path: Path) -> RunDir:
 
 def test_a_run_that_never_started_has_no_status(rundir: RunDir) -> None:
     with pytest.raises(UserError, match="has no status yet: no head was started there"):
+        read_status(rundir)
+    with claimed(rundir.path, "run"), pytest.raises(UserError, match="its head is being started, or stands by"):
         read_status(rundir)
 
 
@@ -381,9 +383,7 @@ def test_the_end_of_a_run_shows_what_the_model_says(tmp_path: Path, width: int) 
     assert "Samples from the last steps:" in shown(on)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "told"), [(0.4, "40.0%, 80% of it waiting for your reward function"), (0.01, "1.0% ")]
-)
+@pytest.mark.parametrize(("ratio", "told"), [(0.4, "40.0%, 80% of it waiting for rewards"), (0.01, "1.0% ")])
 def test_the_end_of_a_run_says_what_the_learner_waited_for(ratio: float, told: str) -> None:
     on = console()
     waits = {"rewards": 8.0, "sampling": 1.5, "lease": 0.5, "lost": 0.0}

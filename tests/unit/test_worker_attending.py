@@ -41,7 +41,8 @@ def test_machine_that_leaves_does_not_try_again(caplog: pytest.LogCaptureFixture
     assert asyncio.run(count(MemoryLink({"Attend": one_order}, WORKER), leaves_after=1)) == (1, 0)
     assert "not connected" not in caplog.text
     assert asyncio.run(count(MemoryLink({"Attend": one_order}, WORKER), leaves_after=2)) == (2, 1)
-    assert caplog.text.count("not connected (the head ended the stream); trying again") == 1
+    assert caplog.text.count("not connected (the head ended the stream); trying again, for 60 s in all") == 1
+    assert caplog.text.count("connected again") == 1
 
 
 def test_revoked_machine_reads_what_to_do() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from echo2 import __version__, config
@@ -14,7 +16,7 @@ from echo2.cli.planning import add_models, add_plan, add_planning
 from echo2.cli.running import add_demo, add_processes, add_run
 from echo2.cli.watching import add_tickets, add_views
 from echo2.core.devices import NO_TORCH
-from echo2.core.errors import Echo2Error, did_you_mean
+from echo2.core.errors import NO_ROOM, Echo2Error, NoRoomError, did_you_mean
 from echo2.core.printable import printable_lines
 
 #: Maximum length of a printed error, which may quote a peer or a file.
@@ -36,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             near = next((_near_flag(word, options.parser, 0.5) for word in unknown if word.startswith("--")), "")
             options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{'.' if near else ''}{near}")
         command: Command = options.command
-        return command(options)
+        status = command(options)
+        sys.stdout.flush()  # else it fails at the interpreter's exit, in words of its own
+        return status
     except Echo2Error as error:
         said, code = printable_lines(str(error), ERROR_CHARS_MAX), error.exit_status
         is_json = getattr(options, "json", False)
@@ -48,12 +52,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {NO_TORCH if error.name == 'torch' else NOT_INSTALLED}", file=sys.stderr)
         return 2
     except BrokenPipeError:
+        _discard_output()
         return 0
+    except OSError as error:
+        if error.errno not in NO_ROOM:
+            raise
+        _discard_output()
+        said = f"{error.filename or 'a file or the standard output'}: {error.strerror}. Free some space, and repeat it."
+        print(f"error: Cannot write {said}", file=sys.stderr)
+        return NoRoomError.exit_status
     except KeyboardInterrupt:
         said = getattr(options, "interrupted", "interrupted")
         as_json = {"error": said or "interrupted", "status": 130}
         print(json.dumps(as_json) if getattr(options, "json", False) else said, file=sys.stderr)
         return 130
+
+
+def _discard_output() -> None:
+    """The interpreter would try to write the rest when it exits, and say in words of its own that it cannot."""
+    with suppress(OSError):  # there is no file behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _near_flag(word: str, parser: argparse.ArgumentParser, cutoff: float) -> str:

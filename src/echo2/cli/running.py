@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
@@ -136,7 +138,7 @@ def _positive(text: str) -> float:
 
 def _run(options: argparse.Namespace) -> int:
     from echo2.core.child import end_with_supervisor
-    from echo2.launch.start import how_to_continue, run
+    from echo2.launch.start import directory, how_to_continue, run
 
     fetched = ["run", f"{options.out}/config.json", "--out", str(options.out)]
     then = how_to_continue(fetched if options.resume_from else options.given)
@@ -144,9 +146,21 @@ def _run(options: argparse.Namespace) -> int:
     target = _target(options, options.config, has_learner=not options.no_learner, has_workers=True)
     if target is None:
         return 0
-    options.interrupted = "interrupted" if options.dry_run else f"interrupted; {then}"
     given = target, options.out, options.resume, options.dry_run, options.overrides, options.json
-    return run(*given, has_page=options.view, has_learner=not options.no_learner, then=then)
+    with _interrupted(options, directory(target, options.out), "" if options.dry_run else then):
+        return run(*given, has_page=options.view, has_learner=not options.no_learner, then=then)
+
+
+@contextmanager
+def _interrupted(options: argparse.Namespace, where: Path, then: str) -> Iterator[None]:
+    """Say how a run goes on that is interrupted, if it has begun."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        is_begun = (where / "config.json").is_file()
+        told = then if is_begun or not then else "the run had not begun"
+        options.interrupted = f"interrupted; {told}" if told else "interrupted"
+        raise
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -168,8 +182,8 @@ def _demo(options: argparse.Namespace) -> int:
             raise UserError(f"The demo's model was not built in {DEMO_MODEL}. The lines above say why.")
     where = options.out or Path("outputs") / time.strftime("demo-%Y%m%d-%H%M%S")
     then = how_to_continue(["run", str(where / "config.json"), "--out", str(where)])
-    options.interrupted = f"interrupted; {then}"
-    return run(DEMO, where, False, False, {}, options.json, then=then)
+    with _interrupted(options, where, then):
+        return run(DEMO, where, False, False, {}, options.json, then=then)
 
 
 def _target(
@@ -229,6 +243,7 @@ def _learner(options: argparse.Namespace) -> int:
 
 
 def _worker(options: argparse.Namespace) -> int:
+    from echo2.core.errors import UserError
     from echo2.transport.tickets import Ticket
     from echo2.worker.at_home import give_cores
     from echo2.worker.joining import run_worker
@@ -249,8 +264,13 @@ def _worker(options: argparse.Namespace) -> int:
     names = [entry.name for entry in fields(WorkerOptions)]
     worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
     try:
-        run = run_worker
-        if Ticket.parse(options.ticket).role == "sampler":
+        run, role = run_worker, Ticket.parse(options.ticket).role
+        if role == "learner":
+            raise UserError(
+                "This is the ticket of the run's learner: `echo2 learner DIR --ticket @FILE`. A worker joins with the "
+                "file `ticket` in the run directory, or with one that `echo2 invite` prints."
+            )
+        if role == "sampler":
             run = service_module("sampler.machine").run_machine
         reason = run(options.ticket, options.state, worker_options)
     except KeyboardInterrupt:

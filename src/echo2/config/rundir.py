@@ -114,6 +114,15 @@ def claimed(path: Path, role: str) -> Iterator[None]:
         yield
 
 
+def is_claimed(path: Path) -> bool:
+    """Whether a process works on this directory, as `run` or as `head`."""
+    for lock_file in filter(Path.exists, (path / ".run.lock", path / ".head.lock")):
+        with closing(FileLock(lock_file)) as lock:
+            if lock.is_taken():
+                return True
+    return False
+
+
 def check_directory(path: Path, resume: bool) -> None:
     """Check that a run can begin, or with `resume` continue, in this directory.
 
@@ -231,8 +240,8 @@ def write_atomically(path: Path, text: str, mode: int = 0o644) -> None:
         raise write_failed(error, message) from error
 
 
-def read_json(path: Path) -> Any:
-    """Return the JSON value in a file, or None if there is no such file.
+def read_json(path: Path, remedy: str = "A run that is active rewrites it.") -> Any:
+    """Return the JSON value in a file, or None if there is no such file. `remedy`: where the file can't be read.
 
     Raises:
         UserError: the file can't be read, or does not hold JSON.
@@ -242,7 +251,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} is damaged: {error}. A run that is active rewrites it.") from error
+        raise UserError(f"{path} is damaged: {error}. {remedy}") from error
 
 
 def newest_run(outputs: Path = Path("outputs")) -> RunDir:

@@ -165,6 +165,12 @@ class RewardConfig:
         """The judge; None: there is none."""
         return read_judge(self.judge) if self.judge else None
 
+    @property
+    def scored_by(self) -> str:
+        """Whom those wait for who wait for rewards. Functions of echo2 take no time beside a judge."""
+        has_own = not self.judge or any(":" in function for function in self.functions)
+        return " or ".join(["the judge"] * bool(self.judge) + ["your reward function"] * has_own)
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingConfig:

@@ -6,6 +6,7 @@ A bare task that fails says so only when it is collected, if at all, and whoever
     spawn(work, on_error)   work that nobody awaits: its owner hears of an error that the work does not handle itself
     Background(on_error)    all such work of one owner, which ends with it
     awaited(work)           work whose starter awaits the outcome, so that errors are raised there
+    together()              several such works, of which the first error ends the others
     Shared(make)            values that are made once, for all that ask for them
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
 
 from echo2.core.errors import Echo2Error
@@ -48,6 +50,24 @@ def awaited(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     _running.add(task)
     task.add_done_callback(_running.discard)
     return task
+
+
+@asynccontextmanager
+async def together() -> AsyncIterator[asyncio.TaskGroup]:
+    """Yield a group whose tasks end with the block. The first error ends the others, and is raised as it is.
+
+    Until Python 3.13, a `TaskGroup` that fails while its block waits for it leaves the task marked as `cancelling`, and
+    whoever looks at that later takes the end of a connection for the end of the task.
+    """
+    task = asyncio.current_task()
+    num_before = task.cancelling() if task is not None else 0
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except ExceptionGroup as errors:
+        if task is not None and task.cancelling() > num_before:
+            task.uncancel()
+        raise errors.exceptions[0] from None
 
 
 def unforeseen(log: logging.Logger, doing: str) -> Callable[[Exception], None]:

@@ -35,9 +35,13 @@ class NoRoomError(UserError):
     exit_status = 3
 
 
+#: Free space would help.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
 def write_failed(error: OSError, message: str) -> UserError:
     """Return the error to raise when a file could not be written: `NoRoomError` if free space would help."""
-    return (NoRoomError if error.errno in (errno.ENOSPC, errno.EDQUOT) else UserError)(message)
+    return (NoRoomError if error.errno in NO_ROOM else UserError)(message)
 
 
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:

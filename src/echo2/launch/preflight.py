@@ -46,7 +46,7 @@ from echo2.weights.format.adapter_files import (
     check_same_settings,
     lora_targets,
 )
-from echo2.weights.format.model_files import linear_layers, tensor_shapes
+from echo2.weights.format.model_files import hub_refusal, linear_layers, tensor_shapes
 
 #: Maximum number of rows of a file checked before a run starts; the others are checked when they are used.
 ROWS_CHECKED_MAX = 10_000
@@ -373,7 +373,7 @@ def check_model(path: str, engine: str, has_learner: bool = True, setting: str =
         raise UserError(
             f"{setting} = {path!r}: there is no such directory below {Path.cwd()}, and it is not a hub id (owner/name)."
         )
-    elif reason := _hub_refusal(path, has_learner):
+    elif reason := hub_refusal(path, has_learner):
         raise UserError(f"{setting} = {path!r}: there is no such directory, and {reason}")
 
 
@@ -458,36 +458,8 @@ def check_model_directory(where: Path, engine: str, setting: str = "model.path")
             f"{setting} = {str(where)!r}: that directory holds no weights (no *.safetensors). Save the model there: "
             "model.save_pretrained(DIR)."
         )
-    config = read_json(where / "config.json")
+    config = read_json(where / "config.json", f"{setting}: download or save the model again.")
     if not isinstance(config, dict):
         raise UserError(f"{setting} = {str(where)!r}: its config.json is not a JSON object.")
     if engine == "compact":
         read_architecture(config)
-
-
-def _hub_refusal(hub_id: str, has_learner: bool) -> str:
-    """Return why a hub id can't be loaded, with a remedy; empty if it can. Only the learner's machine needs the hub and
-    its package."""
-    try:
-        from httpx2 import HTTPError
-        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-    except ImportError:
-        return ""
-    try:
-        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str) or not has_learner:
-            return ""
-        if constants.HF_HUB_OFFLINE:
-            return (
-                "the hub's cache does not hold it while HF_HUB_OFFLINE is set. Unset that to download the model, or "
-                "name a model directory."
-            )
-        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"))
-    except HFValidationError as error:
-        return f"it is not a hub id: {error}"
-    except HfHubHTTPError as error:
-        told = f"{error.response.status_code} {error.server_message or ''}".strip()
-        return f"the hub does not provide it ({told}). Check the name; a private or gated model needs `hf auth login`."
-    except HTTPError as error:
-        return f"the hub can't be reached ({error}). See to the network, or name a model directory."
-    return ""

@@ -9,7 +9,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -133,9 +133,10 @@ def _new_file(path: Path | None) -> Iterator[IO[str] | None]:
     except OSError as error:
         raise write_failed(error, f"Cannot write {path}: {error.strerror}.") from error
     try:
-        with file:
-            yield file
+        yield file
     finally:
+        with suppress(OSError):  # of a write that failed, and was told; it would be made again
+            file.close()
         if not path.stat().st_size:
             path.unlink()
 
@@ -217,7 +218,10 @@ def copy_model(source: Path, to: Path, dtype: str = "") -> None:
     weights = ADAPTER_WEIGHTS if (source / ADAPTER_CONFIG).is_file() else MODEL_FILE
     is_rewritten = bool(dtype) or any(source.glob(PARTS))
     left = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
-    shutil.copytree(source, to, ignore=shutil.ignore_patterns(*left), dirs_exist_ok=True)
+    to.mkdir(parents=True, exist_ok=True)
+    for file in sorted(source.iterdir()):
+        if not any(file.match(pattern) for pattern in left):
+            shutil.copy2(file, to)
     if is_rewritten:
         from echo2.learner.core.state import write_whole  # imports torch, which a plain copy does not need
 

@@ -21,7 +21,7 @@ from echo2.config.rundir import RunDir, accuracies, read_metrics
 from echo2.config.values import GGUF_FORMS
 from echo2.core.disk import num_bytes
 from echo2.core.documents import parse_json, safetensors_pieces
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, write_failed
 from echo2.models.evaluate import MODEL_FILE, Step, checkpoint_directory, copy_model
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2.weights.format.model_files import MLX_WEIGHTS, read_base_model
@@ -176,7 +176,7 @@ def write_card(directory: Path, rundir: RunDir, step: int, dtype: str) -> None:
     try:
         (directory / CARD).write_text("\n".join(text), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"Cannot write {directory / CARD}: {error.strerror}. Nothing was pushed.") from error
+        raise write_failed(error, f"Cannot write {directory / CARD}: {error.strerror}. Nothing was pushed.") from error
 
 
 def _training(config: Config) -> Mapping[str, str]:
@@ -285,7 +285,7 @@ def export(directory: Path, step: Step, to: Path, is_merged: bool = False, dtype
             (partial / ADAPTER_CONFIG).write_text(text)
         partial.rename(to)
     except OSError as error:
-        raise UserError(f"Cannot write {to}: {error.strerror or error}. Nothing was exported.") from error
+        raise write_failed(error, f"Cannot write {to}: {error.strerror}. Nothing was exported.") from error
     finally:
         _clear(partial, model)
     kind, stored = "adapter" if is_adapter and not is_merged else "model", form or dtype or STORED_DTYPE

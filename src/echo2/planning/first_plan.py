@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 from echo2.config import Config
 from echo2.config.offers import Offer
@@ -33,6 +33,7 @@ from echo2.planning.estimates import (
 from echo2.planning.memory_needs import rollouts_held, sampling_need
 from echo2.planning.plan import NoPlanError, Plan, make_plan
 from echo2.planning.plan_inputs import PlanInputs
+from echo2.weights.format.model_files import hub_refusal
 from echo2.worker.decide.home import SLOTS_MIN
 
 #: In bfloat16, at rates from 1e-6 to 2e-5, a step's delta is 1 to 1.5 % (docs/log.md); the first steps change more.
@@ -210,20 +211,35 @@ def fetched_shape(path: str) -> ModelShape:
     Raises:
         UserError: there is none, or it has layers of a kind that is not known.
     """
+    if model_config(path) is None and (reason := _fetch_config(path)):
+        raise UserError(
+            f"model.path = {path!r}: {reason} For a plan the model's config.json is enough: put it into a directory, "
+            "and name that: --model.path DIR."
+        )
     found = model_shape(path)
     if found is None:
-        with contextlib.suppress(Exception):  # offline, no such model, no library: the message below says what to do
-            from huggingface_hub import hf_hub_download
-
-            hf_hub_download(path, "config.json")
-            found = model_shape(path)
-    if found is None:
         raise UserError(
-            f"The sizes of {path!r} are not known: its config.json is neither here nor in the hub's cache, the hub "
-            "does not answer with it, or its layers are of a kind without a forecast. Put its config.json into a "
-            "directory and name that: --model.path DIR."
+            f"model.path = {path!r}: its layers are of a kind without a forecast. Measure instead: `echo2 run CONFIG "
+            "--run.max_steps 5 --out DIR`, then `echo2 plan CONFIG --from DIR`."
         )
     return found
+
+
+def _fetch_config(path: str) -> str:
+    """Fetch the config.json of a hub id into the hub's cache, and return why it is not there."""
+    if Path(path).exists():
+        return "there is no config.json in it that can be read."
+    if reason := hub_refusal(path):
+        return f"there is no such directory, and {reason}"
+    try:
+        from huggingface_hub import hf_hub_download
+
+        hf_hub_download(path, "config.json")
+    except ImportError:
+        return "there is no such directory, and a hub id needs `pip install huggingface_hub`."
+    except OSError as error:
+        return f"the hub did not send its config.json ({error})."
+    return "" if model_config(path) is not None else "the hub's config.json cannot be read."
 
 
 def usual_delta_share(config: Config) -> float | None:

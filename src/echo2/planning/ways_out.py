@@ -36,6 +36,8 @@ UNKNOWN_GB = 1e6
 FILTERS = {"--gpus": None, "--region": None, "--spot": "any"}
 #: Forecasts for a way out of a refusal.
 WAYS_OUT = 16
+#: A plan in which the learner waits for more than this share of the time is not said to work.
+IDLE_MAX = 0.5
 #: Without `--learner`, its machine may have so many times as much memory.
 MEMORY_FACTORS = (2, 4, 8, 16, 32, 64)
 
@@ -48,7 +50,7 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
         more = next(_more_at_once(options, past), None)
         if more is not None:
             command = _command(options, {f"--{AT_ONCE}": more[0]})
-            return f"A plan that works, with more rollouts at once: `{command}` ({_in_short(more[1])})."
+            return f"{_lead(more[1])}, with more rollouts at once: `{command}` ({_in_short(more[1])})."
         return _told(options, {}, remedies(error, are_estimated(options)))
     changes = {} if isinstance(error, DoesNotFitError) else _fewer_ranks(options)
     if changes is None:
@@ -63,7 +65,7 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
         plan = make_plan(inputs, SearchLimit(WAYS_OUT))
     except NoPlanError as refusal:
         return _told(asked, changes, remedies(refusal, are_estimated(asked)))
-    return f"A plan that works: `{_command(options, changes)}` ({_in_short(plan)})."
+    return f"{_lead(plan)}: `{_command(options, changes)}` ({_in_short(plan)})."
 
 
 def _fewer_ranks(options: argparse.Namespace) -> dict[str, str] | None:
@@ -200,13 +202,14 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator
 
 
 def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Remedy]) -> str:
+    found = sorted(found, key=lambda one: not _is_busy(one.plan))
     edits, others = _edits(found[0], options.offers), []
     for one in found[1:]:
         flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
         others.append(" and ".join([*flags, *_edits(one, options.offers)]))
     first = f"`{_command(options, {**changes, **_flags(found[0], options)})}` ({_in_short(found[0].plan)})"
     before = f"with {' and '.join(edits)}: " if edits else ""
-    return f"A plan that works: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
+    return f"{_lead(found[0].plan)}: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
 
 
 def _flags(remedy: Remedy, options: argparse.Namespace) -> dict[str, str]:
@@ -223,6 +226,15 @@ def _edits(remedy: Remedy, offers: Path | None) -> list[str]:
 def _in_short(plan: Plan) -> str:
     machines = ", ".join(f"{count} x {name}" for name, count in plan.machines.items())
     return f"{machines}; ${plan.usd_per_step:.3g} a step, the learner waits {plan.prediction.steady_idle_ratio:.1%}"
+
+
+def _is_busy(plan: Plan) -> bool:
+    return plan.prediction.steady_idle_ratio <= IDLE_MAX
+
+
+def _lead(plan: Plan) -> str:
+    works = "A plan that works"
+    return works if _is_busy(plan) else "In all plans found the learner waits most of the time; the nearest one"
 
 
 def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:

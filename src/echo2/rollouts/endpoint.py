@@ -27,7 +27,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from echo2.core.addresses import LOOPBACK, join
-from echo2.core.background import awaited, spawn
+from echo2.core.background import awaited, spawn, together
 from echo2.core.documents import half_character, may_have_half_character, parse_json
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.loop_thread import call_in
@@ -110,14 +110,11 @@ class ChatRollout:
             prompt = await asyncio.to_thread(self._prompt, call.messages, call.tools)  # long texts take seconds
         except TextTooLong as error:
             raise self.recorded.full(str(error)) from error
-        try:
-            async with asyncio.TaskGroup() as together:
-                asked = [
-                    together.create_task(self._answer(call, prompt, bounds, index, tell))
-                    for index in range(call.num_answers)
-                ]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
+        async with together() as answers:
+            asked = [
+                answers.create_task(self._answer(call, prompt, bounds, index, tell))
+                for index in range(call.num_answers)
+            ]
         return [one.result() for one in asked]
 
     async def _answer(

@@ -19,6 +19,8 @@ from echo2.core.errors import UserError, did_you_mean
 
 MAX_LINE_CHARS = 500
 TRACEBACK_CHARS = 4000
+#: The folder of echo2's own files.
+OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 def load_named(spec: str) -> Any:
@@ -41,11 +43,22 @@ def load_named(spec: str) -> Any:
 
 
 def innermost_line(error: BaseException) -> str:
-    """`file.py:12 in name: TypeError: ...`: where the user's code broke, on one line."""
-    frames = traceback.extract_tb(error.__traceback__)
+    """`file.py:12 in name: TypeError: ...`: where the user's code broke, on one line. What broke in a library, broke in
+    the user's line that called it."""
+    frames = _users(traceback.extract_tb(error.__traceback__))
     place = f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}: " if frames else ""
     line = place + "".join(traceback.format_exception_only(error)).strip().replace("\n", " ")
     return line if len(line) <= MAX_LINE_CHARS else line[: MAX_LINE_CHARS - 3] + "..."
+
+
+def _users(frames: list[traceback.FrameSummary]) -> list[traceback.FrameSummary]:
+    """Return the frames in the folder of the first file that is neither echo2's nor the importer's; all if none is."""
+    others = [frame for frame in frames if not frame.filename.startswith(("<", OURS))]
+    if not others:
+        return frames
+    folder = os.path.dirname(others[0].filename)
+    below = [frame for frame in others if frame.filename.startswith(folder + os.sep)]
+    return [frame for frame in below if "site-packages" not in frame.filename[len(folder) :]]
 
 
 def traceback_of(error: UserError) -> str:

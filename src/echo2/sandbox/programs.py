@@ -9,6 +9,7 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from echo2.core.background import together
 from echo2.core.child import ChildProcess
 from echo2.core.errors import UserError
 from echo2.sandbox.process_table import usage
@@ -100,15 +101,15 @@ class Program:
 
     async def run(self) -> tuple[int, str, str]:
         """Return its status, what it printed, and the limit that ended it."""
-        together = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *self.words)
+        merged = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh", *self.words)
         heard, stopped = _Heard(self.output_bytes), ""
         try:
-            child = ChildProcess(together, environment=self.environment, has_pipes=True)
+            child = ChildProcess(merged, environment=self.environment, has_pipes=True)
         except OSError as error:
             raise ContainerFault(f"{self.words[0]} does not start: {error}.") from error
         try:
             stream, _stdin = await child.streams()  # held: its end ends the command
-            async with asyncio.TaskGroup() as group:
+            async with together() as group:
                 group.create_task(heard.listen(stream))
                 looking = group.create_task(self._look(child))
                 if stopped := await self._limit(child, heard, looking):

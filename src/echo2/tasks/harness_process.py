@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from echo2.core.background import spawn, unforeseen
 from echo2.core.errors import UserError
+from echo2.core.printable import shown
 from echo2.sandbox.child import Handler
 from echo2.sandbox.code_process import CodeProcess
 from echo2.sandbox.plugins import innermost_line, load_named, own_python
@@ -85,7 +87,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             if isinstance(reward, tuple):  # as of older harnesses, which named the tokens to train on
                 told = "Return the reward alone, and make calls that are not to be trained on with `policy.untrained`."
                 raise UserError(f"{spec} returned {len(reward)} values. {told}")
-            return {"reward": float(reward)}
+            return {"reward": _number(spec, reward)}
         except UserError:
             raise
         except TimeoutError as error:
@@ -94,6 +96,13 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
             raise UserError(f"{spec} raised: {innermost_line(error)}") from error
 
     return answer, {}
+
+
+def _number(spec: str, reward: Any) -> float:
+    is_number = hasattr(type(reward), "__float__")  # text and lists have none
+    if not is_number or not math.isfinite(found := float(reward)):
+        raise UserError(f"{spec} returned {shown(reward)} as its reward. Return a finite number from `run`.")
+    return found
 
 
 def load_harness(spec: str) -> Play:

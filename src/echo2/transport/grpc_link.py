@@ -268,11 +268,14 @@ async def attended(
         PeerError: the head refused this machine.
         UserError: the run's owner revoked this machine.
     """
-    retries = Retries(RECONNECT_SECONDS, patience_seconds)
+    retries, reason = Retries(RECONNECT_SECONDS, patience_seconds), ""
     while True:
         at_least_seconds = 0.0
         try:
             async for order in link.stream("Attend", hello()):
+                if reason:
+                    log.info("connected again")
+                reason = ""
                 retries.succeeded()
                 if order.HasField("settings"):
                     most = max(RECONNECT_SECONDS.most_seconds, RECONNECT_SHARE * order.settings.heartbeat_seconds)
@@ -298,6 +301,6 @@ async def attended(
                 f"No head for {patience_seconds:.0f} s: {reason}. "
                 "`echo2 doctor @TICKET` finds what is wrong on the way to it."
             )
-        log.info("not connected (%s); trying again", reason)
+        log.info("not connected (%s); trying again, for %.0f s in all", reason, patience_seconds)
         disconnected()
         await retries.pause(at_least_seconds)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from echo2.config.rundir import RunDir, accuracies, newest_checkpoint, parse_row, read_json
+from echo2.config.rundir import RunDir, accuracies, is_claimed, newest_checkpoint, parse_row, read_json
 from echo2.core.disk import FLOOR_BYTES, free_bytes
 from echo2.core.errors import UserError
 from echo2.core.types import Wait
@@ -209,7 +209,10 @@ def read_status(rundir: RunDir) -> dict[str, Any]:
     """
     status: dict[str, Any] | None = read_json(rundir.status)
     if status is None:
-        raise UserError(f"{rundir.path} has no status yet: no head was started there. `echo2 run` starts one.")
+        why = "no head was started there. `echo2 run` starts one."
+        if is_claimed(rundir.path):
+            why = "its head is being started, or stands by for another one. Ask again in a minute."
+        raise UserError(f"{rundir.path} has no status yet: {why}")
     return live_status(rundir, status)
 
 

@@ -73,7 +73,7 @@ class Pages:
         try:
             await read_body(request, passage, body, limits.SIGN_IN_BYTES_MAX)
             key = parse_qs(body.decode("latin-1")).get("key", [""])[0].strip()
-            self._guard.api_keys.admit(key)
+            caller = self._guard.api_keys.admit(key)
         except PeerError as error:
             return _sign_in_page(error)
         except UNREACHED:
@@ -82,7 +82,8 @@ class Pages:
             return Response(status_code=400)
         finally:
             passage.end()
-        response = RedirectResponse("/", status_code=303, headers=HEADERS)
+        page = "/owner" if "owner" in caller.scopes else "/"
+        response = RedirectResponse(page, status_code=303, headers=HEADERS)
         is_encrypted = request.url.scheme == "https"
         response.set_cookie(cookie_of(request), key, httponly=True, samesite="strict", secure=is_encrypted)
         return response

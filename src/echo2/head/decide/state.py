@@ -314,7 +314,7 @@ class PlannerOptions:
     """The part of the configuration that the planner needs, with the same names. `policy`: id of the policy it plans
     for. `activation`: if False, all workers are active. `check_seed`: secret seed, unknown to all workers, for drawing
     the groups to check; None: nothing is checked. `require_checks`: strangers that are not trusted yet work only while
-    a machine of the owner can check them.
+    a machine of the owner can check them. `scored_by`: whom the head waits for when it waits for rewards.
 
     `heartbeat_seconds` (between two reports of a worker, at least) and `max_failures` (failed groups in a row that stop
     the run) are not settings: a run uses the defaults. Simulations with other time scales or failing machines use other
@@ -338,6 +338,7 @@ class PlannerOptions:
     max_failures: int = 8
     seed: int = 0
     policy: str = RUN_POLICY
+    scored_by: str = "your reward function"
     eval_size: int = 0
     eval_every: int = 0
     eval_samples: int = 1

@@ -105,7 +105,7 @@ def _why_unscored(state: PlannerState, step: int, num_unscored: int) -> str:
 def _for_rewards(state: PlannerState) -> str:
     seconds = state.measurements.rewards.mean
     each = f" ({seconds:.3g} s each)" if seconds is not None else ""
-    return f"waiting for your reward function{each}"
+    return f"waiting for {state.options.scored_by}{each}"
 
 
 def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:

@@ -374,6 +374,10 @@ class Ledger:
     def get_meta(self, key: str, default: Any = None) -> Any:
         return self._meta(f"caller.{key}", default)
 
+    @property
+    def last_granted_at(self) -> float:
+        return float(self._execute("SELECT coalesce(max(granted_at), 0) FROM leases", ()).fetchone()[0])
+
     def counts(self) -> dict[str, Any]:
         """Return counts: groups issued, trained and retired (by reason), rollouts lost (by cause), deliveries refused
         (by reason), and tokens trained on."""

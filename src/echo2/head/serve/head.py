@@ -215,11 +215,12 @@ class Head:
         identity: RunIdentity,
         mirror: Mirror | None = None,
     ) -> None:
-        self.rundir, self.config, self.identity, self.clock = rundir, config, identity, Clock()
+        self.rundir, self.config, self.identity = rundir, config, identity
         self.train_tasks = training_tasks(config.tasks, config.run.seed)
         held_out = held_out_tasks(config.eval, config.run.seed)
         self.mirror = mirror
         self.ledger = Ledger(rundir.ledger) if mirror is None else mirror.open_ledger()
+        self.clock = Clock(self.ledger.last_granted_at)
         self._refuse_changed_rows(held_out)
         self.run_id = self._meta("run_id", lambda: secrets.token_hex(6))
         offers = read_offers(config)
@@ -378,6 +379,7 @@ def planner_options(config: Config, eval_size: int, offers: Mapping[str, Offer] 
         order=schedule.order,
         lease_seconds=schedule.lease_seconds,
         seed=config.run.seed,
+        scored_by=config.reward.scored_by,
         eval_size=eval_size,
         eval_every=config.eval.every,
         eval_samples=config.eval.samples,

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from echo2.core.background import together
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Lease, LostRollout, Reply, Rollout, RolloutGroup, Task
 from echo2.engines.engine import derived_seed
@@ -140,13 +141,11 @@ class EnvironmentReplay:
             for sample in group.sample_numbers
         ]
         try:
-            async with asyncio.timeout(seconds), asyncio.TaskGroup() as tasks:
+            async with asyncio.timeout(seconds), together() as tasks:
                 judging = [
                     tasks.create_task(self._replayed(rules, group, rollout, one, is_own))
                     for rollout, one in zip(group.rollouts, begun, strict=True)
                 ]
-        except ExceptionGroup as failed:
-            raise failed.exceptions[0] from None
         except TimeoutError as error:
             raise PeerError("late", "its lease ended before the environment had replayed it") from error
         finally:

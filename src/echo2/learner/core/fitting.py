@@ -232,7 +232,7 @@ def model_config(path: str) -> dict[str, Any] | None:
         if not isinstance(cached, str):
             return None
         config = Path(cached)
-    values = read_json(config)
+    values = read_json(config, "Download or save the model again.")
     return values if isinstance(values, dict) else None
 
 

@@ -253,6 +253,8 @@ class HeadClient:
         self.lineage, self.max_steps, self.published = welcome.lineage, welcome.max_steps, set(welcome.published)
         self._base_models = set(welcome.base_models)
         self._joins += 1
+        if self._joins > 1:
+            log.info("connected to the head again")
 
     async def _attend(self, session: AsyncIterator[wire.LearnerWelcome]) -> None:
         """Keep the session open. If the head ends it or goes away, the calls that need the head notice."""
@@ -261,7 +263,8 @@ class HeadClient:
                 if order.stop:
                     self._on_stop(order.stop)
         except (LinkError, PeerError) as error:
-            log.info("the session with the head ended: %s", error)
+            seconds = self._patience_seconds
+            log.info("the session with the head ended (%s); each call tries again for %.0f s", error, seconds)
 
     def _session_failed(self, error: Exception) -> None:
         self._fault = error

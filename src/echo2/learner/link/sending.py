@@ -19,7 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from echo2.core.addresses import LOOPBACK, family, join
-from echo2.core.background import Background
+from echo2.core.background import Background, together
 from echo2.core.errors import Echo2Error, LinkError, PeerError, UserError
 from echo2.core.frames import frame, receive_frame
 from echo2.core.loop_thread import LoopThread
@@ -120,12 +120,9 @@ async def upload(link: Link, epoch: int, payload: ChunkedPayload, names: Sequenc
             chunk = wire.OfferedChunk(hash=name, data=payload.chunk(name), epoch=epoch)
             await link.call("PutChunk", chunk, CALL_SECONDS)
 
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for name in missing:
-                tasks.create_task(put(name))
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
+    async with together() as tasks:
+        for name in missing:
+            tasks.create_task(put(name))
 
 
 def _listening(host: str) -> socket.socket:

@@ -6,7 +6,7 @@ import { duration, make, number, say } from "./parts.js";
 export const CAUSES = [
   ["wait/lease", "no free worker has the weights", "a free worker with the weights"],
   ["wait/sampling", "workers sample", "workers that sample"],
-  ["wait/rewards", "rewards", "your reward function"],
+  ["wait/rewards", "rewards", "rewards"],
   ["wait/lost", "leases lost", "leases that brought nothing"],
   ["wait/replaced", "groups replaced", "groups that were retired and replaced"],
   ["wait/held", "checks, or a full disk", "checks of how tokens were drawn, or room on the disk"],

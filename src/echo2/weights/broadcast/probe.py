@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from echo2.core.background import together
 from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
@@ -120,8 +121,6 @@ async def _race(links: Sequence[Link], run: Callable[[Link, _Tape, int], Awaitab
             await asyncio.gather(*(run(link, tape, len(links)) for link in links))
     except TimeoutError:
         return tape.rate(), False
-    except ExceptionGroup as errors:
-        raise errors.exceptions[0] from errors
     return tape.rate(), tape.seconds < FAST_SECONDS
 
 
@@ -134,7 +133,7 @@ async def _pull(link: Link, tape: _Tape, share: int) -> None:
 
 async def _push(link: Link, tape: _Tape, share: int) -> None:
     left = PROBE_BYTES // PIECE_BYTES // share
-    async with asyncio.TaskGroup() as putting:
+    async with together() as putting:
         under_way = 0
 
         def begin() -> None:

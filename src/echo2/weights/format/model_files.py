@@ -59,6 +59,8 @@ def find_model(path: str, setting: str = "model.path") -> Path:
             f"{setting} = {path!r}: there is no such directory, and it is not a hub id (owner/name). "
             "Give a directory with config.json and model.safetensors, or a hub id."
         )
+    if reason := hub_refusal(path):
+        raise UserError(f"{setting} = {path!r}: there is no such directory, and {reason}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -70,6 +72,34 @@ def find_model(path: str, setting: str = "model.path") -> Path:
             f"{setting} = {path!r}: no such directory, and the hub does not provide it ({type(error).__name__}; "
             "HF_HUB_OFFLINE or no network?). Check the name, or download the model and give its directory."
         ) from error
+
+
+def hub_refusal(hub_id: str, is_loaded: bool = True) -> str:
+    """Return why a hub id can't be loaded, with a remedy; empty if it can. `is_loaded`: on this machine; others need
+    neither the hub nor its package."""
+    try:
+        from httpx2 import HTTPError
+        from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    except ImportError:
+        return ""
+    try:
+        if isinstance(try_to_load_from_cache(hub_id, "config.json"), str) or not is_loaded:
+            return ""
+        if constants.HF_HUB_OFFLINE:
+            return (
+                "the hub's cache does not hold it while HF_HUB_OFFLINE is set. Unset that to download the model, or "
+                "name a model directory."
+            )
+        get_hf_file_metadata(hf_hub_url(hub_id, "config.json"))
+    except HFValidationError as error:
+        return f"it is not a hub id: {error}"
+    except HfHubHTTPError as error:
+        told = f"{error.response.status_code} {error.server_message or ''}".strip()
+        return f"the hub does not provide it ({told}). Check the name; a private or gated model needs `hf auth login`."
+    except HTTPError as error:
+        return f"the hub can't be reached ({error}). See to the network, or name a model directory."
+    return ""
 
 
 def _refuse_for_home(path: Path, setting: str) -> None:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from echo2.core.errors import InvariantError, PeerError, UserError, write_failed
+from echo2.core.errors import NO_ROOM, InvariantError, PeerError, UserError, write_failed
 from echo2.core.types import PayloadId, SnapshotRef
 from echo2.weights.format.manifest import HASH_BYTES, MAX_CHUNK_BYTES, MAX_DELTAS, Manifest
 
@@ -43,7 +43,6 @@ PACK_BYTES = 64 << 20
 
 #: Errors that do not mean damaged bytes on disk: too many files are open, or memory is short.
 PASSING = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-_NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 _NO_HASH = bytes(HASH_BYTES)
 _HEADER = struct.Struct(f"<{HASH_BYTES}sI")
@@ -157,7 +156,7 @@ class Packs:
                 while self._forgotten:
                     self._erase(self._forgotten.pop())
             except OSError as error:
-                if error.errno not in PASSING | _NO_ROOM:
+                if error.errno not in PASSING | {*NO_ROOM}:
                     raise
                 log.warning("%s keeps, for now, chunks that nobody needs: %s", self.directory, error.strerror)
 

@@ -26,7 +26,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "lost": "leases that brought nothing",
         "lease": "a free worker with the weights",
         "sampling": "workers that sample",
-        "rewards": "your reward function",
+        "rewards": "rewards",
         "held": "checks of how tokens were drawn, or room on the disk",
     }
 )

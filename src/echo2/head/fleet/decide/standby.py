@@ -240,7 +240,7 @@ class FleetNeed:
             return "how many workers are needed is known after the first step"
         if self.reward_seconds is not None:
             each = f"{self.reward_seconds:.3g} s a group"
-            return f"the learner waits for your reward function ({each}): more workers would not help"
+            return f"the learner waits for rewards ({each}): more workers would not help"
         if self.short is None:
             return self.limit or "the rate of these workers is not known yet"
         workers = f"{abs(self.short)} worker{'s' if abs(self.short) > 1 else ''}"
