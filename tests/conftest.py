@@ -18,7 +18,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -128,3 +128,19 @@ def anywhere(tmp_path: Path, url: str, quotas: Quotas) -> Iterator[Service]:
 
     with closing(Service(tmp_path, url, quotas)) as made:
         yield made
+
+
+@pytest.fixture
+def raw(tmp_path: Path) -> dict[str, Any]:
+    """Settings that pass: a directory that looks like a model, rows and a reward."""
+    from model_cases import model_directory
+
+    model = model_directory(tmp_path / "model")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    return {
+        "model": {"path": str(model)},
+        "tasks": {"source": str(rows)},
+        "reward": {"functions": ["exact_match"]},
+        "sampling": {"max_tokens": 8},
+    }
