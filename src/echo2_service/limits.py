@@ -14,9 +14,11 @@ HEADER_BYTES_MAX = 64 << 10
 HEAD_SECONDS = 75.0
 #: Share of the connections that one address may have. A proxy in front of the service is one address.
 ADDRESS_CONNECTIONS_SHARE = 0.75
-#: Bytes of a body, as received and unpacked: of training data, of adapters, and of everything else.
+#: Bytes of a body, as received and unpacked: of training data, of adapters, of chats, which a template of any speed
+#: reads, and of everything else.
 BODY_BYTES_MAX = 32 << 20
 ADAPTER_BYTES_MAX = 256 << 20
+CHAT_BYTES_MAX = 1 << 20
 SMALL_BODY_BYTES_MAX = 4 << 20
 #: A body, or a client that reads an answer, must make this much progress in this time (64 kB/s).
 PROGRESS_BYTES, PROGRESS_SECONDS = 640_000, 10.0

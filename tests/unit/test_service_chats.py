@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import closing
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from echo2_service.backend import PromptCall
 from echo2_service.front import chat_api
 from echo2_service.front.database import requests, samplers, sessions
 from echo2_service.settings import Quotas
@@ -188,6 +190,20 @@ def test_who_hangs_up_pays_nothing(chats: Service, monkeypatch: pytest.MonkeyPat
 
 async def _gone(_: Any) -> bool:
     return True
+
+
+def test_a_tenants_chats_wait_for_each_other_and_not_others_for_all(chats: Service) -> None:
+    order: list[str] = []
+
+    async def ask(tenant: str) -> None:
+        await chats.front.chats.prompt(tenant, PromptCall(str(chats.folder), text="12" * 1000))
+        order.append(tenant)
+
+    async def both() -> None:
+        await asyncio.gather(*(ask("many") for _ in range(5)), ask("few"))
+
+    chats.in_front(both)
+    assert order.index("few") <= 1
 
 
 def test_a_service_that_ends_says_so(service: Service) -> None:

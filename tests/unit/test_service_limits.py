@@ -92,6 +92,10 @@ def small_body(server: FrontServer, client: Client) -> None:
     refused(client.post("create_session", b" " * (limits.SMALL_BODY_BYTES_MAX + 1)), 413, "are taken")
 
 
+def chat_body(server: FrontServer, client: Client) -> None:
+    refused(client.post("/oai/api/v1/chat/completions", b" " * (limits.CHAT_BYTES_MAX + 1)), 413, "are taken")
+
+
 def stalled_body(server: FrontServer, client: Client) -> None:
     opened = raw(client, "forward_backward", b"Content-Length: 100000\r\n\r\n" + b"x" * 5000)
     assert come(opened, b"too slowly").startswith(b"HTTP/1.1 400")
@@ -428,6 +432,7 @@ ATTACKS: dict[str, tuple[Attack, dict[str, float]]] = {
     "BODY_BYTES_MAX": (training_body, {"BODY_BYTES_MAX": 2000}),
     "ADAPTER_BYTES_MAX": (adapter_body, {"ADAPTER_BYTES_MAX": 2000}),
     "SMALL_BODY_BYTES_MAX": (small_body, {}),
+    "CHAT_BYTES_MAX": (chat_body, {}),
     "PROGRESS_BYTES PROGRESS_SECONDS": (stalled_body, {"PROGRESS_SECONDS": 2.0}),
     "TENANT_BYTES_MAX": (bodies_of_a_tenant, {"TENANT_BYTES_MAX": 2000}),
     "ALL_BYTES_MAX RESERVED_BYTES FEW_BYTES": (

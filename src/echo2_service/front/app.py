@@ -173,7 +173,7 @@ class App:
         routes.append(Route(f"{ROOT}{checkpoint}/ttl", enter(accounts.set_ttl, "train"), methods=["PUT"]))
         routes.append(Route(ROOT + checkpoint, enter(accounts.delete_checkpoint, "train"), methods=["DELETE"]))
         routes += [
-            Route(OPENAI_ROOT + path, enter(handler, "sample"), methods=[verb])
+            Route(OPENAI_ROOT + path, enter(handler, "sample", "CHAT_BYTES_MAX"), methods=[verb])
             for path, (verb, handler) in self.chats.handlers().items()
         ]
         return routes + self.pages.routes()

@@ -7,10 +7,12 @@ hangs up pays for nothing.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +101,8 @@ class ChatApi:
         self._requests, self._cleaning = requests, cleaning
         self._process = AnsweringProcess("echo2_service.front.chat_tokens", "", log_path)
         self._tenants: dict[str, _Tenant] = {}
+        #: One call of each tenant at a time: a chat of a megabyte takes seconds, and others' must not wait for many.
+        self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
 
     async def close(self) -> None:
         """End the process of the tokenizers."""
@@ -120,11 +124,12 @@ class ChatApi:
         return answer({"object": "list", "data": cards})
 
     async def _chat(self, caller: Caller, request: Request, body: bytes) -> Response:
-        given = _drawn(parse(ChatBody, body))
-        call = await off_loop(len(body), lambda: OPENAI.call(msgspec.json.decode(body)))
+        given, call = await off_loop(
+            len(body), lambda: (_drawn(parse(ChatBody, body)), OPENAI.call(msgspec.json.decode(body)))
+        )
         sampler = self._sampler(caller, given.model)
         messages, tools = (json.dumps(part).encode() if part else b"" for part in (call.messages, call.tools))
-        prompt = await self._prompt(PromptCall(self._directory(sampler), messages, tools))
+        prompt = await self.prompt(caller.tenant, PromptCall(self._directory(sampler), messages, tools))
         params = _params(given, call.max_tokens, call.stop)
         found = await self._answers(caller, request, sampler, prompt, params, call.num_answers)
         number = int(found.request[-8:], 16)  # names tool calls
@@ -146,7 +151,7 @@ class ChatApi:
             raise UserError("echo is not supported: the prompt is not sent back.")
         sampler, stop = self._sampler(caller, given.model), [given.stop] if isinstance(given.stop, str) else given.stop
         if isinstance(given.prompt, str):
-            prompt = await self._prompt(PromptCall(self._directory(sampler), text=given.prompt))
+            prompt = await self.prompt(caller.tenant, PromptCall(self._directory(sampler), text=given.prompt))
         else:
             prompt = array("i", given.prompt)
         params = _params(given, given.max_tokens, stop or ())
@@ -169,8 +174,14 @@ class ChatApi:
         usage = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
         return answer({**told_once, "choices": choices, "usage": usage})
 
-    async def _prompt(self, call: PromptCall) -> Ints:
-        written = await self._process.call(call)
+    async def prompt(self, tenant: str, call: PromptCall) -> Ints:
+        """Return the tokens of a prompt.
+
+        Raises:
+            UserError: the base model has no tokenizer or no chat template, or its template refuses the messages.
+        """
+        async with self._turns[tenant]:
+            written = await self._process.call(call)
         if written.prompt is None:
             raise InvariantError("the process of the tokenizers has answered another call")
         return written.prompt
@@ -203,7 +214,8 @@ class ChatApi:
             for one in found["sequences"]
         ]
         directory, rows = self._directory(sampler), [one.tokens for one in completions]
-        texts = (await self._process.call(ReplyCall(directory, rows))).texts or []
+        async with self._turns[caller.tenant]:
+            texts = (await self._process.call(ReplyCall(directory, rows))).texts or []
         stops = [stop for stop in params.stop or () if isinstance(stop, str)]
         return _Answers(submitted, prompt, completions, [_until(text, stops) for text in texts])
 
