@@ -267,6 +267,23 @@ def failed(number: int, error: Exception, doing: str) -> Answer:
     return Answer(number, fault=f"{type(error).__name__}: {error}", is_ours=True)
 
 
+def serve(name: str, carry_out: Callable[[Call, int], Answer]) -> None:
+    """Be a process that answers one call after the other, until its parent is gone."""
+    inbox, tell = begin(name)
+
+    def take(request: Request) -> None:
+        call, number = request.call, request.number
+        if isinstance(call, CancelCall):
+            return  # it comes too late, and is no call
+        tell(Answer(number, has_begun=True))
+        try:
+            tell(carry_out(call, number))
+        except Exception as error:  # later calls are answered
+            tell(failed(number, error, type(call).__name__))
+
+    receive(inbox, take)
+
+
 def receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
     """Pass every request to `take`, and end this process at the end of input. Runs in its own thread."""
     while (body := read_frame(inbox)) is not None:

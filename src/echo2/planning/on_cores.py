@@ -3,7 +3,7 @@ step and for a batch of rollouts, from the model's sizes, lengths, and what a co
 
 Unlike a GPU, a core is kept busy by all that it does, one after the other, so the parts are added: products, memory,
 and the operations themselves. The counts of passes and operations are those of this project's learner and engine
-`compact`, counted and measured with other models (`benchmarks/planning/forecast.py --parts`).
+`compact`, counted and measured with several models (`benchmarks/planning/forecast.py --parts`).
 """
 
 from __future__ import annotations

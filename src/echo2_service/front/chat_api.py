@@ -1,8 +1,8 @@
 """Samples in OpenAI's form, for clients and tools that speak it: `chat/completions`, `completions` and `models`.
 
 `model` is a base model or the path of a checkpoint saved for sampling. A call becomes a sample of the tenant, with the
-order, the limits and the price of every other. Its answer is sent when it is whole, also as a stream. A caller that
-hangs up pays for nothing.
+order, the limits and the price of every other. Its answer is sent when it is whole, also as a stream. Each
+`POLL_SECONDS` the caller is looked for; if it has hung up, its sample is cancelled and costs nothing.
 """
 
 from __future__ import annotations

@@ -12,26 +12,21 @@ import msgspec
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Task
 from echo2.engines.tokenizer import (
-    TOKENIZER_SUFFIXES,
     Tokenizer,
     decoded_all,
     encode_prompt,
     load_tokenizer,
     rendered_tokens,
 )
-from echo2_service.backend import Answer, Call, CancelCall, PromptCall, ReplyCall, Request
-from echo2_service.calling import begin, failed, receive
-
-#: Longer files of a model's directory are no tokenizer's.
-FILE_BYTES_MAX = 64 << 20
+from echo2.weights.format.model_files import model_files
+from echo2_service.backend import Answer, Call, PromptCall, ReplyCall
+from echo2_service.calling import serve
 
 
 @cache
 def _tokenizer(directory: str) -> Tokenizer:
-    files = (path for path in Path(directory).iterdir() if path.suffix in TOKENIZER_SUFFIXES)
-    found = {path.name: path.read_bytes() for path in files if path.stat().st_size <= FILE_BYTES_MAX}
     try:
-        return load_tokenizer(found)
+        return load_tokenizer(model_files(Path(directory)))
     except PeerError as error:
         raise UserError(f"This base model has no tokenizer that the service reads: {error.detail}") from error
 
@@ -48,17 +43,4 @@ def _carry_out(call: Call, number: int) -> Answer:
 
 
 if __name__ == "__main__":
-    inbox, tell = begin("chat tokens")
-
-    def take(request: Request) -> None:
-        """Answer one call; its cancellation comes too late, and is no call."""
-        call, number = request.call, request.number
-        if isinstance(call, CancelCall):
-            return
-        tell(Answer(number, has_begun=True))
-        try:
-            tell(_carry_out(call, number))
-        except Exception as error:  # later chats are read
-            tell(failed(number, error, type(call).__name__))
-
-    receive(inbox, take)
+    serve("chat tokens", _carry_out)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from echo2_service.backend import Answer, Call, CancelCall, ReadCall, Request, TextCall
-from echo2_service.calling import begin, failed, receive
+from echo2_service.backend import Answer, Call, ReadCall, TextCall
+from echo2_service.calling import serve
 from echo2_service.front.data import read_json
 
 
@@ -32,17 +32,4 @@ def _read(call: Call, number: int) -> Answer:
 
 
 if __name__ == "__main__":
-    inbox, tell = begin("reader")
-
-    def take(request: Request) -> None:
-        """Answer one call; its cancellation comes too late, and is no call."""
-        call, number = request.call, request.number
-        if isinstance(call, CancelCall):
-            return
-        tell(Answer(number, has_begun=True))
-        try:
-            tell(_read(call, number))
-        except Exception as error:  # later bodies are read
-            tell(failed(number, error, type(call).__name__))
-
-    receive(inbox, take)
+    serve("reader", _read)

@@ -57,7 +57,6 @@ class Distribution:
         self._identity, self._order, self._attending, self._spawn = identity, order, attending, spawn
         self._notices: dict[PayloadId, tuple[Manifest, wire.SnapshotNotice]] = {}
         self._joins: defaultdict[SnapshotRef, Counter[str]] = defaultdict(Counter)
-        self._newest: SnapshotRef | None = None  # announced last
         archive.on_dropped, archive.on_stored = self._dropped, origin.stored
 
     def has_installed(self, worker_id: str, installed: SnapshotRef) -> None:
@@ -66,7 +65,7 @@ class Distribution:
 
     def announce(self, ref: SnapshotRef, worker_ids: Iterable[str]) -> None:
         """Announce `ref` to these workers as the newest snapshot, in waves if they are many."""
-        told, self._newest = list(worker_ids), ref
+        told = list(worker_ids)
         if len(told) > WAVE_WORKERS:
             told.sort(key=self._age_of)
             self._spawn(self._announce_later(ref, told[WAVE_WORKERS:]))
@@ -79,11 +78,11 @@ class Distribution:
         return (-1, -1) if installed is None else (installed.lineage, installed.version)
 
     async def _announce_later(self, ref: SnapshotRef, worker_ids: list[str]) -> None:
-        """Announce `ref` to the later waves, unless another one was announced meanwhile. Workers that came back
+        """Announce `ref` to the later waves, unless there is a newer one meanwhile. Workers that came back
         meanwhile have heard of it."""
         for start in range(0, len(worker_ids), WAVE_WORKERS):
             await asyncio.sleep(WAVE_SECONDS)
-            if self._newest != ref:
+            if not self._is_newest(ref):
                 return
             known = self.origin.progress()
             wave = worker_ids[start : start + WAVE_WORKERS]

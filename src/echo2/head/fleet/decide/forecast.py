@@ -196,11 +196,8 @@ class _Walk:
 
     def _train(self, arrived: Sequence[float]) -> None:
         """Train a step whose groups come at these times, part by part."""
-        end, parts, num_parts = (
-            self.ended[-1] if self.ended else 0.0,
-            list[tuple[float, float]](),
-            self.machine.num_parts,
-        )
+        end, num_parts = self.ended[-1] if self.ended else 0.0, self.machine.num_parts
+        parts = list[tuple[float, float]]()
         for part in range(num_parts):
             begin = max(end, arrived[math.ceil((part + 1) * len(arrived) / num_parts) - 1])
             end = begin + self.demand.train_seconds / num_parts
