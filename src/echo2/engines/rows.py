@@ -265,8 +265,8 @@ class PrefixCache:
             self._drop(next(iter(self._rows)))
 
     def known(self, key: bytes, scope_bytes: int = 0) -> Cache | None:
-        """Return the cache of the longest prefix of these tokens that is kept. A row that goes on as a whole is removed;
-        of another, the common part is copied, if that is at least half of these tokens."""
+        """Return the cache of the longest prefix of these tokens that is kept. A row that goes on as a whole is
+        removed; of another, the common part is copied, if that is at least half of these tokens."""
         place = bisect.bisect(self._sorted, key)
         beside = self._sorted[max(0, place - 1) : place + 1]  # no other key has more in common with it
         found = max(beside, key=lambda other: _num_common(key, other), default=b"")
