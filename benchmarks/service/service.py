@@ -1,11 +1,12 @@
-"""The service's back end: a training step, samples at once, a new sampler, and many tenants.
+"""The service's back end: a training step, samples at once, conversations, a new sampler, and many tenants.
 
     make bench-service        # two sizes of random Qwen3; a learner and a sampler process, one thread each
     make bench-service ARGS='--quick'
 
 Everything goes through the contract that the HTTP front calls (`src/echo2_service/backend.py`), so these are its
 figures without HTTP. Warm: what is measured was done once before. A step is forward_backward on 8 x 128 tokens and an
-AdamW step, a rank 8 adapter on all linear layers. Fairness is the slowest tenant's steps over the fastest's in the same
+AdamW step, a rank 8 adapter on all linear layers. A conversation is 16 calls, which grow by 104 tokens each: of one
+owner, and of others, for whom all is read anew. Fairness is the slowest tenant's steps over the fastest's in the same
 seconds.
 """
 
@@ -19,7 +20,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ from echo2_service.backend import (
 )
 from echo2_service.fleet.machines import LocalBackend
 
+#: Calls of a conversation.
+TURNS = 16
 #: Hidden size, layers, vocabulary.
 SIZES = {"0.2M": (64, 2, 1024), "4M": (256, 4, 4096)}
 ADAM = AdamSettings(1e-4)
@@ -111,6 +114,16 @@ class Trial:
         specs = [SampleSpec(self.tokens(32), max_tokens=64, seed=at, ends_with_model=False) for at in range(concurrent)]
         await asyncio.gather(*(self.backend.sample("base", snapshot, spec) for spec in specs))
 
+    async def conversation(self, snapshot: Path | None, owners: Sequence[str]) -> None:
+        """One call for each owner, one after the other: each with all that was said before, 96 tokens more, and 8
+        sampled. An owner that calls again has the tokens of its earlier calls read already."""
+        said = array("i")
+        for owner in owners:
+            said += self.tokens(96)
+            spec = SampleSpec(array("i", said), max_tokens=8, ends_with_model=False, owner=owner)
+            (sequence,) = (await self.backend.sample("base", snapshot, spec)).sequences
+            said += sequence.tokens
+
     async def new_sampler(self, model: str) -> None:
         """Published, and a token sampled from it."""
         operation = self.operation(model)
@@ -182,6 +195,10 @@ async def measure(size: str, folder: Path, quick: bool) -> dict[str, Any]:
         for concurrent in (1, 16, 64):
             seconds = await timed(partial(trial.samples, snapshot, concurrent), max(2, times // 3))
             found[f"sample_{concurrent}_tokens_per_second"] = spread(seconds, 64 * concurrent)
+        one, others = ["one"] * TURNS, [f"owner-{turn}" for turn in range(TURNS)]
+        for kind, owners in (("its_own", one), ("others", others)):
+            seconds = await timed(partial(trial.conversation, snapshot, owners), max(2, times // 3))
+            found[f"conversation_of_{kind}_seconds"] = spread(seconds)
         for count in (1, 4, 16):
             models = [f"t{number}" for number in range(count)]
             await asyncio.gather(*(trial.add(model) for model in models if model not in trial.operations))

@@ -178,27 +178,65 @@ def test_requests_that_run_together_read_everything() -> None:
 
 
 class Weighed:
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
+    """A cache that weighs so much, whatever is copied of it."""
+
+    def __init__(self, num_bytes: int, length: int) -> None:
+        self.num_bytes, self.length = num_bytes, length
+
+    def copy(self, row: int, length: int) -> Weighed:
+        assert row == 0
+        assert 0 < length < self.length
+        return Weighed(self.num_bytes, length)
 
 
-@given(st.lists(st.tuples(st.binary(max_size=3), st.integers(0, 9), st.booleans())), st.integers(0, 20))
-def test_kept_rows_take_no_more_than_their_share_and_the_oldest_goes_first(
-    rows: list[tuple[bytes, int, bool]], most: int
+def in_common(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+owners = st.sampled_from(["tina", "tom"])
+texts = st.lists(st.sampled_from([0, 1, 256, 1 << 24]), max_size=6)
+
+
+@examples(200)
+@given(
+    st.lists(st.tuples(st.sampled_from(["tina", "tom"]), texts, st.integers(0, 9), st.booleans())), st.integers(0, 20)
+)
+def test_the_longest_common_part_is_found_and_kept_rows_take_no_more_than_their_share(
+    rows: list[tuple[str, list[int], int, bool]], most: int
 ) -> None:
+    """Beside a search through all of them, least recently used first."""
     kept: Any = PrefixCache(most)
-    there: dict[bytes, Weighed] = {}
-    for tokens, weight, is_taken in rows:
-        if is_taken:
-            longest = max((each for each in there if tokens.startswith(each)), key=len, default=None)
-            assert kept.take(tokens) is (None if longest is None else there.pop(longest))
+    there: dict[tuple[str, tuple[int, ...]], Weighed] = {}
+    for owner, tokens, weight, is_asked in rows:
+        scope = owner.ljust(8).encode()
+        key = scope + array("i", tokens).tobytes()
+        if is_asked:
+            lengths = {other: in_common(other[1], tokens) for other in there if other[0] == owner}
+            longest = max(lengths.values(), default=0)
+            found = kept.known(key, len(scope))
+            whole = (owner, tuple(tokens[:longest]))
+            if longest < 1 or (whole not in there and longest < len(tokens) / 2):
+                assert found is None
+                continue
+            if whole in there:
+                assert found is there.pop(whole)
+                continue
+            assert found.length == longest
+            used = next(one for one in there if one[0] == owner and is_last(kept, scope, one))
+            assert lengths[used] == longest < len(used[1])
+            there[used] = there.pop(used)
         else:
-            there.pop(tokens, None)
-            there[tokens] = Weighed(weight)
-            kept.keep(tokens, there[tokens])
+            there.pop((owner, tuple(tokens)), None)
+            there[owner, tuple(tokens)] = Weighed(weight, len(tokens))
+            kept.keep(key, there[owner, tuple(tokens)])
             while sum(one.num_bytes for one in there.values()) > most:
                 del there[next(iter(there))]
         assert kept.num_bytes == sum(one.num_bytes for one in there.values()) <= most
+
+
+def is_last(kept: Any, scope: bytes, row: tuple[str, tuple[int, ...]]) -> bool:
+    """Whether this row was used last."""
+    return bool(list(kept._rows)[-1] == scope + array("i", row[1]).tobytes())
 
 
 def test_an_engine_keeps_no_more_than_its_share(monkeypatch: pytest.MonkeyPatch) -> None:

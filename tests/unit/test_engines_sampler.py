@@ -15,6 +15,7 @@ from echo2.core.types import SamplingParams
 from echo2.engines.engine import stream_keys, uniforms
 from echo2.engines.sampler import Draw, Sampler, invert, narrow
 from echo2.transport.limits import SUPPORT_WIDTH_MAX
+from seeds import examples
 
 CPU = torch.device("cpu")
 MASK = (1 << 64) - 1
@@ -175,6 +176,29 @@ def test_impossible_tokens_are_not_drawn_at_the_ends_of_the_unit_interval() -> N
     logprobs = torch.tensor([[never, math.log(0.5), never, math.log(0.5), never]]).expand(3, -1)
     tokens, _ = invert(logprobs, torch.tensor([0.0, 0.5, 1 - 2.0**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 3, 3]
+
+
+@examples(100)
+@given(data=st.data())
+def test_a_draw_in_blocks_is_the_draw_from_the_whole(data: st.DataObject) -> None:
+    """Whatever the vocabulary, with tokens that are impossible anywhere: never one of these, and the number lies
+    between the sums of all tokens before it and of these and its own, up to the rounding of float32."""
+    seed, vocab = data.draw(st.integers(0, 10**6), "seed"), data.draw(st.integers(1, 700), "vocabulary")
+    rng = torch.Generator().manual_seed(seed)
+    logits = torch.randn((8, vocab), generator=rng) * data.draw(st.sampled_from([0.0, 1.0, 30.0]), "spread")
+    impossible = torch.rand((8, vocab), generator=rng) < data.draw(st.sampled_from([0.0, 0.5, 0.99]), "impossible")
+    impossible[torch.arange(8), torch.randint(vocab, (8,), generator=rng)] = False
+    logprobs = logits.masked_fill(impossible, float("-inf")).log_softmax(-1)
+    ends = [0.0, 1e-9, 0.5, 1 - 1e-9, 1 - 2.0**-53]
+    uniform = torch.tensor([*ends, *torch.rand(3, generator=rng).tolist()], dtype=torch.float64)
+    tokens, told = invert(logprobs, uniform)
+    assert torch.equal(told, logprobs[torch.arange(8), tokens])
+    assert (told > float("-inf")).all()
+    cumulative = logprobs.double().exp().cumsum(-1)
+    high = cumulative[torch.arange(8), tokens] / cumulative[:, -1]
+    low = high - told.double().exp() / cumulative[:, -1]
+    assert (low <= uniform + 1e-6).all()
+    assert (uniform <= high + 1e-6).all()
 
 
 def test_logits_that_are_not_finite_are_refused() -> None:

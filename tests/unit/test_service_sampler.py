@@ -17,6 +17,8 @@ from echo2.config.sections import LoraConfig
 from echo2.core import frames
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
+from echo2.engines import decode_loop
+from echo2.engines.compact import CompactModel
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.trainer import AdamParams
@@ -77,6 +79,45 @@ def sampled(sampler: BaseSampler, snapshots: list[str], spec: SampleSpec = SPEC)
 
 def of_one(sampler: BaseSampler, spec: SampleSpec, snapshot: str = "") -> SampledSequence:
     return sampled(sampler, [snapshot], spec)[0].sequences[0]
+
+
+@pytest.fixture
+def num_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The prompt tokens that were read before the first step, by call. The engine keeps what it has, however slow the
+    machine is."""
+    monkeypatch.setattr(decode_loop, "LINGER_SECONDS", 3600.0)
+    counted, prefill = list[int](), CompactModel.prefill
+
+    def counts(model: CompactModel, prompts: Sequence[array[int]], known: Sequence[Any], keeps_routes: bool) -> Any:
+        firsts = [one.longest if one else 0 for one in known]
+        counted.append(sum(len(prompt) - first for prompt, first in zip(prompts, firsts, strict=True)))
+        return prefill(model, prompts, known, keeps_routes)
+
+    monkeypatch.setattr(CompactModel, "prefill", counts)
+    return counted
+
+
+def test_a_tenant_s_conversation_reads_only_what_is_new(
+    sampler: BaseSampler, tenants: Tenants, tmp_path: Path, num_read: list[int]
+) -> None:
+    """And nobody's call is faster, for what another tenant, or the same one with another adapter, has asked."""
+    adapter = published(tenants, tmp_path)[1]
+    spec = replace(SPEC, prompt=array("i", range(2, 22)), max_tokens=4, stop_tokens=(), ends_with_model=False)
+
+    async def talk() -> tuple[SampleOutput, array[int]]:
+        said = (await sampler.sample(adapter, replace(spec, owner="tina"))).sequences[0].tokens
+        longer = spec.prompt + said + array("i", [3, 2, 4])
+        for owner, snapshot in (("tom", adapter), ("tina", ""), ("tina", adapter)):
+            found = await sampler.sample(snapshot, replace(spec, owner=owner, prompt=longer))
+        await sampler.sample(adapter, replace(spec, owner="tina", prompt=spec.prompt[:15] + array("i", [2, 3])))
+        return found, longer
+
+    found, longer = asyncio.run(talk())
+    # The last token of a prompt is read by the first step, and the last one that was said had not been read.
+    assert num_read == [19, 26, 26, 3, 1]
+    alone = of_one(sampler, replace(spec, owner="tim", prompt=longer), adapter)
+    assert found.sequences[0].tokens == alone.tokens
+    assert found.sequences[0].logprobs == pytest.approx(alone.logprobs, abs=1e-5)
 
 
 def test_many_policies_in_one_batch_are_as_each_alone(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ the base model; each request names its policy.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -23,9 +24,12 @@ from echo2.engines.torch_engine import Model, TorchDecoder
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest(SampleRequest):
-    """A request to one policy of a `ManyPolicies`."""
+    """A request to one policy of a `ManyPolicies`. `owner`, `policy_name`: only requests that have both in common
+    continue from each other's caches, so nobody can tell by the time what others have asked."""
 
     policy: CompactModel | None = None
+    policy_name: str = ""
+    owner: str = ""
 
 
 class ManyPolicies(TorchDecoder):
@@ -96,8 +100,13 @@ class ManyPolicies(TorchDecoder):
         super()._change(model, limits, added)
 
     def _known(self, request: SampleRequest) -> Cache | None:
-        """Return None: a cache that another policy has read must not be reused."""
-        return None
+        """Return the cache of a prefix that its owner's earlier requests to this policy have read. Running rows may be
+        of other policies."""
+        return self._kept_prefix(request)
+
+    def _scope(self, request: SampleRequest) -> bytes:
+        assert isinstance(request, PolicyRequest)
+        return hashlib.sha256(f"{request.owner}\n{request.policy_name}".encode()).digest()
 
     def _policy_of(self, request: SampleRequest) -> CompactModel:
         if not isinstance(request, PolicyRequest):

@@ -180,10 +180,11 @@ def _attention_gb_per_second() -> float:
 
 
 def _draw(logits: torch.Tensor) -> torch.Tensor:
-    """As `sampler.invert` draws."""
     import torch
 
-    return logits.log_softmax(-1).exp().cumsum(-1, dtype=torch.float64)
+    from echo2.engines.sampler import invert
+
+    return invert(logits.log_softmax(-1), torch.full((len(logits),), 0.5, dtype=torch.float64))[0]
 
 
 def _least(work: Callable[[], object], times: int) -> float:

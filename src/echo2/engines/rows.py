@@ -7,6 +7,7 @@ rules that end a completion.
 
 from __future__ import annotations
 
+import bisect
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,10 @@ FIRST_TOKENS = 64
 """Tokens that a completion has room for at first; the room is doubled when it is used up."""
 KEPT_SHARE = 1 / 16
 """Limit of all kept rows together, as a share of the device's free memory when a policy's first row is kept."""
+
+WORTH_SHARE = 0.5
+"""A part of a kept row is used if it has at least this share of a prompt: prompts of which nothing is known are read
+faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,27 +245,53 @@ class Cache(ABC):
 
 
 class PrefixCache:
-    """Caches by the tokens that were read, oldest first. Above the memory limit the oldest are dropped, so rollouts
-    that never continue do not pile up."""
+    """Caches by the tokens that were read, least recently used first. Above the memory limit the first are dropped, so
+    rollouts that never continue do not pile up. Keys are the bytes of tokens, 4 each, behind a scope, whose bytes are a
+    multiple of 4 and as many at every call: what is kept in one scope is not found in another.
+    """
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
         self._rows: dict[bytes, Cache] = {}
+        self._sorted: list[bytes] = []
         self.num_bytes = 0
 
-    def keep(self, tokens: bytes, cache: Cache) -> None:
-        self._drop(tokens)
-        self._rows[tokens] = cache
+    def keep(self, key: bytes, cache: Cache) -> None:
+        self._drop(key)
+        self._rows[key] = cache
+        bisect.insort(self._sorted, key)
         self.num_bytes += cache.num_bytes
         while self.num_bytes > self._most_bytes:
             self._drop(next(iter(self._rows)))
 
-    def take(self, tokens: bytes) -> Cache | None:
-        """Remove and return the cache of the longest prefix of these tokens that is kept."""
-        longest = max(filter(tokens.startswith, self._rows), key=len, default=None)
-        return None if longest is None else self._drop(longest)
+    def known(self, key: bytes, scope_bytes: int = 0) -> Cache | None:
+        """Return the cache of the longest prefix of these tokens that is kept. A row that goes on as a whole is
+        removed; of another, the common part is copied, if that is at least half of these tokens."""
+        place = bisect.bisect(self._sorted, key)
+        beside = self._sorted[max(0, place - 1) : place + 1]  # no other key has more in common with it
+        found = max(beside, key=lambda other: _num_common(key, other), default=b"")
+        num_tokens = (_num_common(key, found) - scope_bytes) // 4
+        is_whole = num_tokens == (len(found) - scope_bytes) // 4
+        if num_tokens < 1 or (not is_whole and num_tokens < WORTH_SHARE * (len(key) - scope_bytes) / 4):
+            return None
+        cache = self._drop(found)
+        assert cache is not None
+        if is_whole:
+            return cache
+        self.keep(found, cache)  # it is the one that was used last
+        return cache.copy(0, num_tokens)
 
-    def _drop(self, tokens: bytes) -> Cache | None:
-        cache = self._rows.pop(tokens, None)
-        self.num_bytes -= 0 if cache is None else cache.num_bytes
+    def _drop(self, key: bytes) -> Cache | None:
+        if (cache := self._rows.pop(key, None)) is not None:
+            del self._sorted[bisect.bisect_left(self._sorted, key)]
+            self.num_bytes -= cache.num_bytes
         return cache
+
+
+def _num_common(one: bytes, other: bytes) -> int:
+    """Return how many first bytes two texts have in common."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if one[:middle] == other[:middle] else (low, middle - 1)
+    return low

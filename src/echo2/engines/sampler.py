@@ -7,7 +7,8 @@ the logprob under the untempered, unnarrowed distribution.
 
 Drawing is by inversion: the first token whose cumulative probability exceeds u * total, with u from `uniforms`.
 
-Shape suffixes: B = rows, V = vocabulary, W = candidates kept for narrowing.
+Shape suffixes: B = rows, V = vocabulary, W = candidates kept for narrowing, N = blocks of the vocabulary, T = tokens
+of one block.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 MAX_SAMPLER_ITEMS = 1 << 26
 """Logits worked on at once (rows x vocabulary); more rows are done in slices. Bounds the sampler's memory."""
+
+BLOCK_TOKENS = 128
+"""Tokens whose probabilities are summed before a draw."""
+BELOW_ONE = 1.0 - 2.0**-53
 
 Ints = npt.NDArray[np.int64]
 
@@ -113,13 +118,34 @@ def _kind(params: SamplingParams) -> str:
 
 
 def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Return token and logprob for each uniform number: the first token whose cumulative probability exceeds it."""
-    # float64: over 150 000 tokens, float32 sums would be off by more than rare tokens' probabilities.
-    cumulative_BV = logprobs_BV.exp().cumsum(-1, dtype=torch.float64)
-    target_B1 = (uniform_B * cumulative_BV[:, -1])[:, None]
-    token_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True)
-    token_B1.clamp_(max=logprobs_BV.shape[1] - 1)  # only where the logits are not finite, which `draw` refuses
+    """Return token and logprob for each uniform number: the first token whose cumulative probability exceeds it.
+
+    Blocks of tokens are summed first, and only the block that holds the number is gone through: all cumulative
+    probabilities would be an array twice as large as the logits. Sums over blocks are float64: over 150 000 tokens,
+    float32 sums would be off by more than rare tokens' probabilities. Within a block the number is a share of the
+    block's mass, so the rounding of its sum never leads behind its last likely token.
+    """
+    probs_BV, vocab = logprobs_BV.exp(), logprobs_BV.shape[1]
+    whole = vocab - vocab % BLOCK_TOKENS
+    sums_BN = probs_BV[:, :whole].unflatten(1, (-1, BLOCK_TOKENS)).sum(-1)
+    if whole < vocab:
+        sums_BN = torch.cat((sums_BN, probs_BV[:, whole:].sum(-1, keepdim=True)), dim=1)
+    cumulative_BN = sums_BN.double().cumsum(-1)
+    target_B1 = (uniform_B * cumulative_BN[:, -1])[:, None]
+    block_B1 = _first_above(cumulative_BN, target_B1)
+    left_B1 = (cumulative_BN.gather(1, block_B1) - target_B1) / sums_BN.gather(1, block_B1)
+    ids_BT = (block_B1 * BLOCK_TOKENS + torch.arange(BLOCK_TOKENS, device=probs_BV.device)).clamp_(max=vocab - 1)
+    within_BT = probs_BV.gather(1, ids_BT).double()
+    within_BT[:, 1:].masked_fill_(ids_BT[:, 1:] == ids_BT[:, :-1], 0.0)  # behind the last token
+    within_BT = within_BT.cumsum(-1)
+    token_B1 = ids_BT.gather(1, _first_above(within_BT, (1.0 - left_B1).clamp_(0.0, BELOW_ONE) * within_BT[:, -1:]))
     return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]
+
+
+def _first_above(cumulative_BN: Tensor, target_B1: Tensor) -> Tensor:
+    """Return the place [B, 1] of the first value above the target; the last one if rounding, or a value that is not
+    finite, leaves none. `draw` refuses the latter."""
+    return torch.searchsorted(cumulative_BN, target_B1, right=True).clamp_(max=cumulative_BN.shape[1] - 1)
 
 
 def narrow(logits_BV: Tensor, top_k_B1: Tensor, top_p_B1: Tensor, min_p_B1: Tensor) -> tuple[Tensor, Tensor]:

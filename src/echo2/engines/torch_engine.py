@@ -293,17 +293,25 @@ class TorchDecoder:
             if (cache := self._cache.copy(place, len(tokens))) is not None:
                 if self._kept is None:
                     self._kept = PrefixCache(int(KEPT_SHARE * free_memory_bytes(self._device)))
-                self._kept.keep(tokens.tobytes(), cache)
+                self._kept.keep(self._scope(request) + tokens.tobytes(), cache)
 
     def _known(self, request: SampleRequest) -> Cache | None:
-        """Return the cache of a prefix of its prompt, if a running row or the last turn read it with this policy."""
+        """Return the cache of a prefix of its prompt, if a running row or an earlier turn read it with this policy."""
         prompt = request.prompt_tokens
         place = self._rows.place_of_prompt(prompt, self._read_from)
         if place is not None and self._cache is not None:
             return self._cache.copy(place, len(prompt) - 1)
+        return self._kept_prefix(request)
+
+    def _kept_prefix(self, request: SampleRequest) -> Cache | None:
         if not request.in_turns or self._kept is None:
             return None
-        return self._kept.take(prompt[:-1].tobytes())
+        scope = self._scope(request)
+        return self._kept.known(scope + request.prompt_tokens[:-1].tobytes(), len(scope))
+
+    def _scope(self, request: SampleRequest) -> bytes:
+        """Return what a request must have in common with another one, besides tokens, to continue from its cache."""
+        return b""
 
     def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
         self._checks = True

@@ -72,7 +72,7 @@ class BaseSampler:
         """
         policy = await self._policy(snapshot)
         stop = await asyncio.to_thread(self._stop_rule, spec.stop_strings) if spec.stop_strings else None
-        requests = self._requests(policy, spec, stop)
+        requests = self._requests(policy, snapshot, spec, stop)
         outcomes = asyncio.gather(*(self._slots.run(spec.owner, request) for request in requests))
         try:
             scores = None
@@ -91,7 +91,9 @@ class BaseSampler:
         """Abort all requests in progress."""
         await self._loop.close()
 
-    def _requests(self, policy: CompactModel, spec: SampleSpec, stop: StopRule | None) -> list[PolicyRequest]:
+    def _requests(
+        self, policy: CompactModel, snapshot: str, spec: SampleSpec, stop: StopRule | None
+    ) -> list[PolicyRequest]:
         if not 1 <= spec.num_samples <= limits.SAMPLES_MAX:
             raise UserError(f"num_samples = {spec.num_samples}: give 1 to {limits.SAMPLES_MAX}.")
         if spec.temperature < 0.0 or not 0.0 < spec.top_p <= 1.0 or spec.top_k < 0:
@@ -99,7 +101,9 @@ class BaseSampler:
         params = SamplingParams(spec.temperature, spec.top_p, spec.top_k, spec.max_tokens)
         ends = frozenset(spec.stop_tokens) | frozenset(self._policies.end_tokens if spec.ends_with_model else ())
         return [
-            PolicyRequest(spec.prompt, spec.seed, sample, params, ends, policy, stop=stop)
+            PolicyRequest(
+                *(spec.prompt, spec.seed, sample, params, ends, policy, snapshot, spec.owner), in_turns=True, stop=stop
+            )
             for sample in range(spec.num_samples)
         ]
 
