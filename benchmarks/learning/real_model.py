@@ -1,6 +1,6 @@
 """The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, how much of
 the weights changes, how far engines are from the learner, what processes take of the memory, three workloads after a
-warm-up, an adapter, strangers, what few bits cost at the learner and at workers, and TRL beside it.
+warm-up, an adapter, strangers, what few bits cost at the learner and at workers, a teacher, and TRL beside it.
 
     make outputs/models/smollm2/config.json                                                     # once
     make bench-real_model ARGS='--only staleness --at-once 6 --budget-seconds 240'
@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import distillation
 import real_model_figures as figures
 import time_to_accuracy as beside
 from crew import Found, Job, run_jobs
@@ -264,6 +265,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "strangers": Bench.strangers,
     "low-memory": Bench.low_memory,
     "forms": Bench.forms,
+    "distillation": distillation.jobs,
 }
 
 
@@ -342,7 +344,17 @@ def table(records: Sequence[Found]) -> list[Found]:
 def line(record: Found) -> str:
     """A record on one line, as it comes."""
     shown = ["untrained", "held_out_before", "held_out_after", "seconds_to_threshold", "step_seconds", "train_seconds"]
-    shown += ["idle_ratio", "staleness_mean", "mismatch_lag_0", "delta_ratio", "changed"]
+    shown += [
+        "rewards_after",
+        "advantage_after",
+        "divergence_after",
+        "sft_after",
+        "idle_ratio",
+        "staleness_mean",
+        "mismatch_lag_0",
+        "delta_ratio",
+        "changed",
+    ]
     said = [
         f"{name} {record[name]:.4g}" if isinstance(record[name], float) else f"{name} {record[name]}"
         for name in shown

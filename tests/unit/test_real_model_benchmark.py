@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import distillation
 import pytest
 import real_model as bench
 import real_model_figures as figures
@@ -114,10 +115,11 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
         "strangers": 3,
         "low-memory": 12,
         "forms": 24,
+        "distillation": 3,
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 32 + [1] * 23 + [2] * 23
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 33 + [1] * 24 + [2] * 24
     assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
@@ -135,7 +137,25 @@ def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24
+    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 * 3
+
+
+def test_rows_of_a_teacher_mix_its_tasks() -> None:
+    records = [
+        {"prompt": [["user", "one?"]], "rollouts": [{"text": "1"}, {"text": "2"}]},
+        {"prompt": [["system", "short"], ["user", "two?"]], "rollouts": [{"text": "3"}]},
+    ]
+    rows = [json.loads(row) for row in distillation.answered_rows(map(json.dumps, records))]
+    assert [row["answer"] for row in rows] == ["1", "3", "2"]
+    assert rows[1]["prompt"] == [{"role": "system", "content": "short"}, {"role": "user", "content": "two?"}]
+
+
+def test_curves_of_students_have_what_was_reached(tmp_path: Path) -> None:
+    (tmp_path / "eval-10.out").write_text('{"eval/accuracy": 0.52}\n')
+    (tmp_path / "eval-20.out").write_text("")
+    (tmp_path / "sample.out").write_text('{"eval/accuracy": 0.9}\n')
+    found = distillation.read(tmp_path, 20)
+    assert found == {"curves": {"sft": [[480, None, 0.52]]}, "sft_after": 0.52, "teacher_on_training_tasks": 0.9}
 
 
 def test_flags_after_the_dashes_win(tmp_path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Part `distillation` of `real_model.py`: a pretrained student learns from a teacher that RL trained, beside rewards
+alone and beside SFT on what the teacher writes; and the command that makes rows of the teacher's rollouts.
+
+    make bench-real_model ARGS='--only distillation --seeds 0 1 2'
+    make bench-distillation ARGS='ROLLOUTS ROWS'
+
+Each seed is one job. Its teacher is the model that the run with rewards alone ends with, and its students begin as that
+run began. Curves have points (rollouts used, seconds, held-out reward): the teacher's training counts for no student.
+SFT uses the teacher's rollouts, each once; what it took is under `seconds`, by command, with the start of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import real_model_figures as figures
+from crew import Found, Job
+
+if TYPE_CHECKING:
+    from real_model import Bench
+
+ECHO2 = [sys.executable, "-m", "echo2"]
+JSON_TOML = str(Path(__file__).resolve().parents[2] / "examples" / "smollm" / "json.toml")
+#: Of examples/smollm: rollouts of a step, and of a task.
+STEP_ROLLOUTS, TASK_ROLLOUTS = 48, 8
+RATE = "2e-5"
+#: Taught runs, and their settings beside those of distill.toml.
+TAUGHT = {"advantage": {}, "divergence": {"distill.loss_top_k": "16"}}
+#: Steps of SFT after which a student is evaluated, in shares of the others' steps: each is a training of its own, for
+#: the rate falls to nothing at the end of one.
+SFT_SHARES = (0.25, 0.5, 1.0)
+
+
+def jobs(bench: Bench) -> Iterable[Job]:
+    for seed in bench.options.seeds:
+        yield _job(bench, seed)
+
+
+def _job(bench: Bench, seed: int) -> Job:
+    steps, name = bench.options.steps, f"distillation-{seed}"
+    directory = bench.work / name
+    teacher, rollouts, rows = directory / "teacher", directory / "rollouts.jsonl", directory / "rows.jsonl"
+    common = {**bench.facts, "run.max_steps": steps, "run.seed": seed, "learner.checkpoint_every": steps}
+    chain = {"run": bench.run_words("json.toml", directory / "rewards" / "run", common)}
+    chain["export"] = [*ECHO2, "export", str(directory / "rewards" / "run"), "--to", str(teacher)]
+    for taught, own in TAUGHT.items():
+        flags = {**common, "distill.teacher": teacher, **own}
+        chain[taught] = bench.run_words("distill.toml", directory / taught / "run", flags)
+    tasks = steps * STEP_ROLLOUTS // TASK_ROLLOUTS
+    sampled = {"eval.source": bench.facts["tasks.source"], "eval.limit": tasks, "eval.samples": TASK_ROLLOUTS}
+    told = ["--model", str(teacher), "--to", str(rollouts), "--json", *_words(sampled)]
+    chain["sample"] = [*ECHO2, "eval", JSON_TOML, *told]
+    chain["rows"] = [sys.executable, __file__, str(rollouts), str(rows)]
+    for length in _sft_steps(steps):
+        student = directory / f"sft-{length}"
+        flags = {**bench.facts, "tasks.source": rows, "learner.lr": RATE, "run.seed": seed}
+        chain[student.name] = [*ECHO2, "sft", JSON_TOML, "--to", str(student), "--column", "answer", "--json"]
+        chain[student.name] += ["--steps", str(length), "--rows-per-step", str(STEP_ROLLOUTS), *_words(flags)]
+        held_out = _words({"eval.source": bench.facts["eval.source"]})
+        chain[f"eval-{length}"] = [*ECHO2, "eval", JSON_TOML, "--model", str(student), "--json", *held_out]
+
+    return Job(name, "distillation", chain, lambda directory: read(directory, steps), {"seed": seed}, run="rewards/run")
+
+
+def _sft_steps(steps: int) -> list[int]:
+    return sorted({max(1, round(share * steps)) for share in SFT_SHARES})
+
+
+def _words(flags: Found) -> list[str]:
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+
+def read(directory: Path, steps: int) -> Found:
+    """The curve of each student, and its last point; what was not reached is left out."""
+    curves: dict[str, list[list[float | None]]] = {}
+    found: Found = {}
+    for arm in ("rewards", *TAUGHT):
+        if (directory / arm / "run" / "metrics.jsonl").is_file():
+            run = figures.run_figures(directory / arm / "run")
+            curves[arm] = [[step * STEP_ROLLOUTS, seconds, reward] for step, seconds, reward in run["held_out"]]
+            found[f"{arm}_run"] = run
+            figures.clean(directory / arm)
+    held_out = {length: _told(directory / f"eval-{length}.out") for length in _sft_steps(steps)}
+    curves["sft"] = [
+        [length * STEP_ROLLOUTS, None, round(told["eval/accuracy"], 4)] for length, told in held_out.items() if told
+    ]
+    after = {f"{arm}_after": curve[-1][-1] for arm, curve in curves.items() if curve}
+    if teacher := _told(directory / "sample.out").get("eval/accuracy"):
+        after["teacher_on_training_tasks"] = round(teacher, 4)
+    return {"curves": curves, **after, **found}
+
+
+def _told(path: Path) -> Found:
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    return json.loads(lines[-1]) if lines else {}
+
+
+def answered_rows(records: Iterable[str]) -> Iterable[str]:
+    """Rows for `echo2 sft`, one for each rollout of the file of `echo2 eval --to`, in an order that mixes the tasks:
+    first one rollout of every task, then another."""
+    groups = [json.loads(record) for record in records]
+    for number in range(max((len(group["rollouts"]) for group in groups), default=0)):
+        for group in groups:
+            if number < len(group["rollouts"]):
+                prompt = [{"role": role, "content": content} for role, content in group["prompt"]]
+                yield json.dumps({"prompt": prompt, "answer": group["rollouts"][number]["text"]})
+
+
+def main(arguments: Sequence[str]) -> None:
+    source, to = map(Path, arguments)
+    with source.open(encoding="utf-8") as records, to.open("w", encoding="utf-8") as rows:
+        for row in answered_rows(records):
+            rows.write(row + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
