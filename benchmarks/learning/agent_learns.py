@@ -35,12 +35,13 @@ COLUMNS = ("step", "reward/mean", "eval/accuracy", "time/step", "completions/mea
 
 
 def one_seed(options: argparse.Namespace, seed: int, work: Path) -> dict[str, Any]:
-    """Warm up, run, and compare."""
+    """Warm up, run, and compare. A warm-up that `work` has already is taken."""
     warm, run, log = work / "warm", work / "run", work / "agent.jsonl"
     flags = [*options.flags, "--run.seed", str(seed)]
     teach = [*ECHO2, "sft", EXAMPLE, "--to", warm, "--column", "answer", "--json", "--steps", options.warm_up_steps]
     teach += ["--rows-per-step", 8, "--tasks.source", SHOWN, "--eval.source", "", "--model.path", options.model]
-    told = json.loads(output_of([*map(str, teach), *flags], cwd=REPOSITORY))
+    if not (said := work / "warm.json").exists():
+        said.write_text(output_of([*map(str, teach), *flags], cwd=REPOSITORY))
     train = [*ECHO2, "run", EXAMPLE, "--out", run, "--model.path", warm, "--run.max_steps", options.steps]
     train += ["--learner.checkpoint_every", 10_000, "--head.listen", "127.0.0.1:0", "--json"]
     began, environment = time.monotonic(), {**os.environ, "AGENT_RECORDS": str(log)}
@@ -60,7 +61,7 @@ def one_seed(options: argparse.Namespace, seed: int, work: Path) -> dict[str, An
     held_out = [(row["step"], row["eval/accuracy"]) for row in kept if "eval/accuracy" in row]
     return {
         "seed": seed,
-        "warm_up_loss": told["loss"],
+        "warm_up_loss": json.loads(said.read_text())["loss"],
         "held_out": held_out,
         "seconds": round(seconds, 1),
         "steps": kept,
@@ -113,7 +114,7 @@ def main() -> None:
         figures["untrained"] = json.loads(output_of(command, cwd=REPOSITORY))["eval/accuracy"]
     for seed in options.seeds:
         work = options.work / str(seed)
-        work.mkdir(parents=True)
+        work.mkdir(parents=True, exist_ok=True)
         figures["runs"].append(one_seed(options, seed, work))
         print(save("agent_learns", figures, options.out), figures["runs"][-1]["held_out"], flush=True)
     if any(run["tokens"]["complaints"] for run in figures["runs"]):
