@@ -87,7 +87,7 @@ class Agent:
         task = {name: self._row[name] for name in ("question", "people")}
         writer.write(json.dumps({**task, "base_url": policy.base_url, "api_key": policy.api_key}).encode() + b"\n")
         try:
-            said = json.loads(await reader.readline())
+            said = json.loads(await reader.readline() or '{"failed": "agent.py ended"}')
         finally:
             writer.close()
         if "failed" in said:
