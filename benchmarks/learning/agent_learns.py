@@ -110,7 +110,7 @@ def main() -> None:
     figures: dict[str, Any] = {"options": {"steps": options.steps, "warm_up_steps": options.warm_up_steps}}
     figures |= {"flags": options.flags, "runs": []}
     if options.untrained:
-        command = [*ECHO2, "eval", EXAMPLE, "--json", "--model.path", options.model]
+        command = [*ECHO2, "eval", EXAMPLE, "--json", "--model.path", options.model, *options.flags]
         figures["untrained"] = json.loads(output_of(command, cwd=REPOSITORY))["eval/accuracy"]
     for seed in options.seeds:
         work = options.work / str(seed)
