@@ -30,10 +30,16 @@ TEMPLATE = b"""\
 </tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
+#: As in the smallest models: neither tools nor calls.
+PLAIN_TEMPLATE = b"""\
+{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
 Records = list[tuple[SampleRequest, Completion]]
 
 
-def character_tokenizer() -> Any:
+def character_tokenizer(template: bytes = TEMPLATE) -> Any:
     """One token for each character of ASCII, and an end token."""
     characters = [chr(code) for code in (10, *range(32, 127))]
     vocab = {name: at for at, name in enumerate(("<pad>", "<|im_end|>", "<|im_start|>", *characters))}
@@ -44,7 +50,7 @@ def character_tokenizer() -> Any:
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<pad>"}
     files = {"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": json.dumps(settings).encode()}
     return load_tokenizer(
-        {**files, "chat_template.jinja": TEMPLATE, "config.json": b'{"max_position_embeddings": 100000}'}
+        {**files, "chat_template.jinja": template, "config.json": b'{"max_position_embeddings": 100000}'}
     )
 
 

@@ -6,15 +6,30 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+from array import array
 from pathlib import Path
 
 import pytest
+from trained_tokens import compare
 
-from agent_cases import AGENTS_TOKENIZER, ScriptedEngine, sampled, texts, trained
+from agent_cases import (
+    AGENTS_TOKENIZER,
+    PLAIN_TEMPLATE,
+    ScriptedEngine,
+    character_tokenizer,
+    sampled,
+    texts,
+    trained,
+)
 from echo2.core.errors import UserError
-from echo2.core.types import RolloutGroup
-from echo2.sandbox.plugins import own_python
+from echo2.core.types import RolloutGroup, SamplingParams, Task
+from echo2.engines.engine import RequestFailure
+from echo2.rollouts.generate import assignment_of, sample_group
+from echo2.rollouts.harness import HarnessEnvironment
+from echo2.sandbox.plugins import load_named, own_python
+from echo2.tasks.harness_process import HarnessProcess
 from echo2.tasks.loopback_model import LoopbackModel
+from echo2.transport import messages
 from harness_cases import LEASE, group_of, played
 from real_runs import REPOSITORY
 
@@ -161,3 +176,34 @@ def test_the_client_of_anthropic(tmp_path: Path) -> None:
     assert printed == ["it is 3 | it is 3"] * LEASE.num_samples
     for rows in texts(group):
         assert [text.count("<|im_start|>assistant") for text in rows] == [2, 1]
+
+
+def test_the_example_reads_what_its_warm_up_shows_and_is_right_if_the_model_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python()
+    spec, log = "harness:examples/agents/people.py:Agent", tmp_path / "log.jsonl"
+    people, calls = (load_named(f"examples/agents/people.py:{name}") for name in ("People", "calls"))
+    row, tokenizer = people("train", 3)[5], character_tokenizer(PLAIN_TEMPLATE)
+    shown = {
+        tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True): answer
+        for talk, answer in calls(row)
+    }
+    monkeypatch.setenv("AGENT_RECORDS", str(log))
+    engine = ScriptedEngine(shown.__getitem__)
+    leased = assignment_of(LEASE, Task(5, "", row), array("i", [1]), SamplingParams(max_tokens=4000), spec, 8)
+
+    async def play() -> RolloutGroup | RequestFailure:
+        environment = HarnessEnvironment(HarnessProcess(spec))
+        await environment.start()
+        try:
+            return await sample_group(engine, tokenizer, leased, "w", {spec: environment})
+        finally:
+            await environment.close()
+
+    group = group_of(asyncio.run(play()))
+    assert {rollout.reward_parts["environment"] for rollout in group.rollouts} == {1.0}
+    assert trained(group) == sampled(engine.heard)
+    assert [len(rows) for rows in group.by_rollout] == [2] * LEASE.num_samples  # the last call has another history
+    found = compare(log, {5: messages.encode_group(group).SerializeToString()})
+    assert (found.complaints, found.calls, found.calls_not_trained) == ([], 3 * LEASE.num_samples, 0)

@@ -11,9 +11,9 @@ from real_runs import REPOSITORY, SMALL, echo2
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: Neither machines nor a service are a run; two need Pythons of their own (test_foreign_environments.py), the last a
-#: judge (test_judge_real.py).
-OTHERS = {"offers", "serve", "openenv", "reverse_text", "judge"}
+#: Neither machines nor a service are a run; three need Pythons of their own (tests/foreign), the last a judge
+#: (test_judge_real.py).
+OTHERS = {"offers", "serve", "openenv", "reverse_text", "agents", "judge"}
 EXAMPLES = sorted({path.stem for path in (REPOSITORY / "examples").glob("*.toml")} - OTHERS)
 
 

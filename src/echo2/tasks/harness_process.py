@@ -84,9 +84,6 @@ def make_handler(setup: dict[str, Any]) -> tuple[Handler, dict[str, Any]]:
         try:
             async with asyncio.timeout(seconds):
                 reward: Any = await play(request["columns"], request["seed"], LoopbackModel(**request["model"]))
-            if isinstance(reward, tuple):  # as of older harnesses, which named the tokens to train on
-                told = "Return the reward alone, and make calls that are not to be trained on with `policy.untrained`."
-                raise UserError(f"{spec} returned {len(reward)} values. {told}")
             return {"reward": _number(spec, reward)}
         except UserError:
             raise
