@@ -48,7 +48,7 @@ def gather(directory: Path, rank: int) -> tuple[nn.Module, Callable[..., Any]]:
 def exchange(directory: Path, rank: int) -> tuple[nn.Module, Callable[..., Any]]:
     """The model cut by transformers."""
     from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed.configuration_utils import DistributedConfig
 
     config = DistributedConfig(ep_size=RANKS, fsdp_size=RANKS, ep_implementation="all_to_all")
     module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, distributed_config=config)

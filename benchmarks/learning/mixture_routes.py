@@ -89,14 +89,14 @@ def make_model(out: Path, seed: int, layers: int) -> dict[str, float]:
         num_hidden_layers=layers,
         num_attention_heads=3,
         num_key_value_heads=1,
-        head_dim=32,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    model, train = Qwen3MoeForCausalLM(sizes), DigitSorting("train", demo.MIN_DIGITS, demo.MAX_DIGITS, seed=seed)
+    model: Any = Qwen3MoeForCausalLM(sizes)  # the demo's functions name another class
+    train = DigitSorting("train", demo.MIN_DIGITS, demo.MAX_DIGITS, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=demo.PEAK_LR, betas=(0.9, 0.98), weight_decay=0.01)
     for step in range(demo.MAX_STEPS):
         for group in optimizer.param_groups:
