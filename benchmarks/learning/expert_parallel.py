@@ -1,7 +1,7 @@
 """What a step of a mixture of experts costs two ranks: experts that are gathered, or tokens that are exchanged.
 
-    make bench-expert_parallel                                 # 218 M parameters, two processes over gloo
-    make bench-expert_parallel ARGS='--layers 2 --tokens 512'  # a try
+    make bench-expert_parallel                      # 118 M parameters, two processes over gloo
+    make bench-expert_parallel ARGS='--layers 8'    # 219 M
 
 `gather`: the learner's own ranks (`core/mesh.py`, FSDP2): a layer's experts come to each rank while it computes.
 `exchange`: transformers' expert parallelism, `DistributedConfig(ep_size=2, fsdp_size=2)` with all_to_all: each rank has
@@ -132,10 +132,10 @@ def measured(side: str, directory: Path, tokens: int, steps: int) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 4096], help="of each rank, in a step")
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2048], help="of each rank, in a step")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/expert_parallel-DATE.json)")
@@ -160,7 +160,8 @@ def main() -> None:
                     f"{ranks[0]['gradient_norm']:.6f}",
                     flush=True,
                 )
-    print(f"written to {save('expert_parallel', {'parameters': parameters, 'rows': rows}, options.out)}")
+                path = save("expert_parallel", {"parameters": parameters, "rows": rows}, options.out)
+    print(f"written to {path}")
 
 
 if __name__ == "__main__":
