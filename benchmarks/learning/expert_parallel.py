@@ -1,6 +1,6 @@
 """What a step of a mixture of experts costs two ranks: experts that are gathered, or tokens that are exchanged.
 
-    make bench-expert_parallel                      # 118 M parameters, two processes over gloo
+    make bench-expert_parallel                      # 68 M parameters, two processes over gloo
     make bench-expert_parallel ARGS='--layers 8'    # 219 M
 
 `gather`: the learner's own ranks (`core/mesh.py`, FSDP2): a layer's experts come to each rank while it computes.
@@ -132,8 +132,8 @@ def measured(side: str, directory: Path, tokens: int, steps: int) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 1024, 2048], help="of each rank, in a step")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[256, 2048], help="of each rank, in a step")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
