@@ -54,6 +54,7 @@ pytestmark = [
 SIZES = {"head_dim": 32, "max_position_embeddings": 1024, "architectures": ["Qwen3ForCausalLM"], "eos_token_id": None}
 
 MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -65,6 +66,11 @@ MIXTURE: dict[str, Any] = {
     "num_key_value_heads": 1,
     "initializer_range": 0.2,
 }
+
+
+def tiny_mixture() -> Any:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | MIXTURE))
 
 
 @pytest.fixture(scope="module")
@@ -248,42 +254,55 @@ def command(pid: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_mixture_is_served_and_its_weights_are_swapped(tmp_path: Path) -> None:
-    """Under the hub's names, a tensor for each expert, as the learner publishes them."""
-    values = {**SIZES, **MIXTURE, "architectures": ["Qwen3MoeForCausalLM"]}
-    torch.manual_seed(0)
-    Qwen3MoeForCausalLM(Qwen3MoeConfig(**values)).save_pretrained(tmp_path / "hub")
+def test_a_mixture_is_served_and_why_its_weights_are_not_swapped_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the hub's names, a tensor for each expert, as the learner publishes them. If the last line fails, vLLM
+    has mended its reload: then `_refuse_whole_mixture` can go."""
+    monkeypatch.setattr(vllm, "_refuse_whole_mixture", lambda _: None)
+    tiny_mixture().save_pretrained(tmp_path / "hub")
     policy = load_policy(str(tmp_path / "hub"), "float32", "cpu")
-    files = {**policy.files, **tokenizer_files()}
     engine: Any = make_engine("vllm", "cpu", 16, ServerPlace(PYTHON, directory=tmp_path / "models"))
+
+    def distance(version: int) -> float:
+        """From the learner's logprobs."""
+        files = {**policy.files, **tokenizer_files()}
+        load(engine, Snapshot(SnapshotRef("policy", 1, version), policy.tensors(), files))
+        found = []
+        for request, completion in zip(requests(3), run(engine, requests(3)), strict=True):
+            logits = hf_logits(policy.module, [*request.prompt_tokens, *completion.tokens])[4:-1].log_softmax(-1)
+            wanted = [float(logits[t, token]) for t, token in enumerate(completion.tokens)]
+            assert completion.version_spans == ((0, version),)
+            found.append(np.abs(np.array(completion.logprobs) - wanted).max())
+        return float(max(found))
+
     try:
-        for version in range(3):
-            tensors = policy.tensors()
-            assert "model.layers.0.mlp.experts.3.down_proj.weight" in tensors
-            load(engine, Snapshot(SnapshotRef("policy", 1, version), tensors, files))
-            for request, completion in zip(requests(3), run(engine, requests(3)), strict=True):
-                logits = hf_logits(policy.module, [*request.prompt_tokens, *completion.tokens])[4:-1].log_softmax(-1)
-                wanted = [float(logits[t, token]) for t, token in enumerate(completion.tokens)]
-                assert completion.version_spans == ((0, version),)
-                assert np.allclose(completion.logprobs, wanted, atol=1e-3)
-            for weight in policy.module.parameters():
-                weight.data += 0.05 * torch.randn_like(weight)
+        assert "model.layers.0.mlp.experts.3.down_proj.weight" in policy.tensors()
+        assert distance(0) < 1e-3
+        for weight in policy.module.parameters():
+            weight.data += 0.001 * torch.randn_like(weight)
+        assert distance(1) > 0.1
     finally:
         asyncio.run(engine.close())
 
 
 @pytest.mark.slow
-def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "targets"),
+    [(lambda: tiny_module("qwen3", **SIZES), ["q_proj", "v_proj", "down_proj"]), (tiny_mixture, ["q_proj", "v_proj"])],
+    ids=["dense", "mixture"],
+)
+def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path, make: Callable[[], Any], targets: list[str]) -> None:
     """Logprobs are those of the base model with the adapter's product added, before and after another one has come."""
-    whole = snapshot_of(tiny_module("qwen3", **SIZES))
+    whole = snapshot_of(make())
     base = replace(whole, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
     rank, alpha = 4, 8
 
     def adapter(version: int) -> tuple[Snapshot, Any]:
+        merged, tensors = make(), {}
         torch.manual_seed(version)
-        merged, tensors = tiny_module("qwen3", **SIZES), {}
         for name, linear in merged.named_modules():
-            if name.endswith(("q_proj", "v_proj", "down_proj")):
+            if name.endswith(tuple(targets)):
                 a, b = torch.randn(rank, linear.in_features) * 0.3, torch.randn(linear.out_features, rank) * 0.3
                 for part, tensor in (("lora_A", a), ("lora_B", b)):
                     key = f"base_model.model.{name}.{part}.weight"
@@ -293,7 +312,7 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": alpha,
-            "target_modules": ["q_proj", "v_proj", "down_proj"],
+            "target_modules": targets,
         }
         files = {**base.files, "adapter_config.json": json.dumps(config).encode()}
         return Snapshot(SnapshotRef("policy", 1, version), tensors, files, base.ref), merged
