@@ -258,8 +258,8 @@ def test_a_mixture_is_served_and_why_its_weights_are_not_swapped_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the hub's names, a tensor for each expert, as the learner publishes them. If the last line fails, vLLM
-    has mended its reload: then `_refuse_whole_mixture` can go."""
-    monkeypatch.setattr(vllm, "_refuse_whole_mixture", lambda _: None)
+    has mended its reload: then `_refuse_mixture` can go."""
+    monkeypatch.setattr(vllm, "_refuse_mixture", lambda _: None)
     tiny_mixture().save_pretrained(tmp_path / "hub")
     policy = load_policy(str(tmp_path / "hub"), "float32", "cpu")
     engine: Any = make_engine("vllm", "cpu", 16, ServerPlace(PYTHON, directory=tmp_path / "models"))
@@ -287,22 +287,17 @@ def test_a_mixture_is_served_and_why_its_weights_are_not_swapped_on_a_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("make", "targets"),
-    [(lambda: tiny_module("qwen3", **SIZES), ["q_proj", "v_proj", "down_proj"]), (tiny_mixture, ["q_proj", "v_proj"])],
-    ids=["dense", "mixture"],
-)
-def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path, make: Callable[[], Any], targets: list[str]) -> None:
+def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
     """Logprobs are those of the base model with the adapter's product added, before and after another one has come."""
-    whole = snapshot_of(make())
+    whole = snapshot_of(tiny_module("qwen3", **SIZES))
     base = replace(whole, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
     rank, alpha = 4, 8
 
     def adapter(version: int) -> tuple[Snapshot, Any]:
-        merged, tensors = make(), {}
         torch.manual_seed(version)
+        merged, tensors = tiny_module("qwen3", **SIZES), {}
         for name, linear in merged.named_modules():
-            if name.endswith(tuple(targets)):
+            if name.endswith(("q_proj", "v_proj", "down_proj")):
                 a, b = torch.randn(rank, linear.in_features) * 0.3, torch.randn(linear.out_features, rank) * 0.3
                 for part, tensor in (("lora_A", a), ("lora_B", b)):
                     key = f"base_model.model.{name}.{part}.weight"
@@ -312,7 +307,7 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path, make: Callable[
             "peft_type": "LORA",
             "r": rank,
             "lora_alpha": alpha,
-            "target_modules": targets,
+            "target_modules": ["q_proj", "v_proj", "down_proj"],
         }
         files = {**base.files, "adapter_config.json": json.dumps(config).encode()}
         return Snapshot(SnapshotRef("policy", 1, version), tensors, files, base.ref), merged

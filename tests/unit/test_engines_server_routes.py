@@ -89,7 +89,7 @@ def test_a_server_of_a_mixture_is_started_to_return_routes(tmp_path: Path) -> No
         assert ("--enable-return-routed-experts" in server._command(model, tmp_path / "socket")) == is_told
 
 
-def test_a_whole_mixture_is_refused_on_a_cpu(tmp_path: Path) -> None:
+def test_a_mixture_is_refused_on_a_cpu(tmp_path: Path) -> None:
     """What vLLM would do: `tests/foreign/test_vllm.py`."""
     place = ServerPlace(python="/there/is/none", directory=tmp_path)
     engine = make_engine("vllm", "cpu", 8, place)

@@ -182,7 +182,7 @@ class VllmServer:
             await self.load(model)
         else:
             if not self._on_gpu:
-                _refuse_whole_mixture(model)
+                _refuse_mixture(model)
             await self._start_process(model)
             if model.adapter is not None:
                 await self._load_adapter(model, model.adapter)
@@ -368,12 +368,13 @@ class VllmServer:
         return width_of(request, served) if request.params.is_narrow and not self._has_mask else 0
 
 
-def _refuse_whole_mixture(model: ServedModel) -> None:
-    """Raise UserError: on a CPU vLLM 0.32 packs experts when it starts, and a reload puts others there unpacked."""
-    if model.has_experts and model.adapter is None:
+def _refuse_mixture(model: ServedModel) -> None:
+    """Raise UserError: on a CPU vLLM 0.32 packs experts when it starts, and a reload puts others there unpacked; with
+    adapters over a mixture it dies at the first request."""
+    if model.has_experts:
         raise UserError(
-            "On a CPU, vLLM reloads a mixture's experts wrongly, so this worker would sample from another model after "
-            'the first step. Set workers.engine = "transformers", or train an adapter.'
+            "On a CPU, vLLM reloads a mixture's experts wrongly and has no adapters over them, so this worker would "
+            'sample from another model after the first step. Set workers.engine = "transformers".'
         )
 
 
