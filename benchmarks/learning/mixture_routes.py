@@ -1,7 +1,7 @@
 """What routing replay does to learning: the demo's task on a small mixture of experts, with and without, three seeds.
 
     make bench-mixture_routes                          # on-policy: three minutes of one core
-    make bench-mixture_routes ARGS='--lags 0 4'        # with weights that are four versions old, too
+    make bench-mixture_routes ARGS='--lags 4'          # with weights that are four versions old
 
 A Qwen3-MoE like the demo's model is made here and taught until a quarter of its answers are right. Then each seed is
 trained twice from it: with the experts that sampled each token (`learner.routing_replay`), and with the learner's own
