@@ -1,8 +1,8 @@
 """One cell of the staleness grid: a loss at a fixed lag, trained in this process, without network and without a clock.
 
-The parts are the product's own: the learner's `GrpoClient`, the `compact` engine, the task stream, the reward. Step t
-is sampled with version max(0, t - S) and nothing else, so that the staleness of every token is S after a ramp of S
-steps. Snapshots of the last S + 1 versions wait in memory.
+The parts are the product's own: the learner's `GrpoClient`, an engine, the task stream, the reward. Step t is sampled
+with version max(0, t - S) and nothing else, so that the staleness of every token is S after a ramp of S steps.
+Snapshots of the last S + 1 versions wait in memory.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, Lease, Rollout, RolloutGroup,
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer, with_texts
 from echo2.learner.core.adapters import Adapter, load_trained
-from echo2.learner.core.model import DTYPES
+from echo2.learner.core.model import DTYPES, Policy
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.step_meter import StepStats
 from echo2.reward.score import Scorer
@@ -36,10 +36,10 @@ EVAL_ATTEMPTS = 4  # of each held-out problem
 class Sampling:
     """The workers' side: an engine, and the snapshots that it may be given."""
 
-    def __init__(self, config: Config, seed: int) -> None:
+    def __init__(self, config: Config, seed: int, engine: str) -> None:
         self._config, self._seed = config, seed
         self._params = config.sampling_params
-        self._engine = make_engine("compact", "cpu")
+        self._engine = make_engine(engine, "cpu")
         self._scorer = Scorer(config.reward.functions)
         self._snapshots: dict[int, Snapshot] = {}
         self._train = training_tasks(config.tasks, seed)
@@ -115,13 +115,20 @@ class Sampling:
         return sorted(done, key=lambda group: group.group)
 
 
-def train_cell(config: Config, staleness: int, seed: int, steps: int) -> dict[str, Any]:
+def train_cell(
+    config: Config,
+    staleness: int,
+    seed: int,
+    steps: int,
+    engine: str = "compact",
+    make_client: Callable[[Policy, Config], GrpoClient] = GrpoClient,
+) -> dict[str, Any]:
     """Train one cell from the config's model; its accuracies and the mismatch between them."""
     torch.set_num_threads(1)
     torch.manual_seed(seed)
     config = replace(config, run=replace(config.run, max_steps=steps))
-    trainer = GrpoClient(load_trained(config, "cpu"), config)
-    sampling = Sampling(config, seed)
+    trainer = make_client(load_trained(config, "cpu"), config)
+    sampling = Sampling(config, seed, engine)
     sampling.keep(trainer, 0)
     started = time.process_time()
     points: list[dict[str, float]] = [{"step": 0, "accuracy": sampling.accuracy(0)}]

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from echo2.config.values import ServerPlace
 from echo2.core.errors import PeerError
@@ -27,8 +28,20 @@ from echo2.engines.servers import engine as server_engine
 from echo2.engines.servers import vllm
 from echo2.engines.servers.engine import ServerEngine
 from echo2.engines.tokenizer import stop_rule
+from echo2.learner.core.model import load_policy
 from real_runs import REPOSITORY, Run
-from rollout_cases import END, VOCAB, hf_logits, load, plain_tokenizer, requests, run, snapshot_of, tiny_module
+from rollout_cases import (
+    END,
+    VOCAB,
+    hf_logits,
+    load,
+    plain_tokenizer,
+    requests,
+    run,
+    snapshot_of,
+    tiny_module,
+    tokenizer_files,
+)
 
 INSTALLED = REPOSITORY / ".venv-vllm" / ".installed"
 PYTHON = os.environ.get("ECHO2_ENGINE_PYTHON", str(INSTALLED.parent / "bin" / "python") if INSTALLED.exists() else "")
@@ -39,6 +52,25 @@ pytestmark = [
 #: Head sizes of 16 are none that vLLM's attention on CPUs takes; saved models say their architecture; and what ends a
 #: completion is the request's to say.
 SIZES = {"head_dim": 32, "max_position_embeddings": 1024, "architectures": ["Qwen3ForCausalLM"], "eos_token_id": None}
+
+MIXTURE: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+}
+
+
+def tiny_mixture() -> Any:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | MIXTURE))
 
 
 @pytest.fixture(scope="module")
@@ -219,6 +251,39 @@ def children(pid: int) -> list[int]:
 
 def command(pid: int) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes() + Path(f"/proc/{pid}/comm").read_bytes()
+
+
+@pytest.mark.slow
+def test_a_mixture_is_served_and_why_its_weights_are_not_swapped_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under the hub's names, a tensor for each expert, as the learner publishes them. If the last line fails, vLLM
+    has mended its reload: then `_refuse_mixture` can go."""
+    monkeypatch.setattr(vllm, "_refuse_mixture", lambda _: None)
+    tiny_mixture().save_pretrained(tmp_path / "hub")
+    policy = load_policy(str(tmp_path / "hub"), "float32", "cpu")
+    engine: Any = make_engine("vllm", "cpu", 16, ServerPlace(PYTHON, directory=tmp_path / "models"))
+
+    def distance(version: int) -> float:
+        """From the learner's logprobs."""
+        files = {**policy.files, **tokenizer_files()}
+        load(engine, Snapshot(SnapshotRef("policy", 1, version), policy.tensors(), files))
+        found = []
+        for request, completion in zip(requests(3), run(engine, requests(3)), strict=True):
+            logits = hf_logits(policy.module, [*request.prompt_tokens, *completion.tokens])[4:-1].log_softmax(-1)
+            wanted = [float(logits[t, token]) for t, token in enumerate(completion.tokens)]
+            assert completion.version_spans == ((0, version),)
+            found.append(np.abs(np.array(completion.logprobs) - wanted).max())
+        return float(max(found))
+
+    try:
+        assert "model.layers.0.mlp.experts.3.down_proj.weight" in policy.tensors()
+        assert distance(0) < 1e-3
+        for weight in policy.module.parameters():
+            weight.data += 0.001 * torch.randn_like(weight)
+        assert distance(1) > 0.1
+    finally:
+        asyncio.run(engine.close())
 
 
 @pytest.mark.slow

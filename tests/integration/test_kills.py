@@ -8,8 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from mixture_cases import mixture
 from real_runs import STUCK_SECONDS, Run, is_running, pause
+from rollout_cases import tokenizer_files
 
 pytestmark = pytest.mark.timeout(600)
 #: So many that the last kills find a run that goes on: the status that tells of a step may be half a second old.
@@ -98,3 +101,27 @@ def test_a_free_running_run_survives_kills_within_its_bound(tmp_path: Path, sort
     rows = [row for row in run.rows() if "schedule/resampled" in row]
     assert sum(row["schedule/resampled"] for row in rows) == summary["groups"]["retired"]["uninformative"]
     assert all(row["schedule/resampled"] == 32 for row in rows if row["schedule/uninformative_kept"])
+
+
+@pytest.mark.slow
+def test_a_learner_that_is_killed_goes_on_with_the_routes_of_every_rollout(tmp_path: Path) -> None:
+    """In bfloat16, where a learner without them chooses other experts. The reward is any that differs in a group."""
+    model, reward = tmp_path / "model", tmp_path / "any.py"
+    mixture().to(torch.bfloat16).save_pretrained(model)
+    for name, data in tokenizer_files().items():
+        (model / name).write_bytes(data)
+    reward.write_text("def score(completions, **columns):\n    return [len(text) % 2 for text in completions]\n")
+    settings = {"learner.routing_replay": "true", "model.snapshot_dtype": "bfloat16", "model.compute_dtype": "bfloat16"}
+    settings |= {"run.max_steps": "12", "schedule.groups_per_step": "8", "learner.checkpoint_every": "4"}
+    settings |= {"reward.functions": f'["{reward}:score"]', "workers.count": "1"}
+    run = Run(tmp_path / "run", model, *(f"--{name}={value}" for name, value in settings.items())).start()
+    run.wait_version(3)
+    run.kill("learner")
+    run.wait_version(6)
+    _kill_supervisor(run)
+    run.start("--resume").wait_version(8)
+    run.kill("head")
+    run.finish()
+    _check_books(run, 12 * 8, 1)
+    steps = {row["step"]: row["routes/replayed_share"] for row in run.rows() if "routes/replayed_share" in row}
+    assert steps == dict.fromkeys(range(1, 13), 1.0)

@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 
 from echo2.core.errors import PeerError
 from echo2.core.types import (
@@ -232,6 +234,8 @@ def family(name: str, version: int) -> Snapshot:
 @pytest.mark.parametrize("name", ["Gemma2", "GptOss", "Mamba", "Mamba2", "Bamba", "GPTNeoX"])
 def test_swaps_are_replayed_by_every_family(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces shorter than the sequences, too."""
+    if name == "Bamba" and Version(transformers.__version__) < Version("5.14"):
+        pytest.skip("transformers before 5.14 decodes a Bamba differently than it reads it")
     versions = [family(name, version) for version in range(3)]
     asked = [leased(number, num_samples=3) for number in range(2)]
     groups = sampled(swapping("transformers", {5: versions[1], 14: versions[2]}, versions[0], slots=4), *asked)

@@ -14,7 +14,7 @@ import pytest
 
 import vllm_standin
 from echo2.config.values import ServerPlace
-from echo2.core.errors import PeerError
+from echo2.core.errors import PeerError, UserError
 from echo2.engines.engine import Engine
 from echo2.engines.registry import make_engine
 from echo2.engines.servers import vllm
@@ -87,3 +87,12 @@ def test_a_server_of_a_mixture_is_started_to_return_routes(tmp_path: Path) -> No
     for model, asked, is_told in ((mixture, True, True), (mixture, False, False), (dense, True, False)):
         server = vllm.VllmServer(ServerPlace(routes=asked), "cpu", 8)
         assert ("--enable-return-routed-experts" in server._command(model, tmp_path / "socket")) == is_told
+
+
+def test_a_mixture_is_refused_on_a_cpu(tmp_path: Path) -> None:
+    """What vLLM would do: `tests/foreign/test_vllm.py`."""
+    place = ServerPlace(python="/there/is/none", directory=tmp_path)
+    engine = make_engine("vllm", "cpu", 8, place)
+    with pytest.raises(UserError, match=r"experts wrongly.*workers\.engine = \"transformers\""):
+        asyncio.run(engine.update_weights(snapshot(1, files={"config.json": MIXTURE_CONFIG})))
+    asyncio.run(engine.close())

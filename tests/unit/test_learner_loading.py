@@ -14,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
 from echo2.core.errors import UserError
 from echo2.core.types import StoredTensor
+from echo2.engines.hub_layout import META, text_module
 from echo2.learner.core import loading
-from echo2.learner.core.mesh import Mesh
+from echo2.learner.core.mesh import Mesh, _layers
 from echo2.learner.core.model import load_policy
+from hub_models import FAMILIES
 from learner_cases import tiny_module
 
 
@@ -133,3 +135,14 @@ def test_a_head_that_is_tied_and_stored_otherwise_is_said(
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_other
     assert all("ties lm_head.weight to model.embed_tokens.weight" in text for text in said)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_find_the_layers_that_are_whole_one_after_the_other(family: str) -> None:
+    """By a private name of transformers, `_no_split_modules`. Without it a rank would hold the whole model at once."""
+    with META:
+        module = text_module(AutoConfig.for_model(family, **FAMILIES[family]), torch.float32)
+    inside = {parameter for layer in _layers(module) for parameter in layer.parameters()}
+    outside = [name for name, parameter in module.named_parameters() if parameter not in inside]
+    assert inside
+    assert not [name for name in outside if any(part.isdecimal() for part in name.split("."))], outside

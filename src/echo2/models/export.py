@@ -24,7 +24,7 @@ from echo2.core.documents import parse_json, safetensors_pieces
 from echo2.core.errors import UserError, write_failed
 from echo2.models.evaluate import MODEL_FILE, Step, checkpoint_directory, copy_model
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
-from echo2.weights.format.model_files import MLX_WEIGHTS, read_base_model
+from echo2.weights.format.model_files import MLX_WEIGHTS, no_answer, read_base_model
 
 CARD = "README.md"
 GET_TOKEN = (
@@ -72,7 +72,6 @@ def push(directory: Path, repo: str, is_public: bool) -> str:
         UserError: the hub can't be reached or refuses; the repository holds something else, or has the other
             visibility. The directory stays.
     """
-    from httpx2 import HTTPError
     from huggingface_hub import HfApi
 
     api = HfApi(library_name="echo2", library_version=__version__)
@@ -83,7 +82,7 @@ def push(directory: Path, repo: str, is_public: bool) -> str:
         api.upload_folder(repo_id=repo, folder_path=directory, commit_message="Upload from echo2 export")
     except UserError:
         raise
-    except (OSError, HTTPError, RuntimeError, ValueError) as error:  # raised by the library and its uploader
+    except (OSError, no_answer(), RuntimeError, ValueError) as error:  # raised by the library and its uploader
         visibility = "--no-private" if is_public else "--private"
         again = f"hf upload {repo} {shlex.quote(str(directory))} . {visibility}"
         reason = _reason(error, repo, api.endpoint)

@@ -81,6 +81,10 @@ class ServedModel:
         return RoutedLayers(RouteShape(len(places), chosen, experts), places, num_layers)
 
     @property
+    def has_experts(self) -> bool:
+        return num_experts(read_text_values({"config.json": self.config})) > 0
+
+    @property
     def has_two_ropes(self) -> bool:
         return has_two_ropes(read_config({"config.json": self.config}))
 

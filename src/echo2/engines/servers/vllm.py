@@ -181,6 +181,8 @@ class VllmServer:
             self._link = ServerLink(self._place.url, key=key)
             await self.load(model)
         else:
+            if not self._on_gpu:
+                _refuse_mixture(model)
             await self._start_process(model)
             if model.adapter is not None:
                 await self._load_adapter(model, model.adapter)
@@ -364,6 +366,16 @@ class VllmServer:
         """Return how many likely tokens the server must report in place of each token: the whole support of narrowed
         requests, unless the server reports a sampling mask."""
         return width_of(request, served) if request.params.is_narrow and not self._has_mask else 0
+
+
+def _refuse_mixture(model: ServedModel) -> None:
+    """Raise UserError: on a CPU vLLM 0.32 packs experts when it starts, and a reload puts others there unpacked; with
+    adapters over a mixture it dies at the first request."""
+    if model.has_experts:
+        raise UserError(
+            "On a CPU, vLLM reloads a mixture's experts wrongly and has no adapters over them, so this worker would "
+            'sample from another model after the first step. Set workers.engine = "transformers".'
+        )
 
 
 def _place_on(device: str) -> tuple[dict[str, str], bool]:

@@ -78,7 +78,6 @@ def hub_refusal(hub_id: str, is_loaded: bool = True) -> str:
     """Return why a hub id can't be loaded, with a remedy; empty if it can. `is_loaded`: on this machine; others need
     neither the hub nor its package."""
     try:
-        from httpx2 import HTTPError
         from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
         from huggingface_hub.errors import HfHubHTTPError, HFValidationError
     except ImportError:
@@ -97,9 +96,17 @@ def hub_refusal(hub_id: str, is_loaded: bool = True) -> str:
     except HfHubHTTPError as error:
         told = f"{error.response.status_code} {error.server_message or ''}".strip()
         return f"the hub does not provide it ({told}). Check the name; a private or gated model needs `hf auth login`."
-    except HTTPError as error:
+    except no_answer() as error:
         return f"the hub can't be reached ({error}). See to the network, or name a model directory."
     return ""
+
+
+def no_answer() -> type[Exception]:
+    """Return the error of the hub's package that is raised where the hub does not answer: httpx2's, and httpx's before
+    version 2 of the package, which transformers 5.17 and older want."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    return next(kind for kind in HfHubHTTPError.__mro__ if kind.__name__ == "HTTPError")
 
 
 def _refuse_for_home(path: Path, setting: str) -> None:
