@@ -71,7 +71,8 @@ def is_from_before(state: PlannerState, lease: Lease) -> bool:
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
     """Return why the named weights are invalid or can't be checked, or None. They are invalid if a version is above the
-    step's own, or if a stranger names one below what it had installed: versions never fall. They can't be checked if a
+    step's own; if a stranger names one below what it had installed, for versions never fall; and if one whose tokens
+    are checked names several, for it would choose where they change (`Config.swap_of`). They can't be checked if a
     stranger names a version that is not published in its lineage.
 
     Honest workers send such a group after the learner fell back, or after a new head took over that does not know every
@@ -86,6 +87,8 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
     had = state.leases.installed_at[event.lease_id]
     if had is not None and had.lineage == event.lineage and event.oldest_version < had.version:
         return f"tokens of version {event.oldest_version}; the worker had version {had.version} when it got the lease"
+    if worker is not None and worker.draws and event.oldest_version != event.newest_version:
+        return f"tokens of versions {event.oldest_version} to {event.newest_version}; a stranger's group has one"
     for version in (event.oldest_version, *event.versions_between, event.newest_version):
         ref = state.snapshots.published.get(version)
         if ref is None or ref.lineage != event.lineage:
