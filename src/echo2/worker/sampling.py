@@ -20,7 +20,7 @@ from typing import Any
 from echo2.config.values import AUTO
 from echo2.core.background import spawn
 from echo2.core.decide.card import CARD, LOOK_SECONDS, WISH, Act, worker_act
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError, counted
 from echo2.core.file_lock import FileLock
 from echo2.core.types import Assignment, Snapshot, SnapshotRef
 from echo2.engines.engine import Engine, RequestFailure
@@ -94,7 +94,8 @@ class LeaseSampler:
         if not self._tasks:
             return "waiting"
         num_running = self.engine.slots - self.engine.free_slots
-        return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self.engine.installed}"
+        what = f"{counted(num_running, 'rollout')} of {counted(len(self._tasks), 'group')}"
+        return f"sampling {what} with {self.engine.installed}"
 
     async def load(self, snapshot: Snapshot, base_of: Callable[[SnapshotRef], Awaitable[Snapshot]]) -> float:
         """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, by `base_of`,

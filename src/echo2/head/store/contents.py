@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 
 from echo2.config.rundir import RunDir, write_atomically
-from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.errors import LinkError, PeerError, UserError, counted
 from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.store.decide.log import LOOK_SECONDS, Sign, SignWatch
@@ -282,4 +282,4 @@ def restore(rundir: RunDir, objects: Objects, told: Path) -> None:
         restore_snapshots(objects, ledger, ChunkStore(rundir.snapshots))
         restore_files(rundir, ledger)
     what = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
-    log.warning("fetched a run of %d steps, with %s, into %s", version, what, told)
+    log.warning("fetched a run of %s, with %s, into %s", counted(version, "step"), what, told)
