@@ -8,16 +8,18 @@ and no docstring. Imports count wherever they stand, also inside functions and u
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import json
 import re
-import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from recording import there
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 GENERATED = "_pb2.py"
@@ -196,4 +198,6 @@ def count(tree: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(count(Path(sys.argv[1]) if len(sys.argv) > 1 else REPOSITORY), indent=2))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tree", type=there, nargs="?", default=REPOSITORY)
+    print(json.dumps(count(parser.parse_args().tree), indent=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -14,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+
+
+def there(text: str) -> Path:
+    """The type of an argument that names a file or directory to read."""
+    if not Path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no {text}")
+    return Path(text)
 
 
 def machine() -> dict[str, Any]:

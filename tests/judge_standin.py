@@ -53,6 +53,8 @@ class JudgeStandIn:
     def _answer(self, question: str, fault: str) -> tuple[int, dict[str, str], bytes]:
         if fault == "hang":
             self.closed.wait(HANG_SECONDS)
+        if fault == "cut":
+            return 0, {}, b""
         if fault[:3].isdigit():
             status, _, retry_after = fault.partition(" ")
             headers = {"retry-after": retry_after} if retry_after else {}
@@ -98,6 +100,9 @@ def judge_standin(fault: Callable[[str, int], str] = lambda question, n: "", por
             if self.path == "/v1/chat/completions":
                 found = judge.answer(body, self.headers.get("authorization", ""))
             status, headers, data = found
+            if not status:  # the connection ends without an answer
+                self.close_connection = True
+                return
             try:
                 self.send_response(status)
                 for name, value in (*headers.items(), ("content-length", str(len(data)))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from echo2.core.types import RUN_POLICY, GroupRef, Lease, PayloadId, SnapshotRef
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
-from echo2.worker.decide.scheduler import WorkerScheduler
+from echo2.worker.decide.scheduler import Swap, WorkerScheduler
 from invariants import check
 
 V1, V2, V3 = SnapshotRef(RUN_POLICY, 1, 1), SnapshotRef(RUN_POLICY, 1, 2), SnapshotRef(RUN_POLICY, 1, 3)
@@ -41,8 +41,8 @@ def produced(lease_id: int) -> ev.GroupProduced:
 class Bench:
     """A scheduler, a clock, and the names of what it asked for."""
 
-    def __init__(self, slots: int = 4, swap_during: bool = False, deterministic: bool = False) -> None:
-        self.scheduler = WorkerScheduler(slots, swap_during, deterministic)
+    def __init__(self, slots: int = 4, swap: Swap = "between", deterministic: bool = False) -> None:
+        self.scheduler = WorkerScheduler(slots, swap, deterministic)
         self.now = 0.0
 
     def tell(self, *events: ev.Event) -> list[do.Command]:

@@ -288,7 +288,8 @@ class Soak:
                 [*ECHO2, command, str(self.out), "--json"], env=ENVIRONMENT, capture_output=True, text=True, check=False
             )
             found[command] = json.loads(done.stdout) if done.stdout else done.stderr[-500:]
-        rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
+        metrics = self.out / "metrics.jsonl"  # not there before the first step
+        rows = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
         return {**found, **waits(rows), **slope(self.memory), **self.counts, "memory_mib": self.memory}
 
 
@@ -332,7 +333,7 @@ def slope(samples: list[tuple[float, float]]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=120.0)
-    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--model", type=recording.there, default=MODEL)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="result file")
     options = parser.parse_args()

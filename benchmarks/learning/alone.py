@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import save
+from recording import save, there
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -229,7 +229,7 @@ async def measure(model: str, rows: Path, rounds: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(REPOSITORY / "outputs" / "models" / "smollm2"))
-    parser.add_argument("--rows", type=Path, default=REPOSITORY / "outputs" / "data" / "facts" / "train.jsonl")
+    parser.add_argument("--rows", type=there, default=REPOSITORY / "outputs" / "data" / "facts" / "train.jsonl")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     options = parser.parse_args()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from recording import there
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 
@@ -69,13 +70,13 @@ def reward_function(named: str) -> Callable[..., list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--problems", type=Path, required=True)
+    parser.add_argument("--problems", type=there, required=True)
     parser.add_argument("--samples", type=int, default=4)
     parser.add_argument("--max-tokens", type=int, default=12)
     parser.add_argument("--seed", type=int, default=12345)
     parser.add_argument("--reward", default="exact_match", help="or file.py:function")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("directories", type=Path, nargs="+")
+    parser.add_argument("directories", type=there, nargs="+")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.problems.read_text(encoding="utf-8").splitlines()]
     results = {

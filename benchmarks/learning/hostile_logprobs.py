@@ -25,6 +25,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recording import there
+
 from echo2.config import Config
 from echo2.config.sections import LearnerConfig, RunConfig, SamplingConfig
 from echo2.core.decide.seeds import group_seed
@@ -144,7 +146,7 @@ def accuracy_after(model: Path, loss: str, forge: Forgery, steps: int, groups: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--model", type=there, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])

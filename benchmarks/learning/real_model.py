@@ -32,7 +32,7 @@ import distillation
 import real_model_figures as figures
 import time_to_accuracy as beside
 from crew import Found, Job, run_jobs
-from recording import save
+from recording import save, there
 
 from echo2.config import load
 from echo2.core.devices import NVIDIA_DRIVER
@@ -370,7 +370,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts; which come first: see above"
     )
-    parser.add_argument("--model", type=Path, default=REPOSITORY / "outputs" / "models" / "smollm2")
+    parser.add_argument("--model", type=there, default=REPOSITORY / "outputs" / "models" / "smollm2")
     parser.add_argument("--match", default="", help="only jobs with this in their name, e.g. staleness-16-")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=20)

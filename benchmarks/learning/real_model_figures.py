@@ -6,6 +6,7 @@ make bench-real_model_figures ARGS='with-stranger RUN -- echo2 run ...'  # a run
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import statistics
@@ -17,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from recording import there
 from time_to_accuracy import crossing, first_lease
 
 from echo2.config import Config
@@ -193,13 +195,17 @@ def with_stranger(run: Path, words: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    kind, *rest = arguments
-    if kind == "changed":
-        print(json.dumps(changed_shares([Path(one) for one in rest])))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    kinds.add_parser("changed").add_argument("snapshots", type=there, nargs="+")
+    stranger = kinds.add_parser("with-stranger")
+    stranger.add_argument("run", type=Path)
+    stranger.add_argument("command", nargs=argparse.REMAINDER)
+    options = parser.parse_args(arguments)
+    if options.kind == "changed":
+        print(json.dumps(changed_shares(options.snapshots)))
         return 0
-    if kind == "with-stranger":
-        return with_stranger(Path(rest[0]), rest[rest.index("--") + 1 :])
-    sys.exit(f"error: {kind!r} is neither `changed` nor `with-stranger`.")
+    return with_stranger(options.run, options.command[options.command[:1] == ["--"] :])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from plots import COLOURS, INK, require_matplotlib
-from recording import save
+from recording import save, there
 from rich.console import Console
 from rich.progress import track
 
@@ -327,8 +327,8 @@ def _label(panel: Any, title: str, x: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the finished cells")
-    parser.add_argument("--config", type=Path, default=REPOSITORY / "src" / "echo2" / "demo" / "sort.toml")
-    parser.add_argument("--model", type=Path, default=REPOSITORY / "outputs" / "models" / "digit_sorting")
+    parser.add_argument("--config", type=there, default=REPOSITORY / "src" / "echo2" / "demo" / "sort.toml")
+    parser.add_argument("--model", type=there, default=REPOSITORY / "outputs" / "models" / "digit_sorting")
     parser.add_argument("--groups", type=int, default=64, help="groups a step")
     parser.add_argument("--least-steps", type=int, default=LEAST_STEPS, help="steps of a cell with a short lag")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -30,7 +30,7 @@ from typing import Any
 
 from idle_nodes import Fleet, measure
 from plots import COLOURS, INK, require_matplotlib
-from recording import HERE, save
+from recording import HERE, save, there
 
 from echo2.config.offers import Offer
 from echo2.head.fleet.decide import formulas
@@ -261,11 +261,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--bounds", type=int, nargs="+", default=list(BOUNDS), help="staleness bounds")
     parser.add_argument("--real", action="store_true", help="small fleets, simulated and with processes")
     parser.add_argument("--jobs", type=int, default=3, help="with --real: runs at a time")
-    parser.add_argument("--model", type=Path, default=MODEL, help="with --real: what examples/digit_sorting made")
+    parser.add_argument("--model", type=there, default=MODEL, help="with --real: what examples/digit_sorting made")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
-    parser.add_argument("--draw", type=Path, metavar="FILE", help="draw what lies in these result files; run nothing")
-    parser.add_argument("results", type=Path, nargs="*")
+    parser.add_argument("--draw", type=there, metavar="FILE", help="draw what lies in these result files; run nothing")
+    parser.add_argument("results", type=there, nargs="*")
     return parser.parse_args(arguments)
 
 

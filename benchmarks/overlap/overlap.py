@@ -43,7 +43,7 @@ from overlap_nodes import (
     run_case,
     window_seconds,
 )
-from recording import save
+from recording import save, there
 from rich.console import Console
 from rich.table import Table
 
@@ -163,7 +163,7 @@ def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("outputs/models/digit_sorting"))
+    parser.add_argument("--model", type=there, default=Path("outputs/models/digit_sorting"))
     parser.add_argument("--groups", type=int, nargs="+", default=[32, 64, 96], help="groups of a round (32 64 96)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--workers", type=int, default=4)

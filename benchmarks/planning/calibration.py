@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from recording import save
+from recording import save, there
 
 from echo2.core.errors import UserError
 from echo2.learner.decide.model_shape import LayerShape, ModelShape
@@ -140,7 +140,7 @@ def assign(constants: Mapping[str, float]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--points", type=Path, default=POINTS)
+    parser.add_argument("--points", type=there, default=POINTS)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     options = parser.parse_args()
     points, result = usable(json.loads(options.points.read_text(encoding="utf-8"))), {}

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from microbatch import SMALL
-from recording import child_environment, output_of, save
+from recording import child_environment, output_of, save, there
 
 from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef
 from echo2.engines.compact import build_compact
@@ -273,8 +273,8 @@ def timed(work: Callable[[], object]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, default=CONFIG)
-    parser.add_argument("--model", type=Path, help="model directory (default: the configuration's)")
+    parser.add_argument("--config", type=there, default=CONFIG)
+    parser.add_argument("--model", type=there, help="model directory (default: the configuration's)")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--probe-seconds", type=float, default=20.0)
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from hostile_sampling import HIDDEN, checker_of, moved_numbers, sampled, spread, swapping, with_true_logprobs
-from recording import save
+from recording import save, there
 from transformers import AutoTokenizer
 
 from echo2.core.decide.seeds import mix
@@ -129,8 +129,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkpoints", type=Path, nargs="+")
-    parser.add_argument("--rows", type=Path, required=True)
+    parser.add_argument("checkpoints", type=there, nargs="+")
+    parser.add_argument("--rows", type=there, required=True)
     parser.add_argument("--groups", type=int, default=1000, help="honest groups, of each dtype")
     parser.add_argument("--cheats", type=int, default=16, help="groups of each cheat")
     parser.add_argument("--dtypes", nargs="+", default=["BF16", "F32"])

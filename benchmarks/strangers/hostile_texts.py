@@ -6,6 +6,7 @@ confined `math` reward, tokens that are slow to decode or to search for stop str
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import time
@@ -106,6 +107,8 @@ async def measure_turns(tokenizer: Any, folder: Path) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
     reader = RunTokenizer(byte_tokenizer_files(), stop_strings=("</answer>",))
     measure_tokens(reader)
     with TemporaryDirectory() as folder:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from recording import child_environment, output_of, quantile, save
+from recording import child_environment, output_of, quantile, save, there
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
@@ -261,7 +261,7 @@ def _plain(rollout: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=Path("outputs/models/smollm2"))
+    parser.add_argument("--model", type=there, default=Path("outputs/models/smollm2"))
     parser.add_argument("--parts", default="speed,honest,cheats")
     parser.add_argument("--groups", type=int, default=64)
     parser.add_argument("--minutes", type=float, default=60.0)

@@ -48,6 +48,10 @@ def of_tenant(limits: ByTenant, tenant: str) -> float | None:
     return limits.get(tenant, limits.get(OTHERS))
 
 
+#: The version of a file that is not there.
+GONE = (0, 0, 0)
+
+
 class Tariff:
     """The prices and quotas of now, `quotas`: those of the service's file, which the operator may change meanwhile."""
 
@@ -58,12 +62,15 @@ class Tariff:
 
     def reread(self) -> None:
         """Read the file again if it has changed, and no more since the last call: half of a file may be one without
-        prices and quotas. A file with a mistake changes nothing, which the log says.
+        prices and quotas. A file with a mistake, or none, changes nothing, which the log says.
         """
         seen, self._seen = self._seen, self._version()
         if self._seen == self._read or self._seen != seen or self._file is None:
             return
         self._read = self._seen
+        if self._seen == GONE:
+            log.warning("prices and quotas stay as they were: %s is gone", self._file)
+            return
         try:
             self.quotas = load(self._file).bills
             log.info("prices and quotas are those of %s as it is now", self._file)
@@ -73,8 +80,8 @@ class Tariff:
     def _version(self) -> tuple[int, int, int] | None:
         try:
             stat = None if self._file is None else self._file.stat()
-        except OSError:  # it is being replaced
-            return self._read
+        except OSError:  # or it is being replaced
+            return GONE
         return None if stat is None else (stat.st_ino, stat.st_mtime_ns, stat.st_size)
 
 

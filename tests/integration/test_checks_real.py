@@ -75,6 +75,7 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
             worker.kill()
             worker.wait()
     assert told()[tickets["honest"]]["num_failed"] == 0
+    assert b"a stranger's group has one" not in (run.out / "events.jsonl").read_bytes()
     assert told()[tickets["liar"]]["is_quarantined"]
     assert tickets["misnames"] not in told()  # none of its groups was taken
     audit = run.command("audit")

@@ -13,7 +13,7 @@ from real_runs import Run
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-FAULTS = ("500", "429", "429 1", "garbage", "no json", "oversized", "hang", "400")
+FAULTS = ("500", "429", "429 1", "garbage", "no json", "oversized", "cut", "400")  # none that a clock decides
 STEPS, GROUPS = 4, 8
 
 
@@ -27,7 +27,7 @@ def run_with(standin: JudgeStandIn, out: Path, model: Path, budget_usd: float = 
     table = f"""{{model = "m", base_url = "{standin.url}", rubric = "More digits are better; right is {{answer}}.",
         max_concurrency = 8, usd_per_mtok = [1.0, 2.0], budget_usd = {budget_usd}}}""".replace("\n", " ")
     sizes = ("--run.max_steps", f"{STEPS}", "--schedule.groups_per_step", f"{GROUPS}", "--workers.count", "1")
-    judged = ("--reward.functions", '["judge"]', "--reward.judge", table, "--reward.timeout_seconds", "5")
+    judged = ("--reward.functions", '["judge"]', "--reward.judge", table)
     return Run(out, model, *sizes, *judged)
 
 

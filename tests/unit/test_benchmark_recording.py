@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+import argparse
+import subprocess
 import sys
 from pathlib import Path
 
 import hostile
 import pytest
-from recording import last, output_of
+import soak
+from recording import HERE, child_environment, last, output_of, there
+
+#: Other benchmarks start these, with one argument in JSON.
+NODES = {"overlap_nodes", "idle_nodes", "broadcast_node", "lines"}
+
+
+def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
+    scripts = [path for path in HERE.rglob("*.py") if "__main__" in path.read_text() and path.stem not in NODES]
+    assert len(scripts) > 30
+    assert [path.name for path in scripts if "rgument" not in path.read_text()] == []
+    words = (sys.executable, str(HERE / "count_house.py"), "--help")
+    done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: count_house.py")
+
+
+def test_what_a_benchmark_is_to_read_and_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+    assert there(str(tmp_path)) == tmp_path
+    with pytest.raises(argparse.ArgumentTypeError, match=r"there is no .*/missing$"):
+        there(str(tmp_path / "missing"))
+
+
+def test_a_soak_without_a_trained_step_has_figures() -> None:
+    assert soak.waits([]) == {"steps": 0, "idle": None, "idle_predicted": None, "wait_seconds": {}}
 
 
 def test_the_last_words_of_a_command_that_fails_are_told() -> None:

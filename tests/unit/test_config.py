@@ -260,7 +260,9 @@ def test_what_samplers_get_follows_from_the_settings() -> None:
 )
 def test_weights_change_during_a_generation_where_that_may_be(staleness: int, deterministic: bool, swap: str) -> None:
     raw = {"run": {"deterministic": deterministic}, "schedule": {"max_staleness": staleness}}
-    assert build(raw, "x").swap == swap
+    config = build(raw, "x")
+    assert config.swap_of(is_own=True, draws=True) == config.swap_of(is_own=False, draws=False) == swap
+    assert config.swap_of(is_own=False, draws=True) == ("apart" if swap == "during" else swap)
 
 
 def test_where_the_head_listens() -> None:

@@ -136,6 +136,32 @@ def test_rows_under_way_go_on_with_the_next_adapter(engine: str) -> None:
 
 
 @pytest.mark.parametrize("engine", BUILDERS)
+def test_rows_that_name_an_adapter_keep_it_and_the_base_model_is_there_once(engine: str) -> None:
+    module = tiny_module("qwen3")
+    decoder = TorchDecoder(BUILDERS[engine], "cpu")
+    adapters = [adapted(module, version, seed=version)[1] for version in range(2)]
+    decoder.load(adapters[0], base_of(module))
+    places = decoder._policy()[1].places
+    asked = [replace(one, version=0) for one in requests(0, max_tokens=30)]
+    alone = run(DecodeLoop(decoder), asked)
+
+    async def beside() -> list[Any]:
+        reached, loop = asyncio.Event(), asyncio.get_running_loop()
+        hook = Hooked(decoder, lambda step: step != 3 or loop.call_soon_threadsafe(reached.set))
+        engine = DecodeLoop(hook)  # type: ignore[arg-type]
+        futures = [engine.submit(one) for one in asked]
+        await reached.wait()
+        await engine.update_weights(adapters[1])
+        newer = [engine.submit(replace(one, version=1)) for one in asked]
+        assert engine._decoder._policy()[1].places is places  # type: ignore[attr-defined]
+        return [await asyncio.gather(*part) for part in (futures, newer)]
+
+    older, newer = asyncio.run(beside())
+    assert older == alone
+    assert {one.version_spans for one in newer} == {((0, 1),)}
+
+
+@pytest.mark.parametrize("engine", BUILDERS)
 def test_a_swap_of_adapters_is_replayed_by_the_check(engine: str) -> None:
     module = tiny_module("qwen3")
     decoder = TorchDecoder(BUILDERS[engine], "cpu")

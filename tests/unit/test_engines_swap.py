@@ -16,7 +16,7 @@ from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import OutOfMemoryError
 from echo2.engines.torch_engine import TorchDecoder
 from engine_builders import BUILDERS
-from rollout_cases import Hooked, load, requests, run, snapshot_of, tiny_module
+from rollout_cases import Hooked, hooked, load, requests, run, snapshot_of, tiny_module
 
 NORM = "model.norm.weight"
 
@@ -79,6 +79,66 @@ def test_swaps_in_place_come_through_while_tokens_are_sampled() -> None:
         assert versions == sorted(set(versions))
     assert engine.installed is not None
     assert engine.installed.version == 3
+
+
+@pytest.mark.parametrize("name", [*BUILDERS, "fake"])
+@pytest.mark.parametrize("in_turns", [False, True])
+def test_requests_that_name_a_version_end_with_its_weights_while_others_begin_with_newer(
+    name: str, in_turns: bool
+) -> None:
+    """Beside each other, as alone: the tokens are those of an engine that never swapped."""
+    weights = [snapshot_of(tiny_module("qwen3", seed=seed), seed) for seed in range(3)]
+    asked = [replace(one, in_turns=in_turns) for one in requests(0, samples=4, max_tokens=40)]
+    alone = [run(engine_with(name, one), asked) for one in weights]
+
+    async def beside() -> list[list[Any]]:
+        found, reached = [], asyncio.Event()
+        loop = asyncio.get_running_loop()
+        engine, _ = hooked(name, lambda step: step != 6 or loop.call_soon_threadsafe(reached.set), weights[0], 8)
+
+        def submitted(version: int) -> list[asyncio.Future[Any]]:
+            return [engine.submit(replace(one, version=version)) for one in asked]
+
+        first = submitted(0)
+        await reached.wait()
+        assert await engine.update_weights(weights[1]) >= 0.0
+        found += [submitted(1), submitted(0)]  # a later turn of what began before
+        found = [await asyncio.gather(*futures) for futures in (first, *found)]
+        await engine.update_weights(weights[2])
+        (failure,) = {await future for future in submitted(0)}
+        assert failure.reason == "snapshot_gone"
+        found += [await asyncio.gather(*submitted(version)) for version in (1, 2)]
+        await engine.sleep()
+        await engine.wake_up()
+        return found
+
+    found = asyncio.run(beside())
+    assert [[one.version_spans for one in part] for part in found] == [[((0, at),)] * 4 for at in (0, 1, 0, 1, 2)]
+    assert [tokens_of(part) for part in found] == [tokens_of(alone[at]) for at in (0, 1, 0, 1, 2)]
+
+
+def test_without_room_for_two_versions_the_old_one_stays_until_nothing_needs_it() -> None:
+    old, new = (snapshot_of(tiny_module("qwen3", seed=seed), seed) for seed in (0, 1))
+    asked = [replace(one, version=0) for one in requests(0, samples=4, max_tokens=40)]
+
+    async def cramped_one() -> Any:
+        engine = DecodeLoop(cramped("compact", MemoryError()))
+        await engine.update_weights(old)
+        futures = [engine.submit(one) for one in asked]
+        with pytest.raises(OutOfMemoryError, match="beside those that rollouts under way began with"):
+            await engine.update_weights(new)
+        found = await asyncio.gather(*futures)
+        await engine.update_weights(new)
+        return found, engine.installed
+
+    found, installed = asyncio.run(cramped_one())
+    assert installed == new.ref
+    assert tokens_of(found) == tokens_of(run(engine_with("compact", old), requests(0, samples=4, max_tokens=40)))
+
+
+def engine_with(name: str, snapshot: Snapshot) -> DecodeLoop:
+    engine, _ = hooked(name, lambda step: None, snapshot)
+    return engine
 
 
 class TornBytes(TensorBytes):

@@ -15,7 +15,7 @@ from echo2.head.serve import report
 from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.views.display import failure_lines
+from echo2.views.display import FAILURE_WORDS, failure_lines
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 
@@ -102,6 +102,18 @@ def test_failures_of_before_a_restart_are_told_apart(num_before: int, words: str
     failure = {"kind": "reward_failed", "count": 10, "message": "it", "traceback": "", "num_before": num_before}
     (line,) = failure_lines({"failures": [failure]})
     assert words in line
+
+
+@pytest.mark.parametrize("kind", [*FAILURE_WORDS, "of_another_release"])
+def test_one_failure_is_told_as_one(kind: str) -> None:
+    one, two = (
+        failure_lines({"failures": [{"kind": kind, "count": count, "message": "it", "traceback": ""}]})[0]
+        for count in (1, 2)
+    )
+    assert (one.split()[0], two.split()[0]) == ("1", "2")
+    assert not one.split()[1].endswith("s")
+    assert " were " not in one + two
+    assert two.split()[1] == f"{one.split()[1]}s"
 
 
 def test_a_lease_that_its_worker_does_not_hold_counts_nothing(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_a_stranger_that_calls_its_rollouts_failed_fails_its_lease(tmp_path: Pat
                 gone = [wire.Lost(sample=3, detail="too long for me")]
                 answers = await open_head.deliver(delivery(leases[0], [sample([5, 7, 1])] * 3, lost=gone))
                 assert not answers[0][0]
-                assert "1 rollouts failed, it says. The first: too long for me" in answers[0][1]
+                assert "1 rollout failed, it says. The first: too long for me" in answers[0][1]
                 assert open_head.head.planner.credits.of(ticket_id).num_rests == 1
                 assert open_head.head.ledger.counts()["lost"] == {}
 

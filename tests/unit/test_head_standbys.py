@@ -157,7 +157,10 @@ def test_a_head_that_began_without_a_sign_is_waited_for_once_more(
     monkeypatch.setattr(contents, "time", clock)
     Mirror.open(fetch_run(store, tmp_path / "other"), store, 0.0)
     caplog.set_level(logging.WARNING)
+    caplog.clear()
     assert stand_by(store, tmp_path / "out", lambda _: None) == ""
+    into = [one.split(" into ")[1] for one in caplog.messages if " into " in one]
+    assert set(into) == {str(tmp_path / "out")}
     assert "or another one has begun: standing by" in caplog.text
     assert clock.monotonic() >= 2 * SILENT_SECONDS
 

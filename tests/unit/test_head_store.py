@@ -10,10 +10,12 @@ import shutil
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from echo2.config.rundir import RunDir
+from echo2.core.clock import Clock
 from echo2.core.errors import PeerError, UserError
 from echo2.core.objects import open_objects
 from echo2.head.ledger.ledger import Ledger
@@ -130,6 +132,26 @@ def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
             assert not mirror.trouble
 
     asyncio.run(live())
+
+
+def test_what_waited_for_a_head_that_starts_is_no_trouble_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A head that took over said for half a second that its run is paused, for the seconds that it took to start."""
+    later = SimpleNamespace(now=lambda: Clock().now() + 7.0)
+    mirror = Mirror.open(RunDir(tmp_path), str(tmp_path / "store"), 0.0)
+    with closing(mirror.open_ledger()) as ledger:
+        ledger.set_meta("number", 1)
+
+        async def live() -> None:
+            monkeypatch.setattr(mirror, "_clock", later)
+            assert not mirror.trouble
+            running = asyncio.create_task(mirror.run(lambda _: None))
+            await mirror.stored()
+            assert not mirror.trouble
+            running.cancel()
+
+        asyncio.run(live())
 
 
 def test_a_run_stays_paused_while_one_reason_is_left(tmp_path: Path) -> None:
@@ -303,10 +325,10 @@ def test_a_standby_fetches_the_run_of_a_silent_head(tmp_path: Path) -> None:
 def test_a_standby_whose_head_comes_back_goes_on_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, out, num_fetched = leave_a_run(tmp_path), tmp_path / "out", 0
 
-    def slowly(url: str, where: Path) -> RunDir:
+    def slowly(url: str, where: Path, told: Path) -> RunDir:
         nonlocal num_fetched
         num_fetched += 1
-        found = fetch_run(url, where)
+        found = fetch_run(url, where, told)
         if num_fetched == 1 and (head := read_claim(found).after) is not None:
             open_objects(store).upload(SIGN_KEY, [encode(Sign(*head, 99))])
         return found

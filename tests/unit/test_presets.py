@@ -43,7 +43,7 @@ def simulate(name: str, seed: int) -> Report:
         publish_every=schedule.publish_every,
         order=schedule.order,
         groups_per_batch=4,
-        swap=settings.swap,
+        swap="between" if settings.swap_of(is_own=True, draws=True) == "between" else "during",
         workers=(WorkersSpec(count=3, rollout_seconds=1.5), WorkersSpec(rollout_seconds=6.0)),
         learner=LearnerSpec(train_seconds=4.0),
     )

@@ -90,13 +90,15 @@ def test_the_key_comes_from_the_environment_and_is_in_no_message(monkeypatch: py
     assert "***: 400" in retried[1]
 
 
-def test_a_judge_on_this_machine_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])  # the second: a private address as of another machine
+def test_a_judge_in_this_network_is_asked_without_a_proxy(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
     """`echo2 eval` asks it in the user's own environment."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody listens there
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     with judge_standin() as standin:
+        standin.url = standin.url.replace("127.0.0.1", host)
         assert scores(standin, "7") == [0.1]
 
 

@@ -74,7 +74,8 @@ def test_a_group_whose_judge_is_overloaded_for_a_moment_is_not_lost(
     assert found == [(1.0, {function: 1.0})]
     assert (called, failures.count("reward_retried")) == (num_calls, num_calls - 1)
     (line,) = failure_lines({"failures": failures.to_plain()})
-    assert line.startswith(f"{num_calls - 1} calls of your reward function raised and were made again")
+    told = {1: "1 call", 2: "2 calls"}[num_calls - 1]
+    assert line.startswith(f"{told} of your reward function raised, then tried again")
 
 
 def test_a_reward_that_always_raises_is_given_up_with_its_reason(tmp_path: Path) -> None:

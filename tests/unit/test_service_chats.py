@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from array import array
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
+from echo2.core.errors import UserError
 from echo2_service.backend import PromptCall
-from echo2_service.front import chat_api
+from echo2_service.front import chat_api, chat_tokens
 from echo2_service.front.database import requests, samplers, sessions
 from echo2_service.settings import Quotas
 from front_service import Service
@@ -26,15 +29,20 @@ CHAT = {"model": BASE, "messages": SAID, "max_tokens": 6, "seed": 7}
 
 def with_tokenizer(service: Service) -> Service:
     """Give the base model a tokenizer: one token a character, as many as the back end knows."""
+    write_tokenizer(service.folder)
+    return service
+
+
+def write_tokenizer(folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
     core = Tokenizer(models.WordLevel({"<end>": 0} | {c: at for at, c in enumerate(CHARACTERS, 1)}, unk_token="<end>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(["<end>"])
-    (service.folder / "tokenizer.json").write_text(core.to_str())
+    (folder / "tokenizer.json").write_text(core.to_str())
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>"}
-    (service.folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (service.folder / "chat_template.jinja").write_text(TEMPLATE)
-    return service
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
 
 
 @pytest.fixture(scope="module")
@@ -211,3 +219,18 @@ def test_a_service_that_ends_says_so(service: Service) -> None:
     service.in_front(service.backend.gate.clear)
     service.in_front(service.front.requests.stop)
     assert call(service, "chat/completions", CHAT, status=503)["error"]["code"] == "ending"
+
+
+def test_a_chat_template_that_never_ends_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All tenants' chats are written by one process, one after the other."""
+    monkeypatch.setattr(chat_tokens, "PROMPT_SECONDS", 0.2)
+    loops = "{% for a in range(99999) %}" * 4
+    endless = f"{loops}{{% endfor %}}{{% endfor %}}{{% endfor %}}{{% endfor %}}"
+    calls = []
+    for name, template in (("endless", endless), ("fair", TEMPLATE)):
+        write_tokenizer(tmp_path / name)
+        (tmp_path / name / "chat_template.jinja").write_text(template)
+        calls.append(PromptCall(str(tmp_path / name), json.dumps([{"role": "user", "content": "12"}]).encode()))
+    with pytest.raises(UserError, match=r"did not end within 0.2 s of the processor"):
+        chat_tokens._carry_out(calls[0], 1)
+    assert chat_tokens._carry_out(calls[1], 2).prompt == array("i", [2, 3])

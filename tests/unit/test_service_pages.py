@@ -17,7 +17,7 @@ from echo2_service.front.account import RUNS_TOLD
 from echo2_service.front.app import ROOT
 from echo2_service.front.database import keys
 from echo2_service.front.overview import FAULTS_KEPT
-from echo2_service.front.request_guard import SCOPES
+from echo2_service.front.request_guard import PAGE_HEADER, SCOPES
 from echo2_service.settings import Quotas
 from front_server import serving
 from front_service import Service
@@ -36,8 +36,15 @@ def quotas() -> Quotas:
 
 
 def sign_in(service: Service, key: str) -> Any:
+    """As a browser: it keeps the cookie, and its pages keep what stands behind the "#"."""
     service.client.cookies.clear()
-    return service.client.post("/sign-in", data={"key": key}, follow_redirects=False)
+    answer = service.client.post("/sign-in", data={"key": key}, follow_redirects=False)
+    service.client.headers[PAGE_HEADER] = answer.headers.get("location", "").partition("#page=")[2]
+    return answer
+
+
+def landed(answer: Any) -> str:
+    return str(answer.headers["location"]).partition("#")[0]
 
 
 def asked_by_browser(service: Service, path: str) -> Any:
@@ -189,7 +196,7 @@ def test_a_key_is_sent_once_and_then_stays_in_a_cookie_that_scripts_cannot_read(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     answer = sign_in(service, f" {service.key}\n")
-    assert (answer.status_code, answer.headers["location"]) == (303, "/")
+    assert (answer.status_code, landed(answer)) == (303, "/")
     cookie = answer.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=strict" in cookie
@@ -206,6 +213,32 @@ def test_a_key_is_sent_once_and_then_stays_in_a_cookie_that_scripts_cannot_read(
     assert service.client.post("/sign-out", follow_redirects=False).status_code == 303
     assert asked_by_browser(service, f"{ROOT}account").status_code == 401
     assert service.key not in caplog.text
+
+
+def test_a_program_on_another_port_of_the_host_neither_learns_a_key_nor_sets_one(service: Service) -> None:
+    """Browsers send it the service's cookies, and keep those that it sets for the service."""
+    mallory = service.api_keys.add_key("mallory")
+    halves = []
+    for key in (service.key, mallory, service.key):
+        sign_in(service, key)
+        ((name, cookie),) = service.client.cookies.items()
+        halves.append((cookie, service.client.headers[PAGE_HEADER]))
+        assert asked_by_browser(service, f"{ROOT}account").json()["tenant"] == ("mallory" if key == mallory else "ada")
+        assert key not in {bytes.fromhex(half).decode(errors="replace") for half in halves[-1]}
+    assert halves[0][0] != halves[2][0]
+    for cookie, page in (
+        (halves[1][0], halves[0][1]),  # mallory's cookie in ada's browser
+        (mallory, halves[0][1]),
+        (mallory.encode().hex(), halves[0][1]),
+        (halves[0][0], ""),  # ada's cookie, wherever else it is read
+        (halves[0][0], halves[2][1]),
+        ("", ""),
+        ("é", "\x00"),
+        ("00", "zz"),
+    ):
+        headers = {"cookie": f"{name}={cookie}".encode(), PAGE_HEADER.encode(): page.encode()}
+        service.client.cookies.clear()
+        assert service.client.get(f"{ROOT}account", headers=headers).status_code == 401, (cookie, page)
 
 
 def test_a_cookie_goes_only_over_encrypted_lines_if_the_page_came_over_one(service: Service) -> None:
@@ -269,29 +302,28 @@ def test_a_key_that_ends_or_is_revoked_ends_the_page(service: Service) -> None:
     key = service.api_keys.add_key("ada", days=1.0)
     assert sign_in(service, key).status_code == 303
     service.now += 86401
-    page = asked_by_browser(service, "/")
-    assert page.status_code == 401
-    assert "is expired" in page.text
+    data = asked_by_browser(service, f"{ROOT}account")
+    assert data.status_code == 401
+    assert "is expired" in data.text
     assert sign_in(service, service.key).status_code == 303
     service.api_keys.revoke(service.database.select(keys, "created")[0].id)
-    assert "is revoked" in asked_by_browser(service, "/").text
+    assert "is revoked" in asked_by_browser(service, f"{ROOT}account").text
     assert asked_by_browser(service, f"{ROOT}account").status_code == 401
 
 
 def test_the_owners_page_needs_the_owners_scope(service: Service) -> None:
     sign_in(service, service.key)
-    for path in ("/owner", f"{ROOT}owner"):
-        answer = asked_by_browser(service, path)
-        assert answer.status_code == 403
-        assert "lacks the scope" in answer.text
+    data = asked_by_browser(service, f"{ROOT}owner")
+    assert data.status_code == 403
+    assert "lacks the scope" in data.text
     answer = sign_in(service, service.api_keys.add_key("owner", ["owner"]))
-    assert answer.headers["location"] == "/owner"
+    assert landed(answer) == "/owner"
     for path in ("/owner", f"{ROOT}owner", "/"):
         assert asked_by_browser(service, path).status_code == 200
     service.post("create_model", {}, service.api_keys.add_key("owner", ["owner"]), status=403)
 
 
-def test_a_cookie_opens_nothing_that_changes_anything(service: Service) -> None:
+def test_a_page_opens_nothing_that_changes_anything(service: Service) -> None:
     """A form on another site sends a browser's cookie, too: everything but what pages read asks for a header."""
     assert sign_in(service, service.key).status_code == 303
     read = {ROOT + name for name in (*ASKED, "training_runs/{model}/steps")}

@@ -282,6 +282,12 @@ PLANTED = {
     "itself": 'ln -s reward.json "$ECHO2_ROOT/logs/verifier/reward.json"',
     "a folder": 'mkdir "$ECHO2_ROOT/logs/verifier/reward.json"',
     "the end of the tests": "kill -9 $PPID",
+    "what comes when they have written theirs": """
+        (trap '' HUP; while ! grep -q 0 "$ECHO2_ROOT/logs/verifier/reward.txt"; do :; done
+        echo 1 > "$ECHO2_ROOT/logs/verifier/reward.txt") 2>/dev/null &""",
+    "the same, and forks all the time": """
+        spin() { grep -q 0 "$ECHO2_ROOT/logs/verifier/reward.txt" && echo 1 > "$ECHO2_ROOT/logs/verifier/reward.txt"
+        spin & exit; }; spin 2>/dev/null &""",
 }
 
 
@@ -290,11 +296,28 @@ PLANTED = {
 def test_a_reward_that_the_tested_program_wrote_does_not_count(
     planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    test = 'bash given.sh; echo 0 > "$ECHO2_ROOT/logs/verifier/reward.txt"'
+    test = 'bash given.sh; echo 0 > "$ECHO2_ROOT/logs/verifier/reward.txt"; sleep .1'
     task = make_task(tmp_path, test=test, **{"environment/given.sh": planted})
     monkeypatch.setattr(harbor_play, "COMMAND_SECONDS", 1000.0)  # nothing waits for a pipe
     group = group_of(outcome_of(play_with("bubblewrap", monkeypatch), task, lambda prompt: "Done.")[0])
     assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {0.0}
+
+
+@pytest.mark.parametrize("runtime", [pytest.param(name, marks=needs(name)) for name in ("bubblewrap", "landlock")])
+def test_what_the_tests_began_themselves_lives_on_when_they_write_their_reward(
+    runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers that they ask, also in a pipe, in a function, and with all of the shell's strictness."""
+    test = """set -euo pipefail
+        sleep 100 & server=$!
+        (sleep 100 & echo $!) | { read -r other; kill -0 $other; }
+        write() { echo "$1" > "${ECHO2_ROOT:-}/logs/verifier/reward.txt"; }
+        write 0; write 0.5
+        kill -0 $server || write 0.25"""
+    group = group_of(
+        outcome_of(play_with(runtime, monkeypatch), make_task(tmp_path, test=test), lambda prompt: "Done.")[0]
+    )
+    assert {row.reward_parts["environment"] for rows in group.by_rollout for row in rows} == {0.5}
 
 
 @bubblewrap

@@ -326,16 +326,16 @@ def test_what_failed_is_counted_and_shown_with_its_first_traceback(rundir: RunDi
     rundir.status.write_text(json.dumps(found))
     on = console()
     show_status(read_status(rundir), on)
-    line = "10 rollouts or groups were lost to your reward function; logs/reward.log has all. The first: The reward "
+    line = "10 rollouts or groups lost to your reward function; logs/reward.log has all. The first: The reward "
     assert line in shown(on)
     assert '  File "own.py", line 3, in mine' in shown(on)
     on = console()
     with RunDisplay(rundir, 10, on) as display:
         display.poll()
-    assert "10 rollouts or groups were lost to your reward function" in shown(on)
+    assert "10 rollouts or groups lost to your reward function" in shown(on)
     on = console()
     show_summary(summary() | {"failures": [FAILED]}, on)
-    assert "10 rollouts or groups were lost to your reward function" in shown(on)
+    assert "10 rollouts or groups lost to your reward function" in shown(on)
 
 
 def test_the_end_of_a_run_says_where_the_model_is_and_what_to_do_with_it() -> None:

@@ -351,5 +351,5 @@ def test_the_session_of_a_worker_at_home_comes_after_its_owners() -> None:
 def test_what_was_delivered_is_told_with_its_price() -> None:
     delivered = Delivered(0.0)
     delivered.add(wire.Delivery(rollouts=[wire.Rollout(tokens=bytes(4 * 7)), wire.Rollout(tokens=bytes(4))]))
-    assert str(delivered) == "delivered 1 groups, 2 rollouts, 8 tokens in 0.00 hours"
+    assert str(delivered) == "delivered 1 group, 2 rollouts, 8 tokens in 0.00 hours"
     assert str(Delivered(2.0)).endswith("hours, 0.00 dollars")

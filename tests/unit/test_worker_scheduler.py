@@ -19,6 +19,7 @@ from echo2.worker.decide.scheduler import (
     REDELIVER_SECONDS,
     REFUSED_SECONDS,
     RETRY_SECONDS,
+    Swap,
     WorkerScheduler,
 )
 from invariants import check
@@ -230,7 +231,7 @@ def test_no_two_snapshots_in_a_row_are_given_up_for_newer_ones() -> None:
 def test_a_publisher_faster_than_the_link_does_not_starve_the_engine(seed: int) -> None:
     """Every fetch takes several publications; still one install follows each two fetches."""
     rng = random.Random(seed)
-    scheduler, now = WorkerScheduler(4, False, False), 0.0
+    scheduler, now = WorkerScheduler(4, "between", False), 0.0
     fetch_seconds, publish_seconds = rng.uniform(3.0, 9.0), rng.uniform(0.3, 2.0)
     scheduler.handle(ev.Connected(), now)
     installed: list[float] = []
@@ -289,30 +290,6 @@ def test_a_newer_snapshot_ends_the_pause_after_a_corrupt_one() -> None:
     assert fetched(bench.tell(announced(V2))) == [PayloadId(V2)]
 
 
-def test_between_generations_means_not_during_one() -> None:
-    bench = Bench(swap_during=False)
-    bench.install(V1)
-    bench.tell(granted((lease(1),)), announced(V2))
-    assert kinds(bench.tell(whole(V2))) == []
-    assert kinds(bench.tell(granted((lease(2),)))) == []  # nor does another begin before it
-    assert kinds(bench.tell(produced(1))) == ["Deliver", "InstallSnapshot"]
-    assert started(bench.tell(ev.SnapshotInstalled(V2))) == [2]
-
-
-def test_during_a_generation_means_at_once() -> None:
-    bench = Bench(swap_during=True)
-    bench.install(V1)
-    bench.tell(granted((lease(1),)), announced(V2))
-    assert kinds(bench.tell(whole(V2))) == ["InstallSnapshot"]
-
-
-def test_no_swap_during_a_batch_that_demands_its_version() -> None:
-    bench = Bench(swap_during=True)
-    bench.install(V1)
-    bench.tell(granted((lease(1, exact=1),)), announced(V2))
-    assert bench.tell(whole(V2)) == []
-
-
 def test_no_batch_starts_while_a_snapshot_is_going_in() -> None:
     bench = Bench()
     bench.install(V1)
@@ -361,9 +338,9 @@ def test_a_lease_that_fails_costs_no_other() -> None:
     assert list(bench.scheduler.generating) == [3]
 
 
-@pytest.mark.parametrize("swap_during", [False, True])
-def test_without_room_for_new_weights_it_goes_on_says_so_and_tries_the_next(swap_during: bool) -> None:
-    bench = Bench(swap_during=swap_during)
+@pytest.mark.parametrize("swap", ["between", "during"])
+def test_without_room_for_new_weights_it_goes_on_says_so_and_tries_the_next(swap: Swap) -> None:
+    bench = Bench(swap=swap)
     bench.install(V1)
     bench.tell(announced(V2), whole(V2))
     commands = bench.tell(ev.SnapshotTooLarge(PayloadId(V2), "cuda:0 is full"))
@@ -429,7 +406,7 @@ def test_a_snapshot_that_nobody_asked_for_is_a_bug() -> None:
 def test_no_order_of_events_breaks_its_invariants_and_it_is_deterministic(seed: int) -> None:
     rng = random.Random(seed)
     bench = Bench(rng.randint(1, 6), rng.random() < 0.5, rng.random() < 0.3)
-    twin = WorkerScheduler(bench.scheduler.slots, bench.scheduler.swap_during, bench.scheduler.deterministic)
+    twin = WorkerScheduler(bench.scheduler.slots, bench.scheduler.swap, bench.scheduler.deterministic)
     over: dict[PayloadId, SnapshotRef | None] = {}  # the base models of what was announced
     for _ in range(200):
         bench.now += rng.random()

@@ -66,14 +66,17 @@ class Config:
         """Of evaluation: from the whole distribution, as the policy is."""
         return SamplingParams(max_tokens=self.sampling.max_tokens, stop=tuple(self.sampling.stop))
 
-    @property
-    def swap(self) -> Literal["between", "during"]:
-        """When a worker takes a new snapshot: between two generations, or also during one, between two tokens.
+    def swap_of(self, *, is_own: bool, draws: bool) -> Literal["between", "apart", "during"]:
+        """When a worker takes a new snapshot: between two generations, or also during one. Then rollouts under way go
+        on with it, or, those of strangers whose tokens are checked, with the weights that they began with: else the
+        place of the swap is theirs to choose (docs/security.md).
 
-        "during" where that may be: not on-policy, where a rollout has one version, and not in deterministic mode, where
-        its tokens may not depend on when a snapshot comes (docs/staleness.md).
+        "between" where a rollout has one version, on-policy, and in deterministic mode, where its tokens may not depend
+        on when a snapshot comes (docs/staleness.md).
         """
-        return "between" if self.run.deterministic or self.schedule.max_staleness == 0 else "during"
+        if self.run.deterministic or self.schedule.max_staleness == 0:
+            return "between"
+        return "during" if is_own or not draws else "apart"
 
 
 def _check_deterministic(config: Config) -> None:

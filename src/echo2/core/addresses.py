@@ -104,7 +104,7 @@ def is_loopback(host: str) -> bool:
 
 def is_private(host: str) -> bool:
     """Whether this host, with or without brackets, can only be reached from its own network: loopback, private and
-    link-local addresses, and names that no public server knows."""
+    link-local addresses, and names that no public server knows. Nothing that calls it uses a proxy."""
     host = host.strip("[]")
     try:
         return not _ip(host).is_global

@@ -44,6 +44,11 @@ def write_failed(error: OSError, message: str) -> UserError:
     return (NoRoomError if error.errno in NO_ROOM else UserError)(message)
 
 
+def counted(count: int, noun: str, plural: str = "") -> str:
+    """Return "1 group", "2 groups". `plural`: where it is not the noun with an "s"."""
+    return f"{count} {noun if count == 1 else plural or f'{noun}s'}"
+
+
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """Return " Did you mean ...?" for the end of a `UserError` about an unknown word; empty if none is similar."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=cutoff)

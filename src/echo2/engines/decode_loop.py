@@ -2,6 +2,9 @@
 
 `DecodeLoop` is the engine as the event loop sees it: futures, queue, slots. A `Decoder` runs on the thread: it knows
 the model and makes no scheduling decisions. The thread exists only while there are requests. No torch here.
+
+Requests that name a version end with its weights: each set of weights then has a decoder of its own, and while rows of
+two versions run, each token costs a step of both.
 """
 
 from __future__ import annotations
@@ -18,7 +21,15 @@ from typing import Protocol
 from echo2.core.errors import UserError
 from echo2.core.loop_thread import call_in
 from echo2.core.types import Snapshot, SnapshotRef
-from echo2.engines.engine import Completion, Outcome, Prefill, PrefillRequest, RequestFailure, SampleRequest
+from echo2.engines.engine import (
+    Completion,
+    Outcome,
+    OutOfMemoryError,
+    Prefill,
+    PrefillRequest,
+    RequestFailure,
+    SampleRequest,
+)
 
 #: Slots of an engine whose caller names no number.
 DEFAULT_SLOTS = 64
@@ -73,6 +84,10 @@ class Decoder(Protocol):
     def clear(self) -> None:
         """Drop all rows."""
 
+    def successor(self) -> Decoder:
+        """Return a decoder with the same weights and no rows. Its `load` leaves these weights to this one, and raises
+        OutOfMemoryError where there is no room for both."""
+
     def sleep(self) -> None:
         """Put all tensors away, from the device into the machine's memory; no other method is called until
         `wake_up`. Rows stay."""
@@ -83,12 +98,14 @@ class Decoder(Protocol):
 
 @dataclass(slots=True)
 class _Ticket:
-    """A request and its future. `unit`: the number of its batch (`submit_together`); 0: it runs with any others."""
+    """A request and its future. `unit`: the number of its batch (`submit_together`); 0: it runs with any others.
+    `decoder`: the one that it runs in; None: the newest at its start."""
 
     request: SampleRequest
     unit: int
     future: asyncio.Future[Outcome]
     loop: asyncio.AbstractEventLoop
+    decoder: Decoder | None
 
 
 class DecodeLoop:
@@ -98,6 +115,8 @@ class DecodeLoop:
         if slots < 1:
             raise UserError(f"slots = {slots}: give at least 1.")
         self._decoder, self.slots = decoder, slots
+        self._before: Decoder | None = None  # with the weights before, for requests of their version
+        self._keeps_weights = self._lacks_room = False
         self._changed = threading.Condition()
         self._queue: deque[_Ticket] = deque()
         self._running: dict[int, _Ticket] = {}
@@ -141,15 +160,27 @@ class DecodeLoop:
         if self._decoder.installed is None:
             raise UserError("The engine has no weights yet: update its weights before sampling.")
         loop = asyncio.get_running_loop()
-        tickets = [_Ticket(request, unit, loop.create_future(), loop) for request in requests]
+        tickets = [_Ticket(request, unit, loop.create_future(), loop, None) for request in requests]
         for ticket in tickets:
-            if (failure := self._decoder.refusal(ticket.request)) is not None:
+            failure = self._decoder.refusal(ticket.request)
+            if (version := ticket.request.version) is not None:
+                self._keeps_weights, ticket.decoder = True, self._of_version(version)
+                if ticket.decoder is None:
+                    failure = RequestFailure("snapshot_gone", f"version {version} is not held any more")
+            if failure is not None:
                 ticket.future.set_result(failure)
         with self._changed:
             self._check_open()
             self._queue.extend(ticket for ticket in tickets if not ticket.future.done())
         loop.call_soon(self._wake)  # deferred: all requests of this iteration of the event loop join together
         return [ticket.future for ticket in tickets]
+
+    def _of_version(self, version: int) -> Decoder | None:
+        """Return the decoder with the weights of this version, the newer of two."""
+        for decoder in (self._decoder, self._before):
+            if decoder is not None and (ref := decoder.installed) is not None and ref.version == version:
+                return decoder
+        return None
 
     def _wake(self) -> None:
         with self._changed:
@@ -162,8 +193,22 @@ class DecodeLoop:
         """See `Engine.update_weights`. The new policy is read in a thread of its own, beside the decode thread."""
         self._check_open()
         is_sampling, started = self.free_slots < self.slots, time.perf_counter()
-        pause_seconds = await asyncio.to_thread(self._decoder.load, snapshot, base)
+        pause_seconds = await asyncio.to_thread(self._load, snapshot, base)
         return pause_seconds if is_sampling else time.perf_counter() - started
+
+    def _load(self, snapshot: Snapshot, base: Snapshot | None) -> float:
+        if not self._keeps_weights or self._lacks_room:
+            return self._decoder.load(snapshot, base)
+        self._before = None  # freed first: there is no room for three sets of weights
+        newer = self._decoder.successor()
+        try:
+            pause_seconds = newer.load(snapshot, base)
+        except OutOfMemoryError:
+            self._lacks_room = True  # the caller must wait until no request needs the old weights
+            raise
+        with self._changed:
+            self._before, self._decoder = self._decoder, newer
+        return pause_seconds
 
     async def prefill(self, ref: SnapshotRef, requests: Sequence[PrefillRequest]) -> list[Prefill]:
         return await asyncio.to_thread(self._decoder.prefill, ref, requests)
@@ -179,15 +224,20 @@ class DecodeLoop:
             self._is_asleep = True
             self._changed.wait_for(lambda: not self._is_at_work)
         try:
-            self._decoder.sleep()
+            for decoder in self._decoders():
+                decoder.sleep()
         except BaseException:
             self._go_on()
             raise
 
     async def wake_up(self) -> None:
         if self._is_asleep:
-            await asyncio.to_thread(self._decoder.wake_up)
+            for decoder in self._decoders():
+                await asyncio.to_thread(decoder.wake_up)
             self._go_on()
+
+    def _decoders(self) -> list[Decoder]:
+        return [self._decoder] if self._before is None else [self._before, self._decoder]
 
     def _go_on(self) -> None:
         with self._changed:
@@ -221,7 +271,7 @@ class DecodeLoop:
                     failed = list(self._running.values())
                     self._running.clear()
                 _settle([(ticket, error) for ticket in failed])
-                self._decoder.clear()
+                self._clear()
             finally:
                 with self._changed:
                     self._is_at_work = False
@@ -238,10 +288,14 @@ class DecodeLoop:
             left = [*self._running.values(), *self._queue]
             self._running.clear()
             self._queue.clear()
-            self._decoder.clear()  # before another thread can start on it
+            self._clear()  # before another thread can start on it
             self._thread = None
         _settle([(ticket, None) for ticket in left])
         return False
+
+    def _clear(self) -> None:
+        for decoder in self._decoders():
+            decoder.clear()
 
     def _can_go_on(self) -> bool:
         return self._is_closed or (not self._is_asleep and bool(self._queue or self._running))
@@ -249,15 +303,22 @@ class DecodeLoop:
     def _token(self) -> None:
         """Drop aborted requests, add waiting ones, then sample one token for each row."""
         with self._changed:
-            dropped = [number for number, ticket in self._running.items() if ticket.future.cancelled()]
+            dropped = {number: ticket for number, ticket in self._running.items() if ticket.future.cancelled()}
             for number in dropped:
                 del self._running[number]
             added = {next(self._numbers): ticket for ticket in self._joining()}
+            for ticket in added.values():
+                ticket.decoder = ticket.decoder or self._decoder
             self._running |= added
-        if not self._running and not dropped:
+            rows = {**dropped, **self._running}
+        if not rows:
             return
         self._tokens_since_join = 0 if added else self._tokens_since_join + 1
-        ended = self._decoder.step({number: ticket.request for number, ticket in added.items()}, dropped)
+        ended: list[tuple[int, Completion]] = []
+        for decoder in {id(ticket.decoder): ticket.decoder for ticket in rows.values()}.values():
+            if decoder is not None:
+                requests = {number: ticket.request for number, ticket in added.items() if ticket.decoder is decoder}
+                ended += decoder.step(requests, [number for number, one in dropped.items() if one.decoder is decoder])
         with self._changed:
             settled = [(self._running.pop(number), completion) for number, completion in ended]
         _settle(settled)
@@ -276,9 +337,12 @@ class DecodeLoop:
             return self._take(0, free)
         waiting = sum(1 for _ in itertools.takewhile(lambda ticket: not ticket.unit, self._queue))
         is_worth_it = free >= min(waiting, max(1.0, JOIN_SHARE * self.slots))
-        if free < 1 or not is_worth_it or self._tokens_since_join < JOIN_EVERY_TOKENS or not self._decoder.can_join:
+        if free < 1 or not is_worth_it or self._tokens_since_join < JOIN_EVERY_TOKENS or not self._can_join():
             return []
         return self._take(0, free)
+
+    def _can_join(self) -> bool:
+        return all(decoder.can_join for decoder in self._decoders())
 
     def _take(self, unit: int, most: int) -> list[_Ticket]:
         taken: list[_Ticket] = []

@@ -170,6 +170,9 @@ class SampleRequest:
 
     `on_token`: an engine that knows each token as it is drawn calls this with it, in order, from any thread; others
     never do.
+
+    `version`: the version, installed or the one before, whose weights draw all of the completion; token servers do not
+    keep to it. None: the installed one, and from a swap of weights on the next.
     """
 
     prompt_tokens: array[int]
@@ -180,6 +183,7 @@ class SampleRequest:
     in_turns: bool = field(default=False, kw_only=True)
     stop: StopRule | None = field(default=None, kw_only=True)
     on_token: Callable[[int], object] | None = field(default=None, kw_only=True, compare=False)
+    version: int | None = field(default=None, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +271,9 @@ class Engine(Protocol):
         continue with the new weights from their next token. The engine decides whether it loads the new weights beside
         the old ones or copies them over the old ones between two tokens. Returns the seconds for which the update kept
         the engine from sampling.
+
+        An engine that was given requests with a version keeps the old weights for these, so it must have room for both;
+        those before the old ones must not be needed any more.
 
         `base`: the base model of an adapter, if the engine does not hold it (`base_model`).
 

@@ -85,6 +85,11 @@ class FakeDecoder:
     def clear(self) -> None:
         self._rows.clear()
 
+    def successor(self) -> FakeDecoder:
+        other = FakeDecoder()
+        other._installed, other.base_model = self._installed, self.base_model
+        return other
+
     def sleep(self) -> None:
         """See `Decoder.sleep`. There are no tensors."""
 

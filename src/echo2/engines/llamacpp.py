@@ -93,9 +93,19 @@ class LlamaCppDecoder(TorchDecoder):
         super().__init__(_outline, "cpu")  # of the sampler
         self._library, self._form, self._on_gpu = library(), form, device != "cpu"
         self._most = SEQUENCES_PER_SLOT * slots
+        self._sequences: Sequences | None = None
+        self._make_directory()
+
+    def _make_directory(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="echo2-llamacpp-"))
         weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._sequences: Sequences | None = None
+
+    def successor(self) -> LlamaCppDecoder:
+        other = super().successor()
+        assert isinstance(other, LlamaCppDecoder)
+        other._sequences = None  # a context belongs to its weights; adapters over these go on sharing theirs
+        other._make_directory()
+        return other
 
     def _load_beside(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter) -> bool:
         """Derive the form and load it. The weights before stay until the next step."""

@@ -24,6 +24,7 @@ import time
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -55,7 +56,7 @@ log = logging.getLogger(__name__)
 #: itself, and leaves half for keys and values. It shares main memory with others, and copying in place is quick there.
 GPU_SHARE = 1 / 2
 CPU_SHARE = 1 / 32
-#: The same in main memory for an engine that checks, which needs the weights before, too.
+#: The same in main memory for an engine that checks, or whose rollouts keep the weights that they began with.
 CHECKING_SHARE = 1 / 8
 META = torch.device("meta")
 
@@ -149,7 +150,7 @@ class TorchDecoder:
         self._device = pick_device(device)
         self._current: tuple[SnapshotRef, Model, Limits] | None = None
         self._before: tuple[SnapshotRef, Model, Limits] | None = None
-        self._checks = False
+        self._checks = self._shares = False  # whether it checks others; whether another decodes with these weights
         self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
         self._rows = RowTable(self._device)
@@ -179,6 +180,13 @@ class TorchDecoder:
     def refusal(self, request: SampleRequest) -> RequestFailure | None:
         limits = self._policy()[2]
         return refuse_request(request, limits.vocab_size, limits.max_positions)
+
+    def successor(self) -> TorchDecoder:
+        other = copy(self)
+        other._cache, other._kept, other._before, other._parked = None, None, None, None
+        other._rows, other._read_with, other._shares = RowTable(self._device), None, True
+        other._next, other._using = threading.Lock(), threading.Lock()
+        return other
 
     def load(self, snapshot: Snapshot, base: Snapshot | None = None) -> float:
         whole, before = snapshot if snapshot.base_model is None else base, self._current
@@ -214,9 +222,10 @@ class TorchDecoder:
         """Load new weights beside the old ones. Returns whether there was room; raises OutOfMemoryError if there was no
         room and there are no old weights to copy over."""
         num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
-        share = GPU_SHARE if self._device.type == "cuda" else CHECKING_SHARE if self._checks else CPU_SHARE
+        needs_both = self._checks or self._shares
+        share = GPU_SHARE if self._device.type == "cuda" else CHECKING_SHARE if needs_both else CPU_SHARE
         if self._current is not None and num_bytes > share * free:
-            return False
+            return self._refuses(num_bytes)
         try:
             model = self._build_model(snapshot, self._device)
             with Beside(self._device).work():  # decoding goes on meanwhile
@@ -227,10 +236,18 @@ class TorchDecoder:
             if not is_out_of_memory(error):
                 raise
             if self._current is not None:
-                return False
+                return self._refuses(num_bytes)
             raise OutOfMemoryError(f"{self._device} has no room for {num_bytes / 1e6:,.0f} MB of weights") from error
         self._current = (ref, model.adapted(adapter), model.limits)  # the swap: the next step reads this once
+        self._shares = False
         return True
+
+    def _refuses(self, num_bytes: int) -> bool:
+        """There is no room beside the old weights: False, unless they must stay."""
+        if self._shares:
+            detail = "beside those that rollouts under way began with"
+            raise OutOfMemoryError(f"{self._device} has no room for {num_bytes / 1e6:,.0f} MB of weights {detail}")
+        return False
 
     def _load_in_place(self, ref: SnapshotRef, snapshot: Snapshot, adapter: Adapter, limits: Limits) -> float:
         """Copy new weights over the old ones. Returns the seconds for which no weights could be used."""

@@ -20,7 +20,7 @@ from rich.progress import track
 
 from echo2 import config as configuration
 from echo2.config.rundir import RunDir, accuracies, best_version, read_metrics
-from echo2.core.errors import UserError, write_failed
+from echo2.core.errors import UserError, counted, write_failed
 from echo2.core.printable import LINE_CHARS_MAX, PlainLines, printable
 from echo2.core.types import RolloutGroup
 from echo2.head.ledger.books import eval_metrics
@@ -91,10 +91,14 @@ def report(values: Mapping[str, Any], width: int) -> list[str]:
     solved = {name: value for name, value in values.items() if name.startswith("eval/pass@")}
     if solved:
         lines.append("  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in solved.items()))
-    lines.append(f"mean length {values['eval/mean_length']:.0f} tokens; {values['eval/num_failed']} tasks failed")
+    lines.append(
+        f"mean length {values['eval/mean_length']:.0f} tokens; {counted(int(values['eval/num_failed']), 'task')} failed"
+    )
     for name, found in values["sets"].items():
         if name:
-            lines.append(f"{printable(name)}: reward {found['reward']:.4f} on {found['num_tasks']} tasks")
+            lines.append(
+                f"{printable(name)}: reward {found['reward']:.4f} on {counted(int(found['num_tasks']), 'task')}"
+            )
         lines += [f"  {sample_line(one, min(width, LINE_CHARS_MAX) - 2)}" for one in found["samples"]]
     return lines
 
@@ -154,7 +158,7 @@ def _evaluate(
     if not groups:
         raise UserError(f"No {kind} task could be evaluated. The last failure: {failures[-1] if failures else 'none'}")
     if failures:
-        print(f"warning: {len(failures)} tasks failed; the last: {printable(failures[-1])}", file=sys.stderr)
+        print(f"warning: {counted(len(failures), 'task')} failed; the last: {printable(failures[-1])}", file=sys.stderr)
     metrics = eval_metrics(groups, len(failures), sampler.tasks.source_of)
     return {"model": where, "tasks": kind, **metrics, "sets": _by_set(groups, sampler)}
 

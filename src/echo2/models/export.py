@@ -21,7 +21,7 @@ from echo2.config.rundir import RunDir, accuracies, read_metrics
 from echo2.config.values import GGUF_FORMS
 from echo2.core.disk import num_bytes
 from echo2.core.documents import parse_json, safetensors_pieces
-from echo2.core.errors import UserError, write_failed
+from echo2.core.errors import UserError, counted, write_failed
 from echo2.models.evaluate import MODEL_FILE, Step, checkpoint_directory, copy_model
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
 from echo2.weights.format.model_files import MLX_WEIGHTS, no_answer, read_base_model
@@ -187,7 +187,7 @@ def _training(config: Config) -> Mapping[str, str]:
         "learning rate": f"{learner.lr:g}, {learner.lr_schedule}",
         "a step": f"{schedule.groups_per_step} groups of {sampling.group_size} rollouts",
         "rollouts": f"temperature {sampling.temperature:g}, {sampling.max_tokens} tokens at most",
-        "staleness": f"{schedule.max_staleness} versions at most",
+        "staleness": f"{counted(schedule.max_staleness, 'version')} at most",
     }
 
 

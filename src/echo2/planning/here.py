@@ -17,7 +17,7 @@ from rich.table import Table
 
 from echo2.config import Config
 from echo2.core.devices import this_machine
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration, size
 from echo2.engines.processor import Processor, this_processor
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer
@@ -174,7 +174,10 @@ def forecast_on(
     fixed_share = max(0.0, (full - at_once * (full - batch_seconds(at_once / 2)) * 2 / at_once) / full)
     rate, origin = at_once * group_size / full, "estimated"
     if probed is not None:
-        rate, origin = probed.num_rollouts / probed.core_seconds, f"measured with {probed.num_rollouts} rollouts"
+        rate, origin = (
+            probed.num_rollouts / probed.core_seconds,
+            f"measured with {counted(probed.num_rollouts, 'rollout')}",
+        )
     snapshot = snapshot_bytes(Path(config.model.path), config.model.snapshot_dtype)
     demand = Demand(
         groups,

@@ -14,7 +14,7 @@ from typing import Any
 from echo2.config.offers import Offer
 from echo2.config.rundir import RunDir, read_metrics
 from echo2.core.documents import is_number
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.head.fleet.decide import activation, formulas
 from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE, Demand
 
@@ -144,8 +144,8 @@ def read_past_run(directory: Path) -> PastRun:
     steps = [row for row in timed if "loss/mean" in row or row.get("reward/frac_zero_std") != 1.0]
     if timed and not steps:
         raise UserError(
-            f"{directory}: {len(timed)} steps trained nothing: all rewards of each group were equal. Name the "
-            "directory of a run that has learned something, or give --train-seconds."
+            f"{directory}: {counted(len(timed), 'step')} trained nothing: all rewards of each group were equal. Name "
+            "the directory of a run that has learned something, or give --train-seconds."
         )
     if not steps:
         raise UserError(

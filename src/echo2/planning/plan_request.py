@@ -11,7 +11,7 @@ from echo2 import config as configuration
 from echo2.config.offers import Offer, load_offers
 from echo2.core.devices import this_machine
 from echo2.core.documents import read_tables
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration, size
 from echo2.core.types import Hardware
 from echo2.engines.registry import chosen
@@ -156,7 +156,9 @@ def _train_seconds(options: argparse.Namespace, past: PastRun | None, first: Fir
         sources.append(basis)
         return seconds
     sources.append(
-        Basis("T_train", duration(past.train_seconds), f"median of {past.num_steps} steps of {options.source}")
+        Basis(
+            "T_train", duration(past.train_seconds), f"median of {counted(past.num_steps, 'step')} of {options.source}"
+        )
     )
     return past.train_seconds
 

@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from echo2 import config as configuration
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.types import RolloutGroup
 from echo2.engines.engine import Engine
 from echo2.learner.core.fitting import num_parameters
@@ -110,7 +110,8 @@ def as_offer(name: str, price_usd_per_hour: float, measured: Measured) -> str:
     return "\n".join(
         (
             *rewards,
-            f"# {measured.num_rollouts} rollouts in {measured.seconds:.1f} s, {measured.num_batches} batches, "
+            f"# {counted(measured.num_rollouts, 'rollout')} in {measured.seconds:.1f} s, "
+            f"{counted(measured.num_batches, 'batch', 'batches')}, "
             f"{measured.tokens_per_second:.0f} tokens/s; the rate is good to {error:.0%} (one standard error)",
             "[[offers]]",
             f"name = {json.dumps(name)}",

@@ -138,8 +138,8 @@ class Judge:
         headers = {"content-type": "application/json", "accept-encoding": "identity"}
         headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
         logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
-        is_here = addresses.is_loopback(urlsplit(judge.base_url).hostname or "")
-        direct = httpx2.AsyncHTTPTransport() if is_here else None  # no proxy that the environment names leads there
+        is_near = addresses.is_private(urlsplit(judge.base_url).hostname or "")
+        direct = httpx2.AsyncHTTPTransport() if is_near else None  # no proxy that the environment names leads there
         self._client = httpx2.AsyncClient(headers=headers, timeout=None, transport=direct)
         self._slots = asyncio.Semaphore(judge.max_concurrency)
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)

@@ -30,7 +30,7 @@ from echo2.engines.tokenizer import Tokenizer, stop_rule
 from echo2.rollouts.harness import HarnessEnvironment
 from echo2.rollouts.logged import read_log, without_rewards
 from echo2.rollouts.recorded import Played
-from echo2.rollouts.turns import Environment, Lockstep, play
+from echo2.rollouts.turns import Environment, Lockstep, Sampler, play
 from echo2.transport.regroup import with_one_prompt
 from echo2.transport.routes import packed
 
@@ -53,7 +53,7 @@ def assignment_of(
 
 
 async def sample_group(
-    engine: Engine | Lockstep,
+    engine: Sampler,
     tokenizer: Tokenizer,
     assignment: Assignment,
     worker_id: str,
@@ -105,7 +105,7 @@ async def sample_group(
 
 
 async def _rollouts(
-    engine: Engine | Lockstep,
+    engine: Sampler,
     tokenizer: Tokenizer,
     assignment: Assignment,
     environments: Environments,

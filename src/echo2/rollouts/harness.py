@@ -9,11 +9,11 @@ from typing import Any, Protocol
 
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment
-from echo2.engines.engine import Engine, RequestFailure, derived_seed
+from echo2.engines.engine import RequestFailure, derived_seed
 from echo2.engines.tokenizer import Tokenizer
 from echo2.rollouts.endpoint import LoopbackEndpoint
 from echo2.rollouts.recorded import Played, RecordedRollout
-from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, Lockstep
+from echo2.rollouts.turns import ENVIRONMENT_SAMPLE, Sampler
 from echo2.sandbox.code_process import CodeFailure
 from echo2.sandbox.plugins import traceback_of
 
@@ -55,7 +55,7 @@ class HarnessEnvironment:
         await self._endpoint.start()
 
     async def play(
-        self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
+        self, engine: Sampler, tokenizer: Tokenizer, assignment: Assignment, sample: int
     ) -> Played | RequestFailure:
         """Play one rollout of an assignment. If the harness fails after its rollout was cut off for its length, the
         reward is 0: the harness is not at fault, and the tokens are valid. If another rollout may have ended the
@@ -70,7 +70,7 @@ class HarnessEnvironment:
         return RequestFailure("environment_failed", detail)
 
     async def _play(
-        self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int
+        self, engine: Sampler, tokenizer: Tokenizer, assignment: Assignment, sample: int
     ) -> Played | RequestFailure:
         """Raises CodeFailure if another rollout may be to blame for the end of the process."""
         async with self._saving:

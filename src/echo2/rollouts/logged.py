@@ -22,13 +22,13 @@ from typing import Any
 
 from echo2.core.errors import UserError
 from echo2.core.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
-from echo2.engines.engine import Engine, RequestFailure, SampleRequest
+from echo2.engines.engine import RequestFailure, SampleRequest
 from echo2.engines.tokenizer import Tokenizer, is_known
-from echo2.rollouts.turns import Lockstep
+from echo2.rollouts.turns import Sampler
 from echo2.transport.limits import LOGPROB_MIN
 
 
-def read_log(engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
+def read_log(engine: Sampler, tokenizer: Tokenizer, assignment: Assignment) -> list[Rollout] | RequestFailure:
     """Return the rollouts that a task carries. Tokenises long texts: do not call it in the event loop.
 
     Raises:
@@ -90,7 +90,7 @@ def without_rewards(column: Any) -> Any:
     return {**column, "rollouts": logged}
 
 
-def _refusal(engine: Engine | Lockstep, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
+def _refusal(engine: Sampler, assignment: Assignment, rollouts: Sequence[Rollout]) -> RequestFailure | None:
     """Return why the model cannot read these rollouts (context too short, or unknown tokens), or None."""
     for rollout in rollouts:
         read = SampleRequest(assignment.prompt_tokens + rollout.tokens[:-1], 0, 0, assignment.params)

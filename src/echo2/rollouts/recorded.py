@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment, Rollout, SamplingParams
-from echo2.engines.engine import Completion, Conversation, Engine, Outcome, RequestFailure, SampleRequest, derived_seed
+from echo2.engines.engine import Completion, Conversation, Outcome, RequestFailure, SampleRequest, derived_seed
 from echo2.engines.tokenizer import StopRule, Tokenizer
-from echo2.rollouts.turns import Lockstep, check_sum
+from echo2.rollouts.turns import Sampler, check_sum
 from echo2.transport.limits import GROUP_TOKENS_MAX, ROWS_MAX, TOKENS_MAX
 
 
@@ -74,7 +74,7 @@ class _Row:
 class RecordedRollout:
     """Passes the calls of one rollout's harness to the engine, and records them. For one event loop."""
 
-    def __init__(self, engine: Engine | Lockstep, tokenizer: Tokenizer, assignment: Assignment, sample: int) -> None:
+    def __init__(self, engine: Sampler, tokenizer: Tokenizer, assignment: Assignment, sample: int) -> None:
         self.tokenizer = tokenizer
         self._engine, self._assignment, self._sample = engine, assignment, sample
         self._rows: list[_Row] = []

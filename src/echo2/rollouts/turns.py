@@ -18,7 +18,7 @@ import asyncio
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from echo2.core.errors import UserError
 from echo2.core.types import Assignment, Reply, Rollout, SnapshotRef
@@ -93,6 +93,31 @@ def _pass_on(to: asyncio.Future[Outcome], done: asyncio.Future[Outcome]) -> None
         to.set_result(done.result())
 
 
+class OneVersion:
+    """The part of an `Engine` that rollouts need, for those that keep the weights which are installed now."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._version = None if engine.installed is None else engine.installed.version
+
+    @property
+    def installed(self) -> SnapshotRef | None:
+        """See `Engine.installed`: the newest."""
+        return self._engine.installed
+
+    def refusal(self, request: SampleRequest) -> RequestFailure | None:
+        """See `Engine.refusal`."""
+        return self._engine.refusal(request)
+
+    def submit(self, request: SampleRequest) -> asyncio.Future[Outcome]:
+        """See `Engine.submit`."""
+        return self._engine.submit(replace(request, version=self._version))
+
+
+#: What rollouts submit to.
+Sampler: TypeAlias = Engine | Lockstep | OneVersion
+
+
 class Environment(Protocol):
     """Answers the turns of rollouts, each with an instance of its own (`tasks/environments.py`). `begin` returns
     the handle by which later calls name a rollout. The coroutines raise UserError if the environment fails."""
@@ -114,7 +139,7 @@ class Environment(Protocol):
 
 
 async def play(
-    engine: Engine | Lockstep, tokenizer: Tokenizer, environment: Environment, assignment: Assignment, sample: int
+    engine: Sampler, tokenizer: Tokenizer, environment: Environment, assignment: Assignment, sample: int
 ) -> Rollout | RequestFailure:
     """Play one rollout of an assignment, turn by turn.
 
@@ -129,7 +154,7 @@ async def play(
 
 
 async def _play(
-    engine: Engine | Lockstep,
+    engine: Sampler,
     tokenizer: Tokenizer,
     environment: Environment,
     begun: Any,

@@ -53,6 +53,36 @@ REWARDS = ("reward.txt", "reward.json")
 KILLED = 137
 #: Of the tests: they do not begin with modules that the policy left in its home.
 OF_TESTS = {"PYTHONNOUSERSITE": "1"}
+ALONE = ".echo2-alone.sh"
+#: What the tests' shell reads first. Before it writes a reward itself it ends what a tested program has left behind, to
+#: write another one: processes that this shell neither began nor stems from. What it cannot end in 50 rounds, because
+#: it forks all the time, ends the tests. Where there is no /proc (Landlock) it sees nobody.
+ALONE_TEXT = r"""unset BASH_ENV
+__echo2_others() {
+  local file line pid rest; local -A parent=() mine=()
+  for file in /proc/[0-9]*/stat; do
+    { read -r line < "$file"; } 2>/dev/null || continue
+    rest=${line##*) }; rest=${rest#? }; parent[${line%% *}]=${rest%% *}
+  done
+  pid=$BASHPID; while [[ $pid -gt 0 ]]; do mine[$pid]=1; pid=${parent[$pid]:-0}; done
+  others=()
+  for pid in "${!parent[@]}"; do
+    rest=$pid; while [[ $rest -gt 1 && $rest -ne $$ ]]; do rest=${parent[$rest]:-0}; done
+    [[ $rest -eq $$ || -n ${mine[$pid]:-} || $pid -eq 1 ]] || others+=("$pid")
+  done
+}
+__echo2_alone() {
+  local others round
+  for round in {1..50}; do
+    __echo2_others
+    [[ ${#others[@]} -gt 0 ]] || return 0
+    kill -9 "${others[@]}" 2>/dev/null || true
+  done
+  kill -9 $$
+}
+set -T
+trap 'case $BASH_COMMAND in (echo*/logs/verifier/reward.*|printf*/logs/verifier/reward.*) __echo2_alone ;; esac' DEBUG
+"""
 
 
 def make_play() -> Play:
@@ -190,10 +220,11 @@ async def _reward(container: Container, task: HarborTask, tests: Files, running:
         UserError: they ended by themselves and wrote no reward.
     """
     async with running:
-        await container.put("/tests", tests)
+        await container.put("/tests", {**tests, ALONE: (ALONE_TEXT.encode(), False)})
         await container.put("/logs", {"verifier/.keep": (b"", False)})
         given = {**OF_TESTS, **task.variables, **task.tests_variables}
-        ran = await container.run(f'bash "${ROOT}/tests/test.sh"', task.tests_seconds, given)
+        command = f'BASH_ENV="${ROOT}/tests/{ALONE}" bash "${ROOT}/tests/test.sh"'
+        ran = await container.run(command, task.tests_seconds, given)
         told = [await container.run(READ_REWARD.format(name), COMMAND_SECONDS) for name in REWARDS]
     found, why = [], ""
     for one in told:

@@ -67,8 +67,9 @@ BYTES_PER_SECOND_MAX = 32 << 20
 BYTES_BURST = 256 << 20
 #: Received bytes of bodies that wait, are read or are handled: of one peer, of all peers of one ticket for strangers,
 #: and of all strangers, or of all machines of the owner. Beyond a limit, the peer with the most such bytes is cut off,
-#: in the ticket with the most.
-UNREAD_PER_PEER_MAX = 192 << 20
+#: in the ticket with the most. A peer has room for the two that are read at a time; a worker sends one after the other.
+#: What these bytes take in the head's memory is up to three times as much.
+UNREAD_PER_PEER_MAX = 136 << 20
 UNREAD_PER_TICKET_MAX = 512 << 20
 UNREAD_MAX = 2 << 30
 #: The same at a worker: of one peer, and of all peers.

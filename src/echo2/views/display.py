@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from echo2.config.rundir import RunDir
+from echo2.core.errors import counted
 from echo2.core.printable import LINE_CHARS_MAX, PLAIN_SECONDS, printable
 from echo2.head.fleet.decide.measurements import CAUSES
 from echo2.head.ledger.rollout_log import samples
@@ -33,18 +34,19 @@ PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: 
 REASON_CHARS = 1000
 #: Characters of a reason in the table; `--json` has them whole.
 TRUST_REASON_CHARS = 160
-#: By kind of failure: its description, and the log that lists every failure.
+#: By kind of failure: one and several of what failed, how, and the log that lists every failure.
+_LOST = ("rollout or group", "rollouts or groups")
 FAILURE_WORDS = {
-    "reward_failed": ("rollouts or groups were lost to your reward function", "reward.log"),
-    "reward_retried": ("calls of your reward function raised and were made again", "reward.log"),
-    "judge_failed": ("rollouts or groups were lost because the judge gave no verdict", "head.log"),
-    "judge_retried": ("requests to the judge brought no verdict and were made again", "head.log"),
-    "environment_failed": ("rollouts or groups were lost to your environment", "head.log"),
-    "bad_task": ("groups were lost to rows that are not valid tasks", "head.log"),
-    "prompt_too_long": ("groups have prompts that are too long for the model", "head.log"),
-    "log_unfit": ("groups have logged rollouts that the model cannot read", "head.log"),
-    "snapshot_refused": ("snapshots were refused by workers", "head.log"),
-    "engine_failed": ("leases failed in the worker's engine", "head.log"),
+    "reward_failed": (*_LOST, "lost to your reward function", "reward.log"),
+    "reward_retried": ("call", "calls", "of your reward function raised, then tried again", "reward.log"),
+    "judge_failed": (*_LOST, "lost because the judge gave no verdict", "head.log"),
+    "judge_retried": ("request", "requests", "to the judge brought no verdict, then tried again", "head.log"),
+    "environment_failed": (*_LOST, "lost to your environment", "head.log"),
+    "bad_task": ("group", "groups", "lost to rows that are not valid tasks", "head.log"),
+    "prompt_too_long": ("group", "groups", "with a prompt that is too long for the model", "head.log"),
+    "log_unfit": ("group", "groups", "with logged rollouts that the model cannot read", "head.log"),
+    "snapshot_refused": ("snapshot", "snapshots", "refused by a worker", "head.log"),
+    "engine_failed": ("lease", "leases", "failed in the worker's engine", "head.log"),
 }
 #: Idle ratio of the learner from which the main cause of its waiting is shown.
 WORTH_WORDS = 0.05
@@ -247,11 +249,14 @@ def failure_lines(status: Mapping[str, Any], with_tracebacks: bool = False) -> l
     count, the first failure in full, and the log that has the others."""
     lines = [printable(_death(entry), REASON_CHARS) for entry in status.get("deaths") or []]
     for failure in status.get("failures") or []:
-        what, log = FAILURE_WORDS.get(failure["kind"], (f"groups failed ({failure['kind']})", "head.log"))
+        unknown = ("group", "groups", f"failed ({failure['kind']})", "head.log")
+        one, several, how, log = FAILURE_WORDS.get(failure["kind"], unknown)
         before = failure.get("num_before", 0)
         when = " before the head was started again" if before == failure["count"] else ""
         first = "The first since the head was started again" if 0 < before < failure["count"] else "The first"
-        line = f"{failure['count']} {what}{when}; logs/{log} has all. {first}: {failure['message']}"
+        line = (
+            f"{counted(failure['count'], one, several)} {how}{when}; logs/{log} has all. {first}: {failure['message']}"
+        )
         lines.append(printable(line, REASON_CHARS))
         if with_tracebacks:
             lines += [printable(one, REASON_CHARS) for one in failure["traceback"].rstrip().split("\n") if one]

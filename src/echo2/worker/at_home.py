@@ -16,7 +16,7 @@ from typing import Any
 
 from echo2.core.background import Background
 from echo2.core.devices import num_cores
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.transport import wire_pb2 as wire
 from echo2.worker.decide.home import Presence
 
@@ -52,7 +52,8 @@ class Delivered:
     def __str__(self) -> str:
         hours = (time.monotonic() - self._since) / 3600
         cost = f", {self._price * hours:.2f} dollars" if self._price else ""
-        counts = f"{self.num_groups} groups, {self.num_rollouts} rollouts, {self.num_tokens} tokens"
+        pairs = ((self.num_groups, "group"), (self.num_rollouts, "rollout"), (self.num_tokens, "token"))
+        counts = ", ".join(counted(*pair) for pair in pairs)
         return f"delivered {counts} in {hours:.2f} hours{cost}"
 
 

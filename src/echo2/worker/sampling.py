@@ -20,7 +20,7 @@ from typing import Any
 from echo2.config.values import AUTO
 from echo2.core.background import spawn
 from echo2.core.decide.card import CARD, LOOK_SECONDS, WISH, Act, worker_act
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError, counted
 from echo2.core.file_lock import FileLock
 from echo2.core.types import Assignment, Snapshot, SnapshotRef
 from echo2.engines.engine import Engine, RequestFailure
@@ -28,7 +28,7 @@ from echo2.engines.registry import load_or_replace
 from echo2.engines.tokenizer import Tokenizer, load_tokenizer
 from echo2.rollouts import generate
 from echo2.rollouts.harness import HarnessEnvironment
-from echo2.rollouts.turns import Lockstep
+from echo2.rollouts.turns import Lockstep, OneVersion, Sampler
 from echo2.rollouts.verification import PrefillEngine, check_group
 from echo2.tasks.environments import EnvironmentProcess
 from echo2.tasks.harness_process import HarnessProcess, is_harness
@@ -51,7 +51,7 @@ class LeaseSampler:
     """Samples leases with one `engine`, which `load` gives its weights. `dispatch` receives the scheduler's events,
     `fail` the fatal errors. `card`: directory of the locks of a card that the learner uses, too. `server`: the token
     server that the engine is although nobody named one (empty: it is none); if it does not start, the engine that
-    `device` has takes its place.
+    `device` has takes its place. `one_version`: what a lease's rollouts begin with draws all of their tokens.
     """
 
     def __init__(
@@ -66,7 +66,9 @@ class LeaseSampler:
         card: str = "",
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
         server: str = "",
+        one_version: bool = False,
     ) -> None:
+        self._one_version = one_version
         self.engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
         self._environments = environments
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -92,7 +94,8 @@ class LeaseSampler:
         if not self._tasks:
             return "waiting"
         num_running = self.engine.slots - self.engine.free_slots
-        return f"sampling {num_running} rollouts of {len(self._tasks)} groups with {self.engine.installed}"
+        what = f"{counted(num_running, 'rollout')} of {counted(len(self._tasks), 'group')}"
+        return f"sampling {what} with {self.engine.installed}"
 
     async def load(self, snapshot: Snapshot, base_of: Callable[[SnapshotRef], Awaitable[Snapshot]]) -> float:
         """Load a verified snapshot beside the old weights, and swap. Load an adapter's base model first, by `base_of`,
@@ -157,7 +160,8 @@ class LeaseSampler:
                 lockstep.leave()
             self._dispatch(ev.RolloutEnded(lease_id))
 
-        task = spawn(self._sample(assignment, lockstep or self.engine, left), self._fail)
+        engine = lockstep or (OneVersion(self.engine) if self._one_version else self.engine)
+        task = spawn(self._sample(assignment, engine, left), self._fail)
         self._tasks[lease_id] = task
 
         def ended(done: asyncio.Task[None]) -> None:
@@ -168,7 +172,7 @@ class LeaseSampler:
 
         task.add_done_callback(ended)
 
-    async def _sample(self, assignment: Assignment, engine: Engine | Lockstep, on_rollout: Callable[[], None]) -> None:
+    async def _sample(self, assignment: Assignment, engine: Sampler, on_rollout: Callable[[], None]) -> None:
         """Sample one lease and dispatch its outcome. A group's `generate_seconds` is the time since the previous group,
         so that the groups add up to the busy time."""
         lease_id = assignment.lease.lease_id

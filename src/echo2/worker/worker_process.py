@@ -38,7 +38,7 @@ from echo2.weights.broadcast.peer import WeightsReceiver
 from echo2.worker.at_home import Delivered, attended_at_home, measurements
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
-from echo2.worker.decide.scheduler import WorkerScheduler
+from echo2.worker.decide.scheduler import Swap, WorkerScheduler
 from echo2.worker.sampling import LeaseSampler
 from echo2.worker.weights import WorkerWeights
 
@@ -278,6 +278,7 @@ class WorkerProcess:
         if chosen:
             log.info("engine %s: it is installed, and there is a GPU for it alone", name)
         slots = max(1, min(settings.slots, options.slots or NO_SLOT_LIMIT))
+        swap: Swap = "during" if settings.swap == "during" else "apart" if settings.swap == "apart" else "between"
         arguments = messages.decode_object("chat_template_args", settings.chat_template_args)
         make = partial(make_engine, name, options.device, slots, self._server_place(name, settings.routes))
         engine = await asyncio.to_thread(make)  # importing torch takes seconds
@@ -292,6 +293,7 @@ class WorkerProcess:
             card=options.card,
             template_arguments=arguments,
             server=chosen,
+            one_version=swap == "apart",
         )
         self._background.spawn(sampler.card.keep())
         try:
@@ -299,7 +301,7 @@ class WorkerProcess:
         except BaseException:
             await sampler.close()
             raise
-        scheduler = WorkerScheduler(slots, settings.swap == "during", settings.deterministic)
+        scheduler = WorkerScheduler(slots, swap, settings.deterministic)
         scheduler.installed, scheduler.base_models = installed, self._weights.base_models
         return _Sampling(scheduler, sampler)
 

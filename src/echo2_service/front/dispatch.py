@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from echo2.core.background import spawn
-from echo2.core.errors import InvariantError, PeerError, UserError
+from echo2.core.errors import InvariantError, PeerError, UserError, counted
 from echo2_service import limits
 from echo2_service.backend import UnloadCall
 from echo2_service.decide.order import FairQueue, ModelOrder, Released
@@ -187,11 +187,11 @@ class Dispatcher:
             return f"request {missing} of this model has not come yet"
         if request.kind == "sample":
             num_waiting = sum(map(len, self._samples.values()))
-            return f"{len(self._sampling)} samples are under way, {num_waiting} wait for their turn"
+            return f"{counted(len(self._sampling), 'sample')} under way, {num_waiting} waiting for a turn"
         lane = self._lanes.get(request.target)
         if lane is None or not lane.waiting:
             return "it is at the learner, where tenants take turns"
-        return f"{len(lane.waiting)} requests of this model wait before the learner"
+        return f"{counted(len(lane.waiting), 'request')} of this model before the learner"
 
     def cancel_sample(self, request: str, tenant: str) -> None:
         """Fail an open sample, and stop it if it runs: it loses its turn and costs nothing."""

@@ -1,12 +1,14 @@
 """The pages of the service: a tenant's, and the owner's. Each is a file that says nothing of anybody; the data come
 from the endpoints that programs use, too.
 
-A browser sends the key once, in the body of a form, and then as a cookie that scripts cannot read and that only what
-changes nothing accepts. No address ever has a key in it.
+A browser sends the key once, in the body of a form, and then as two halves, which only what changes nothing accepts: a
+cookie that scripts cannot read, and a header from what the page's own origin keeps. Programs on other ports of the same
+host share the cookie, and neither learn the key from it nor can they set another. No address ever has a key in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from html import escape
 from importlib.resources import files
 from urllib.parse import parse_qs
@@ -21,13 +23,12 @@ from echo2_service import limits
 from echo2_service.front.database import UNREACHED
 from echo2_service.front.request_guard import (
     NO_KEY,
-    Caller,
-    Endpoint,
     RequestGuard,
     cookie_of,
     for_browsers,
     read_body,
     refused,
+    split,
 )
 
 FOLDER = files("echo2_service") / "pages"
@@ -49,20 +50,16 @@ class Pages:
 
     def routes(self) -> list[Route]:
         """Return the routes; none of them is below those of the SDKs."""
-        made = [Route("/", self._behind_keys("tenant.html")), Route("/owner", self._behind_keys("owner.html", "owner"))]
+        made = [Route("/", _page("tenant.html")), Route("/owner", _page("owner.html"))]
         made += [Route(f"/{name}", _asset) for name in (*PARTS, *SCRIPTS)]
+        made.append(Route("/sign-in", _asking, methods=["GET"]))
         made.append(Route("/sign-in", self._sign_in, methods=["POST"]))
         made.append(Route("/sign-out", self._sign_out, methods=["POST"]))
         return made
 
-    def _behind_keys(self, name: str, scope: str = "") -> Endpoint:
-        async def page(caller: Caller, request: Request, body: bytes) -> Response:
-            return _framed(asset(name, FOLDER))
-
-        return self._guard(page, scope, to_browser=_sign_in_page)
-
     async def _sign_in(self, request: Request) -> Response:
-        """Keep a key that is valid in the browser's cookie."""
+        """Give the halves of a key that is valid to the browser: to its cookie, and to the page, behind the "#" of an
+        address, which no browser sends."""
         if _is_from_elsewhere(request):
             return _sign_in_page(PeerError("scope", ELSEWHERE))
         body = bytearray()
@@ -82,10 +79,11 @@ class Pages:
             return Response(status_code=400)
         finally:
             passage.end()
-        page = "/owner" if "owner" in caller.scopes else "/"
+        cookie, half = split(key)
+        page = f"/{'owner' if 'owner' in caller.scopes else ''}#page={half}"
         response = RedirectResponse(page, status_code=303, headers=HEADERS)
         is_encrypted = request.url.scheme == "https"
-        response.set_cookie(cookie_of(request), key, httponly=True, samesite="strict", secure=is_encrypted)
+        response.set_cookie(cookie_of(request), cookie, httponly=True, samesite="strict", secure=is_encrypted)
         return response
 
     async def _sign_out(self, request: Request) -> Response:
@@ -103,6 +101,19 @@ def _is_from_elsewhere(request: Request) -> bool:
         return site not in ("same-origin", "none")
     origin = headers.get("origin")
     return origin is not None and origin.partition("://")[2] != headers.get("host")
+
+
+def _page(name: str) -> Callable[[Request], Awaitable[Response]]:
+    """Return a page for who has signed in. Its data are for who has the key."""
+
+    async def page(request: Request) -> Response:
+        return _framed(asset(name, FOLDER)) if request.cookies.get(cookie_of(request)) else await _asking(request)
+
+    return page
+
+
+async def _asking(_: Request) -> Response:
+    return _sign_in_page(PeerError("unauthenticated", NO_KEY))
 
 
 async def _asset(request: Request) -> Response:

@@ -54,6 +54,8 @@ _PATH = re.compile(
     r"|(?<![\w/.~-])~?/[^\s'\"`,;:()\[\]{}<>|]+"
 )
 ERROR_CHARS_MAX = 2000
+#: Carries a page's half of its key.
+PAGE_HEADER = "x-echo2-page"
 NO_KEY = "no API key was sent; send it as X-API-Key."
 
 
@@ -242,7 +244,7 @@ class RequestGuard:
     ) -> Endpoint:
         """Return the endpoint of a handler. `scope`: a scope that the key must have; empty: any key. `limit`: the name
         of the body's limit. `when_refused` gets the beginning of a refused body, and may return another answer.
-        `to_browser`: the key may come in the cookie, for this changes nothing, and this is the answer if it is refused.
+        `to_browser`: the key may come from a page, for this changes nothing, and this is the answer if it is refused.
         """
 
         async def endpoint(request: Request) -> Response | Counted:
@@ -262,13 +264,13 @@ class RequestGuard:
 
         return endpoint
 
-    def _admitted(self, request: Request, scope: str, may_be_cookie: bool) -> Caller:
+    def _admitted(self, request: Request, scope: str, may_be_page: bool) -> Caller:
         bearer = request.headers.get("authorization", "")
         if bearer.startswith("Basic "):  # a browser's, for a proxy in front of the service
             bearer = ""
         text = request.headers.get("x-api-key") or bearer.removeprefix("Bearer ").strip()
-        if may_be_cookie:
-            text = text or request.cookies.get(cookie_of(request), "")
+        if may_be_page:
+            text = text or joined(request.cookies.get(cookie_of(request), ""), request.headers.get(PAGE_HEADER, ""))
         caller = self.api_keys.admit(text)
         if scope and scope not in caller.scopes:
             raise PeerError("scope", f"the API key {caller.key} lacks the scope {scope!r}.")
@@ -318,8 +320,24 @@ class RequestGuard:
 
 
 def cookie_of(request: Request) -> str:
-    """Return the name of the cookie with the key of who has signed in; browsers share cookies between ports."""
+    """Return the name of the cookie with one half of the key of who has signed in. Browsers share cookies between
+    ports: a program on another one may read and set it."""
     return f"echo2_key_{request.url.port or 80}"
+
+
+def split(key: str) -> tuple[str, str]:
+    """Return two halves of a key: its bytes under random ones, and these. Neither alone says anything of it."""
+    pad = secrets.token_bytes(len(key.encode()))
+    return bytes(one ^ other for one, other in zip(key.encode(), pad, strict=True)).hex(), pad.hex()
+
+
+def joined(one: str, other: str) -> str:
+    """Return the key of two halves; empty: they are none."""
+    try:
+        pairs = zip(bytes.fromhex(one), bytes.fromhex(other), strict=True)
+        return bytes(mine ^ yours for mine, yours in pairs).decode()
+    except ValueError:
+        return ""
 
 
 def for_browsers(response: Response) -> Response:

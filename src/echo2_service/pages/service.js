@@ -1,8 +1,24 @@
 // What the pages of the service do alike: they ask for their data every few seconds, and show times as people tell them.
 
-import { ask, at, duration, say } from "./parts.js";
+import { ask as askAs, at, duration, say } from "./parts.js";
 
-const SECONDS = 3;
+const SECONDS = 3, HALF = "echo2-page";
+
+// The page's half of the key comes behind the "#" of the address once. Only pages of this port can read where it stays.
+if (location.hash.startsWith("#page=")) {
+  localStorage.setItem(HALF, location.hash.slice(6));
+  history.replaceState(null, "", location.pathname);
+}
+
+// As of all pages, with that half. A key that is no longer valid is asked for again.
+export async function ask(path, values) {
+  try {
+    return await askAs(path, values, { "X-Echo2-Page": localStorage.getItem(HALF) ?? "" });
+  } catch (error) {
+    if (error.status === 401) location.replace("/sign-in");
+    throw error;
+  }
+}
 
 // Show what `path` tells, now and from then on. A page that nobody sees asks for nothing.
 export async function follow(path, show) {

@@ -1,8 +1,8 @@
 // A tenant's page: what it has, what that costs, and why it waits.
 
 import { Charts } from "./charts.js";
-import { ask, at, make, number, pairs, put, say, table, usd } from "./parts.js";
-import { ago, day, follow, gigabytes } from "./service.js";
+import { at, make, number, pairs, put, say, table, usd } from "./parts.js";
+import { ago, ask, day, follow, gigabytes } from "./service.js";
 
 const EXACT = { exact: true };
 const CURVES = [

@@ -21,7 +21,7 @@ from typing import NoReturn
 import msgspec
 
 from echo2.core.background import Shared, spawn
-from echo2.core.errors import InvariantError, LinkError, PeerError, UserError
+from echo2.core.errors import InvariantError, LinkError, PeerError, UserError, counted
 from echo2.core.types import PayloadId, Snapshot, SnapshotRef
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.grpc_link import Membership, attended
@@ -222,7 +222,7 @@ class SamplerMachine:
     async def _beat(self, heartbeat_seconds: float) -> None:
         node = self._weights.node
         while True:
-            doing = f"{self._calls.num_under_way} calls" if self._calls.num_under_way else "waits for calls"
+            doing = counted(self._calls.num_under_way, "call") if self._calls.num_under_way else "waits for calls"
             if node.progress is not None:
                 payload, num_stored, num_bytes = node.progress
                 doing = f"fetches {payload.ref.policy}, {num_stored / max(1, num_bytes):.0%}; {doing}"

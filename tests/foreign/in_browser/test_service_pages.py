@@ -53,7 +53,7 @@ def signed_in(driver: Any, server: FrontServer, key: str, path: str = "/") -> Pa
     driver.get(f"http://127.0.0.1:{server.port}/")
     driver.find_element("id", "key").send_keys(key)
     driver.find_element("css selector", "form button").click()
-    page.until("document.querySelector('#facts')")
+    page.until("document.querySelector('#facts') && location.hash === ''")  # it keeps its half
     assert key not in driver.current_url
     driver.get_log("browser")  # of it, that the first page was refused
     driver.get(page.address)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+from echo2.core.errors import counted
 from echo2.core.types import GroupRef, Lease, LostRollout
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
@@ -48,7 +49,7 @@ def judge(state: PlannerState, event: ev.GroupDelivered) -> tuple[str, str] | No
     if lease.group != event.group or lease.num_samples != event.num_samples:
         return (
             "malformed",
-            f"leased {lease.num_samples} samples of {lease.group}, got {event.num_samples} of {event.group}",
+            f"leased {counted(lease.num_samples, 'sample')} of {lease.group}, got {event.num_samples} of {event.group}",
         )
     if done:
         return "duplicate", f"{event.group} has a result already"
@@ -71,7 +72,8 @@ def is_from_before(state: PlannerState, lease: Lease) -> bool:
 
 def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> str | None:
     """Return why the named weights are invalid or can't be checked, or None. They are invalid if a version is above the
-    step's own, or if a stranger names one below what it had installed: versions never fall. They can't be checked if a
+    step's own; if a stranger names one below what it had installed, for versions never fall; and if one whose tokens
+    are checked names several, for it would choose where they change (`Config.swap_of`). They can't be checked if a
     stranger names a version that is not published in its lineage.
 
     Honest workers send such a group after the learner fell back, or after a new head took over that does not know every
@@ -86,6 +88,8 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
     had = state.leases.installed_at[event.lease_id]
     if had is not None and had.lineage == event.lineage and event.oldest_version < had.version:
         return f"tokens of version {event.oldest_version}; the worker had version {had.version} when it got the lease"
+    if worker is not None and worker.draws and event.oldest_version != event.newest_version:
+        return f"tokens of versions {event.oldest_version} to {event.newest_version}; a stranger's group has one"
     for version in (event.oldest_version, *event.versions_between, event.newest_version):
         ref = state.snapshots.published.get(version)
         if ref is None or ref.lineage != event.lineage:
@@ -346,7 +350,7 @@ def _top_up(
     whole before (`serve/results.py`). `scored`: its rewards failed, and `lost` is not recorded yet.
     """
     cause, last = (lost[-1].cause, lost[-1].detail) if lost else ("environment_failed", "before")
-    detail = f"{num_left} rollouts are left, {state.options.min_group} are needed. The last lost: {last}"
+    detail = f"{counted(num_left, 'rollout')} left, {state.options.min_group} needed. The last lost: {last}"
     if state.options.deterministic or not num_left or record.num_top_ups >= TOP_UPS_MAX:
         give_up(state, state.train_group(record.number), cause, detail, scored.seconds if scored else 0.0)
         return
@@ -408,7 +412,7 @@ def give_up(state: PlannerState, group: GroupRef, why: str, detail: str, seconds
     else:
         num_in_a_row = state.health.fail()
     if num_in_a_row >= state.options.max_failures:
-        stop(state, f"{num_in_a_row} groups failed in a row ({why}). The last: {detail}")
+        stop(state, f"{counted(num_in_a_row, 'group')} failed in a row ({why}). The last: {detail}")
 
 
 def _is_own_word(record: PlannedGroup, why: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from echo2.core.errors import counted
 from echo2.core.types import SnapshotRef, Wait
 from echo2.head.decide import granting
 from echo2.head.decide.state import PlannerState
@@ -83,7 +84,7 @@ def _learner_waits(state: PlannerState) -> list[Wait]:
         for worker_id, (count, until) in missing.items()
     ]
     if num_unheld:
-        reason = f"step {step}: {num_unheld} groups not yet sampled by any worker"
+        reason = f"step {step}: {counted(num_unheld, 'group')} not yet sampled by any worker"
         reason += " (no worker is connected)" if not state.fleet.attending() else ""
         waits.append(Wait("learner", "workers", since, None, reason))
     for group, check in checks.held_groups(state, step):
@@ -112,7 +113,9 @@ def _waits_for_good_work(state: PlannerState, now: float) -> list[Wait]:
     """Return the waits for results that strangers fail to deliver, and for expelled workers."""
     waits, health = [], state.health
     if health.num_failed_at_strangers >= state.options.max_failures:
-        reason = f"{health.num_failed_at_strangers} groups failed at strangers' machines in a row; the last: "
+        reason = (
+            f"{counted(health.num_failed_at_strangers, 'group')} failed at strangers' machines in a row; the last: "
+        )
         waits.append(Wait("head", "workers", state.training.wanted_since or 0.0, None, reason + health.last_failure))
     return waits + [
         Wait(name, "head", one.at, one.expelled_until, f"it is expelled: {one.expelled_for}")

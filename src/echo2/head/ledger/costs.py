@@ -29,7 +29,7 @@ from rich.table import Table
 
 from echo2.config.rundir import RunDir, read_metrics
 from echo2.core.documents import parse_json
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration
 from echo2.head.ledger.schema import open_for_reading, unusable
 from echo2.head.strangers.decide.checks import CHECK_SHARE
@@ -374,7 +374,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     bills = [Bill(**plain) for plain in report["machines"]]
     shown = bills[:MACHINES_SHOWN]
     if len(bills) > len(shown):
-        shown.append(replace(total(bills[MACHINES_SHOWN:]), name=f"{len(bills) - MACHINES_SHOWN} others"))
+        shown.append(replace(total(bills[MACHINES_SHOWN:]), name=counted(len(bills) - MACHINES_SHOWN, "other")))
     everything = Bill(**report["total"])
     for bill in shown:
         split = ", ".join(f"{cause} {usd:.4f}" for cause, usd in bill.by_cause.items() if usd)

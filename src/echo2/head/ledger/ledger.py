@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from echo2.core.errors import InvariantError, UserError
+from echo2.core.errors import InvariantError, UserError, counted
 from echo2.core.types import RUN_POLICY, LostRollout
 from echo2.head.decide.events import HeadStarted
 from echo2.head.ledger import schema
@@ -296,7 +296,7 @@ class Ledger:
             if lineage < current or (lineage == current and undone):
                 raise InvariantError(
                     f"a learner joined at version {version} in lineage {lineage}; the newest lineage is {current}, and "
-                    f"{len(undone)} groups were trained from that version on"
+                    f"{counted(len(undone), 'group')} trained from that version on"
                 )
             kept_from = 1 + max((row["step"] for row in undone if row["is_gone"]), default=-1)
             if kept_from:

@@ -52,7 +52,7 @@ async def _serve(rundir: RunDir) -> None:
     if config.head.store:
         mirror = await asyncio.to_thread(Mirror.open, rundir, *config.head.store_place)
         if mirror.has_caught_up:
-            await asyncio.to_thread(restore, rundir, mirror.objects)
+            await asyncio.to_thread(restore, rundir, mirror.objects, rundir.path)
     identity = RunIdentity.create_or_load(rundir.identity)
     head = await Head.open(rundir, config, identity, HeadEffects, mirror)  # fails before any sampling if it can't go on
     host, port = config.head.address

@@ -13,7 +13,7 @@ from dataclasses import astuple, replace
 
 from echo2.config import Config
 from echo2.core.clock import Clock
-from echo2.core.errors import PeerError, UserError
+from echo2.core.errors import PeerError, UserError, counted
 from echo2.core.types import (
     LOGGED_ROLLOUTS,
     SEVERAL,
@@ -209,7 +209,7 @@ class Deliveries:
             group = messages.decode_delivery(delivery, lease, prompt, worker_id, seconds)
         told = group.rollouts
         if group.lost and not member.is_own:  # it could choose what is trained on
-            raise UserError(f"{len(group.lost)} rollouts failed, it says. The first: {group.lost[0].detail}")
+            raise UserError(f"{counted(len(group.lost), 'rollout')} failed, it says. The first: {group.lost[0].detail}")
         if not 0 < group.lineage <= (newest := self._planner.training.lineage):
             raise PeerError("malformed", f"sampled in lineage {group.lineage}; the run is in {newest}")
         # A harness's rollout may begin with a prompt of its own, which max_tokens does not bound.

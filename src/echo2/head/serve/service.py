@@ -145,7 +145,7 @@ class Service:
         if joined.installed is not None:
             head.distribution.has_installed(peer.peer_id, joined.installed)
         head.books.costs.joined(peer.peer_id, joined.price_usd_per_hour, head.clock.now(), is_own=not joined.ticket)
-        connection.put(wire.Order(settings=self._settings(server)))
+        connection.put(wire.Order(settings=self._settings(joined, server)))
         if self._revoked:
             connection.put(wire.Order(revoked_peers=wire.RevokedPeers(peer_ids=sorted(self._revoked))))
         try:
@@ -168,12 +168,12 @@ class Service:
             return joined
         return replace(joined, offer=offer.name, price_usd_per_hour=offer.price_usd_per_hour)
 
-    def _settings(self, server: str) -> wire.RunSettings:
+    def _settings(self, joined: ev.WorkerJoined, server: str) -> wire.RunSettings:
         config = self._head.config
         return wire.RunSettings(
             run_id=self._head.run_id,
             heartbeat_seconds=self._head.planner.fleet.report_seconds,
-            swap=config.swap,
+            swap=config.swap_of(is_own=not joined.ticket, draws=joined.draws),
             slots=_slots(config.sampling),
             engine=config.workers.engine,
             server=server,

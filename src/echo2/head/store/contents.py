@@ -22,7 +22,7 @@ from typing import Any
 from blake3 import blake3
 
 from echo2.config.rundir import RunDir, write_atomically
-from echo2.core.errors import LinkError, PeerError, UserError
+from echo2.core.errors import LinkError, PeerError, UserError, counted
 from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.store.decide.log import LOOK_SECONDS, Sign, SignWatch
@@ -195,11 +195,11 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
                 if over := _await_silence(objects, watch):
                     return over
                 log.warning("no sign of life for %.0f s: taking the run over", watch.silent_seconds)
-                fetch_run(url, aside.path)
+                fetch_run(url, aside.path, out)
                 watch.look(found := objects.get(SIGN_KEY), time.monotonic())
                 sign = read_sign(found)
                 signed = (sign.head, sign.epoch) if sign is not None else None
-                if watch.may_follow(read_claim(aside).after, signed) and _is_taken(url, aside):
+                if watch.may_follow(read_claim(aside).after, signed) and _is_taken(url, aside, out):
                     for path in aside.path.iterdir():
                         path.rename(out / path.name)
                     return ""
@@ -210,7 +210,7 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
         shutil.rmtree(aside.path, ignore_errors=True)
 
 
-def _is_taken(url: str, rundir: RunDir) -> bool:
+def _is_taken(url: str, rundir: RunDir, told: Path) -> bool:
     """Take the log of the run in this directory, and give a sign, so that other standbys go on waiting. Return False if
     another head was faster."""
     try:
@@ -219,7 +219,7 @@ def _is_taken(url: str, rundir: RunDir) -> bool:
         return False
     mirror.objects.upload(SIGN_KEY, [encode(Sign(read_claim(rundir).own, mirror.epoch, 0))])
     if mirror.has_caught_up:
-        restore(rundir, mirror.objects)
+        restore(rundir, mirror.objects, told)
     return True
 
 
@@ -232,8 +232,9 @@ def _await_silence(objects: Objects, watch: SignWatch) -> str:
     return ""
 
 
-def fetch_run(url: str, out: Path) -> RunDir:
-    """Fill a directory with the run in the store at `url`.
+def fetch_run(url: str, out: Path, told: Path | None = None) -> RunDir:
+    """Fill a directory with the run in the store at `url`. `told`: the directory that people are told, if it will have
+    another name.
 
     Raises:
         UserError: there is a run in the directory, or none in the store; or the disk is full.
@@ -243,7 +244,7 @@ def fetch_run(url: str, out: Path) -> RunDir:
     if rundir.config.exists():
         raise UserError(f"--resume-from fills an empty directory, and {out} holds a run. Choose another --out.")
     _fetch_ledger(url, objects, rundir)
-    restore(rundir, objects)
+    restore(rundir, objects, told or out)
     return rundir
 
 
@@ -269,8 +270,9 @@ def _fetch_ledger(url: str, objects: Objects, rundir: RunDir) -> Path:
     return rundir.ledger
 
 
-def restore(rundir: RunDir, objects: Objects) -> None:
+def restore(rundir: RunDir, objects: Objects, told: Path) -> None:
     """Write what the ledger of a directory names: a checkpoint that it can go on from, snapshots, and files.
+    `told`: the directory that people are told.
 
     Raises: as `fetch_run`.
     """
@@ -279,5 +281,5 @@ def restore(rundir: RunDir, objects: Objects) -> None:
         saved = checkpoint.fetch(objects, rundir.checkpoints, version)
         restore_snapshots(objects, ledger, ChunkStore(rundir.snapshots))
         restore_files(rundir, ledger)
-    told = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
-    log.warning("fetched a run of %d steps, with %s, into %s", version, told, rundir.path)
+    what = "no checkpoint" if saved is None else f"the checkpoint of step {saved}"
+    log.warning("fetched a run of %s, with %s, into %s", counted(version, "step"), what, told)

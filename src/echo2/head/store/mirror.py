@@ -149,7 +149,7 @@ class Mirror:
     ) -> None:
         self.objects, self.lag_seconds, self.has_caught_up = objects, lag_seconds, has_caught_up
         self._url, self._writer, self._ledger, self.epoch = url, writer, ledger, writer.epoch
-        self._clock = Clock()
+        self._clock, self._began_at = Clock(), math.inf
         self._changed = asyncio.Event()  # replaced at each change
         self._error = ""
         self._copying: asyncio.Task[None] | None = None
@@ -226,8 +226,10 @@ class Mirror:
 
     @property
     def trouble(self) -> str:
-        """Why messages wait, if they have waited for long; else empty."""
-        seconds = self._writer.behind_seconds(self._clock.now())
+        """Why messages wait, if they have waited for long; else empty. What a head records while it starts waits for
+        the head, not for the store."""
+        now = self._clock.now()
+        seconds = min(self._writer.behind_seconds(now), now - self._began_at)
         if seconds < self.lag_seconds + TROUBLE_SECONDS:
             return ""
         told = f"{seconds:.0f} s behind, and nothing is acknowledged"
@@ -252,7 +254,7 @@ class Mirror:
 
     async def run(self, fail: Callable[[Exception], object]) -> None:
         """Send what is recorded, until another head takes the run over, of which `fail` is told."""
-        retries = Retries(RETRY_SECONDS)
+        retries, self._began_at = Retries(RETRY_SECONDS), self._clock.now()
         while self._writer.fenced is None:
             try:
                 await self._step(fail)

@@ -16,7 +16,7 @@ import msgspec
 
 from echo2.config import Config
 from echo2.core.devices import compute_deterministically
-from echo2.core.errors import InvariantError, UserError
+from echo2.core.errors import InvariantError, UserError, counted
 from echo2.core.types import GroupRef, RolloutGroup
 from echo2.engines.routing import Routing
 from echo2.learner.core import checkpoint
@@ -127,7 +127,7 @@ class TrainedPolicy:
     def memory_summary(self) -> str:
         """Suffix for the learner's activity, for people: says that memory has run out; empty if it has not."""
         left = self.tokens_per_microbatch
-        return f"; memory ran out: micro-batches of {left} tokens" if left < self._settled else ""
+        return f"; memory ran out: micro-batches of {counted(left, 'token')}" if left < self._settled else ""
 
     @property
     def is_within_step(self) -> bool:

@@ -130,7 +130,7 @@ class SimWorker(Actor):
     def _restart(self) -> None:
         groups = min(self.spec.capacity_groups, self.scenario.groups_per_batch)
         self.scheduler = WorkerScheduler(
-            groups * self.scenario.group_size, self.scenario.swaps_during, self.scenario.deterministic
+            groups * self.scenario.group_size, self.scenario.swap_of(self.spec), self.scenario.deterministic
         )
         self._calls: dict[int, object] = {}
         self.peering.restart()
@@ -386,7 +386,8 @@ class SimWorker(Actor):
         if isinstance(outcome, wev.SnapshotInstalled):
             self.held = (payload.ref, *self.held[:1])
             for sampling in self._sampling.values():
-                sampling.newest = payload.ref
+                if self.scheduler.swap != "apart":
+                    sampling.newest = payload.ref
         self.tell(outcome)
 
     # ---- the engine --------------------------------------------------------------------------------------------------

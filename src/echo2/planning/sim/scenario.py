@@ -239,12 +239,12 @@ class Scenario:
         """Whether all rewards of the group with these rollouts are equal: pseudo-random, but fixed by the rollouts."""
         return int.from_bytes(rollouts[:4], "big") < self.flat_share * (1 << 32)
 
-    @property
-    def swaps_during(self) -> bool:
-        """Whether weights are swapped between two tokens; "auto": as in a run (`Config.swap`)."""
-        if self.swap == "auto":
-            return self.max_staleness > 0 and not self.deterministic
-        return self.swap == "during"
+    def swap_of(self, spec: WorkersSpec) -> Literal["between", "apart", "during"]:
+        """Return when a worker of this kind installs new weights; "auto": as in a run (`Config.swap_of`)."""
+        is_between = self.max_staleness == 0 or self.deterministic
+        if self.swap == "between" or (self.swap == "auto" and is_between):
+            return "between"
+        return "apart" if spec.ticket and spec.draws else "during"
 
     def group_seconds(self, spec: WorkersSpec) -> float:
         """Return the median duration of one group on this kind of worker, with all slots taken."""

@@ -25,9 +25,9 @@ export function duration(seconds) {
   return `${number(whole / 3600)} h`;
 }
 
-export async function ask(path, values) {
-  const answer = await fetch(`${path}?${new URLSearchParams(values)}`);
-  if (!answer.ok) throw new Error(await answer.text());
+export async function ask(path, values, headers = {}) {
+  const answer = await fetch(`${path}?${new URLSearchParams(values)}`, { headers });
+  if (!answer.ok) throw Object.assign(new Error(await answer.text()), { status: answer.status });
   return answer.json();
 }
 

@@ -1,9 +1,8 @@
 """The worker's scheduler, a state machine: what to fetch, when to swap weights, what to sample, what to deliver again.
 
 It keeps leases in order of arrival (as many run in the engine as it has slots), results until the head has answered
-them, and at most one incoming snapshot. New weights are installed when nothing is sampled, and no lease starts before
-that (with swap = "during" they are installed at once, between two tokens). Like the planner it is pure: events in,
-commands out.
+them, and at most one incoming snapshot. `Swap` says when new weights are installed. Like the planner it is pure: events
+in, commands out.
 
     announced -> fetching (from the origin and peers, while the engine generates) -> whole -> installing -> installed
 
@@ -16,7 +15,7 @@ newest snapshot is requested again afterwards.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from echo2.core.decide.machine import StateMachine
 from echo2.core.errors import InvariantError, UserError
@@ -24,6 +23,10 @@ from echo2.core.types import Lease, PayloadId, SnapshotRef
 from echo2.worker.decide import messages as do
 from echo2.worker.decide import messages as ev
 
+#: When new weights are installed. "between": when nothing is sampled, and no lease starts before. "apart": at once,
+#: beside the old ones, with which leases under way go on; never beside two older ones. "during": at once, between two
+#: tokens of what is sampled.
+Swap = Literal["between", "apart", "during"]
 #: Fetches in a row of a snapshot that is refused each time.
 MAX_FETCHES = 3
 #: Seconds before a snapshot that was refused so often is requested again, unless a newer one comes first. (To give it
@@ -40,12 +43,14 @@ NEARLY_WHOLE = 0.5
 @dataclass(slots=True)
 class HeldLease:
     """A lease held by this worker. `assignment`: its `types.Assignment`, not read here. `grant`: number of the event
-    that brought the lease. `num_running`: its rollouts that need a slot."""
+    that brought the lease. `num_running`: its rollouts that need a slot; `began_with`: the snapshot installed when it
+    started."""
 
     lease: Lease
     assignment: Any
     grant: int
     num_running: int = 0
+    began_with: SnapshotRef | None = None
 
 
 @dataclass(slots=True)
@@ -73,10 +78,10 @@ class WorkerScheduler(StateMachine):
     """State, and one method per kind of event. `slots`: rollouts that the engine decodes at once. `deterministic`:
     leases are sampled grant by grant, because the shape of a batch is part of the request."""
 
-    def __init__(self, slots: int, swap_during: bool, deterministic: bool) -> None:
+    def __init__(self, slots: int, swap: Swap, deterministic: bool) -> None:
         super().__init__()
         self.slots = slots
-        self.swap_during = swap_during
+        self.swap: Swap = swap
         self.deterministic = deterministic
         self.connected = False
         self.installed: SnapshotRef | None = None
@@ -342,7 +347,8 @@ class WorkerScheduler(StateMachine):
 
     def _too_large(self, event: ev.SnapshotTooLarge, now: float) -> None:
         """There is no room for the snapshot. The worker keeps its weights and tries again with the next snapshot, or
-        with this one after a while, because the learner may wait for this worker and publish no other.
+        with this one after a while, because the learner may wait for this worker and publish no other. One that kept
+        two sets of weights keeps one from now on.
 
         Raises:
             UserError: no snapshot is installed yet, so the worker can't go on.
@@ -353,7 +359,9 @@ class WorkerScheduler(StateMachine):
             )
         if self.installing == event.payload.ref:
             self.installing = None
-        if self.incoming is not None and self.incoming.payload == event.payload:
+        if self.swap == "apart":
+            self.swap = "between"  # there is room for one, so it waits for the leases that need the old one
+        elif self.incoming is not None and self.incoming.payload == event.payload:
             self.incoming, self._retry_at = None, now + REFUSED_SECONDS
         self._say(f"{event.payload}: no room for it beside {self.installed}: {event.reason}")
 
@@ -379,10 +387,11 @@ class WorkerScheduler(StateMachine):
 
     def _is_kept_out(self) -> bool:
         """Whether leases under way forbid to swap weights now."""
-        if not self.generating:
-            return False
-        is_exact = any(held.lease.exact_version is not None for held in self.generating.values())
-        return not self.swap_during or is_exact
+        if any(held.lease.exact_version is not None for held in self.generating.values()):
+            return True
+        if self.swap == "apart":
+            return any(held.began_with != self.installed for held in self.generating.values())
+        return bool(self.generating) and self.swap == "between"
 
     def _is_due(self, ref: SnapshotRef) -> bool:
         """Whether this complete snapshot may be installed now. If a lease demands a version, other versions wait until
@@ -450,17 +459,17 @@ class WorkerScheduler(StateMachine):
 
     def _start(self, lease_id: int) -> HeldLease:
         held = self.generating[lease_id] = self.waiting.pop(lease_id)
-        held.num_running = held.lease.num_samples
+        held.num_running, held.began_with = held.lease.num_samples, self.installed
         return held
 
     def _is_swap_next(self) -> bool:
         """Whether weights are being installed, or wait for running rollouts, so that no further lease may start."""
         if self.installing is not None:
-            return not self.swap_during
+            return self.swap == "between"
         incoming = self.incoming
         if incoming is None or not incoming.is_whole or not self._is_due(incoming.ref):
             return False
-        return not self.swap_during
+        return self.swap == "between"
 
 
 def _fits(lease: Lease, installed: SnapshotRef) -> bool:

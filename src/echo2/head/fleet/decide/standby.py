@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.state import PlannerState
@@ -243,7 +243,7 @@ class FleetNeed:
             return f"the learner waits for rewards ({each}): more workers would not help"
         if self.short is None:
             return self.limit or "the rate of these workers is not known yet"
-        workers = f"{abs(self.short)} worker{'s' if abs(self.short) > 1 else ''}"
+        workers = counted(abs(self.short), "worker")
         if self.short > 0 and self.limit:
             return f"{self.limit}; without that, {workers} short"
         return f"{workers} {'short' if self.short > 0 else 'over'}" if self.short else "enough workers"
