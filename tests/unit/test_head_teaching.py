@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from echo2.head.serve import reading
 from echo2.launch.preflight import check
 from echo2.launch.start import absolute, changes, check_tokenizers
 from echo2.tasks.streams import load_tasks
-from echo2.tasks.teaching import task_for_teacher
+from echo2.tasks.teaching import task_for_teacher, teacher_of
 from head_cases import OpenHead, delivery, sample, settings, until
 from model_cases import model_directory
 from rollout_cases import END
@@ -111,6 +112,16 @@ def test_a_teachers_prompt_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
                 head.head.tokenizer.result().teacher_prompt(Task(0, "53=", {"teacher_prompt": "534="}))
 
     run(scenario())
+
+
+def test_a_teachers_prompt_stands_in_place_of_no_harness_s(tmp_path: Path) -> None:
+    """Which makes the prompt of each row: the teacher would read its own prompt, and the rest of that one."""
+    task, teachers = Task(3, "53=", {"teacher_prompt": "534="}), {"": "DIR"}
+    assert teacher_of(task, teachers, "own.py:Game") == ""
+    for environment in ("harness:own.py:Agent", "verifiers", "harbor"):
+        assert teacher_of(replace(task, columns={}), teachers, environment) == ""
+        with pytest.raises(UserError, match=r"Task 3 has a column 'teacher_prompt', and .* is a harness"):
+            teacher_of(task, teachers, environment)
 
 
 def test_a_template_makes_the_teachers_prompt_too(tmp_path: Path) -> None:

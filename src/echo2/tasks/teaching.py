@@ -16,12 +16,18 @@ from echo2.tasks.harness_process import is_harness
 TEACHER, TEACHER_PROMPT = "teacher", "teacher_prompt"
 
 
-def teacher_of(task: Task, teachers: Mapping[str, str]) -> str:
-    """Return the name of the task's teacher; of a single teacher it is empty.
+def teacher_of(task: Task, teachers: Mapping[str, str], environment: str) -> str:
+    """Return the name of the task's teacher; of a single teacher it is empty. `environment`: `tasks.environment`.
 
     Raises:
-        UserError: the row names none of the teachers, or the policy would read what it teaches itself.
+        UserError: the row names none of the teachers, the policy would read what it teaches itself, or the teacher's
+            prompt has none to stand in place of.
     """
+    if TEACHER_PROMPT in task.columns and is_harness(environment):
+        raise UserError(
+            f"Task {task.cursor} has a column {TEACHER_PROMPT!r}, and tasks.environment = {environment!r} is a harness: "
+            "it makes the prompts of each row itself. Leave the column out: the teacher reads what the policy read."
+        )
     name = "" if "" in teachers else task.columns.get(TEACHER)
     if not isinstance(name, str) or name not in teachers:
         raise UserError(
@@ -63,7 +69,7 @@ def check_teaching(config: Config, tasks: TaskSource, source: str, num_rows: int
     for cursor in range(num_rows if teachers else 0):
         task = stream.task(cursor)
         try:
-            teacher_of(task, teachers)
+            teacher_of(task, teachers, config.tasks.environment)
             task_for_teacher(task)
         except UserError as error:
             problems.append(str(error))

@@ -253,9 +253,9 @@ class Head:
                 config, self.ledger.get_meta("judge_usd", 0.0), partial(self.books.failures.add, "judge_retried")
             ),
         )
-        teachers = config.distill.teachers
+        teaching = config.distill.teachers, config.tasks.environment
         self.scoring = Scoring(
-            self.reward, self.ledger, self.tasks, self.tokenizer, self.train_tasks, teachers, identity
+            self.reward, self.ledger, self.tasks, self.tokenizer, self.train_tasks, *teaching, identity
         )
         self.machines = self._machines(offers)
 

@@ -63,10 +63,12 @@ class Scoring:
         tokenizer: asyncio.Future[RunTokenizer],
         train_tasks: Tasks,
         teachers: Mapping[str, str],
+        environment: str,
         identity: RunIdentity,
     ) -> None:
         self._reward, self._ledger, self._tasks, self._tokenizer = reward, ledger, tasks, tokenizer
-        self._train_tasks, self._teachers, self._identity = train_tasks, teachers, identity
+        self._train_tasks, self._teachers, self._environment = train_tasks, teachers, environment
+        self._identity = identity
 
     async def score(self, command: do.ScoreGroup) -> ev.GroupScored | ev.GroupUnfit:
         """Return the event with the rewards of a delivered group. A failure ends the group, not the run.
@@ -92,11 +94,12 @@ class Scoring:
         """Return what the learner is told of the teacher of a task.
 
         Raises:
-            UserError: the row names no teacher, or nothing that a teacher can read.
+            UserError: the row names no teacher, or nothing that a teacher can read, or a harness makes the prompts.
         """
         if not self._teachers or kind == "eval":
             return Teaching()
-        return Teaching(teacher_of(task, self._teachers), self._tokenizer.result().teacher_prompt(task))
+        name = teacher_of(task, self._teachers, self._environment)
+        return Teaching(name, self._tokenizer.result().teacher_prompt(task))
 
     async def _scored(self, group: RolloutGroup) -> ev.GroupScored:
         """Return the event with the rewards of a group, and the seconds that they took."""
