@@ -25,7 +25,7 @@ def teacher_of(task: Task, teachers: Mapping[str, str], environment: str) -> str
     """
     if TEACHER_PROMPT in task.columns and is_harness(environment):
         raise UserError(
-            f"Task {task.cursor} has a column {TEACHER_PROMPT!r}, and tasks.environment = {environment!r} is a harness: "
+            f"Task {task.cursor} has a column {TEACHER_PROMPT!r}, and tasks.environment {environment!r} is a harness: "
             "it makes the prompts of each row itself. Leave the column out: the teacher reads what the policy read."
         )
     name = "" if "" in teachers else task.columns.get(TEACHER)
