@@ -1,0 +1,119 @@
+"""One real run in which environments, their containers and the judge fail: each fault costs one rollout or time."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from echo2.transport.limits import LOGGED_GROUPS
+from judge_standin import PROBE, judge_standin
+from real_runs import Run
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS, GROUPS, SIZE, SMALLEST = 10, LOGGED_GROUPS, 8, 7  # all groups of a step are logged
+DYING = 0.15
+#: Below this judge's answers: a hang lasts a minute there, and the head waits for this long.
+TIMEOUT_SECONDS = 3
+FAULTS = ("429", "429 1", "500", "hang")
+
+# 15 % of rollouts die at their second turn, by their seed: a third each by an exception, by the end of the process, and
+# by a container that has no memory left. The file `fates` has one line for each rollout that came so far.
+OWN = """
+import asyncio, os
+from pathlib import Path
+from random import Random
+
+from echo2.sandbox import containers
+from echo2.sandbox.programs import ContainerLimits
+
+class Rows:
+    def __len__(self): return 64
+    def __getitem__(self, index): return {"prompt": f"{index}=", "answer": "1"}
+
+async def fill_container():
+    runtime = "landlock" if containers._unusable("bubblewrap") else "bubblewrap"  # images would have to be pulled
+    container = await containers.Containers(runtime).open(containers.Image(), ContainerLimits(memory_bytes=96 << 20))
+    try:
+        ran = await container.run("tail /dev/zero", 30.0)
+    finally:
+        await container.close()
+    raise MemoryError(f"the container stopped: {ran.stopped or ran.status}")
+
+class Odd:
+    turn_tokens = 2
+
+    def __init__(self, columns, seed):
+        self.seed, self.turns, drawn = seed, 0, Random(seed).random()
+        self.fate = ("raises", "ends", "fills")[int(drawn / DYING * 3)] if drawn < DYING else "lives"
+
+    def step(self, action):
+        self.turns += 1
+        if self.turns == 1: return "1=", 1.0, False
+        with Path(__file__).with_name("fates").open("a") as file:
+            file.write(f"{self.seed} {self.fate}\\n")
+        if self.fate == "raises": raise KeyError("no square")
+        if self.fate == "ends": os._exit(5)
+        if self.fate == "fills": asyncio.run(fill_container())
+        return "2=", 1.0, True
+"""
+
+
+def fault(question: str, n: int) -> str:
+    """15 % of requests fail: always the same, whenever they come."""
+    drawn = int.from_bytes(blake2b(f"{n} {question}".encode()).digest()[:4], "big")
+    return FAULTS[drawn % len(FAULTS)] if drawn // len(FAULTS) % 100 < 15 and question != PROBE else ""
+
+
+def trained_groups(run: Run) -> list[list[dict[str, Any]]]:
+    """The rollouts of all groups that were trained."""
+    lines = [line for path in (run.out / "rollouts").glob("step_*.jsonl") for line in path.read_text().splitlines()]
+    return [json.loads(line)["rollouts"] for line in lines]
+
+
+def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_only(
+    sort_model: Path, tmp_path: Path
+) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(f"DYING = {DYING}\n{OWN}")
+    with judge_standin(fault) as standin:
+        table = f'{{model = "m", base_url = "{standin.url}", rubric = "More digits are better.", max_concurrency = 8}}'
+        run = Run(
+            tmp_path / "run",
+            sort_model,
+            f"--run.max_steps={STEPS}",
+            "--workers.count=1",
+            f"--tasks.source={own}:Rows",
+            "--tasks.params={}",
+            f"--tasks.environment={own}:Odd",
+            "--sampling.max_turns=4",
+            "--sampling.max_tokens=20",
+            f"--sampling.group_size={SIZE}",
+            f"--sampling.min_group={SMALLEST}",
+            f"--schedule.groups_per_step={GROUPS}",
+            "--schedule.lease_seconds=150",
+            '--reward.functions=["environment", "judge"]',
+            f"--reward.judge={table}",
+            f"--reward.timeout_seconds={TIMEOUT_SECONDS}",
+        ).start()
+        summary = run.finish(400)
+    audit = run.command("audit")
+    assert (audit["trained"], audit["lost"], audit["doubled"], audit["open"]) == (STEPS * GROUPS, 0, 0, 0)
+
+    groups = trained_groups(run)
+    assert len(groups) == STEPS * GROUPS
+    assert {len(group) for group in groups} <= set(range(SMALLEST, SIZE + 1))
+    for rollout in (rollout for group in groups for rollout in group):  # one that died had 1.0 or nothing
+        grade = min(10, sum(one.isdigit() for one in rollout["text"])) / 10
+        assert rollout["reward_parts"] == {"environment": 2.0, "judge": grade}
+        assert rollout["reward"] == 2.0 + grade
+
+    fates = dict(line.split() for line in (tmp_path / "fates").read_text().splitlines())
+    found, lost = Counter(fates.values()), summary["groups"]["lost"]
+    print(found, lost, summary)
+    assert set(found) == {"raises", "ends", "fills", "lives"}
