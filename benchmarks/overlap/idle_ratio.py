@@ -12,6 +12,7 @@ All idle ratios are of the second half of the steps.
 
     make bench-idle_ratio                # simulated, up to 140 workers; ten minutes
     make bench-idle_ratio ARGS='--real'         # up to 13 workers, three runs at a time; a quarter of an hour
+    make bench-idle_ratio ARGS='--faults --bounds 3'    # so, with environments and a judge of which 15 % fail
     make bench-idle_ratio ARGS='--draw docs/idle_ratio.svg benchmarks/results/idle_ratio*.json'
 """
 
@@ -28,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from idle_nodes import Fleet, measure
+from idle_nodes import Dying, Fleet, measure
 from plots import COLOURS, INK, require_matplotlib
 from recording import HERE, save
 
@@ -60,6 +61,7 @@ class Job:
     broadcast_seconds: float
     steps: int
     overlaps: bool = True
+    has_faults: bool = False
 
     def publish_every(self, max_staleness: int) -> int:
         """ECHO-2's rule."""
@@ -94,6 +96,7 @@ class Job:
             spread=self.spread,
             install_seconds=0.0,
             latency_seconds=0.001,
+            rollout_failures=Dying.share if self.has_faults else 0.0,
         )
         return Scenario(
             name=f"S = {max_staleness}, {workers} workers",
@@ -124,12 +127,15 @@ class Job:
             train_seconds=self.train_seconds,
             broadcast_seconds=self.broadcast_seconds,
             steps=self.steps,
+            has_faults=self.has_faults,
         )
 
 
 LARGE = Job(512, 4, rate=0.5, spread=0.3, train_seconds=60.0, broadcast_seconds=20.0, steps=40)
 #: The spread is that of two lengths drawn evenly from 1 to 12 tokens.
 SMALL = Job(48, 2, rate=2.0, spread=0.4, train_seconds=6.0, broadcast_seconds=1.0, steps=20)
+#: As many rollouts, in groups that still train when one or two of them are lost; of fewer, quicker workers.
+FAILING = Job(24, 4, rate=5.0, spread=0.28, train_seconds=6.0, broadcast_seconds=1.0, steps=20, has_faults=True)
 
 
 def predicted(job: Job, max_staleness: int, shares: Sequence[float]) -> list[Row]:
@@ -260,6 +266,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bounds", type=int, nargs="+", default=list(BOUNDS), help="staleness bounds")
     parser.add_argument("--real", action="store_true", help="small fleets, simulated and with processes")
+    parser.add_argument("--faults", action="store_true", help="as --real, with environments and a judge that fail")
     parser.add_argument("--jobs", type=int, default=3, help="with --real: runs at a time")
     parser.add_argument("--model", type=Path, default=MODEL, help="with --real: what examples/digit_sorting made")
     parser.add_argument("--seed", type=int, default=1)
@@ -274,7 +281,9 @@ def main(arguments: Sequence[str]) -> None:
     if options.draw is not None:
         draw([json.loads(path.read_text(encoding="utf-8")) for path in options.results], options.draw)
         return
-    if options.real:
+    if options.faults:
+        jobs, shares, name = [FAILING], (0.6,), "faults_idle"
+    elif options.real:
         jobs, shares, name = [SMALL], (0.6,), "idle_ratio_real"
     else:
         jobs, shares, name = [LARGE, Job(**{**asdict(LARGE), "overlaps": False})], (0.8,), "idle_ratio"
@@ -282,7 +291,7 @@ def main(arguments: Sequence[str]) -> None:
     curves: list[Row] = []
     for job in jobs:
         mine = [row for bound in options.bounds for row in predicted(job, bound, shares)]
-        if options.real:
+        if options.real or options.faults:
             measure_all(job, mine, options.model, options.jobs)
         simulate(job, mine, options.seed)
         rows += mine
