@@ -25,10 +25,10 @@ from random import Random
 from typing import Any
 
 import paced_run
-from judge_standin import PROBE, judge_standin
 
 from echo2.config.rundir import RunDir
 from echo2.head.ledger.audit import audit
+from judge_standin import PROBE, judge_standin
 
 MAX_TOKENS = 12
 #: Of rollouts that are spread evenly over 1..MAX_TOKENS.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,19 @@ class Odd:
 """
 
 
-def fault(question: str, n: int) -> str:
-    """15 % of requests fail: always the same, whenever they come."""
-    drawn = int.from_bytes(blake2b(f"{n} {question}".encode()).digest()[:4], "big")
-    return FAULTS[drawn % len(FAULTS)] if drawn // len(FAULTS) % 100 < 15 and question != PROBE else ""
+class Faults:
+    """15 % of requests fail: always the same, whenever they come, and of each kind as many."""
+
+    def __init__(self) -> None:
+        self.made = Counter[str]()
+
+    def __call__(self, question: str, n: int) -> str:
+        drawn = int.from_bytes(blake2b(f"{n} {question}".encode()).digest()[:4], "big")
+        if drawn % 100 >= 15 or question == PROBE:
+            return ""
+        kind = FAULTS[self.made.total() % len(FAULTS)]
+        self.made[kind] += 1
+        return kind
 
 
 def trained_groups(run: Run) -> list[list[dict[str, Any]]]:
@@ -76,12 +87,21 @@ def trained_groups(run: Run) -> list[list[dict[str, Any]]]:
     return [json.loads(line)["rollouts"] for line in lines]
 
 
+def sampled(run: Run) -> tuple[int, int]:
+    """How many rollouts were leased, by the ledger's table: those of accepted leases, and of all others."""
+    query = "SELECT sum(num_samples * (outcome = 'accepted')), sum(num_samples * (outcome != 'accepted')) FROM leases"
+    with closing(sqlite3.connect(run.out / "ledger.sqlite")) as connection:
+        accepted, others = connection.execute(query).fetchone()
+    return int(accepted), int(others)
+
+
 def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_only(
     sort_model: Path, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.py"
     own.write_text(f"DYING = {DYING}\n{OWN}")
-    with judge_standin(fault) as standin:
+    faults = Faults()
+    with judge_standin(faults) as standin:
         table = f'{{model = "m", base_url = "{standin.url}", rubric = "More digits are better.", max_concurrency = 8}}'
         run = Run(
             tmp_path / "run",
@@ -113,7 +133,17 @@ def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_
         assert rollout["reward_parts"] == {"environment": 2.0, "judge": grade}
         assert rollout["reward"] == 2.0 + grade
 
-    fates = dict(line.split() for line in (tmp_path / "fates").read_text().splitlines())
-    found, lost = Counter(fates.values()), summary["groups"]["lost"]
-    print(found, lost, summary)
-    assert set(found) == {"raises", "ends", "fills", "lives"}
+    fates = Counter(dict(line.split() for line in (tmp_path / "fates").read_text().splitlines()).values())
+    assert set(fates) == {"raises", "ends", "fills", "lives"}
+    num_dead, num_lost = fates.total() - fates["lives"], summary["groups"]["lost"]["environment_failed"]
+    num_trained, (accepted, others) = sum(map(len, groups)), sampled(run)
+    assert num_trained + num_lost == accepted, "each rollout of an accepted lease was trained or is counted as lost"
+    assert num_lost <= num_dead <= num_lost + others, "each death is counted once"
+    assert 0.07 < num_lost / accepted < 0.25
+    assert summary["groups"]["lost"].keys() == {"environment_failed"}
+
+    told = {one["kind"]: one["count"] for one in summary["failures"]}
+    assert set(faults.made) == set(FAULTS)
+    assert told["judge_retried"] >= faults.made["500"] + faults.made["hang"]  # a limit of the judge's is no failure
+    idle, said = summary["learner_idle_ratio"], [row.get("learner/idle_predicted") for row in run.rows()]
+    print(fates, summary["groups"], audit, told, faults.made, "idle", idle, said, summary["learner_waits"])
