@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from echo2.sandbox import containers
 from echo2.transport.limits import LOGGED_GROUPS
 from judge_standin import PROBE, judge_standin
 from real_runs import Run
@@ -24,8 +25,12 @@ DYING = 0.15
 TIMEOUT_SECONDS = 3
 FAULTS = ("429", "429 1", "500", "hang")
 
+#: Images would have to be pulled.
+RUNTIME = next((name for name in ("bubblewrap", "landlock") if not containers._unusable(name)), "")
+
 # 15 % of rollouts die at their second turn, by their seed: a third each by an exception, by the end of the process, and
-# by a container that has no memory left. The file `fates` has one line for each rollout that came so far.
+# by a container that has no memory left. The file `fates` has a line for each rollout that came so far, `stops` for
+# each container.
 OWN = """
 import asyncio, os
 from pathlib import Path
@@ -38,14 +43,17 @@ class Rows:
     def __len__(self): return 64
     def __getitem__(self, index): return {"prompt": f"{index}=", "answer": "1"}
 
+def write(name, *words):
+    with Path(__file__).with_name(name).open("a") as file:
+        print(*words, file=file)
+
 async def fill_container():
-    runtime = "landlock" if containers._unusable("bubblewrap") else "bubblewrap"  # images would have to be pulled
-    container = await containers.Containers(runtime).open(containers.Image(), ContainerLimits(memory_bytes=96 << 20))
+    container = await containers.Containers(RUNTIME).open(containers.Image(), ContainerLimits(memory_bytes=96 << 20))
     try:
-        ran = await container.run("tail /dev/zero", 30.0)
+        ran = await container.run("tail /dev/zero", 60.0)
     finally:
         await container.close()
-    raise MemoryError(f"the container stopped: {ran.stopped or ran.status}")
+    return ran.stopped
 
 class Odd:
     turn_tokens = 2
@@ -57,11 +65,12 @@ class Odd:
     def step(self, action):
         self.turns += 1
         if self.turns == 1: return "1=", 1.0, False
-        with Path(__file__).with_name("fates").open("a") as file:
-            file.write(f"{self.seed} {self.fate}\\n")
+        write("fates", self.seed, self.fate)
         if self.fate == "raises": raise KeyError("no square")
         if self.fate == "ends": os._exit(5)
-        if self.fate == "fills": asyncio.run(fill_container())
+        if self.fate == "fills":
+            write("stops", self.seed, asyncio.run(fill_container()))
+            raise MemoryError("the container is full")
         return "2=", 1.0, True
 """
 
@@ -95,11 +104,17 @@ def sampled(run: Run) -> tuple[int, int]:
     return int(accepted), int(others)
 
 
+def by_seed(path: Path) -> Counter[str]:
+    """Count rollouts by what a file of the environment says of them."""
+    return Counter(dict(line.split() for line in path.read_text().splitlines()).values())
+
+
+@pytest.mark.skipif(not RUNTIME, reason="no container without an image can be made here")
 def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_only(
     sort_model: Path, tmp_path: Path
 ) -> None:
     own = tmp_path / "own.py"
-    own.write_text(f"DYING = {DYING}\n{OWN}")
+    own.write_text(f"DYING, RUNTIME = {DYING}, {RUNTIME!r}\n{OWN}")
     faults = Faults()
     with judge_standin(faults) as standin:
         table = f'{{model = "m", base_url = "{standin.url}", rubric = "More digits are better.", max_concurrency = 8}}'
@@ -133,8 +148,9 @@ def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_
         assert rollout["reward_parts"] == {"environment": 2.0, "judge": grade}
         assert rollout["reward"] == 2.0 + grade
 
-    fates = Counter(dict(line.split() for line in (tmp_path / "fates").read_text().splitlines()).values())
+    fates = by_seed(tmp_path / "fates")
     assert set(fates) == {"raises", "ends", "fills", "lives"}
+    assert by_seed(tmp_path / "stops") == {"memory": fates["fills"]}
     num_dead, num_lost = fates.total() - fates["lives"], summary["groups"]["lost"]["environment_failed"]
     num_trained, (accepted, others) = sum(map(len, groups)), sampled(run)
     assert num_trained + num_lost == accepted, "each rollout of an accepted lease was trained or is counted as lost"
@@ -145,5 +161,3 @@ def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_
     told = {one["kind"]: one["count"] for one in summary["failures"]}
     assert set(faults.made) == set(FAULTS)
     assert told["judge_retried"] >= faults.made["500"] + faults.made["hang"]  # a limit of the judge's is no failure
-    idle, said = summary["learner_idle_ratio"], [row.get("learner/idle_predicted") for row in run.rows()]
-    print(fates, summary["groups"], audit, told, faults.made, "idle", idle, said, summary["learner_waits"])
