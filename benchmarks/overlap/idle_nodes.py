@@ -17,7 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -28,6 +28,7 @@ import paced_run
 
 from echo2.config.rundir import RunDir
 from echo2.head.ledger.audit import audit
+from echo2.head.ledger.schema import open_for_reading
 from judge_standin import PROBE, judge_standin
 
 MAX_TOKENS = 12
@@ -109,10 +110,21 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True)
+class Rewards:
+    """Seconds from a group's delivery to its rewards: the median of those in time, and the mean of what the late ones,
+    which waited for a judge that hung, took beyond that. `late_share`: of all groups."""
+
+    usual_seconds: float
+    late_share: float
+    late_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
     """Over the second half of the steps. `idle_ratio`: the learner's waiting over its time; `live_prediction`: what the
     head said meanwhile that it should be. `broadcast_seconds`: median time until 1 / 1.1 of the workers had a version.
-    `cpu_share`: of all cores, whoever used them. `audit`, `rollouts_lost`: of the whole run.
+    `cpu_share`: of all cores, whoever used them. Of the whole run: `audit`, `rollouts_lost`, and how long groups waited
+    for their rewards.
     """
 
     idle_ratio: float
@@ -125,6 +137,7 @@ class Measured:
     cpu_share: float
     audit: dict[str, Any]
     rollouts_lost: int
+    rewards: Rewards
 
 
 def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
@@ -141,7 +154,17 @@ def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
         share = paced_run.run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
     out = directory / "run"
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return _summed_up([json.loads(line) for line in lines], share, audit(RunDir(out).ledger).to_dict())
+    ledger = RunDir(out).ledger
+    return _summed_up([json.loads(line) for line in lines], share, audit(ledger).to_dict(), _rewards(ledger))
+
+
+def _rewards(ledger: Path) -> Rewards:
+    with closing(open_for_reading(ledger)) as connection:
+        taken = connection.execute("SELECT scored_at - delivered_at FROM groups WHERE scored_at IS NOT NULL")
+        found = [seconds for (seconds,) in taken]
+    late = [seconds for seconds in found if seconds > JUDGE_SECONDS / 2]
+    usual = statistics.median(seconds for seconds in found if seconds <= JUDGE_SECONDS / 2)
+    return Rewards(usual, len(late) / len(found), statistics.fmean(late) - usual if late else 0.0)
 
 
 def _with_faults(config: str, url: str) -> str:
@@ -158,7 +181,7 @@ def _fault(question: str, n: int) -> str:
     return JUDGE_FAULTS[drawn % len(JUDGE_FAULTS)] if fails else ""
 
 
-def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float, found: dict[str, Any]) -> Measured:
+def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float, found: dict[str, Any], rewards: Rewards) -> Measured:
     late = [row for row in rows if "time/step" in row][len(rows) // 2 :]
     seconds = sum(row["time/step"] for row in late)
     said = [row["learner/idle_predicted"] for row in late if row.get("learner/idle_predicted") is not None]
@@ -174,6 +197,7 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float, found: dict[str
         cpu_share=cpu_share,
         audit=found,
         rollouts_lost=max(row.get("rollouts/lost", 0) for row in rows),
+        rewards=rewards,
     )
 
 

@@ -21,11 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerKind, forecast
 from echo2.planning.plan import make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
-from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, Scenario, WorkersSpec
 from echo2.planning.simulate import run_scenario
 
 BOUNDS = (1, 2, 3, 4, 6, 11)
@@ -46,6 +47,7 @@ TARGET_IDLE = 0.02
 MODEL = HERE.parent / "outputs" / "models" / "digit_sorting"
 MODES = {True: "workers generate during the broadcast", False: "workers stand still during the broadcast"}
 CURVE_POINTS = 12
+FAILING_SEEDS = 32
 Row = dict[str, Any]
 
 
@@ -168,13 +170,27 @@ def curve(job: Job, max_staleness: int, most: int) -> Row:
 
 
 def simulate(job: Job, rows: Sequence[Row], seed: int) -> None:
+    """With faults, the mean of several seeds: stalls are few, and each is long."""
     for row in rows:
-        report = run_scenario(job.scenario(row["max_staleness"], row["workers"]), seed, keeps_events=False)
-        if not report.finished:
-            raise RuntimeError(f"{report.name}, seed {seed}: not finished")
-        row |= {"simulated": report.steady_idle_ratio, "simulated_max_staleness": report.max_staleness}
-        if "measured" not in row:
+        scenario = job.scenario(row["max_staleness"], row["workers"])
+        if job.has_faults:
+            scenario = replace(scenario, head=_head_of(row["measured_in_full"]["rewards"]))
+        seeds = range(seed, seed + (FAILING_SEEDS if job.has_faults else 1))
+        reports = [run_scenario(scenario, each, keeps_events=False) for each in seeds]
+        if unfinished := [report for report in reports if not report.finished]:
+            raise RuntimeError(f"{unfinished[0].name}, seed {unfinished[0].seed}: not finished")
+        found = sorted(report.steady_idle_ratio for report in reports)
+        row |= {"simulated": statistics.fmean(found), "simulated_range": [found[0], found[-1]]}
+        row |= {"simulated_max_staleness": max(report.max_staleness for report in reports)}
+        if "measured" not in row or job.has_faults:
             print(to_text(row), flush=True)
+
+
+def _head_of(rewards: Row) -> HeadSpec:
+    """Return a head at which groups wait for their rewards as they did in a run."""
+    share = rewards["late_share"]
+    stall_seconds = rewards["late_seconds"] * (1.0 - share)  # a group that is late has 1 / (1 - share) stalls
+    return HeadSpec(rewards["usual_seconds"], stalled_rewards=share, stall_seconds=stall_seconds)
 
 
 def measure_all(job: Job, rows: Sequence[Row], model: Path, jobs: int) -> None:
