@@ -4,6 +4,9 @@ All is as `echo2 run` starts it (gRPC, mutual TLS, leases, ledger, snapshots), b
 engine, which sleeps for as long as its tokens would take, and which takes a new snapshot `broadcast_seconds` after that
 is there; the trainer sleeps for what is left of `train_seconds`. So many of them fit on two cores.
 
+With `dying`, each rollout's reward is an environment that raises in such a share of them, plus a judge that fails as
+often (`tests/judge_standin.py`).
+
     python idle_nodes.py learner|worker SETTINGS    # how `measure` starts them
 """
 
@@ -14,11 +17,19 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import paced_run
+
+from echo2.config.rundir import RunDir
+from echo2.head.ledger.audit import audit
+from echo2.head.ledger.schema import open_for_reading
+from judge_standin import PROBE, judge_standin
 
 MAX_TOKENS = 12
 #: Of rollouts that are spread evenly over 1..MAX_TOKENS.
@@ -50,10 +61,41 @@ checkpoint_every = {steps}
 count = 0
 """
 
+#: A judge's answer that hangs does so for a minute; the head waits this long for it.
+JUDGE_SECONDS = 5.0
+ENVIRONMENT = f"{Path(__file__).resolve()}:Dying"
+JUDGE_FAULTS = ("429", "429 1", "500", "hang")
+
+FAILING = """
+[tasks]
+source = "digit_sorting"
+params = {{split = "train"}}
+environment = "{environment}"
+[reward]
+functions = ["environment", "judge"]
+timeout_seconds = {judge_seconds}
+judge = {{model = "m", base_url = "{url}", rubric = "More digits are better.", max_concurrency = 64}}
+"""
+
+
+class Dying:
+    """An environment of one turn that raises by its seed, in such a share of the rollouts."""
+
+    share = 0.15
+
+    def __init__(self, columns: Mapping[str, Any], seed: int) -> None:
+        self.dies = Random(seed).random() < self.share
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        if self.dies:
+            raise RuntimeError("as the benchmark wants")
+        return "", 1.0, True
+
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """One run. `rate`: rollouts a second of one worker."""
+    """One run. `rate`: rollouts a second of one worker; `has_faults`: 15 % of environments and of the judge's answers
+    fail."""
 
     workers: int
     rate: float
@@ -64,13 +106,25 @@ class Fleet:
     train_seconds: float
     broadcast_seconds: float
     steps: int
+    has_faults: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """Seconds from a group's delivery to its rewards: the median of those in time, and the mean of what the late ones,
+    which waited for a judge that hung, took beyond that. `late_share`: of all groups."""
+
+    usual_seconds: float
+    late_share: float
+    late_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
     """Over the second half of the steps. `idle_ratio`: the learner's waiting over its time; `live_prediction`: what the
     head said meanwhile that it should be. `broadcast_seconds`: median time until 1 / 1.1 of the workers had a version.
-    `cpu_share`: of all cores, whoever used them.
+    `cpu_share`: of all cores, whoever used them. Of the whole run: `audit`, `rollouts_lost`, and how long groups waited
+    for their rewards.
     """
 
     idle_ratio: float
@@ -81,6 +135,9 @@ class Measured:
     max_staleness: int
     mean_staleness: float
     cpu_share: float
+    audit: dict[str, Any]
+    rollouts_lost: int
+    rewards: Rewards
 
 
 def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
@@ -90,13 +147,41 @@ def measure(fleet: Fleet, model: Path, directory: Path) -> Measured:
         RuntimeError: a process died, or nothing went on; with its log.
     """
     text = CONFIG.format(**asdict(fleet), model=model.resolve(), max_tokens=MAX_TOKENS)
-    share = paced_run.run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
+    with ExitStack() as stack:
+        if fleet.has_faults:
+            url = stack.enter_context(judge_standin(_fault)).url
+            text = _with_faults(text, url)
+        share = paced_run.run_paced(directory, text, __file__, fleet.workers, asdict(fleet))
     out = directory / "run"
     lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return _summed_up([json.loads(line) for line in lines], share)
+    ledger = RunDir(out).ledger
+    return _summed_up([json.loads(line) for line in lines], share, audit(ledger).to_dict(), _rewards(ledger))
 
 
-def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
+def _rewards(ledger: Path) -> Rewards:
+    with closing(open_for_reading(ledger)) as connection:
+        taken = connection.execute("SELECT scored_at - delivered_at FROM groups WHERE scored_at IS NOT NULL")
+        found = [seconds for (seconds,) in taken]
+    late = [seconds for seconds in found if seconds > JUDGE_SECONDS / 2]
+    usual = statistics.median(seconds for seconds in found if seconds <= JUDGE_SECONDS / 2)
+    return Rewards(usual, len(late) / len(found), statistics.fmean(late) - usual if late else 0.0)
+
+
+def _with_faults(config: str, url: str) -> str:
+    """Return the config with an environment and a judge that fail, in place of its tasks and rewards."""
+    failing = FAILING.format(environment=ENVIRONMENT, judge_seconds=JUDGE_SECONDS, url=url)
+    before, _, rest = config.partition("[tasks]")
+    return before + failing + rest[rest.index("[sampling]") :]
+
+
+def _fault(question: str, n: int) -> str:
+    """Return what is wrong with the judge's nth answer to a question."""
+    drawn = int.from_bytes(blake2b(f"{n} {question}".encode()).digest()[:4], "big")
+    fails = drawn // len(JUDGE_FAULTS) % 100 < 100 * Dying.share and question != PROBE
+    return JUDGE_FAULTS[drawn % len(JUDGE_FAULTS)] if fails else ""
+
+
+def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float, found: dict[str, Any], rewards: Rewards) -> Measured:
     late = [row for row in rows if "time/step" in row][len(rows) // 2 :]
     seconds = sum(row["time/step"] for row in late)
     said = [row["learner/idle_predicted"] for row in late if row.get("learner/idle_predicted") is not None]
@@ -110,6 +195,9 @@ def _summed_up(rows: Sequence[dict[str, Any]], cpu_share: float) -> Measured:
         max_staleness=max(row["off_policy/max"] for row in late),
         mean_staleness=statistics.fmean(row["off_policy/mean"] for row in late),
         cpu_share=cpu_share,
+        audit=found,
+        rollouts_lost=max(row.get("rollouts/lost", 0) for row in rows),
+        rewards=rewards,
     )
 
 
@@ -133,12 +221,11 @@ def run_worker(settings: Mapping[str, Any]) -> None:
             time.sleep(num_rows / (settings["rate"] * MEAN_TOKENS))
             return super().step(added, dropped)
 
-    paced_run.run_worker(settings, SlowDecoder, WorkerOptions(engine="fake"))
+    paced_run.run_worker(settings, SlowDecoder, WorkerOptions(engine="fake", allow_environments=(ENVIRONMENT,)))
 
 
 def run_learner(settings: Mapping[str, Any]) -> None:
     """A learner whose steps take a set time."""
-    from echo2.config.rundir import RunDir
     from echo2.core.types import RolloutGroup
     from echo2.learner import learner_process
     from echo2.learner.grpo.loop import GrpoClient

@@ -12,6 +12,7 @@ All idle ratios are of the second half of the steps.
 
     make bench-idle_ratio                # simulated, up to 140 workers; ten minutes
     make bench-idle_ratio ARGS='--real'         # up to 13 workers, three runs at a time; a quarter of an hour
+    make bench-idle_ratio ARGS='--faults --bounds 3'    # so, with environments and a judge of which 15 % fail
     make bench-idle_ratio ARGS='--draw docs/idle_ratio.svg benchmarks/results/idle_ratio*.json'
 """
 
@@ -20,15 +21,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from idle_nodes import Fleet, measure
+from idle_nodes import Dying, Fleet, measure
 from plots import COLOURS, INK, require_matplotlib
 from recording import HERE, save, there
 
@@ -37,7 +39,7 @@ from echo2.head.fleet.decide import formulas
 from echo2.head.fleet.decide.forecast import WorkerKind, forecast
 from echo2.planning.plan import make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
-from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from echo2.planning.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, Scenario, WorkersSpec
 from echo2.planning.simulate import run_scenario
 
 BOUNDS = (1, 2, 3, 4, 6, 11)
@@ -45,6 +47,7 @@ TARGET_IDLE = 0.02
 MODEL = HERE.parent / "outputs" / "models" / "digit_sorting"
 MODES = {True: "workers generate during the broadcast", False: "workers stand still during the broadcast"}
 CURVE_POINTS = 12
+FAILING_SEEDS = 32
 Row = dict[str, Any]
 
 
@@ -60,6 +63,7 @@ class Job:
     broadcast_seconds: float
     steps: int
     overlaps: bool = True
+    has_faults: bool = False
 
     def publish_every(self, max_staleness: int) -> int:
         """ECHO-2's rule."""
@@ -94,6 +98,7 @@ class Job:
             spread=self.spread,
             install_seconds=0.0,
             latency_seconds=0.001,
+            rollout_failures=Dying.share if self.has_faults else 0.0,
         )
         return Scenario(
             name=f"S = {max_staleness}, {workers} workers",
@@ -124,12 +129,15 @@ class Job:
             train_seconds=self.train_seconds,
             broadcast_seconds=self.broadcast_seconds,
             steps=self.steps,
+            has_faults=self.has_faults,
         )
 
 
 LARGE = Job(512, 4, rate=0.5, spread=0.3, train_seconds=60.0, broadcast_seconds=20.0, steps=40)
 #: The spread is that of two lengths drawn evenly from 1 to 12 tokens.
 SMALL = Job(48, 2, rate=2.0, spread=0.4, train_seconds=6.0, broadcast_seconds=1.0, steps=20)
+#: As many rollouts, in groups that still train when one or two of them are lost; of fewer, quicker workers.
+FAILING = Job(24, 4, rate=5.0, spread=0.28, train_seconds=6.0, broadcast_seconds=1.0, steps=20, has_faults=True)
 
 
 def predicted(job: Job, max_staleness: int, shares: Sequence[float]) -> list[Row]:
@@ -162,13 +170,27 @@ def curve(job: Job, max_staleness: int, most: int) -> Row:
 
 
 def simulate(job: Job, rows: Sequence[Row], seed: int) -> None:
+    """With faults, the mean of several seeds: stalls are few, and each is long."""
     for row in rows:
-        report = run_scenario(job.scenario(row["max_staleness"], row["workers"]), seed, keeps_events=False)
-        if not report.finished:
-            raise RuntimeError(f"{report.name}, seed {seed}: not finished")
-        row |= {"simulated": report.steady_idle_ratio, "simulated_max_staleness": report.max_staleness}
-        if "measured" not in row:
+        scenario = job.scenario(row["max_staleness"], row["workers"])
+        if job.has_faults:
+            scenario = replace(scenario, head=_head_of(row["measured_in_full"]["rewards"]))
+        seeds = range(seed, seed + (FAILING_SEEDS if job.has_faults else 1))
+        reports = [run_scenario(scenario, each, keeps_events=False) for each in seeds]
+        if unfinished := [report for report in reports if not report.finished]:
+            raise RuntimeError(f"{unfinished[0].name}, seed {unfinished[0].seed}: not finished")
+        found = sorted(report.steady_idle_ratio for report in reports)
+        row |= {"simulated": statistics.fmean(found), "simulated_range": [found[0], found[-1]]}
+        row |= {"simulated_max_staleness": max(report.max_staleness for report in reports)}
+        if "measured" not in row or job.has_faults:
             print(to_text(row), flush=True)
+
+
+def _head_of(rewards: Row) -> HeadSpec:
+    """Return a head at which groups wait for their rewards as they did in a run."""
+    share = rewards["late_share"]
+    stall_seconds = rewards["late_seconds"] * (1.0 - share)  # a group that is late has 1 / (1 - share) stalls
+    return HeadSpec(rewards["usual_seconds"], stalled_rewards=share, stall_seconds=stall_seconds)
 
 
 def measure_all(job: Job, rows: Sequence[Row], model: Path, jobs: int) -> None:
@@ -260,6 +282,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bounds", type=int, nargs="+", default=list(BOUNDS), help="staleness bounds")
     parser.add_argument("--real", action="store_true", help="small fleets, simulated and with processes")
+    parser.add_argument("--faults", action="store_true", help="as --real, with environments and a judge that fail")
     parser.add_argument("--jobs", type=int, default=3, help="with --real: runs at a time")
     parser.add_argument("--model", type=there, default=MODEL, help="with --real: what examples/digit_sorting made")
     parser.add_argument("--seed", type=int, default=1)
@@ -274,7 +297,9 @@ def main(arguments: Sequence[str]) -> None:
     if options.draw is not None:
         draw([json.loads(path.read_text(encoding="utf-8")) for path in options.results], options.draw)
         return
-    if options.real:
+    if options.faults:
+        jobs, shares, name = [FAILING], (0.6,), "faults_idle"
+    elif options.real:
         jobs, shares, name = [SMALL], (0.6,), "idle_ratio_real"
     else:
         jobs, shares, name = [LARGE, Job(**{**asdict(LARGE), "overlaps": False})], (0.8,), "idle_ratio"
@@ -282,7 +307,7 @@ def main(arguments: Sequence[str]) -> None:
     curves: list[Row] = []
     for job in jobs:
         mine = [row for bound in options.bounds for row in predicted(job, bound, shares)]
-        if options.real:
+        if options.real or options.faults:
             measure_all(job, mine, options.model, options.jobs)
         simulate(job, mine, options.seed)
         rows += mine

@@ -9,8 +9,9 @@ import pytest
 
 from echo2.core.errors import UserError
 from echo2.planning.sim.report import Report
-from echo2.planning.sim.scenario import LearnerSpec, Scenario, WorkersSpec, load_study
+from echo2.planning.sim.scenario import HeadSpec, LearnerSpec, Scenario, WorkersSpec, load_study
 from invariants import run_scenario
+from worlds import judge, judge_replay
 
 SCENARIOS = Path(__file__).resolve().parents[2] / "simulations"
 
@@ -114,3 +115,15 @@ def test_a_link_that_is_still_receiving_is_not_given_up() -> None:
     report = run_scenario(scenario, seed=1)
     assert report.finished
     assert not report.history.given_up
+
+
+def test_a_judge_that_hangs_costs_time_and_nothing_else() -> None:
+    """A step waits for the rewards of its last group."""
+    quick = Scenario(max_steps=20, groups_per_step=4, workers=(WorkersSpec(count=2),), max_staleness=0)
+    hanging = replace(quick, head=HeadSpec(stalled_rewards=0.5, stall_seconds=60.0))
+    for seed in range(3):
+        before, after = run_scenario(quick, seed), run_scenario(hanging, seed)
+        assert judge(after, hanging) + judge_replay(after, hanging) == [], f"seed {seed}"
+        assert after.retired == {}, f"seed {seed}"
+        # Fifteen in sixteen steps have a group that stalls.
+        assert after.seconds > before.seconds + 0.5 * 60.0 * quick.max_steps, f"seed {seed}"

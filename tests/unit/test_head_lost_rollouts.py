@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from echo2.core.errors import PeerError
-from echo2.core.types import RUN_POLICY, GroupRef, Lease, LostRollout
+from echo2.core.types import RUN_POLICY, GroupRef, Lease, LostRollout, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import TOP_UPS_MAX
@@ -64,6 +64,24 @@ def test_a_group_with_too_few_rollouts_is_leased_again_for_those_that_it_lacks()
     assert (lease.num_samples, lease.first_sample) == (3, 4)
     commands = short(desk, lease.lease_id, 4)
     assert [command.group.number for command in of(do.ScoreGroup, commands)] == [0]
+
+
+def test_a_lease_for_what_a_group_lacks_that_fails_whole_does_not_cost_what_the_group_keeps() -> None:
+    """Its worker reports the lease as failed: there is no rollout to deliver."""
+    desk = running(QUICK)
+    short(desk, 1, 0, 1, 3)
+    for num_top_ups in range(2, TOP_UPS_MAX + 2):
+        (lease,) = [lease for _, lease in desk.planner.leases.open_leases() if not lease.group.number]
+        commands = desk.tell(ev.LeaseFailed("a", lease.lease_id, "environment_failed", "it broke"))
+        found = [(one.num_kept, one.num_top_ups) for one in of(do.TopUpGroup, commands)]
+        desk.now += 5.0  # its worker has rested
+        desk.tell(ev.WorkerReported("a", SnapshotRef(RUN_POLICY, 1, 0)))
+        if num_top_ups > TOP_UPS_MAX:
+            assert [one.why for one in of(do.RetireGroup, commands)] == ["environment_failed"]
+            break
+        assert found == [(1, num_top_ups)]
+        (again,) = [lease for _, lease in desk.planner.leases.open_leases() if not lease.group.number]
+        assert (again.num_samples, again.first_sample) == (3, 4 * num_top_ups), "other samples than those that failed"
 
 
 def test_a_group_is_lost_after_so_many_top_ups_and_its_step_gets_another() -> None:
@@ -130,8 +148,12 @@ def test_a_restarted_head_knows_what_a_group_keeps_and_lacks(tmp_path: Path) -> 
     held = desk.planner.leases.get(2)
     assert held is not None
     assert (held[1].first_sample, held[1].num_samples) == (4, 3)
+    again.close_lease(2, "failed", 4.0)
+    again.top_up(0, 1, 2)  # nothing came of this lease
+    assert (again.recover().groups[0].num_top_ups, again.rollouts(0)) == (2, b"one")
+    again.grant(3, 0, "a", 4.0, 64.0, 3)
     again.deliver(0, b"all", "a", 0, 0, 41, 1.0, 4.0)
-    again.close_lease(2, "accepted", 4.0)
+    again.close_lease(3, "accepted", 4.0)
     again.score(0, b"+scores", False, 5.0)
     again.train(0, 1, [0], 6.0)
     assert again.kept("top_up") == {}

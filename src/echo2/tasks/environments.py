@@ -14,7 +14,7 @@ ends a turn (the end token always does), and `turn_tokens`, of the class or the 
 
 An environment can stall a single call, but neither an engine nor the head. `make_handler` runs inside the child
 (`sandbox/child.py`). A call that takes too long is killed with everything it started, a process that dies is replaced,
-and either costs the group that made the call. The other rollouts continue: environments are deterministic, so each
+and either costs the rollout that made the call. The other rollouts continue: environments are deterministic, so each
 rollout is begun again in the next process and its actions are replayed.
 """
 

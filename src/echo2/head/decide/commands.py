@@ -103,7 +103,7 @@ class KeepScores(Durable):
 
 
 class TopUpGroup(Durable):
-    """This delivered group has too few rollouts. It keeps `num_kept`, and is leased again for the others, for
+    """This group has too few rollouts. It keeps `num_kept`, and is leased again for the others, for
     the `num_top_ups`-th time. `rollouts`: those kept, if some were `lost` since the delivery.
     """
 

@@ -249,9 +249,13 @@ class GroupBook:
         self.move(record, "delivered")
 
     def top_up(self, record: PlannedGroup, num_kept: int) -> None:
-        """Queue a delivered group again, for the rollouts that it lacks beside those that it keeps."""
+        """Queue a group that was delivered, or whose last lease failed, for the rollouts that it lacks beside those it
+        keeps.
+        """
         record.num_kept, record.num_top_ups = num_kept, record.num_top_ups + 1
-        self.move(record, "pending")
+        record.failed_by.clear()  # nobody has tried the next samples
+        if record.state != "pending":
+            self.move(record, "pending")
 
     def score(self, record: PlannedGroup, is_flat: bool, now: float) -> None:
         self.move(record, "ready")

@@ -274,7 +274,8 @@ def _refuse(
 
 def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None:
     """Handle a worker's report that it cannot produce a group. One machine's report does not retire a group while
-    another could try, because that machine may be broken. The worker rests, so that others try the group.
+    another could try, because that machine may be broken. The worker rests, so that others try the group. A group that
+    keeps rollouts of an earlier lease gets other samples before it is given up.
     """
     held = state.leases.get(event.lease_id)
     if held is None or held[0] != event.worker_id:
@@ -299,8 +300,13 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
         failed_by = record.fail(voice)
     is_heard = worker is None or worker.is_own or not strangers.own_can_work(state)
     others = (one for one in state.fleet.active() if one.is_own or group.kind == "train")
-    if (len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others):
-        give_up(state, group, reason, event.detail)
+    if not ((len(failed_by) > 1 and is_heard) or all(_voice(one, one.worker_id) in failed_by for one in others)):
+        return
+    if record is not None and record.num_kept and reason == "environment_failed":
+        release(state, group, "all rollouts of this lease failed")
+        _top_up(state, record, record.num_kept, (LostRollout(0, reason, event.detail),))
+        return
+    give_up(state, group, reason, event.detail)
 
 
 def _voice(worker: Worker | None, worker_id: str) -> str:
@@ -345,9 +351,9 @@ def _top_up(
     lost: Sequence[LostRollout],
     scored: ev.GroupScored | None = None,
 ) -> None:
-    """Lease a delivered group again for the rollouts that it lacks, or give it up after `TOP_UPS_MAX` times: with what
-    is left, its rollouts could not be compared. A batch of fixed shape does not change. A stranger's group is lost as a
-    whole before (`serve/results.py`). `scored`: its rewards failed, and `lost` is not recorded yet.
+    """Lease a group again for the rollouts that it lacks, which are other samples, or give it up after `TOP_UPS_MAX`
+    times: with what is left, its rollouts could not be compared. A batch of fixed shape does not change. A stranger's
+    group is lost as a whole before (`serve/results.py`). `scored`: its rewards failed, and `lost` is not recorded yet.
     """
     cause, last = (lost[-1].cause, lost[-1].detail) if lost else ("environment_failed", "before")
     detail = f"{counted(num_left, 'rollout')} left, {state.options.min_group} needed. The last lost: {last}"

@@ -198,10 +198,11 @@ class Ledger:
             self._execute("UPDATE groups SET num_tokens = ? WHERE policy = ? AND number = ?", mine)
 
     def top_up(self, number: int, num_kept: int, num_top_ups: int, left: Left | None = None) -> None:
-        """Record that a delivered group has too few rollouts and is open again, for the `num_top_ups`-th time.
+        """Record that a group has too few rollouts and is open again, for the `num_top_ups`-th time: one that was
+        delivered, or that is open since an earlier time whose lease failed.
 
         Raises:
-            InvariantError: the group is not delivered.
+            InvariantError: the group is neither.
         """
         with self.together():
             self._move(number, "top_up")

@@ -31,7 +31,7 @@ BUSY_SECONDS = 5.0  # how long a transaction waits for another process's lock be
 
 TRANSITIONS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "open": {"deliver": "delivered", "retire": "retired"},
+        "open": {"deliver": "delivered", "top_up": "open", "retire": "retired"},
         "delivered": {"score": "ready", "top_up": "open", "retire": "retired"},
         "ready": {"train": "trained", "retire": "retired"},
         "trained": {"fall_back": "ready"},

@@ -426,7 +426,9 @@ class SimHead(Actor):
                 self.store.pop(command.ref, None)
                 self.origin.dropped(command.ref)
             case do.ScoreGroup():
-                self.post(self.world.around(self.scenario.head.score_seconds, 0.3), _Score(command.group))
+                spec = self.scenario.head
+                stalled = self.world.stalls(spec.stalled_rewards, spec.stall_seconds)
+                self.post(self.world.around(spec.score_seconds, 0.3) + stalled, _Score(command.group))
             case do.CheckGroup():
                 record = self.planner.groups.get(command.group.number)
                 if record is not None:

@@ -116,11 +116,14 @@ class LearnerSpec:
 @dataclass(frozen=True, slots=True)
 class HeadSpec:
     """The head. `pass_seconds`: how long reports and scores wait, to share a transaction with later ones.
-    `reward_failures`: share of the rollouts whose rewards fail.
+    `reward_failures`: share of the rollouts whose rewards fail; `stalled_rewards`: share of the groups for which a
+    judge hangs and is asked again after `stall_seconds`, when it hangs as often.
     """
 
     score_seconds: Seconds = 0.002
     reward_failures: Share = 0.0
+    stalled_rewards: Annotated[float, Meta(ge=0, le=0.9)] = 0.0
+    stall_seconds: Seconds = 60.0
     pass_seconds: Seconds = 0.0
     life_seconds: Seconds = 0.0
     restart_seconds: Seconds = 3.0

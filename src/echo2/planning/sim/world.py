@@ -128,6 +128,13 @@ class SimWorld:
     def chance(self, probability: float) -> bool:
         return probability > 0 and self.rng.random() < probability
 
+    def stalls(self, share: float, seconds: float) -> float:
+        """Return how long an answer is late that stalls so often, each time for so long."""
+        late = 0.0
+        while self.chance(share):
+            late += seconds
+        return late
+
 
 @dataclass(slots=True)
 class SimLink:
