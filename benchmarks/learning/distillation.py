@@ -2,7 +2,8 @@
 alone and beside SFT on what the teacher writes; and the command that makes rows of the teacher's rollouts.
 
     make bench-real_model ARGS='--only distillation --seeds 0 1 2'
-    make bench-distillation ARGS='ROLLOUTS ROWS'
+    make bench-real_model ARGS='--only self-distillation'       # the policy is its own teacher
+    make bench-distillation ARGS='ROLLOUTS ROWS'                # or: ARGS='--answered ROWS ROWS'
 
 Each seed is one job. Its teacher is the model that the run with rewards alone ends with, and its students begin as that
 run began. Curves have points (rollouts used, seconds, held-out reward): the teacher's training counts for no student.
@@ -66,6 +67,25 @@ def _job(bench: Bench, seed: int) -> Job:
     return Job(name, "distillation", chain, lambda directory: read(directory, steps), {"seed": seed}, run="rewards/run")
 
 
+def self_jobs(bench: Bench) -> Iterable[Job]:
+    """The policy teaches itself from a prompt that says the answer, too; no reward is trained on."""
+    for seed in bench.options.seeds:
+        name = f"self-distillation-{seed}"
+        directory = bench.work / name
+        rows = directory / "rows.jsonl"
+        chain = {"rows": [sys.executable, __file__, "--answered", str(bench.facts["tasks.source"]), str(rows)]}
+        flags = {**bench.facts, "tasks.source": rows, "run.seed": seed, "run.max_steps": bench.options.steps}
+        flags |= {"distill.teacher": "self"}
+        chain["run"] = bench.run_words("distill.toml", directory / "run", flags)
+        yield Job(name, "self-distillation", chain, read_self, {"seed": seed})
+
+
+def read_self(directory: Path) -> Found:
+    found = figures.run_figures(directory / "run")
+    figures.clean(directory)
+    return found
+
+
 def _sft_steps(steps: int) -> list[int]:
     return sorted({max(1, round(share * steps)) for share in SFT_SHARES})
 
@@ -110,10 +130,19 @@ def answered_rows(records: Iterable[str]) -> Iterable[str]:
                 yield json.dumps({"prompt": prompt, "answer": group["rollouts"][number]["text"]})
 
 
+def told_rows(rows: Iterable[str]) -> Iterable[str]:
+    """Rows whose column `teacher_prompt` is their prompt with the answer behind the question."""
+    for row in map(json.loads, rows):
+        *before, asked = row["prompt"]
+        told = {**asked, "content": f"{asked['content']} The right answer is {row['answer']}"}
+        yield json.dumps({**row, "teacher_prompt": [*before, told]})
+
+
 def main(arguments: Sequence[str]) -> None:
-    source, to = map(Path, arguments)
+    make = told_rows if arguments[0] == "--answered" else answered_rows
+    source, to = map(Path, arguments[-2:])
     with source.open(encoding="utf-8") as records, to.open("w", encoding="utf-8") as rows:
-        for row in answered_rows(records):
+        for row in make(records):
             rows.write(row + "\n")
 
 

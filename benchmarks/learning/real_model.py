@@ -266,6 +266,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "low-memory": Bench.low_memory,
     "forms": Bench.forms,
     "distillation": distillation.jobs,
+    "self-distillation": distillation.self_jobs,
 }
 
 

@@ -116,10 +116,11 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
         "low-memory": 12,
         "forms": 24,
         "distillation": 3,
+        "self-distillation": 3,
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 33 + [1] * 24 + [2] * 24
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 34 + [1] * 25 + [2] * 25
     assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
@@ -137,7 +138,7 @@ def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 * 3
+    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 * 3 + 3
 
 
 def test_rows_of_a_teacher_mix_its_tasks() -> None:
@@ -148,6 +149,14 @@ def test_rows_of_a_teacher_mix_its_tasks() -> None:
     rows = [json.loads(row) for row in distillation.answered_rows(map(json.dumps, records))]
     assert [row["answer"] for row in rows] == ["1", "3", "2"]
     assert rows[1]["prompt"] == [{"role": "system", "content": "short"}, {"role": "user", "content": "two?"}]
+
+
+def test_a_policy_that_teaches_itself_reads_the_answer_behind_the_question() -> None:
+    row = {"prompt": [{"role": "system", "content": "short"}, {"role": "user", "content": "two?"}], "answer": "2"}
+    (told,) = (json.loads(one) for one in distillation.told_rows([json.dumps(row)]))
+    assert told["teacher_prompt"][0] == row["prompt"][0]  # type: ignore[index]
+    assert told["teacher_prompt"][1] == {"role": "user", "content": "two? The right answer is 2"}
+    assert {name: told[name] for name in row} == row
 
 
 def test_curves_of_students_have_what_was_reached(tmp_path: Path) -> None:
