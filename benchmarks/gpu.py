@@ -132,7 +132,8 @@ def device_facts() -> dict[str, Any]:
 def run_section(section: Section, bench: Any, result: Result, seconds: float) -> bool:
     """Run one section; return whether the device can still be used."""
     found, began = result.section(section.name), time.monotonic()
-    found.pop("not_run", None)
+    found["not_run"] = "began, and did not end"
+    result.write()
     bench.ends_at = began + seconds
     usable = True
     try:
@@ -145,6 +146,7 @@ def run_section(section: Section, bench: Any, result: Result, seconds: float) ->
         found["error"] = traceback.format_exc()[-3000:]
         print(f"   {section.name} failed: {str(error)[:400]}", flush=True)
         usable = not str(error).startswith(LOST_DEVICE)
+    del found["not_run"]
     found["seconds"] = round(time.monotonic() - began, 1)
     result.figures["ceilings"] = bench.ceilings
     result.write()

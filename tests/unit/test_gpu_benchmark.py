@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
+import gpu
 from house import REPOSITORY
 
 COMMAND = [sys.executable, str(REPOSITORY / "benchmarks" / "gpu.py")]
-SECTIONS = ("ceilings", "engines", "learner", "profile", "head", "mismatch", "weights", "mixture", "low_memory", "run")
+SECTIONS = tuple(section.name for section in gpu.SECTIONS)
 
 
 def measured(out: Path, *flags: str, environment: dict[str, str] | None = None) -> tuple[int, dict[str, Any], str]:
@@ -25,6 +26,7 @@ def measured(out: Path, *flags: str, environment: dict[str, str] | None = None) 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_every_section_gives_its_rows(tmp_path: Path) -> None:
     status, result, told = measured(tmp_path / "gpu.json", "--tiny")
     assert status == 0, told
@@ -73,3 +75,7 @@ def test_a_section_without_time_is_named(tmp_path: Path) -> None:
     assert "s were left" in result["sections"]["head"]["not_run"]
     assert result["sections"]["head"]["not_run"] in told
     assert status == 0
+
+
+def test_all_sections_at_their_longest_fit_into_nine_minutes() -> None:
+    assert sum(section.seconds[0] for section in gpu.SECTIONS) < gpu.BUDGETS["full"] - 10.0 <= 530.0
