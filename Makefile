@@ -174,18 +174,31 @@ docs: .venv-docs/.installed
 .venv-docs/.installed: PACKAGES = mkdocs-material==9.8.1 mkdocstrings-python==2.0.11
 
 # What `python benchmarks/gpu.py` and tests/gpu need on a machine without network that has torch, transformers, accelerate
-# and peft: wheels of these versions for CPython 3.12, 19 MiB. For the section low_memory, `make gpu-wheels
-# GPU_PACKAGES=bitsandbytes` gathers another 41 MiB, in their place.
+# and peft: wheels of these versions for CPython 3.12, 38 MiB. bitsandbytes comes without its libraries for other makers'
+# GPUs and for CUDA before 12.6, which no torch from 2.11 on has; whole, it makes them 60 MiB.
 # There: pip install --no-index --no-deps --target SITE .gpu-wheels/*.whl, and PYTHONPATH=src:SITE.
-GPU_PACKAGES := anyio blake3 cffi cryptography grpcio h11 httpcore2 httpx2 idna landlockpy msgspec protobuf pycparser rich
-GPU_PACKAGES += seccompy starlette truststore typing_extensions uvicorn zstandard
+GPU_PACKAGES := anyio bitsandbytes blake3 cffi cryptography grpcio h11 httpcore2 httpx2 idna landlockpy msgspec protobuf
+GPU_PACKAGES += pycparser rich seccompy starlette truststore typing_extensions uvicorn zstandard
 GPU_SYSTEMS := manylinux1 manylinux2014 $(foreach number,17 24 26 27 28 31 34 35 39,manylinux_2_$(number))
 GPU_PINS = $(shell $(PY) -m pip freeze | grep -iE '^($(subst $() ,|,$(strip $(GPU_PACKAGES))))==')
+
+define WITHOUT_SPARE_LIBRARIES
+import re, sys, zipfile
+from pathlib import Path
+wheel = Path(sys.argv[1])
+with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(wheel.with_suffix(".part"), "w") as part:
+    for file in whole.infolist():
+        if not re.search("_(rocm|xpu|cuda11|cuda12[0-4])", file.filename):
+            part.writestr(file, whole.read(file))
+wheel.with_suffix(".part").replace(wheel)
+endef
+export WITHOUT_SPARE_LIBRARIES
 
 gpu-wheels: $(INSTALLED)
 	@rm -rf .gpu-wheels
 	@$(PY) -m pip download -qq --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
 	  --implementation cp $(GPU_SYSTEMS:%=--platform %_x86_64) --dest .gpu-wheels $(GPU_PINS)
+	@$(PY) -c "$$WITHOUT_SPARE_LIBRARIES" .gpu-wheels/bitsandbytes-*.whl
 	@du -sh .gpu-wheels
 
 lint: $(INSTALLED)

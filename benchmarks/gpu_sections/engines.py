@@ -11,6 +11,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -153,35 +154,46 @@ def mismatch(bench: Bench) -> None:
 
 
 def compared(bench: Bench, shape: str, engine: str, policy: Policy, dtype: str) -> None:
-    """Record the log ratios of one engine."""
+    """Record the log ratios of one engine. If the policy replays the engine's experts: without and with these."""
     bench.forget_peak()
-    decoder = decoder_of(bench, engine, snapshot_of(policy, dtype=dtype))
+    decoder, routing = decoder_of(bench, engine, snapshot_of(policy, dtype=dtype)), policy.routing
     count, length = bench.pick((32, 256), (8, 32), (3, 8))
-    requests = list(requests_of(policy.vocab_size, count, bench.pick(PROMPT, PROMPT, 8), length).values())
+    requests = [
+        replace(request, params=replace(request.params, routes=routing is not None))
+        for request in requests_of(policy.vocab_size, count, bench.pick(PROMPT, PROMPT, 8), length).values()
+    ]
     completions = sampled(decoder, requests)
-    before, policy.computes_in_bfloat16 = policy.computes_in_bfloat16, dtype == "bfloat16"
-    trainer = Trainer(bench.pick(16_384, 4096, 256))
-    trainer.add("it", policy, is_trained=False)
     data = [
         Datum(request.prompt_tokens, done.tokens, b"\x01" * len(done.tokens))
         for request, done in zip(requests, completions, strict=True)
     ]
-    found = trainer.forward("it", data)
+    before, policy.computes_in_bfloat16 = policy.computes_in_bfloat16, dtype == "bfloat16"
+    row: Row = {"shape": shape, "engine": engine, "dtype": dtype}
+    bench.record(row | ({} if routing is None else {"replayed": False}) | _log_ratios(bench, policy, data, completions))
+    if routing is not None:
+        routed = [
+            replace(datum, routes=routing.shape.read(done.routes))
+            for datum, done in zip(data, completions, strict=True)
+        ]
+        row |= {"replayed": True, "route_bytes_a_token": routing.shape.token_bytes}
+        bench.record(row | _log_ratios(bench, policy, routed, completions))
     policy.computes_in_bfloat16 = before
+    torch.set_grad_enabled(True)
+
+
+def _log_ratios(bench: Bench, policy: Policy, data: Sequence[Datum], completions: Sequence[Completion]) -> Row:
+    """Return how far the learner's log-probabilities of these data are from the engine's."""
+    trainer = Trainer(bench.pick(16_384, 4096, 256))
+    trainer.add("it", policy, is_trained=False)
+    found = trainer.forward("it", data)
     theirs = np.concatenate([np.array(done.logprobs, dtype=np.float64) for done in completions])
     ours = np.concatenate([np.array(logprobs) for logprobs in found])
     ratio = np.abs(ours - theirs)
-    bench.record(
-        {
-            "shape": shape,
-            "engine": engine,
-            "dtype": dtype,
-            "tokens": len(ratio),
-            "mean_log_ratio": float(ratio.mean()),
-            "p99_log_ratio": float(np.quantile(ratio, 0.99)),
-            "largest_log_ratio": float(ratio.max()),
-            "bias": float((ours - theirs).mean()),
-            "mean_logprob": float(theirs.mean()),
-        }
-    )
-    torch.set_grad_enabled(True)
+    return {
+        "tokens": len(ratio),
+        "mean_log_ratio": float(ratio.mean()),
+        "p99_log_ratio": float(np.quantile(ratio, 0.99)),
+        "largest_log_ratio": float(ratio.max()),
+        "bias": float((ours - theirs).mean()),
+        "mean_logprob": float(theirs.mean()),
+    }

@@ -1,10 +1,13 @@
-"""A mixture of experts: the learner's and the engine's tokens a second, and how far they are apart."""
+"""A mixture of experts: the learner's and the engine's tokens a second, and how far they are apart, with the
+learner's own choice of experts and with the engine's (`learner.routing_replay`)."""
 
 from __future__ import annotations
 
 from gpu_sections import engines, learner
 from gpu_sections.bench import Bench, snapshot_of
 from gpu_sections.learner import Case
+
+from echo2.engines.routing import Routing
 
 
 def run(bench: Bench) -> None:
@@ -15,4 +18,7 @@ def run(bench: Bench) -> None:
     engines.measured(bench, "mixture", "transformers", snapshot)
     del snapshot
     bench.forget_peak()
-    engines.compared(bench, "mixture", "transformers", bench.policy("mixture"), "bfloat16")
+    policy = bench.policy("mixture")
+    policy.routing = Routing(policy.module)
+    for dtype in bench.pick(("bfloat16",), ("bfloat16", "float32"), ("bfloat16", "float32")):
+        engines.compared(bench, "mixture", "transformers", policy, dtype)

@@ -21,12 +21,16 @@ from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
 from echo2.engines.hf_engine import make_engine
+from echo2.engines.hub_layout import text_module
 from echo2.engines.model_values import read_architecture
+from echo2.engines.registry import in_worker
+from echo2.engines.routing import routing_of
 from echo2.learner.core.adapters import Adapter, check_trained, load_trained
 from echo2.learner.core.fitting import model_shape
 from echo2.learner.core.model import Policy
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.export import export
+from house import REPOSITORY
 from hub_models import FAMILIES, MIXTURES, hub_model
 from learner_cases import config_of, random_group
 from rollout_cases import requests, run, tokenizer_files
@@ -213,3 +217,21 @@ def test_the_engine_compact_takes_a_family_or_names_another(family: str, tmp_pat
     else:
         with pytest.raises(UserError, match=r'workers\.engine = "auto" or "transformers"'):
             read_architecture(values)
+
+
+def test_the_page_tells_of_each_family_what_is_tested_here() -> None:
+    import transformers
+
+    page = (REPOSITORY / "docs" / "engines.md").read_text()
+    table = page.partition("## Model families")[2].partition("\n## ")[0]
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines() if "| `" in line]
+    told = {family: cells for family, _, *cells in rows[1:]}
+    assert list(told) == list(FAMILIES)
+    assert len(told) == len(rows) - 1
+    for family, cells in told.items():
+        config = transformers.AutoConfig.for_model(family, **FAMILIES[family])
+        expected = [in_worker(json.loads(config.to_json_string())).name, "yes"]
+        expected += ["refused" if family in NO_LORA else "yes", "yes" if family in MIXTURES else "no experts"]
+        routing = routing_of(text_module(config, torch.float32))
+        expected += ["yes, all weights" if family in NO_LORA else "yes", "" if routing is None else "yes"]
+        assert (family, cells) == (family, expected)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3ForCausalLM
 
@@ -18,7 +20,7 @@ from echo2.engines.hub_layout import META, text_module
 from echo2.learner.core import loading
 from echo2.learner.core.mesh import Mesh, _layers
 from echo2.learner.core.model import load_policy
-from hub_models import FAMILIES
+from hub_models import FAMILIES, hub_model
 from learner_cases import tiny_module
 
 
@@ -86,6 +88,44 @@ def test_a_quantised_model_is_refused_by_its_name(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match=r"^model\.path: .*quantization_config \(compressed-tensors\).* without quant"):
         load_policy(str(tmp_path), "float32", "cpu")
+
+
+def in_makers_files(tmp_path: Path, method: str) -> Path:
+    """A Qwen3 with weights of 8 bits, or a gpt-oss with experts of 4, as their makers publish them."""
+    directory = hub_model(tmp_path / method, "qwen3" if method == "fp8" else "gpt_oss")
+    stored = dict[str, torch.Tensor]()
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if method == "fp8" and name.endswith("proj.weight"):
+            rows, columns = tensor.shape
+            stored[name] = tensor.to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = torch.full((rows // 16, columns // 16), 2.0)
+        elif method == "mxfp4" and name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            experts, columns, rows = tensor.shape
+            stored[f"{name}_blocks"] = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            stored[f"{name}_scales"] = torch.full((experts, rows, columns // 32), 125, dtype=torch.uint8)
+        else:
+            stored[name] = tensor.bfloat16()
+    save_file(stored, directory / "model.safetensors", {"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    sizes = {"activation_scheme": "dynamic", "weight_block_size": [16, 16]} if method == "fp8" else {}
+    config["quantization_config"] = {"quant_method": method, **sizes}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8"])
+def test_a_makers_own_quantisation_is_refused_with_a_way_that_works(tmp_path: Path, method: str) -> None:
+    directory, new = in_makers_files(tmp_path, method), tmp_path / "new"
+    with pytest.raises(UserError, match=rf"quantization_config \({method}\).*Copy the tokenizer") as refused:
+        load_policy(str(directory), "float32", "cpu")
+    way = str(refused.value).partition("with transformers: ")[2].partition(". Copy")[0]
+    named = {name: getattr(transformers, name) for name in re.findall(r"\w+(?:ForCausalLM|Config)\b", way)}
+    eval(way, {"DIR": directory, "NEW": new, **named})
+    policy = load_policy(str(new), "float32", "cpu")
+    scaled = "model.layers.0.self_attn.q_proj.weight"
+    stored, found = load_file(directory / "model.safetensors")[scaled].float(), policy.state()[scaled]
+    assert torch.equal(found, 2 * stored if method == "fp8" else stored)
+    assert all(tensor.isfinite().all() for tensor in policy.state().values())
 
 
 @pytest.mark.parametrize("dtype", ["I8", "U8", "I32", "BOOL", "F8_E4M3"])

@@ -44,6 +44,9 @@ SAFETENSORS_NAMES = {
 #: Dtypes of weights, by name in safetensors. Weights stored as integers are quantised.
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items() if dtype.is_floating_point}
 
+#: quant_method of makers' own files -> transformers' class of settings by which it reads them without quantisation.
+_DEQUANTISING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
+
 
 def load_module(
     directory: Path, dtype: torch.dtype | None, device: torch.device, mesh: Mesh, in_4_bits: bool = False
@@ -180,10 +183,24 @@ def _require_unquantised(config: Any) -> None:
         quantised = getattr(part, "quantization_config", None)
         if quantised:
             values = quantised if isinstance(quantised, dict) else quantised.to_dict()
+            method = values.get("quant_method")
             raise UserError(
-                f"model.path: its config.json has a quantization_config ({values.get('quant_method')}), and weights "
-                "that are quantised cannot be trained. Give the model without quantisation."
+                f"model.path: its config.json has a quantization_config ({method}), and weights that are quantised "
+                f"cannot be trained. {_without(config, method)}"
             )
+
+
+def _without(config: Any, method: object) -> str:
+    """Return how to get the model without quantisation."""
+    setting = _DEQUANTISING.get(str(method))
+    if setting is None:
+        return "Give the model without quantisation."
+    kind = next(iter(config.architectures or ()), "AutoModelForCausalLM")
+    return (
+        f"Write it in bfloat16 with transformers: {kind}.from_pretrained(DIR, dtype='bfloat16', "
+        f"quantization_config={setting}(dequantize=True)).save_pretrained(NEW). Copy the tokenizer's files to NEW, and "
+        "set model.path to it."
+    )
 
 
 def _warn_of_untied(layout: HubLayout, tensors: Mapping[str, StoredTensor]) -> None:
