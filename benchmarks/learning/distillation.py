@@ -68,7 +68,7 @@ def _job(bench: Bench, seed: int) -> Job:
 
 
 def self_jobs(bench: Bench) -> Iterable[Job]:
-    """The policy teaches itself from a prompt that says the answer, too; no reward is trained on."""
+    """The policy teaches itself from a prompt that has the answer; no reward is trained on."""
     for seed in bench.options.seeds:
         name = f"self-distillation-{seed}"
         directory = bench.work / name
@@ -131,11 +131,11 @@ def answered_rows(records: Iterable[str]) -> Iterable[str]:
 
 
 def told_rows(rows: Iterable[str]) -> Iterable[str]:
-    """Rows whose column `teacher_prompt` is their prompt with the answer behind the question."""
+    """Rows whose column `teacher_prompt` is their prompt, the answer as if it had been given, and the question again. A
+    small model repeats what it said; told "the right answer is ..." it does not say it."""
     for row in map(json.loads, rows):
-        *before, asked = row["prompt"]
-        told = {**asked, "content": f"{asked['content']} The right answer is {row['answer']}"}
-        yield json.dumps({**row, "teacher_prompt": [*before, told]})
+        said = {"role": "assistant", "content": row["answer"]}
+        yield json.dumps({**row, "teacher_prompt": [*row["prompt"], said, row["prompt"][-1]]})
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -151,11 +151,11 @@ def test_rows_of_a_teacher_mix_its_tasks() -> None:
     assert rows[1]["prompt"] == [{"role": "system", "content": "short"}, {"role": "user", "content": "two?"}]
 
 
-def test_a_policy_that_teaches_itself_reads_the_answer_behind_the_question() -> None:
+def test_a_policy_that_teaches_itself_reads_the_answer_before_the_question() -> None:
     row = {"prompt": [{"role": "system", "content": "short"}, {"role": "user", "content": "two?"}], "answer": "2"}
     (told,) = (json.loads(one) for one in distillation.told_rows([json.dumps(row)]))
-    assert told["teacher_prompt"][0] == row["prompt"][0]
-    assert told["teacher_prompt"][1] == {"role": "user", "content": "two? The right answer is 2"}
+    assert [one["content"] for one in told["teacher_prompt"]] == ["short", "two?", "2", "two?"]
+    assert [one["role"] for one in told["teacher_prompt"]] == ["system", "user", "assistant", "user"]
     assert {name: told[name] for name in row} == row
 
 
