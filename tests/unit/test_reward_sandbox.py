@@ -190,7 +190,7 @@ def test_what_hangs_or_bursts_costs_its_own_completion() -> None:
 
 #: Scores texts as a group of its own, with some limits of the test's own, and says how many processes that took.
 GROUP = """
-import json, os, sys
+import json, os, select, sys
 from echo2.core.errors import UserError
 from echo2.reward import sandbox_child
 assert not sandbox_child.confinement.missing()
@@ -205,6 +205,7 @@ os.fork = counted
 def scorer(text):
     while text == hangs_on: pass
     if text == "long": sum(range(1_000_000))
+    if text == "held up": select.select([], [], [], 0.4)
     return 1.0
 try:
     print(json.dumps([sandbox_child._scores(scorer, texts), len(forks)]))
@@ -229,6 +230,14 @@ def test_a_completion_that_takes_long_is_scored_after_the_others() -> None:
     found, num_forks = group_of(["long", "long"], "hang", QUICK_SECONDS=1e-4)
     assert found == [1.0, 1.0]
     assert num_forks == 3  # the last of them scored both
+
+
+@confined
+def test_a_completion_that_others_hold_up_is_not_wrong() -> None:
+    """What counts is what it computes, and four times as much by the clock."""
+    limits = {"QUICK_SECONDS": 0.2, "COMPLETION_SECONDS": 0.2}
+    assert group_of(["held up"], "hang", **limits, BUSY_FACTOR=1000.0)[0] == [1.0]
+    assert group_of(["held up"], "hang", **limits, BUSY_FACTOR=1.0)[0] == [0.0]
 
 
 @confined

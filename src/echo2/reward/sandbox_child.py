@@ -21,16 +21,20 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import psutil
+
 from echo2.core.child import take_pipes
 from echo2.core.errors import UserError
 from echo2.reward import expressions, text_scorers
 from echo2.reward.text_scorers import Score
 from echo2.sandbox import confinement, pipes
 
+# Seconds that a fork computes: on a busy machine a right answer is not wrong because others compute, too.
 QUICK_SECONDS = 0.5  # limit for one completion while others of its group wait
 COMPLETION_SECONDS = 5.0  # its limit when it is tried again after them
 LOST_SECONDS = 10.0  # for the completions of a group that hang or die, together; then all that have no score yet get 0
 CONFINE_SECONDS = 30.0
+BUSY_FACTOR = 4.0  # so many seconds pass at most for each that a fork may compute: one that only waits ends, too
 TOO_HARD = f"cannot read its column in {COMPLETION_SECONDS:g} s, or not within the memory of the sandbox"
 UNREADABLE_COLUMN = "finds no mathematics that math-verify can read in the column 'answer'"
 
@@ -85,10 +89,8 @@ def _scores(scorer: Score, texts: Sequence[str]) -> list[float]:
 
 def _scores_of_a_fork(scorer: Score, texts: Sequence[str], limit: float) -> tuple[list[float], bool, float]:
     """Score texts in one fork. Return the scores of all texts, or those up to the text that ended the fork; whether it
-    killed the fork (or else took longer than `limit`); and the seconds that this text took, the fork included if it was
-    the first.
+    killed the fork (or else took longer than `limit`); and the seconds that this text took.
     """
-    began = time.monotonic()
     from_fork, to_parent = os.pipe()
     here = os.getpid()
     fork = os.fork()
@@ -98,21 +100,46 @@ def _scores_of_a_fork(scorer: Score, texts: Sequence[str], limit: float) -> tupl
     try:
         if _number(from_fork, CONFINE_SECONDS) != _READY:
             raise UserError("cannot run: the kernel refused the sandbox for its process; see the log")
-        if (number := _number(from_fork, COMPLETION_SECONDS)) in (None, _UNREADABLE):
+        stopwatch = _Stopwatch(fork)
+        number = _number(from_fork, 0.0) if stopwatch.waits_for(from_fork, COMPLETION_SECONDS) else None
+        if number in (None, _UNREADABLE):
             raise UserError(TOO_HARD) if number is None else text_scorers.UnreadableColumn
         scores: list[float] = []
         while len(scores) < len(texts):
-            if not select.select([from_fork], [], [], limit)[0]:
-                return scores, False, time.monotonic() - began
+            stopwatch = _Stopwatch(fork)
+            if not stopwatch.waits_for(from_fork, limit):
+                return scores, False, stopwatch.seconds
             if (number := _number(from_fork, 0.0)) is None:
-                return scores, True, time.monotonic() - began
+                return scores, True, stopwatch.seconds
             scores.append(number if 0.0 <= number <= 1.0 else 0.0)
-            began = time.monotonic()
         return scores, False, 0.0
     finally:
         os.kill(fork, signal.SIGKILL)
         os.waitpid(fork, 0)
         os.close(from_fork)
+
+
+class _Stopwatch:
+    """The seconds that a fork computes from now on, or a part of those that pass, if that is more."""
+
+    def __init__(self, fork: int) -> None:
+        self._process = psutil.Process(fork)
+        self._computed, self._began = self._computing(), time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return max(self._computing() - self._computed, (time.monotonic() - self._began) / BUSY_FACTOR)
+
+    def _computing(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+    def waits_for(self, pipe: int, limit: float) -> bool:
+        """Return whether the fork sends something, or ends, before the limit."""
+        while (left := limit - self.seconds) > 0.0:
+            if select.select([pipe], [], [], left)[0]:
+                return True
+        return bool(select.select([pipe], [], [], 0.0)[0])
 
 
 def _number(pipe: int, seconds: float) -> float | None:
