@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ GRACE_SECONDS = 10.0
 LAST_WORDS = 1500
 
 Found = dict[str, Any]
+
+ECHO2 = [sys.executable, "-m", "echo2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +168,22 @@ def _signal(one: _Active, number: signal.Signals) -> None:
         os.killpg(one.process.pid, number)
     except ProcessLookupError:
         pass
+
+
+# ---- commands, and what they print -----------------------------------------------------------------------------------
+
+
+def words(flags: Mapping[str, object]) -> list[str]:
+    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
+
+
+def last_json(path: Path) -> Any:
+    """What the last line of a file says; None if there is none."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+    try:
+        return json.loads(lines[-1]) if lines else None
+    except ValueError:
+        return None
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

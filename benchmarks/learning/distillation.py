@@ -15,16 +15,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import real_model_figures as figures
-from crew import Found, Job
+from crew import ECHO2, Found, Job, last_json, words
 
 if TYPE_CHECKING:
     from real_model import Bench
 
-ECHO2 = [sys.executable, "-m", "echo2"]
 JSON_TOML = str(Path(__file__).resolve().parents[2] / "examples" / "smollm" / "json.toml")
 #: Of examples/smollm: rollouts of a step, and of a task.
 STEP_ROLLOUTS, TASK_ROLLOUTS = 48, 8
@@ -53,15 +53,15 @@ def _job(bench: Bench, seed: int) -> Job:
         chain[taught] = bench.run_words("distill.toml", directory / taught / "run", flags)
     tasks = steps * STEP_ROLLOUTS // TASK_ROLLOUTS
     sampled = {"eval.source": bench.facts["tasks.source"], "eval.limit": tasks, "eval.samples": TASK_ROLLOUTS}
-    told = ["--model", str(teacher), "--to", str(rollouts), "--json", *_words(sampled)]
+    told = ["--model", str(teacher), "--to", str(rollouts), "--json", *words(sampled)]
     chain["sample"] = [*ECHO2, "eval", JSON_TOML, *told]
     chain["rows"] = [sys.executable, __file__, str(rollouts), str(rows)]
     for length in _sft_steps(steps):
         student = directory / f"sft-{length}"
         flags = {**bench.facts, "tasks.source": rows, "learner.lr": RATE, "run.seed": seed}
         chain[student.name] = [*ECHO2, "sft", JSON_TOML, "--to", str(student), "--column", "answer", "--json"]
-        chain[student.name] += ["--steps", str(length), "--rows-per-step", str(STEP_ROLLOUTS), *_words(flags)]
-        held_out = _words({"eval.source": bench.facts["eval.source"]})
+        chain[student.name] += ["--steps", str(length), "--rows-per-step", str(STEP_ROLLOUTS), *words(flags)]
+        held_out = words({"eval.source": bench.facts["eval.source"]})
         chain[f"eval-{length}"] = [*ECHO2, "eval", JSON_TOML, "--model", str(student), "--json", *held_out]
 
     return Job(name, "distillation", chain, lambda directory: read(directory, steps), {"seed": seed}, run="rewards/run")
@@ -71,27 +71,15 @@ def self_jobs(bench: Bench) -> Iterable[Job]:
     """The policy teaches itself from a prompt that has the answer; no reward is trained on."""
     for seed in bench.options.seeds:
         name = f"self-distillation-{seed}"
-        directory = bench.work / name
-        rows = directory / "rows.jsonl"
-        chain = {"rows": [sys.executable, __file__, "--answered", str(bench.facts["tasks.source"]), str(rows)]}
-        flags = {**bench.facts, "tasks.source": rows, "run.seed": seed, "run.max_steps": bench.options.steps}
-        flags |= {"distill.teacher": "self"}
-        chain["run"] = bench.run_words("distill.toml", directory / "run", flags)
-        yield Job(name, "self-distillation", chain, read_self, {"seed": seed})
-
-
-def read_self(directory: Path) -> Found:
-    found = figures.run_figures(directory / "run")
-    figures.clean(directory)
-    return found
+        rows = bench.work / name / "rows.jsonl"
+        flags = {"tasks.source": rows, "run.seed": seed, "distill.teacher": "self"}
+        job = bench.facts_job("self-distillation", name, {"seed": seed}, flags, "distill.toml")
+        made = [sys.executable, __file__, "--answered", str(bench.facts["tasks.source"]), str(rows)]
+        yield replace(job, steps={"rows": made, **job.steps})
 
 
 def _sft_steps(steps: int) -> list[int]:
     return sorted({max(1, round(share * steps)) for share in SFT_SHARES})
-
-
-def _words(flags: Found) -> list[str]:
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
 
 
 def read(directory: Path, steps: int) -> Found:
@@ -104,19 +92,14 @@ def read(directory: Path, steps: int) -> Found:
             curves[arm] = [[step * STEP_ROLLOUTS, seconds, reward] for step, seconds, reward in run["held_out"]]
             found[f"{arm}_run"] = run
             figures.clean(directory / arm)
-    held_out = {length: _told(directory / f"eval-{length}.out") for length in _sft_steps(steps)}
+    held_out = {length: last_json(directory / f"eval-{length}.out") for length in _sft_steps(steps)}
     curves["sft"] = [
         [length * STEP_ROLLOUTS, None, round(told["eval/accuracy"], 4)] for length, told in held_out.items() if told
     ]
     after = {f"{arm}_after": curve[-1][-1] for arm, curve in curves.items() if curve}
-    if teacher := _told(directory / "sample.out").get("eval/accuracy"):
-        after["teacher_on_training_tasks"] = round(teacher, 4)
+    if sampled := last_json(directory / "sample.out"):
+        after["teacher_on_training_tasks"] = round(sampled["eval/accuracy"], 4)
     return {"curves": curves, **after, **found}
-
-
-def _told(path: Path) -> Found:
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return json.loads(lines[-1]) if lines else {}
 
 
 def answered_rows(records: Iterable[str]) -> Iterable[str]:

@@ -26,12 +26,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import distillation
 import real_model_figures as figures
 import time_to_accuracy as beside
-from crew import Found, Job, run_jobs
+from crew import ECHO2, Found, Job, last_json, run_jobs, words
 from recording import save, there
 
 from echo2.config import load
@@ -42,7 +41,6 @@ REPOSITORY = beside.REPOSITORY
 EXAMPLES = REPOSITORY / "examples" / "smollm"
 HERE = Path(__file__).resolve().parent
 FIGURES = str(HERE / "real_model_figures.py")
-ECHO2 = [sys.executable, "-m", "echo2"]
 STALENESS = (0, 1, 2, 4, 8, 16)
 RATES = ("1e-6", "1e-5", "1e-4")
 WORKLOADS = ("arithmetic", "knights", "sokoban")
@@ -277,10 +275,6 @@ def in_order(jobs: Sequence[Job]) -> list[Job]:
     return sorted(jobs, key=lambda job: (last[job.name], 0 if job.beside else job.told.get("seed", 0)))
 
 
-def words(flags: Flags) -> list[str]:
-    return [part for name, value in flags.items() for part in (f"--{name}", str(value))]
-
-
 def judged_figures(run: beside.Run, model: str, rewards: Mapping[str, float] | None) -> Found:
     """Of one side: the rewards of what it saved, by its own clock.
 
@@ -312,15 +306,6 @@ def read_run(directory: Path) -> Found:
     found = figures.run_figures(directory / "run")
     figures.clean(directory)
     return found
-
-
-def last_json(path: Path) -> Any:
-    """What the last line of a file says; None if there is none."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    try:
-        return json.loads(lines[-1]) if lines else None
-    except ValueError:
-        return None
 
 
 def table(records: Sequence[Found]) -> list[Found]:

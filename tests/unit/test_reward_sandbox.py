@@ -7,6 +7,7 @@ reads it can do nothing (`confinement.py`), and what hangs or dies there costs o
 from __future__ import annotations
 
 import ast
+import itertools
 import json
 import os
 import signal
@@ -28,6 +29,7 @@ from echo2.reward import functions
 from echo2.reward.expressions import evaluate
 from echo2.reward.functions import RUN_TEXT, unusable
 from echo2.reward.sandbox import Sandbox
+from echo2.reward.sandbox_child import _Stopwatch
 from echo2.reward.score import RewardFailure, Scorer
 from echo2.sandbox import confinement
 from echo2.tasks.sources import ReasoningGymRows
@@ -229,6 +231,28 @@ def test_a_completion_that_takes_long_is_scored_after_the_others() -> None:
     found, num_forks = group_of(["long", "long"], "hang", QUICK_SECONDS=1e-4)
     assert found == [1.0, 1.0]
     assert num_forks == 3  # the last of them scored both
+
+
+def test_what_others_hold_up_has_not_used_its_time() -> None:
+    """The limit counts what the process computes, and only a part of what passes by the clock."""
+    reading, writing = os.pipe()
+    hours = itertools.count(step=3600)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as idle:
+        assert idle.stdin is not None
+        assert idle.stdout is not None
+        idle.stdin.write(b"?\n")
+        idle.stdin.flush()
+        assert idle.stdout.readline() == b"?\n"  # it has started, and computes nothing from now on
+        assert not _Stopwatch(idle.pid, lambda: float(next(hours))).waits_for(reading, 1.0)
+        looks = itertools.count()
+
+        def clock() -> float:
+            """No time passes. It answers after the limit has been waited for several times."""
+            if next(looks) == 5:
+                os.write(writing, b"!")
+            return 0.0
+
+        assert _Stopwatch(idle.pid, clock).waits_for(reading, 0.02)
 
 
 @confined

@@ -131,7 +131,7 @@ def split_by_length(lengths: Sequence[int], most: int, first: int = 0) -> list[B
 def attention(q_BKGE: Tensor, k_BKCE: Tensor, v_BKCE: Tensor, mask_B11C: Tensor) -> Tensor:
     """Grouped-query attention. Queries that share a key-value head are treated as tokens of one head, so no key is
     copied. Two products are a third faster here than the fused kernel, which is made for many queries. On a CPU keys
-    times queries takes a half to a seventh of the time of queries times keys, in bfloat16; a GPU has one kernel less.
+    times queries makes it .55 to .65 of the time in bfloat16, and .8 in float32; queries times keys is a kernel less.
     """
     is_cpu = q_BKGE.device.type == "cpu"
     scores_BKGC = ((k_BKCE @ q_BKGE.mT).mT.contiguous() if is_cpu else q_BKGE @ k_BKCE.mT).float()

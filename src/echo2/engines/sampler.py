@@ -32,6 +32,7 @@ MAX_SAMPLER_ITEMS = 1 << 26
 BLOCK_TOKENS = 128
 """Tokens whose probabilities are summed before a draw."""
 BELOW_ONE = 1.0 - 2.0**-53
+"""The largest share of a block's mass that is not all of it."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -121,9 +122,9 @@ def invert(logprobs_BV: Tensor, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
     """Return token and logprob for each uniform number: the first token whose cumulative probability exceeds it.
 
     Blocks of tokens are summed first, and only the block that holds the number is gone through: all cumulative
-    probabilities would be an array twice as large as the logits. Sums over blocks are float64: over 150 000 tokens,
+    probabilities would be an array twice as large as the logits. Blocks are added up in float64: over 150 000 tokens,
     float32 sums would be off by more than rare tokens' probabilities. Within a block the number is a share of the
-    block's mass, so the rounding of its sum never leads behind its last likely token.
+    block's mass, so the rounding of its sum never leads behind its last possible token.
     """
     probs_BV, vocab = logprobs_BV.exp(), logprobs_BV.shape[1]
     whole = vocab - vocab % BLOCK_TOKENS

@@ -174,10 +174,8 @@ def forecast_on(
     fixed_share = max(0.0, (full - at_once * (full - batch_seconds(at_once / 2)) * 2 / at_once) / full)
     rate, origin = at_once * group_size / full, "estimated"
     if probed is not None:
-        rate, origin = (
-            probed.num_rollouts / probed.core_seconds,
-            f"measured with {counted(probed.num_rollouts, 'rollout')}",
-        )
+        rate = probed.num_rollouts / probed.core_seconds
+        origin = f"measured with {counted(probed.num_rollouts, 'rollout')}"
     snapshot = snapshot_bytes(Path(config.model.path), config.model.snapshot_dtype)
     demand = Demand(
         groups,

@@ -18,7 +18,7 @@ import struct
 import time
 import traceback
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import psutil
@@ -29,7 +29,7 @@ from echo2.reward import expressions, text_scorers
 from echo2.reward.text_scorers import Score
 from echo2.sandbox import confinement, pipes
 
-# Seconds that a fork computes: on a busy machine a right answer is not wrong because others compute, too.
+# Seconds that a fork computes: a right answer is not wrong because others compute, too.
 QUICK_SECONDS = 0.5  # limit for one completion while others of its group wait
 COMPLETION_SECONDS = 5.0  # its limit when it is tried again after them
 LOST_SECONDS = 10.0  # for the completions of a group that hang or die, together; then all that have no score yet get 0
@@ -122,13 +122,13 @@ def _scores_of_a_fork(scorer: Score, texts: Sequence[str], limit: float) -> tupl
 class _Stopwatch:
     """The seconds that a fork computes from now on, or a part of those that pass, if that is more."""
 
-    def __init__(self, fork: int) -> None:
-        self._process = psutil.Process(fork)
-        self._computed, self._began = self._computing(), time.monotonic()
+    def __init__(self, fork: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._process, self._clock = psutil.Process(fork), clock
+        self._computed, self._began = self._computing(), clock()
 
     @property
     def seconds(self) -> float:
-        return max(self._computing() - self._computed, (time.monotonic() - self._began) / BUSY_FACTOR)
+        return max(self._computing() - self._computed, (self._clock() - self._began) / BUSY_FACTOR)
 
     def _computing(self) -> float:
         times = self._process.cpu_times()
@@ -136,10 +136,10 @@ class _Stopwatch:
 
     def waits_for(self, pipe: int, limit: float) -> bool:
         """Return whether the fork sends something, or ends, before the limit."""
-        while (left := limit - self.seconds) > 0.0:
-            if select.select([pipe], [], [], left)[0]:
-                return True
-        return bool(select.select([pipe], [], [], 0.0)[0])
+        while not select.select([pipe], [], [], left := max(0.0, limit - self.seconds))[0]:
+            if not left:
+                return False
+        return True
 
 
 def _number(pipe: int, seconds: float) -> float | None:

@@ -34,8 +34,8 @@ PROCESS_STATES = {True: "[green]alive[/green]", False: "[red]gone[/red]", None: 
 REASON_CHARS = 1000
 #: Characters of a reason in the table; `--json` has them whole.
 TRUST_REASON_CHARS = 160
-#: By kind of failure: one and several of what failed, how, and the log that lists every failure.
 _LOST = ("rollout or group", "rollouts or groups")
+#: By kind of failure: one and several of what failed, how, and the log that lists every failure.
 FAILURE_WORDS = {
     "reward_failed": (*_LOST, "lost to your reward function", "reward.log"),
     "reward_retried": ("call", "calls", "of your reward function raised, then tried again", "reward.log"),
