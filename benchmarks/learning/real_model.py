@@ -1,6 +1,7 @@
 """The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, how much of
 the weights changes, how far engines are from the learner, what processes take of the memory, three workloads after a
-warm-up, an adapter, strangers, what few bits cost at the learner and at workers, a teacher, and TRL beside it.
+warm-up, an adapter, strangers, what few bits cost at the learner and at workers, engines side by side, a teacher, and
+TRL beside it.
 
     make outputs/models/smollm2/config.json                                                     # once
     make bench-real_model ARGS='--only staleness --at-once 6 --budget-seconds 240'
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import distillation
+import joining
 import real_model_figures as figures
 import time_to_accuracy as beside
 from crew import ECHO2, Found, Job, last_json, run_jobs, words
@@ -40,7 +42,6 @@ from echo2.core.errors import UserError
 REPOSITORY = beside.REPOSITORY
 EXAMPLES = REPOSITORY / "examples" / "smollm"
 HERE = Path(__file__).resolve().parent
-FIGURES = str(HERE / "real_model_figures.py")
 STALENESS = (0, 1, 2, 4, 8, 16)
 RATES = ("1e-6", "1e-5", "1e-4")
 WORKLOADS = ("arithmetic", "knights", "sokoban")
@@ -216,7 +217,7 @@ class Bench:
         for seed in self.options.seeds:
             job = self.facts_job("strangers", f"strangers-{seed}", {"seed": seed}, {"run.seed": seed}, "strangers.toml")
             run = self.work / job.name / "run"
-            chain = {"run": [sys.executable, FIGURES, "with-stranger", str(run), "--", *job.steps["run"]]}
+            chain = {"run": [sys.executable, joining.__file__, "stranger", str(run), "--", *job.steps["run"]]}
 
             def read(directory: Path) -> Found:
                 return {"trust": last_json(directory / "trust.json"), **read_run(directory)}
@@ -232,7 +233,7 @@ class Bench:
             flags |= {"learner.keep_checkpoints": steps, "run.max_steps": steps}
             job = self.facts_job("rates", name, {"lr": float(rate)}, flags)
             kept = [str(self.work / name / "run" / "checkpoints" / f"step_{step + 1}") for step in range(steps)]
-            chain = {**job.steps, "changed": [sys.executable, FIGURES, "changed", str(self.options.model), *kept]}
+            chain = {**job.steps, "changed": [sys.executable, figures.__file__, str(self.options.model), *kept]}
 
             def read(directory: Path) -> Found:
                 changed = last_json(directory / "changed.out") or []
@@ -263,6 +264,7 @@ PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "strangers": Bench.strangers,
     "low-memory": Bench.low_memory,
     "forms": Bench.forms,
+    "mixed": joining.jobs,
     "distillation": distillation.jobs,
     "self-distillation": distillation.self_jobs,
 }

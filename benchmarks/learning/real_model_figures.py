@@ -1,7 +1,6 @@
-"""What a run directory of the pretrained model says, in figures; and two commands that `real_model.py` runs.
+"""What a run directory of the pretrained model says, in figures; and the weights that its steps changed.
 
-make bench-real_model_figures ARGS='changed MODEL CHECKPOINT ...'        # weights that a step changed, in bfloat16
-make bench-real_model_figures ARGS='with-stranger RUN -- echo2 run ...'  # a run, and a worker of somebody else
+make bench-real_model_figures ARGS='MODEL CHECKPOINT ...'        # the share of each step, in bfloat16
 """
 
 from __future__ import annotations
@@ -10,9 +9,7 @@ import argparse
 import json
 import shutil
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -167,45 +164,11 @@ def changed_shares(models: Sequence[Path]) -> list[float]:
     return shares
 
 
-# ---- a stranger ------------------------------------------------------------------------------------------------------
-
-
-def with_stranger(run: Path, words: Sequence[str]) -> int:
-    """Start a run, invite a worker when the run can be joined, and wait for the run; its exit status. What the checks
-    found is in trust.json beside the run directory."""
-    ours = [sys.executable, "-m", "echo2"]
-    training = subprocess.Popen(words)
-    try:
-        while training.poll() is None and not (run / "ticket").exists():
-            time.sleep(0.1)
-        if training.poll() is not None:
-            return training.returncode
-        invited = subprocess.run([*ours, "invite", str(run), "--json"], capture_output=True, text=True, check=True)
-        ticket = json.loads(invited.stdout)["ticket"]
-        stranger = subprocess.Popen([*ours, "worker", ticket, "--state", str(run.with_name("stranger"))])
-        status = training.wait()
-        stranger.terminate()
-        stranger.wait()
-    except KeyboardInterrupt:  # the run has had the signal, too, if it came from a keyboard
-        training.terminate()
-        return training.wait()
-    told = subprocess.run([*ours, "trust", str(run), "--json"], capture_output=True, text=True, check=False)
-    run.with_name("trust.json").write_text(told.stdout)
-    return status
-
-
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("changed").add_argument("snapshots", type=there, nargs="+")
-    stranger = kinds.add_parser("with-stranger")
-    stranger.add_argument("run", type=Path)
-    stranger.add_argument("command", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    if options.kind == "changed":
-        print(json.dumps(changed_shares(options.snapshots)))
-        return 0
-    return with_stranger(options.run, options.command[options.command[:1] == ["--"] :])
+    parser.add_argument("snapshots", type=there, nargs="+")
+    print(json.dumps(changed_shares(parser.parse_args(arguments).snapshots)))
+    return 0
 
 
 if __name__ == "__main__":

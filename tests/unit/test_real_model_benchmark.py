@@ -115,12 +115,13 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
         "strangers": 3,
         "low-memory": 12,
         "forms": 24,
+        "mixed": 3,
         "distillation": 3,
         "self-distillation": 3,
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 34 + [1] * 25 + [2] * 25
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 35 + [1] * 26 + [2] * 26
     assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
@@ -138,7 +139,7 @@ def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 * 3 + 3
+    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 + 3 * 3 + 3
 
 
 def test_rows_of_a_teacher_mix_its_tasks() -> None:
