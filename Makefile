@@ -91,12 +91,18 @@ test-all: test test-foreign
 	$(PY) -m pytest -n $(PROCESSES) --dist worksteal -m slow --ignore tests/integration --ignore tests/foreign
 	$(PY) -m pytest -m slow tests/integration tests/foreign --ignore tests/foreign/in_browser
 
-# An environment for each, since their pins exclude each other. ALONE: without its requirements. BORROWS: `ours` sees the
-# packages of .venv and this checkout, `torch` the packages.
+# An environment for each, since their pins exclude each other; it is made anew when these change. ALONE: without its
+# requirements. BORROWS: `ours` sees the packages of .venv and this checkout, `torch` the packages.
+PINS = $(strip $(FIRST) $(ALONE) $(PACKAGES) $(BORROWS))
+.PHONY: FORCE
+.PRECIOUS: .venv-pins/%
+.venv-pins/%: FORCE
+	@mkdir -p $(@D); echo "$(PINS)" | cmp -s - $@ || echo "$(PINS)" > $@
+
 SITE_OF = $$($(1) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 FOREIGN_PIP = $(@D)/bin/python -m pip install -qq --disable-pip-version-check
 
-.venv-%/.installed: | $(INSTALLED)
+.venv-%/.installed: .venv-pins/% | $(INSTALLED)
 	@echo "Making .venv-$* (once) ..."
 	@$(PYTHON) -m venv --clear $(@D)
 	@$(if $(FIRST),$(FOREIGN_PIP) $(FIRST))
