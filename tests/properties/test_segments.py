@@ -161,7 +161,7 @@ class Story:
 
 @examples(25)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_whoever_installs_a_version_has_the_learners_weights_of_it(
+def test_a_worker_that_installs_a_version_has_the_learners_weights_of_it(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
     async def story() -> None:

@@ -128,7 +128,7 @@ def random_spec(seed: int) -> DisseminationSpec:
 
 
 @pytest.mark.parametrize("seed", seeds(10, 60))
-def test_whoever_lives_gets_everything_whatever_happens_to_the_others(seed: int) -> None:
+def test_a_living_member_gets_everything_whatever_happens_to_the_others(seed: int) -> None:
     spec = random_spec(seed)
     outcome = disseminate(spec)  # raises where somebody alive is left without
     dead = sum(worker.trouble in ("killed", "vanished") for worker in spec.workers)

@@ -32,7 +32,7 @@ def test_an_error_reaches_the_owner_once_and_a_cancellation_does_not() -> None:
     assert [str(error) for error in errors] == ["boom"]
 
 
-def test_the_first_error_of_several_works_ends_the_others_and_leaves_no_mark_on_whoever_waited() -> None:
+def test_the_first_error_of_several_works_ends_the_others_and_leaves_no_mark_on_the_task_that_waited() -> None:
     """A learner whose upload had failed once took the end of its connection to the head for its own."""
 
     async def fail() -> None:

@@ -217,7 +217,7 @@ def test_a_model_that_has_no_form_or_that_mlx_does_not_compute_is_refused(
     assert engine.installed is None
 
 
-def test_who_has_rounded_weights_checks_nobody_and_who_has_others_rounds_none() -> None:
+def test_an_engine_with_rounded_weights_checks_nobody_and_one_with_others_rounds_none() -> None:
     snapshot = snapshot_of(tiny_module("qwen3", **FITS))
     engine: Any = DecodeLoop(decoder_of())
     load(engine, snapshot)

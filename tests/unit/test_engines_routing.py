@@ -119,7 +119,7 @@ def live_routes(module: Any, tokens: list[int]) -> np.ndarray[Any, Any]:
     return watched.ids_NLk.numpy()
 
 
-def test_each_row_has_the_routes_of_its_tokens_whoever_joins_or_ends() -> None:
+def test_each_row_has_the_routes_of_its_tokens_while_others_join_and_end() -> None:
     """Prompts of several lengths, more requests than slots, rows that end early, and one that did not ask."""
     module = mixture()
     engine = engine_with(snapshot(module))

@@ -460,7 +460,7 @@ def test_a_worker_that_does_not_know_of_the_older_checkpoint_loses_a_group_and_n
     assert record.state in ("pending", "leased")  # others sample it
 
 
-def test_a_version_above_the_steps_own_never_reaches_the_learner_whoever_says_so() -> None:
+def test_a_version_above_the_steps_own_never_reaches_the_learner_from_any_sender() -> None:
     """The learner would take it for a mistake of ours, and end. After a fall-back an honest worker may name one."""
     desk = desk_with(groups_per_step=4)
     for step in range(3):

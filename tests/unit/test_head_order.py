@@ -73,7 +73,7 @@ def test_any_order_fills_the_slots_and_the_frontier_begins_with_different_number
     assert first_grants(replace(options, order="frontier")) == [1, 2]
 
 
-def test_groups_go_one_by_one_to_whoever_holds_least() -> None:
+def test_groups_go_one_by_one_to_the_worker_that_holds_least() -> None:
     desk = desk_with(replace(ON_POLICY, groups_per_step=3), "ab")
     numbers = {worker_id: [] for worker_id in "ab"}  # type: dict[str, list[int]]
     for worker_id, lease in desk.planner.leases.open_leases():

@@ -356,7 +356,7 @@ def test_a_standby_that_could_not_run_says_so_at_once(tmp_path: Path) -> None:
         stand_by(str(tmp_path / "another"), tmp_path / "out", print)
 
 
-def test_whoever_was_admitted_is_in_the_store(tmp_path: Path) -> None:
+def test_an_admitted_machine_is_in_the_store(tmp_path: Path) -> None:
     async def live() -> None:
         async with run_with(tmp_path, str(tmp_path / "store")) as opened:
             ticket = Ticket.parse(opened.head.identity.make_ticket("worker", "nowhere:1", 1, 1.0))

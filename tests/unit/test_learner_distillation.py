@@ -76,7 +76,7 @@ def test_the_advantage_has_the_gradient_of_the_divergence_also_for_stale_samples
     assert sampled_gradient(logits).tolist() == close(expected.tolist())
 
 
-def test_a_policy_that_is_its_teacher_is_left_alone_whoever_sampled() -> None:
+def test_a_policy_that_is_its_teacher_is_left_alone_by_any_sampler() -> None:
     assert sampled_gradient(RHO.log().requires_grad_()).tolist() == close([0.0] * 4)
 
 

@@ -32,7 +32,7 @@ def test_a_batch_takes_no_longer_than_its_groups_one_after_the_other() -> None:
         assert all(end >= own - 1e-9 for end, own in zip(ends, alone, strict=True)), f"seed {seed}"
 
 
-def test_whole_batches_go_to_whoever_is_free_first() -> None:
+def test_whole_batches_go_to_the_first_free_worker() -> None:
     fleet = nodes.Fleet(2, 1, 1.0)
     tokens = [sum(sum(nodes.lengths_of(7, at)) for at in range(first, first + 8)) for first in (0, 8, 16)]
     assert nodes.fleet_seconds(7, 24, fleet) == pytest.approx(max(max(tokens[:2]), min(tokens[:2]) + tokens[2]))

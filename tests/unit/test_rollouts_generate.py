@@ -226,7 +226,7 @@ WORDS = {"<pad>": 0, "<s>": 1, "a": 2, "b": 3, ",": 4, "##c": 5, ".": 6}
 
 @pytest.mark.parametrize("cleans_up", [True, False])
 @pytest.mark.parametrize("kind", ["words", "bytes"])
-def test_texts_are_those_of_transformers_whoever_writes_them(kind: str, cleans_up: bool) -> None:
+def test_texts_are_those_of_transformers_for_any_writer(kind: str, cleans_up: bool) -> None:
     """Wrapped tokenizers of WordPiece take the space before a comma away; byte-level ones never do."""
     if kind == "words":
         core = Tokenizer(models.WordPiece(WORDS, unk_token="<pad>"))

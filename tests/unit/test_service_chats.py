@@ -184,7 +184,7 @@ def test_a_session_that_ended_is_followed_by_another(chats: Service) -> None:
     assert num(chats, sessions, finished=None) == 1
 
 
-def test_who_hangs_up_pays_nothing(chats: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_hangs_up_pays_nothing(chats: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_api, "POLL_SECONDS", 0.01)
     monkeypatch.setattr("starlette.requests.Request.is_disconnected", _gone)
     chats.in_front(chats.backend.gate.clear)

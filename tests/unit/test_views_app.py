@@ -346,7 +346,7 @@ def test_a_page_that_closes_while_a_run_is_read_loses_no_step(rundir: RunDir, mo
     asyncio.run(asyncio.wait_for(listen(), 60))
 
 
-def test_whoever_listens_hears_how_all_stands_and_then_what_changes(rundir: RunDir) -> None:
+def test_a_listener_hears_how_all_stands_and_then_what_changes(rundir: RunDir) -> None:
     async def listen() -> tuple[list[str], str]:
         watch = Watch([rundir.path])
         events = watch.events()
