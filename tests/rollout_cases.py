@@ -1,4 +1,4 @@
-"""Tiny random Llama, Qwen2 and Qwen3 models as snapshots, and requests, for the engines' tests."""
+"""Tiny random models as snapshots, and requests, for the engines' tests."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from echo2.rollouts.generate import assignment_of
 VOCAB = 31
 END = 1
 FAMILIES = ("qwen3", "qwen2", "llama")
+#: Beside these, the families that `compact` alone knows.
+CLASSES = {
+    "qwen3": "Qwen3",
+    "qwen2": "Qwen2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "smollm3": "SmolLM3",
+    "gemma3_text": "Gemma3",
+}
 
 
 def tiny_module(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model with grouped heads and weights large enough that its distributions are far from uniform."""
-    from transformers import (
-        LlamaConfig,
-        LlamaForCausalLM,
-        Qwen2Config,
-        Qwen2ForCausalLM,
-        Qwen3Config,
-        Qwen3ForCausalLM,
-    )
+    import transformers
 
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "qwen2": (Qwen2Config, Qwen2ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[family]
+    name = CLASSES[family]
+    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM")
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -60,12 +60,14 @@ def tiny_module(family: str, seed: int = 0, **changes: Any) -> Any:
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
         "initializer_range": 0.25,
-        "tie_word_embeddings": family == "qwen3",
+        "tie_word_embeddings": family in ("qwen3", "gemma3_text"),
         "bos_token_id": None,
         "eos_token_id": END,
     }
-    if family == "qwen3":
+    if family in ("qwen3", "gemma3_text"):
         sizes["head_dim"] = 16
+    if family == "smollm3":
+        sizes["pad_token_id"] = 0
     torch.manual_seed(seed)
     module = model_class(config_class(**(sizes | changes))).eval()
     with torch.no_grad():

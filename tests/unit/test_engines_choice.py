@@ -16,6 +16,7 @@ import transformers
 from echo2.config import Config, build
 from echo2.config.values import ServerPlace
 from echo2.core.errors import UserError
+from echo2.engines.model_values import MODEL_TYPES
 from echo2.engines.registry import (
     EngineChoice,
     _has_own_gpu,
@@ -40,8 +41,8 @@ def test_the_default_is_open() -> None:
 
 def test_compact_is_taken_where_it_knows_the_model_and_transformers_elsewhere() -> None:
     assert str(in_worker(LLAMA)) == "engine compact: it knows llama models"
-    choice = in_worker({**LLAMA, "model_type": "gemma3_text"})
-    assert str(choice) == "engine transformers: compact does not support model_type = 'gemma3_text'"
+    choice = in_worker({**LLAMA, "model_type": "gemma3"})
+    assert str(choice) == "engine transformers: compact does not support model_type = 'gemma3'"
     assert in_worker({**LLAMA, "sliding_window": 4}).why == "compact does not support sliding_window = 4"
     assert in_worker({"model_type": "llama"}).name == "transformers"
 
@@ -53,6 +54,7 @@ def test_a_mac_with_mlx_takes_it_where_compact_knows_the_model(monkeypatch: pyte
     monkeypatch.setattr("echo2.engines.registry.has_metal", lambda: True)
     assert str(in_worker(LLAMA)) == "engine mlx: it knows llama models, and uses this Mac's GPU"
     assert in_worker({**LLAMA, "sliding_window": 4}).name == "transformers"
+    assert in_worker({**LLAMA, "model_type": "mistral"}).name == "compact"  # whose classes of mlx-lm were never tried
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert in_worker(LLAMA).name == "compact"
 
@@ -75,7 +77,7 @@ def test_a_mac_without_metal_takes_compact_and_refuses_mlx(monkeypatch: pytest.M
 def test_every_family_has_an_engine(model_type: str, tmp_path: Path) -> None:
     transformers.AutoConfig.for_model(model_type, **FAMILIES[model_type]).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert in_worker(config).name == ("compact" if model_type in ("qwen3", "llama") else "transformers")
+    assert in_worker(config).name == ("compact" if model_type in MODEL_TYPES else "transformers")
 
 
 def test_a_server_comes_first_unless_bits_must_repeat_or_the_run_names_an_engine() -> None:

@@ -35,6 +35,23 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}}),
     ("qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
 ]
+#: Of these, layers see a part of the tokens, or do not rotate: sequences of the test are longer than their windows.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"
+GEMMA_ROPES = {
+    LOCAL: {"rope_type": "default", "rope_theta": 100.0},
+    GLOBAL: {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+}
+MIXED: list[tuple[str, dict[str, Any]]] = [
+    ("mistral", {"sliding_window": 8}),
+    ("mistral", {"sliding_window": None, "head_dim": 16}),
+    ("smollm3", {"num_hidden_layers": 4}),
+    ("smollm3", {"no_rope_layers": [1, 0], "use_sliding_window": True, "sliding_window": 5, "attention_bias": True}),
+    ("gemma3_text", {"sliding_window": 8, "layer_types": [LOCAL, GLOBAL], "query_pre_attn_scalar": 9}),
+    ("gemma3_text", {"sliding_window": 64, "layer_types": [LOCAL, GLOBAL], "rope_parameters": GEMMA_ROPES}),
+    ("gemma3_text", {"sliding_window": 4, "num_hidden_layers": 7}),
+]
+KINDS = [*BUILDERS, "packed", "in blocks"]
+CASES = [*pairs(KINDS, VARIANTS), *pairs(["compact", "packed", "in blocks"], MIXED)]
 
 
 def filled(build: Any, snapshot: Any) -> Any:
@@ -44,7 +61,7 @@ def filled(build: Any, snapshot: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("kind", "variant"), pairs([*BUILDERS, "packed", "in blocks"], VARIANTS))
+@pytest.mark.parametrize(("kind", "variant"), CASES)
 def test_prefill_and_steps_give_the_logprobs_of_transformers(
     kind: str, variant: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +97,32 @@ def test_prefill_and_steps_give_the_logprobs_of_transformers(
                 _assert_same(module, rows, logits)
 
 
+@pytest.mark.parametrize("variant", MIXED)
+def test_texts_that_are_read_at_once_and_on_a_cache_have_the_logits_of_transformers(
+    variant: tuple[str, dict[str, Any]],
+) -> None:
+    """As checks of other workers, and later turns of a rollout, read them."""
+    family, changes = variant
+    module = tiny_module(family, **changes)
+    model = filled(build_compact, snapshot_of(module))
+    generator = torch.Generator().manual_seed(2)
+    texts = [array("i", torch.randint(VOCAB, (length,), generator=generator).tolist()) for length in (40, 12)]
+    with torch.inference_mode():
+        wanted = [hf_logits(module, text.tolist()).log_softmax(-1) for text in texts]
+        at_once = torch.cat(list(model.logits(texts, [3, 0], 7)))
+        expected = torch.cat([wanted[0][3:-1], wanted[1][:-1]])
+        assert (at_once.log_softmax(-1) - expected).abs().max() < 1e-4
+        cache, tiles = model.extend(None, texts[0][:15], 0, 64)
+        first = torch.cat(list(tiles))
+        cache, tiles = model.extend(cache, texts[0][15:], 0, 64)
+        in_parts = torch.cat([first, *tiles])
+        assert (in_parts.log_softmax(-1) - wanted[0]).abs().max() < 1e-4
+        known = model.prefill([texts[0][:14]]).copy(0, 14)
+        joined = model.prefill([texts[0][:30], texts[1][:11]], [known, None])
+        logits = model.step(joined, torch.tensor([texts[0][30], texts[1][11]]))
+        assert (logits.log_softmax(-1) - torch.stack([wanted[0][30], wanted[1][11]])).abs().max() < 1e-4
+
+
 def _assert_same(module: Any, rows: list[list[int]], logits: torch.Tensor) -> None:
     wanted = torch.stack([hf_logits(module, row)[-1] for row in rows]).log_softmax(-1)
     assert (logits.log_softmax(-1) - wanted).abs().max() < 1e-4
@@ -96,8 +139,9 @@ def test_weights_that_are_copied_over_packed_ones_are_computed_with(monkeypatch:
         _assert_same(module, [[3, 4, 5]], model.step(model.prefill([array("i", [3, 4])]), torch.tensor([5])))
 
 
-def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None:
-    module = tiny_module("qwen3")
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
+def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits(family: str) -> None:
+    module = tiny_module(family)
     half = module.to(torch.bfloat16)
     snapshot = snapshot_of(module.float())
     from echo2.core.types import Snapshot, TensorBytes
@@ -119,6 +163,7 @@ def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits() -> None
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
+        ({"model_type": "gemma3"}, "gemma3"),
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"sliding_window": 32, "use_sliding_window": True}, "32"),

@@ -22,7 +22,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
 from echo2.engines.hf_engine import make_engine
 from echo2.engines.hub_layout import text_module
-from echo2.engines.model_values import read_architecture
+from echo2.engines.model_values import MODEL_TYPES, read_architecture
 from echo2.engines.registry import in_worker
 from echo2.engines.routing import routing_of
 from echo2.learner.core.adapters import Adapter, check_trained, load_trained
@@ -212,7 +212,7 @@ def test_the_engine_compact_takes_a_family_or_names_another(family: str, tmp_pat
     import transformers
 
     values = json.loads(transformers.AutoConfig.for_model(family, **FAMILIES[family]).to_json_string())
-    if family in ("qwen3", "llama"):
+    if family in MODEL_TYPES:
         read_architecture(values)
     else:
         with pytest.raises(UserError, match=r'workers\.engine = "auto" or "transformers"'):

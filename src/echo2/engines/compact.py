@@ -1,4 +1,5 @@
-"""The forward pass of the engine `compact`: Llama, Qwen2 and Qwen3 in plain torch, for inference only.
+"""The forward pass of the engine `compact`: Llama, Mistral, Qwen2, Qwen3, SmolLM3 and Gemma 3 in plain torch, for
+inference only.
 
 It is fast on small models because it runs fewer and larger operations: one product for query, key and value, one for
 gate and up, joint normalisation and rotation of queries and keys, one prefill per prompt whose keys and values are
@@ -29,7 +30,7 @@ from echo2.engines.adapter import Adapter, Linear, LowRank, RowAdapters, join
 from echo2.engines.compact_cache import CompactCache
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
-from echo2.engines.model_values import Architecture, Rope, read_architecture
+from echo2.engines.model_values import Architecture, Attention, Rope, read_architecture
 from echo2.engines.rows import Cache, Limits
 from echo2.engines.snapshot_tensors import computing_dtype
 from echo2.engines.torch_engine import Model, TorchDecoder
@@ -45,6 +46,8 @@ PIECE_TOKENS = 1 << 8
 """Tokens of a sequence that `CompactModel.extend` reads at once; bounds the mask."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+Rotations = Sequence[tuple[Tensor, Tensor]]
+"""cos and sin [B, T, 1, E], for each of a model's rotary embeddings."""
 
 
 def make_engine(device: str, slots: int) -> Engine:
@@ -66,7 +69,7 @@ NO_ADAPTERS = LayerAdapters()
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Weights of one layer. `qk_norm_HE`: the norm of queries and keys, one row per head."""
+    """Weights of one layer. `qk_norm_HE`: the norm of queries and keys, one row per head. `after_*`: of Gemma."""
 
     attention_norm_D: Tensor
     qkv: Linear
@@ -75,6 +78,8 @@ class Layer:
     ffn_norm_D: Tensor
     gate_up: Linear
     down: Linear
+    after_attention_D: Tensor | None = None
+    after_ffn_D: Tensor | None = None
     adapters: LayerAdapters = NO_ADAPTERS
 
 
@@ -91,7 +96,10 @@ class CompactModel(Model):
         if arch.tied:
             self.places["lm_head.weight"] = self.places["model.embed_tokens.weight"]
         self._layers = [weights.layer(f"model.layers.{layer}.") for layer in range(arch.num_layers)]
-        self._frequency_E = rope_frequencies(arch.rope, arch.head_dim).to(self._embed_VD.device).repeat(2)
+        self._attention = arch.layers or (Attention(0, arch.rope),) * arch.num_layers
+        self._ropes = sorted({one.rope for one in self._attention if one.rope is not None}, key=repr)
+        self._frequencies = [rope_frequencies(one, arch.head_dim).to(device).repeat(2) for one in self._ropes]
+        self._rope_at = [None if one.rope is None else self._ropes.index(one.rope) for one in self._attention]
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
         self.dtype = self._embed_VD.dtype
         self.architecture: tuple[Architecture, torch.dtype] = (arch, self.dtype)
@@ -181,10 +189,10 @@ class CompactModel(Model):
         def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
             kv[layer, 0, at_R, :, :columns] = k_BTKE.transpose(1, 2)
             kv[layer, 1, at_R, :, :columns] = v_BTKE.transpose(1, 2)
-            return causal(layer, q_BTHE, k_BTKE, v_BTKE)
+            return self._causal(layer, q_BTHE, k_BTKE, v_BTKE)
 
-        cos_sin = self._rotation(torch.arange(columns, device=kv.device)[None])
-        return self._run(self._embed_VD[tokens_RT], cos_sin, attend)
+        rotations = self._rotations(torch.arange(columns, device=kv.device)[None])
+        return self._run(self._embedded(tokens_RT), rotations, attend)
 
     def _read_on(self, kv: Tensor, at_R: Tensor, tokens_RT: Tensor, first_R: Tensor) -> Tensor:
         """Read more tokens into these rows, whose first `first_R` tokens are in the cache already. Returns [R, T, D]
@@ -192,7 +200,8 @@ class CompactModel(Model):
         columns = tokens_RT.shape[1]
         position_RT = first_R[:, None] + torch.arange(columns, device=kv.device)
         used = int(first_R.max()) + columns
-        sees_R1TC = (torch.arange(used, device=kv.device) <= position_RT[..., None])[:, None]
+        behind_R1TC = (position_RT[..., None] - torch.arange(used, device=kv.device))[:, None]
+        sees = {window: _sees(behind_R1TC, window) for window in self._windows}
 
         def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
             kv[layer, 0, at_R[:, None], :, position_RT] = k_BTKE
@@ -201,12 +210,13 @@ class CompactModel(Model):
                 q_BTHE.transpose(1, 2),
                 kv[layer, 0, at_R, :, :used],
                 kv[layer, 1, at_R, :, :used],
-                attn_mask=sees_R1TC,
+                attn_mask=sees[self._attention[layer].window],
+                scale=self._arch.query_scale,
                 enable_gqa=q_BTHE.shape[2] > k_BTKE.shape[2],
             )
             return out_BHTE.transpose(1, 2)
 
-        return self._run(self._embed_VD[tokens_RT], self._rotation(position_RT), attend)
+        return self._run(self._embedded(tokens_RT), self._rotations(position_RT), attend)
 
     def extend(
         self, cache: Cache | None, tokens: array[int], first: int, most: int, routes: RouteCheck | None = None
@@ -232,8 +242,8 @@ class CompactModel(Model):
 
     def logits(self, sequences: Sequence[array[int]], firsts: Sequence[int], most: int) -> Iterator[Tensor]:
         tokens_RT = right_padded(sequences).to(self._embed_VD.device)
-        cos_sin = self._rotation(torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None])
-        hidden_RTD = self._run(self._embed_VD[tokens_RT], cos_sin, causal)
+        rotations = self._rotations(torch.arange(tokens_RT.shape[1], device=tokens_RT.device)[None])
+        hidden_RTD = self._run(self._embedded(tokens_RT), rotations, self._causal)
         for hidden_TD, first, sequence in zip(hidden_RTD, firsts, sequences, strict=True):
             for tile_ND in hidden_TD[first : len(sequence) - 1].split(most):
                 yield self._logits(tile_ND)
@@ -242,46 +252,90 @@ class CompactModel(Model):
         assert isinstance(cache, CompactCache)
         arch, rows = self._arch, len(tokens_B)
         cache.open_column()
-        mask_B11C, kv, position_B, place_B = cache.mask_B11C(), cache.kv, cache.lengths_B, cache.place_B
+        kv, position_B, place_B = cache.kv, cache.lengths_B, cache.place_B
+        masks = {window: cache.mask_B11C(window if window < cache.longest else 0) for window in self._windows}
         group = arch.num_heads // arch.num_kv_heads
 
         def attend(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
             kv[layer, :, place_B, :, position_B] = torch.stack((k_BTKE[:, 0], v_BTKE[:, 0]), 1)
-            q_BKGE = q_BTHE.reshape(rows, arch.num_kv_heads, group, arch.head_dim) * arch.head_dim**-0.5
-            return cache.attention(layer, q_BKGE, mask_B11C).view(rows, 1, arch.num_heads, arch.head_dim)
+            q_BKGE = q_BTHE.reshape(rows, arch.num_kv_heads, group, arch.head_dim) * arch.query_scale
+            out_BKGE = cache.attention(layer, q_BKGE, masks[self._attention[layer].window])
+            return out_BKGE.view(rows, 1, arch.num_heads, arch.head_dim)
 
-        cos_sin = self._rotation(position_B[:, None])
-        logits_BV = self._logits(self._run(self._embed_VD[tokens_B][:, None], cos_sin, attend)[:, 0])
+        rotations = self._rotations(position_B[:, None])
+        logits_BV = self._logits(self._run(self._embedded(tokens_B)[:, None], rotations, attend)[:, 0])
         cache.lengths_B = position_B + 1
         return logits_BV
 
-    def _run(self, x_BTD: Tensor, cos_sin: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def _run(self, x_BTD: Tensor, rotations: Rotations, attend: Attend) -> Tensor:
         """Run all layers. `attend(layer, queries, keys, values)` stores keys and values, and returns the attention."""
         arch = self._arch
         rows, columns, _ = x_BTD.shape
-        heads, kv_heads, head_dim, eps = arch.num_heads, arch.num_kv_heads, arch.head_dim, arch.rms_eps
+        heads, kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
         for index, layer in enumerate(self._layers):
-            qkv = layer.qkv(rms_norm(x_BTD, layer.attention_norm_D, eps), layer.adapters.qkv)
+            qkv = layer.qkv(self._norm(x_BTD, layer.attention_norm_D), layer.adapters.qkv)
             qkv_BTHE = qkv.view(rows, columns, heads + 2 * kv_heads, head_dim)
             qk_BTHE, v_BTKE = qkv_BTHE.split((heads + kv_heads, kv_heads), dim=2)
             if layer.qk_norm_HE is not None:
-                qk_BTHE = rms_norm(qk_BTHE, layer.qk_norm_HE, eps)
-            qk_BTHE = rotate(qk_BTHE, *cos_sin)
+                qk_BTHE = self._norm(qk_BTHE, layer.qk_norm_HE)
+            if (at := self._rope_at[index]) is not None:
+                qk_BTHE = rotate(qk_BTHE, *rotations[at])
             q_BTHE, k_BTKE = qk_BTHE.split((heads, kv_heads), dim=2)
             attended = attend(index, q_BTHE, k_BTKE, v_BTKE).reshape(rows, columns, heads * head_dim)
-            x_BTD = x_BTD + layer.out(attended, layer.adapters.out)
-            gate_up_BTF = layer.gate_up(rms_norm(x_BTD, layer.ffn_norm_D, eps), layer.adapters.gate_up)
-            gate_BTF, up_BTF = gate_up_BTF.chunk(2, dim=-1)
-            x_BTD = x_BTD + layer.down(functional.silu(gate_BTF) * up_BTF, layer.adapters.down)
+            out_BTD = layer.out(attended, layer.adapters.out)
+            x_BTD = x_BTD + (
+                out_BTD if layer.after_attention_D is None else self._norm(out_BTD, layer.after_attention_D)
+            )
+            out_BTD = self._feed_forward(layer, self._norm(x_BTD, layer.ffn_norm_D))
+            x_BTD = x_BTD + (out_BTD if layer.after_ffn_D is None else self._norm(out_BTD, layer.after_ffn_D))
         return x_BTD
 
-    def _logits(self, hidden_BD: Tensor) -> Tensor:
-        return self._head(rms_norm(hidden_BD, self._final_norm_D, self._arch.rms_eps)).float()
+    def _feed_forward(self, layer: Layer, x_BTD: Tensor) -> Tensor:
+        gate_BTF, up_BTF = layer.gate_up(x_BTD, layer.adapters.gate_up).chunk(2, dim=-1)
+        gate_BTF = functional.gelu(gate_BTF, approximate="tanh") if self._arch.gemma else functional.silu(gate_BTF)
+        return layer.down(gate_BTF * up_BTF, layer.adapters.down)
 
-    def _rotation(self, position_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin [B, T, 1, E] in the computing dtype; the angles are float32, as in transformers."""
-        angle_BT1E = position_BT[..., None, None].float() * self._frequency_E
-        return angle_BT1E.cos().to(self._embed_VD.dtype), angle_BT1E.sin().to(self._embed_VD.dtype)
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._arch.rms_eps, self._arch.gemma)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x = self._embed_VD[tokens]
+        return x * x.new_tensor(self._arch.hidden_size**0.5) if self._arch.gemma else x
+
+    def _logits(self, hidden_BD: Tensor) -> Tensor:
+        return self._head(self._norm(hidden_BD, self._final_norm_D)).float()
+
+    def _rotations(self, position_BT: Tensor) -> Rotations:
+        """In the computing dtype; the angles are float32, as in transformers."""
+        angles = [position_BT[..., None, None].float() * frequency_E for frequency_E in self._frequencies]
+        return [(one.cos().to(self.dtype), one.sin().to(self.dtype)) for one in angles]
+
+    @property
+    def _windows(self) -> set[int]:
+        return {one.window for one in self._attention}
+
+    def _causal(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
+        """Self-attention of sequences that are read from their beginning."""
+        window, columns = self._attention[layer].window, q_BTHE.shape[1]
+        mask_TC = None
+        if 0 < window < columns:
+            column_T = torch.arange(columns, device=q_BTHE.device)
+            mask_TC = _sees(column_T[:, None] - column_T, window)
+        out_BHTE = functional.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2),
+            k_BTKE.transpose(1, 2),
+            v_BTKE.transpose(1, 2),
+            attn_mask=mask_TC,
+            is_causal=mask_TC is None,
+            scale=self._arch.query_scale,
+            enable_gqa=q_BTHE.shape[2] > k_BTKE.shape[2],
+        )
+        return out_BHTE.transpose(1, 2)
+
+
+def _sees(behind: Tensor, window: int) -> Tensor:
+    """Whether a token sees one that is so many places behind it; 0: its own."""
+    return (behind >= 0) & (behind < window) if window else behind >= 0
 
 
 def right_padded(sequences: Sequence[array[int]]) -> Tensor:
@@ -292,21 +346,12 @@ def right_padded(sequences: Sequence[array[int]]) -> Tensor:
     return tokens_RT
 
 
-def causal(layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
-    """Causal self-attention; `layer` is not used."""
-    out_BHTE = functional.scaled_dot_product_attention(
-        q_BTHE.transpose(1, 2),
-        k_BTKE.transpose(1, 2),
-        v_BTKE.transpose(1, 2),
-        is_causal=True,
-        enable_gqa=q_BTHE.shape[2] > k_BTKE.shape[2],
-    )
-    return out_BHTE.transpose(1, 2)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last dimension, the division in float32. On a GPU it is one kernel instead of six:
-    there a step takes as long as its kernels are many."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, is_gemma: bool = False) -> Tensor:
+    """x / rms(x) * weight over the last dimension, the division in float32; Gemma's x / rms(x) * (1 + weight), all in
+    float32. On a GPU it is one kernel instead of six: there a step takes as long as its kernels are many."""
+    if is_gemma:
+        wide = functional.rms_norm(x.float(), x.shape[-1:], eps=eps)
+        return (wide * (1.0 + weight.float())).to(x.dtype)
     if x.is_cuda:
         return weight * functional.rms_norm(x, x.shape[-1:], eps=eps)
     wide = x.float()
@@ -359,14 +404,19 @@ class _Weights:
             matrix = self.new(*(f"{prefix}{name}.weight" for name in names))
             return Linear(matrix, self.new(*(f"{prefix}{name}.bias" for name in names)) if has_bias else None)
 
+        # Gemma's `post_attention_layernorm` is what its name says; the others' comes before the feed-forward.
+        gemma = self._arch.gemma
+        ffn = "pre_feedforward" if gemma else "post_attention"
         return Layer(
             self.new(f"{prefix}input_layernorm.weight"),
             fused(*QKV),
             self._qk_norm(f"{prefix}self_attn.") if self._arch.qk_norm else None,
             fused(OUT),
-            self.new(f"{prefix}post_attention_layernorm.weight"),
+            self.new(f"{prefix}{ffn}_layernorm.weight"),
             fused(*GATE_UP),
             fused(DOWN),
+            self.new(f"{prefix}post_attention_layernorm.weight") if gemma else None,
+            self.new(f"{prefix}post_feedforward_layernorm.weight") if gemma else None,
         )
 
     def _qk_norm(self, prefix: str) -> Tensor:

@@ -95,12 +95,15 @@ class CompactCache(Cache):
         self.longest += 1
         self.blocks = [(start, stop, columns + 1) for start, stop, columns in self.blocks]
 
-    def mask_B11C(self) -> Tensor:
-        """Return the mask to add to attention scores, by place: -inf behind each row's newest token."""
+    def mask_B11C(self, window: int = 0) -> Tensor:
+        """Return the mask to add to attention scores, by place: -inf behind each row's newest token, and with a window
+        for all but the newest tokens, so many."""
         lengths_B = self.lengths_B if self.order_B is None else self.lengths_B[self.order_B]
         column_C = torch.arange(self.longest, device=self.kv.device)
-        is_behind_BC = column_C > lengths_B[:, None]
-        mask_BC = torch.zeros(is_behind_BC.shape, device=self.kv.device).masked_fill_(is_behind_BC, float("-inf"))
+        is_hidden_BC = column_C > lengths_B[:, None]
+        if window:
+            is_hidden_BC |= column_C <= lengths_B[:, None] - window
+        mask_BC = torch.zeros(is_hidden_BC.shape, device=self.kv.device).masked_fill_(is_hidden_BC, float("-inf"))
         return mask_BC[:, None, None, :]
 
     def attention(self, layer: int, q_BKGE: Tensor, mask_B11C: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from echo2.core.documents import parse_json, safetensors_pieces
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot, StoredTensor
 from echo2.engines import forms, gguf_file
-from echo2.engines.model_values import Architecture, UnsupportedError, read_architecture
+from echo2.engines.model_values import PLAIN_TYPES, Architecture, UnsupportedError, read_architecture
 from echo2.engines.snapshot_tensors import computing_dtype, fill
 from echo2.engines.tokenizer import Tokenizer, load_tokenizer
 from echo2.weights.format.model_files import MLX_WEIGHTS
@@ -81,7 +81,7 @@ def _architecture(
     """Return config.json's values and the sizes of a model. Raises UserError if the program has no place for it."""
     config = read_config(snapshot.files)
     try:
-        arch = read_architecture(config)
+        arch = read_architecture(config, PLAIN_TYPES)
         trait = misfit(config["model_type"], arch)
     except UnsupportedError as error:
         trait = error.trait

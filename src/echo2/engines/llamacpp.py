@@ -44,7 +44,7 @@ from echo2.engines.compact import CompactModel, build_compact
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, OutOfMemoryError
 from echo2.engines.gguf_file import misfit, write_adapter, write_model
-from echo2.engines.model_values import Architecture, UnsupportedError, read_architecture
+from echo2.engines.model_values import PLAIN_TYPES, Architecture, UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
 from echo2.engines.torch_engine import META, Model, TorchDecoder
 from echo2.weights.format.snapshot_files import read_config
@@ -140,7 +140,7 @@ def _outline(snapshot: Snapshot, device: torch.device) -> CompactModel:
 def _architecture(config: Mapping[str, Any]) -> Architecture:
     """Return the sizes of a model that this engine has. Raises UserError as `_outline`."""
     try:
-        arch = read_architecture(config)
+        arch = read_architecture(config, PLAIN_TYPES)
         trait = misfit(config["model_type"], arch)
     except UnsupportedError as error:
         trait = error.trait

@@ -29,7 +29,7 @@ from echo2.engines.adapter import Adapter, LowRank
 from echo2.engines.compact import CompactModel, build_compact, right_padded
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
-from echo2.engines.model_values import UnsupportedError, read_architecture
+from echo2.engines.model_values import PLAIN_TYPES, UnsupportedError, read_architecture
 from echo2.engines.rows import Cache
 from echo2.engines.snapshot_tensors import fill, taken
 from echo2.engines.torch_engine import META, Model, TorchDecoder
@@ -65,7 +65,7 @@ def check_model(config: Mapping[str, Any], form: str) -> None:
         UserError: mlx-lm, or the form, has no such model.
     """
     try:
-        arch = read_architecture(config)
+        arch = read_architecture(config, PLAIN_TYPES)
     except UnsupportedError as error:
         raise _unfit(error.trait) from error
     if form and (trait := forms.misfit(arch.tensor_shapes(), form)):

@@ -1,16 +1,16 @@
-"""What config.json says of a model: its values, as transformers builds it, and, of a Llama, Qwen2 or Qwen3 model, the
-architecture that `compact` and its kin compute; variants unknown to these are refused. No torch here.
+"""What config.json says of a model: its values, as transformers builds it, and, of a model that `compact` knows, the
+architecture that it computes; variants unknown to it are refused. No torch here.
 
 Gemma 3 on the hub names neither its vocabulary nor its context: its class has them. transformers is asked only then; it
 takes up to three seconds to import, of which a process that loads a tokenizer spends most anyway.
 
-Source: transformers' configuration and modelling files (`models/{llama,qwen2,qwen3}`).
+Source: transformers' configuration and modelling files (`models/{llama,mistral,qwen2,qwen3,smollm3,gemma3}`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,7 +22,11 @@ from echo2.weights.format.snapshot_files import read_config
 
 #: Some classes compute these, and leave them out of what they write (Nemotron-H counts its list of layers).
 COMPUTED = ("num_hidden_layers", "layer_types")
-MODEL_TYPES = ("llama", "qwen2", "qwen3")
+#: What llama.cpp and MLX compute here, too.
+PLAIN_TYPES = ("llama", "qwen2", "qwen3")
+#: Their config.json may leave out what their class has.
+WITH_DEFAULTS = ("mistral", "smollm3", "gemma3_text")
+MODEL_TYPES = (*PLAIN_TYPES, *WITH_DEFAULTS)
 ROPE_TYPES = ("default", "linear", "llama3")
 #: Eight times as many as the deepest models have. `tensor_shapes` lists every layer that a config.json claims.
 LAYERS_MAX = 1000
@@ -109,8 +113,23 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Attention:
+    """What differs between the layers of a model. `window`: a token sees so many tokens, its own included; 0: all.
+    `rope`: None if queries and keys are not rotated."""
+
+    window: int
+    rope: Rope | None
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes and variants. Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values."""
+    """Sizes and variants. Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values.
+
+    query_scale  what queries are multiplied by
+    gemma        norms multiply by 1 + weight, and stand behind attention and feed-forward, too; embeddings are
+                 multiplied by sqrt(hidden_size), and the activation is GELU
+    layers       the attention of each layer; empty: all see all tokens and rotate by `rope`
+    """
 
     vocab_size: int
     hidden_size: int
@@ -127,6 +146,9 @@ class Architecture:
     out_bias: bool
     ffn_bias: bool
     qk_norm: bool
+    query_scale: float
+    gemma: bool = False
+    layers: tuple[Attention, ...] = ()
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its Hugging Face name."""
@@ -152,6 +174,8 @@ class Architecture:
             ("mlp.down_proj", (d, f), self.ffn_bias),
         ]
         norms = {"input_layernorm": d, "post_attention_layernorm": d}
+        if self.gemma:
+            norms |= {"pre_feedforward_layernorm": d, "post_feedforward_layernorm": d}
         if self.qk_norm:
             norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
         for layer in range(self.num_layers):
@@ -164,16 +188,18 @@ class Architecture:
         return shapes
 
 
-def read_architecture(config: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that config.json describes.
+def read_architecture(config: Mapping[str, Any], known: Sequence[str] = MODEL_TYPES) -> Architecture:
+    """Return the architecture that config.json describes; of these model types alone.
 
     Raises:
         UserError: `compact` does not support the model type or the variant (the message names the engine that does),
             or config.json is incomplete.
     """
     try:
-        _check_variant(config)
-        return _architecture(config)
+        _require(config.get("model_type") in known, "model_type", config.get("model_type"))
+        values = all_values(config) if config["model_type"] in WITH_DEFAULTS else config
+        _check_variant(values)
+        return _architecture(values)
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -181,12 +207,24 @@ def read_architecture(config: Mapping[str, Any]) -> Architecture:
 
 
 def _check_variant(config: Mapping[str, Any]) -> None:
-    model_type = config.get("model_type")
-    _require(model_type in MODEL_TYPES, "model_type", model_type)
-    _require(config.get("hidden_act", "silu") == "silu", "hidden_act", config.get("hidden_act"))
-    _require(set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}, "layer_types", "not all full")
-    has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
-    _require(not has_window, "sliding_window", config.get("sliding_window"))
+    model_type, is_gemma = config["model_type"], config["model_type"] == "gemma3_text"
+    activation = "hidden_activation" if is_gemma else "hidden_act"
+    _require(
+        config.get(activation, "silu") == ("gelu_pytorch_tanh" if is_gemma else "silu"),
+        activation,
+        config.get(activation),
+    )
+    for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
+        _require(not config.get(key), key, config.get(key))
+    if model_type in WITH_DEFAULTS:
+        kinds = set(config.get("layer_types") or ["full_attention"])
+        _require(kinds <= {"full_attention", "sliding_attention"}, "layer_types", sorted(kinds))
+    else:
+        _require(
+            set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}, "layer_types", "not all full"
+        )
+        has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
+        _require(not has_window, "sliding_window", config.get("sliding_window"))
     _require(not config.get("quantization_config"), "quantization_config", "set")
 
 
@@ -195,7 +233,9 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     layers = int(config["num_hidden_layers"])
     if layers > LAYERS_MAX:
         raise ValueError(f"num_hidden_layers = {layers}; the limit is {LAYERS_MAX}")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias, is_gemma = bool(config.get("attention_bias", False)), model_type == "gemma3_text"
+    head_dim = int(config.get("head_dim") or (128 if model_type == "qwen3" else int(config["hidden_size"]) // heads))
+    rope = _rope(config, (config["rope_parameters"] or {})["full_attention"] if is_gemma else None)
     return Architecture(
         vocab_size=int(config["vocab_size"]),
         hidden_size=int(config["hidden_size"]),
@@ -203,24 +243,46 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_dim=int(config.get("head_dim") or (128 if model_type == "qwen3" else int(config["hidden_size"]) // heads)),
+        head_dim=head_dim,
         max_positions=int(config["max_position_embeddings"]),
         rms_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
+        rope=rope,
         tied=bool(config.get("tie_word_embeddings", False)),
         qkv_bias=attention_bias or model_type == "qwen2",
         out_bias=attention_bias and model_type != "qwen2",
-        ffn_bias=bool(config.get("mlp_bias", False)) and model_type == "llama",
-        qk_norm=model_type == "qwen3",
+        ffn_bias=bool(config.get("mlp_bias", False)) and model_type in ("llama", "smollm3"),
+        qk_norm=model_type in ("qwen3", "gemma3_text"),
+        query_scale=float(config["query_pre_attn_scalar"] if is_gemma else head_dim) ** -0.5,
+        gemma=is_gemma,
+        layers=_layers(config, layers, rope),
     )
 
 
-def _rope(config: Mapping[str, Any]) -> Rope:
-    """transformers 5 writes `rope_parameters`; 4 wrote `rope_theta` and `rope_scaling`."""
-    values = config.get("rope_parameters") or config.get("rope_scaling") or {}
+def _layers(config: Mapping[str, Any], num_layers: int, rope: Rope) -> tuple[Attention, ...]:
+    """Return the attention of each layer; empty if all layers are alike and see all tokens."""
+    model_type, window = config["model_type"], int(config.get("sliding_window") or 0)
+    if model_type == "mistral":
+        return (Attention(window, rope),) * num_layers if window else ()
+    if model_type == "smollm3":
+        is_rotated = list(config["no_rope_layers"])
+        windows = [window if kind == "sliding_attention" else 0 for kind in config["layer_types"]]
+        return tuple(
+            Attention(one, rope if rotated else None) for one, rotated in zip(windows, is_rotated, strict=True)
+        )
+    if model_type == "gemma3_text":
+        local = Attention(window, _rope(config, config["rope_parameters"]["sliding_attention"]))
+        is_local = [kind == "sliding_attention" for kind in config["layer_types"]]
+        return tuple(local if one else Attention(0, rope) for one in is_local)
+    return ()
+
+
+def _rope(config: Mapping[str, Any], of_layers: Mapping[str, Any] | None = None) -> Rope:
+    """`of_layers`: what a model says of some of its layers. transformers 5 writes `rope_parameters`; 4 wrote
+    `rope_theta` and `rope_scaling`."""
+    values = of_layers or config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = values.get("rope_type") or values.get("type") or "default"
     _require(kind in ROPE_TYPES, "rope_type", kind)
-    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
     _require(partial == 1.0, "partial_rotary_factor", partial)
     theta = float(values.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     if kind == "default":
@@ -241,8 +303,7 @@ def _require(is_known: bool, key: str, value: object) -> None:
     if not is_known:
         trait = f"{key} = {value!r}"
         raise UnsupportedError(
-            f"The compact engine supports {', '.join(MODEL_TYPES)} models with full attention and "
-            f"{' or '.join(ROPE_TYPES)} "
-            f'rotary embeddings; this model has {trait}. Set workers.engine = "auto" or "transformers".',
+            f"The compact engine supports {', '.join(MODEL_TYPES)} models with {' or '.join(ROPE_TYPES)} rotary "
+            f'embeddings; this model has {trait}. Set workers.engine = "auto" or "transformers".',
             trait,
         )

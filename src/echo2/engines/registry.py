@@ -31,7 +31,7 @@ from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
 from echo2.engines.decode_loop import DEFAULT_SLOTS, DecodeLoop
 from echo2.engines.engine import Engine
-from echo2.engines.model_values import UnsupportedError, read_architecture
+from echo2.engines.model_values import PLAIN_TYPES, UnsupportedError, read_architecture
 from echo2.weights.format.snapshot_files import read_config
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def in_worker(config: Mapping[str, Any]) -> EngineChoice:
     except UserError:
         return EngineChoice("transformers", "the model's config.json leaves out what compact needs")
     known = f"it knows {config['model_type']} models"
-    if is_mac() and not missing_packages("mlx"):
+    if config["model_type"] in PLAIN_TYPES and is_mac() and not missing_packages("mlx"):
         return EngineChoice("mlx", f"{known}, and uses this Mac's GPU")
     return EngineChoice("compact", known)
 
