@@ -14,9 +14,9 @@ from random import Random
 import pytest
 
 from echo2.core.errors import LinkError, UserError
-from echo2.head.store.decide.log import SIGN_SECONDS, SILENT_SECONDS, Claim, LogWriter, Mark, Sign, SignWatch
+from echo2.head.store.decide.log import ALIVE_SECONDS, SILENT_SECONDS, Claim, LogWriter, Mark, SignOfLife, SignWatch
 from echo2.head.store.log import (
-    SIGN_KEY,
+    ALIVE_KEY,
     LogReader,
     add_mark,
     copy_name,
@@ -289,10 +289,10 @@ class Standbys(World):
             one.writer.add(one.ledger.number, record.encode(), self.now)
 
     def sign(self, one: Directory) -> None:
-        if one.writer is not None and one.writer.fenced is None and self.now > one.signed_at + SIGN_SECONDS:
+        if one.writer is not None and one.writer.fenced is None and self.now > one.signed_at + ALIVE_SECONDS:
             one.num_signs += 1
-            sign = Sign(one.name, one.writer.epoch, one.num_signs)
-            self.objects.upload(SIGN_KEY, [encode(sign)])
+            sign = SignOfLife(one.name, one.writer.epoch, one.num_signs)
+            self.objects.upload(ALIVE_KEY, [encode(sign)])
             one.signed_at = self.now
 
     def sleep(self, one: Directory) -> None:
@@ -301,7 +301,7 @@ class Standbys(World):
     def look(self) -> None:
         number = self.random.randrange(len(self.watches))
         watch, (rate, offset) = self.watches[number], self.clocks[number]
-        watch.look(found := self.objects.get(SIGN_KEY), self.now * rate + offset)
+        watch.look(found := self.objects.get(ALIVE_KEY), self.now * rate + offset)
         if watch.is_silent:
             self.fetch()
             sign = read_sign(found)
@@ -346,7 +346,7 @@ def test_standbys_follow_heads_that_sleep_and_wake_up() -> None:
 def test_a_head_that_gives_signs_is_not_taken_over_and_a_silent_one_is(rate: float) -> None:
     watch, now = SignWatch(), 0.0
     while now < 100 * SILENT_SECONDS:
-        watch.look(b"%d" % (now // (2 * SIGN_SECONDS)), 7e8 + now * rate)
+        watch.look(b"%d" % (now // (2 * ALIVE_SECONDS)), 7e8 + now * rate)
         assert not watch.is_silent
         now += 1.0
     died_at = now
@@ -369,8 +369,8 @@ def test_last_words_count_if_no_other_head_has_followed() -> None:
     objects.fault_rate = 0.0
     assert why_over(objects, None) == ""
     first = take_log(objects, Records(), Claim("a"), Records().copy)
-    words = encode(Sign("a", first.epoch, 5, "finished"))
-    assert why_over(objects, encode(Sign("a", first.epoch, 4))) == ""
+    words = encode(SignOfLife("a", first.epoch, 5, "finished"))
+    assert why_over(objects, encode(SignOfLife("a", first.epoch, 4))) == ""
     assert why_over(objects, words[:-3]) == ""
     assert why_over(objects, words) == "finished"
     take_log(objects, Records(), Claim("b", ("a", first.epoch)), Records().copy)

@@ -18,8 +18,8 @@ from echo2.core.objects import open_objects
 from echo2.head.store import contents
 from echo2.head.store import mirror as mirror_module
 from echo2.head.store.contents import fetch_run, stand_by
-from echo2.head.store.decide.log import LOOK_SECONDS, SILENT_SECONDS, Sign, SignWatch
-from echo2.head.store.log import SIGN_KEY, encode
+from echo2.head.store.decide.log import LOOK_SECONDS, SILENT_SECONDS, SignOfLife, SignWatch
+from echo2.head.store.log import ALIVE_KEY, encode
 from echo2.head.store.mirror import Mirror, read_claim
 from seeds import seeds
 from test_head_store import leave_a_run
@@ -129,7 +129,7 @@ def test_of_standbys_that_begin_together_one_becomes_the_head(
             for _ in range(chance.randrange(START_LOOKS)):
                 clock.sleep(LOOK_SECONDS)
             begun = Mirror.open(RunDir(out), store, 0.0)  # else another one has followed
-            begun.objects.upload(SIGN_KEY, [encode(Sign(read_claim(RunDir(out)).own, begun.epoch, 1, OVER))])
+            begun.objects.upload(ALIVE_KEY, [encode(SignOfLife(read_claim(RunDir(out)).own, begun.epoch, 1, OVER))])
         outcomes.append(over)
 
     num = 2 + seed % 2

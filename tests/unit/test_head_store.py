@@ -24,8 +24,8 @@ from echo2.head.store import contents
 from echo2.head.store import mirror as mirror_module
 from echo2.head.store.contents import fetch_run, stand_by
 from echo2.head.store.decide import log as log_rules
-from echo2.head.store.decide.log import Mark, Sign
-from echo2.head.store.log import SIGN_KEY, add_mark, encode, newest_mark, send
+from echo2.head.store.decide.log import Mark, SignOfLife
+from echo2.head.store.log import ALIVE_KEY, add_mark, encode, newest_mark, send
 from echo2.head.store.mirror import Mirror, read_claim
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
@@ -215,7 +215,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "copy is another file": lambda store: newest_copy(store).write_text("hello"),
     "entry is cut off": lambda store: os.truncate(max((store / "log").iterdir()), 40),
     "entry is empty": lambda store: max((store / "log").iterdir()).write_bytes(b""),
-    "entry is another object": lambda store: max((store / "log").iterdir()).write_bytes(encode(Sign("x", 1, 1))),
+    "entry is another object": lambda store: max((store / "log").iterdir()).write_bytes(encode(SignOfLife("x", 1, 1))),
     "mark is cut off": lambda store: os.truncate(max((store / "marks").iterdir()), 30),
 }
 
@@ -330,7 +330,7 @@ def test_a_standby_whose_head_comes_back_goes_on_waiting(tmp_path: Path, monkeyp
         num_fetched += 1
         found = fetch_run(url, where, told)
         if num_fetched == 1 and (head := read_claim(found).after) is not None:
-            open_objects(store).upload(SIGN_KEY, [encode(Sign(*head, 99))])
+            open_objects(store).upload(ALIVE_KEY, [encode(SignOfLife(*head, 99))])
         return found
 
     monkeypatch.setattr(contents, "fetch_run", slowly)

@@ -116,7 +116,7 @@ def _checked_width(place: int, datum: ClientDatum) -> int:
     length, num_targets = len(datum.tokens), len(datum.targets)
     if not length or not num_targets or num_targets % length:
         raise UserError(
-            f"datum {place} has {length} tokens and {num_targets} targets: give one or more for each token."
+            f"datum {place} has {length} tokens and {num_targets} targets: give one or more targets for each token."
         )
     for name in ("weights", "advantages", "logprobs", "clip_low", "clip_high"):
         values = getattr(datum, name)
@@ -134,7 +134,7 @@ def _check_clips(place: int, datum: ClientDatum, loss: str) -> None:
     known = CLIENT_LOSSES[loss].defaults if loss in CLIENT_LOSSES else (LOW, HIGH)
     for name, values in ((LOW, datum.clip_low), (HIGH, datum.clip_high)):
         if values is not None and name not in known:
-            raise UserError(f"datum {place} has {name}, which the loss {loss} does not.")
+            raise UserError(f"datum {place} has {name}, which the loss {loss} does not take.")
 
 
 def _weights(datum: ClientDatum, loss: str) -> array[float] | None:
@@ -152,7 +152,7 @@ def _weights(datum: ClientDatum, loss: str) -> array[float] | None:
     return weights
 
 
-#: An operation in slices: it yields whenever another model may go on.
+#: An operation that yields between its passes, so that other models can run.
 Slices = Generator[None, None, Answer]
 
 
@@ -216,7 +216,7 @@ class Models:
         directory = self._directory(call.model)
         if (directory / "spec.json").is_file():
             if self._spec(call.model) != call.spec:
-                raise UserError(f"There is a model {call.model!r} already, created otherwise: use another id.")
+                raise UserError(f"Model {call.model!r} exists already, with other settings: use another id.")
             return Answer()
         self._add(call.model, call.spec)
         directory.mkdir(parents=True, exist_ok=True)
@@ -329,7 +329,9 @@ class Models:
             except UserError as error:
                 fault = str(error)
             if fault != record.answer.fault:
-                raise InvariantError(f"{name}: operation {record.operation} went otherwise when done again: {fault}")
+                raise InvariantError(
+                    f"{name}: operation {record.operation} ended differently when it was repeated: {fault}"
+                )
 
     def _add(self, name: str, spec: ModelSpec) -> _Model:
         tenants = self._bases.get(spec.base)

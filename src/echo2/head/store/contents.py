@@ -25,8 +25,8 @@ from echo2.config.rundir import RunDir, write_atomically
 from echo2.core.errors import LinkError, PeerError, UserError, counted
 from echo2.core.objects import Objects, open_objects
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.store.decide.log import LOOK_SECONDS, Sign, SignWatch
-from echo2.head.store.log import SIGN_KEY, FollowedError, LogReader, encode, read_sign, why_over
+from echo2.head.store.decide.log import LOOK_SECONDS, SignOfLife, SignWatch
+from echo2.head.store.log import ALIVE_KEY, FollowedError, LogReader, encode, read_sign, why_over
 from echo2.head.store.mirror import LedgerFile, Mirror, read_claim, write_claim
 from echo2.learner.core import checkpoint
 from echo2.transport.certificates import write_private
@@ -196,7 +196,7 @@ def stand_by(url: str, out: Path, check: Callable[[RunDir], object]) -> str:
                     return over
                 log.warning("no sign of life for %.0f s: taking the run over", watch.silent_seconds)
                 fetch_run(url, aside.path, out)
-                watch.look(found := objects.get(SIGN_KEY), time.monotonic())
+                watch.look(found := objects.get(ALIVE_KEY), time.monotonic())
                 sign = read_sign(found)
                 signed = (sign.head, sign.epoch) if sign is not None else None
                 if watch.may_follow(read_claim(aside).after, signed) and _is_taken(url, aside, out):
@@ -217,7 +217,7 @@ def _is_taken(url: str, rundir: RunDir, told: Path) -> bool:
         mirror = Mirror.open(rundir, url, 0.0)
     except FollowedError:
         return False
-    mirror.objects.upload(SIGN_KEY, [encode(Sign(read_claim(rundir).own, mirror.epoch, 0))])
+    mirror.objects.upload(ALIVE_KEY, [encode(SignOfLife(read_claim(rundir).own, mirror.epoch, 0))])
     if mirror.has_caught_up:
         restore(rundir, mirror.objects, told)
     return True
@@ -226,7 +226,7 @@ def _is_taken(url: str, rundir: RunDir, told: Path) -> bool:
 def _await_silence(objects: Objects, watch: SignWatch) -> str:
     while not watch.is_silent:
         time.sleep(LOOK_SECONDS)
-        watch.look(found := objects.get(SIGN_KEY), time.monotonic())
+        watch.look(found := objects.get(ALIVE_KEY), time.monotonic())
         if over := why_over(objects, found):
             return over
     return ""

@@ -20,11 +20,11 @@ from blake3 import blake3
 from echo2.core.errors import InvariantError, LinkError, UserError
 from echo2.core.objects import Objects
 from echo2.head.ledger.schema import MAX_INTEGER
-from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, Sign
+from echo2.head.store.decide.log import Claim, Entry, LogWriter, Mark, SignOfLife
 
 _DIGEST_BYTES = 32
-_T = TypeVar("_T", Entry, Mark, Sign)
-SIGN_KEY = "alive"
+_T = TypeVar("_T", Entry, Mark, SignOfLife)
+ALIVE_KEY = "alive"
 
 
 class FollowedError(UserError):
@@ -56,7 +56,7 @@ class _Nothing:
         raise InvariantError("a copy is not wanted")
 
 
-def encode(value: Entry | Mark | Sign) -> bytes:
+def encode(value: Entry | Mark | SignOfLife) -> bytes:
     """Return an object of the store, with a digest of it."""
     data = msgspec.msgpack.encode(value)
     return blake3(data).digest() + data
@@ -224,10 +224,10 @@ def send(objects: Objects, position: int, entry: Entry) -> Entry:
     return decode(found, Entry)
 
 
-def read_sign(found: bytes | None) -> Sign | None:
+def read_sign(found: bytes | None) -> SignOfLife | None:
     """Return the sign of life that was found; None: there is none yet, or it was torn."""
     try:
-        return decode(found or b"", Sign)
+        return decode(found or b"", SignOfLife)
     except UserError:
         return None
 

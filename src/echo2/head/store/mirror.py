@@ -1,5 +1,5 @@
-"""Keeps a run's ledger in a store while it is written, and lets a message leave the head once the store has what it
-follows from. (The place's own state: `log.py`; the rules: `decide/log.py`.)
+"""Keeps a run's ledger in a store while it is written, and holds each message of the head back until the records on
+which it depends are stored. (The state of the store itself: `log.py`; the rules: `decide/log.py`.)
 
 The head goes on deciding while records are on their way. Only its messages wait, so that a slow store costs latency and
 no throughput: what was recorded meanwhile goes with the next entry.
@@ -34,8 +34,8 @@ from echo2.core.retries import Retries
 from echo2.core.types import Backoff
 from echo2.head.ledger.ledger import Ledger
 from echo2.head.ledger.schema import open_for_reading, open_for_writing
-from echo2.head.store.decide.log import SIGN_SECONDS, Claim, Entry, LogWriter, Mark, Sign
-from echo2.head.store.log import SIGN_KEY, add_mark, copy_name, decode, encode, entry_key, sealed, send, take_log
+from echo2.head.store.decide.log import ALIVE_SECONDS, Claim, Entry, LogWriter, Mark, SignOfLife
+from echo2.head.store.log import ALIVE_KEY, add_mark, copy_name, decode, encode, entry_key, sealed, send, take_log
 from echo2.transport.base import AWAY
 
 log = logging.getLogger(__name__)
@@ -43,15 +43,15 @@ log = logging.getLogger(__name__)
 _CHANGES = ("INSERT ", "UPDATE ", "DELETE ")
 _NUMBER = "log"  # key in the table `meta`
 _SET_NUMBER = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
-#: While nothing is recorded, the head asks so often whether another one has taken the run over.
+#: Between two looks of an idle head whether another one has taken the run over.
 PROBE_SECONDS = 5.0
-#: Messages that wait look so often whether there is trouble.
+#: Between two looks of messages that are held back whether the store is in trouble.
 LOOK_SECONDS = 1.0
-#: A store that takes nothing for so long is told; if messages wait for it, the head accepts no results meanwhile.
+#: A store that has accepted nothing for this long is reported; the head accepts no results while messages wait for it.
 TROUBLE_SECONDS = 5.0
 #: Time for the last records of a run that ends.
 CLOSING_SECONDS = 30.0
-#: More leases than a head grants within any lag.
+#: Lease ids that a takeover leaves out: more than a head grants within any lag.
 LEASES_AHEAD = 1 << 20
 RETRY_SECONDS = Backoff(0.1, 5.0)
 
@@ -95,7 +95,7 @@ class LedgerFile:
         """Apply a record.
 
         Raises:
-            InvariantError: it is none.
+            InvariantError: it is not a record of changes.
         """
         changes = msgspec.msgpack.decode(record, type=list[tuple[str, list[Any]]])
         for sql, _ in changes:
@@ -155,8 +155,8 @@ class Mirror:
         self._copying: asyncio.Task[None] | None = None
         self._copy_bytes = 0
         self._num_waits, self._waited_seconds = 0, 0.0
-        self._over = ""  # why no other head is wanted
-        self._sign, self._signed_at = Sign(writer.head, writer.epoch, 0), -math.inf
+        self._over = ""  # why the run is over: no standby shall take over then
+        self._sign, self._signed_at = SignOfLife(writer.head, writer.epoch, 0), -math.inf
         self._record: Callable[[], None] = lambda: None
 
     @staticmethod
@@ -259,7 +259,7 @@ class Mirror:
             try:
                 await self._step(fail)
                 if self._writer.fenced is None:
-                    await self._give_sign()
+                    await self._show_alive()
             except LinkError as error:
                 if not self._error:
                     log.warning("%s", error)
@@ -279,11 +279,11 @@ class Mirror:
             )
         )
 
-    async def _give_sign(self) -> None:
+    async def _show_alive(self) -> None:
         now = self._clock.now()
-        if now >= self._signed_at + SIGN_SECONDS or self._over != self._sign.over:
-            sign = Sign(self._writer.head, self.epoch, self._sign.number + 1, self._over)
-            await asyncio.to_thread(self.objects.upload, SIGN_KEY, [encode(sign)])
+        if now >= self._signed_at + ALIVE_SECONDS or self._over != self._sign.over:
+            sign = SignOfLife(self._writer.head, self.epoch, self._sign.number + 1, self._over)
+            await asyncio.to_thread(self.objects.upload, ALIVE_KEY, [encode(sign)])
             self._sign, self._signed_at = sign, now
             self._notify()
 

@@ -2,8 +2,10 @@
 
 The terms are those of ECHO-2 (arXiv 2602.02192). Step t trains version v_t = t of the policy on the R rollouts that are
 bound to it, which the versions t - S to t sampled, and makes version t + 1. Every kappa steps the weights are published
-as a snapshot. `feed.py` waits for groups, checks them, and cuts them into micro-batches; `data.py` has their
-advantages, `losses.py` the losses, `pulls.py` a reference and teachers, `trained_policy.py` what a step changes.
+as a snapshot. Settings: R = `groups_per_step` times `group_size`, S = `max_staleness`, kappa = `publish_every`.
+
+`feed.py` waits for groups, checks them, and cuts them into micro-batches; `data.py` has their advantages, `losses.py`
+the losses, `pulls.py` a reference and teachers, `trained_policy.py` what a step changes.
 
 Four rules of order must hold:
 
@@ -150,17 +152,19 @@ class GrpoClient(TrainedPolicy):
         Raises:
             UserError: the gradient is not finite (training has diverged); the weights are those before the update.
         """
-        if not (ends_step and self.is_within_step and self.sums.num_rollouts == 0):  # there may be no groups left over
+        # The last part of a step with several updates may be empty: no update then.
+        if not (ends_step and self.is_within_step and self.sums.num_rollouts == 0):
             learner = self.config.learner
             lr = learning_rate(learner, self.version, self.config.run.max_steps)
             if learner.loss != "none":  # the negative control corrects nothing
-                # Far off-policy data move the weights less: ESS / B is the effective share of the rollouts (VCPO, arXiv
-                # 2602.17616). The rate is scaled, not the gradient: Adam would cancel that.
+                # Far off-policy data move the weights less: ESS / B is the effective share of the sequences (VCPO,
+                # arXiv 2602.17616). The rate is scaled, not the gradient: Adam would cancel that.
                 lr *= math.sqrt(self.sums.stats.ess_ratio)
             max_tokens = self.config.sampling.max_tokens
             divisor = divisor_of(learner.normalisation, self.sums.num_tokens, self.sums.num_rollouts, max_tokens)
             adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
-            self.add_update(lr, divisor, self.trainer.optim_step(POLICY, adam, divisor))
+            updated = self.trainer.optim_step(POLICY, adam, divisor)
+            self.add_update(lr, divisor, updated)
         return self.end_step() if ends_step else self.step_so_far
 
 
@@ -188,5 +192,5 @@ class GrpoLoss:
         if self.reference_kl > 0.0:
             kl_n = token_kl(logp_n, tokens, found.vetoed_S)
             loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()
-        loss = (loss_n.detach() * tokens.weight_n).sum()
+        loss = (loss_n.detach() * tokens.weight_n).sum()  # for the statistics; the trainer weighs the gradient itself
         return loss_n, measure(loss, logp_n, tokens, found, reference_kl)

@@ -43,7 +43,7 @@ from echo2.weights.format.planes import UNSIGNED, Reader
 
 SEGMENT_BYTES = 16 << 20
 MIN_CHUNK_BYTES = 32 << 10
-PASSING_BYTES = 4 << 20  # buffers of at least this size are mapped from the system
+PASSING_BYTES = 4 << 20  # buffers of at least this size are mapped, so that the system gets their memory back
 PEEK_BYTES = 64 << 10  # compared first: usually there is a change in these bytes
 CHUNKS_AIMED_AT = 512
 """Enough to spread over many links, few enough to handle: 64 MiB go in chunks of 128 KiB."""
@@ -198,7 +198,7 @@ def apply_segment(segment: Segment, width: int, base: Bytes, read_chunk: ReadChu
 
 def merge_deltas(segment: Segment, width: int, read_chunk: ReadChunk, num_segments: int) -> tuple[Segment, Chunks]:
     """Add up the deltas of a segment into one. Returns the new segment, and the chunks of the merged delta by hash.
-    Steps are added up without the base. A split delta needs the base, so a segment with a split delta stays as it is.
+    Deltas add up without the base. A split delta needs the base, so a segment with a split delta stays as it is.
     So does a segment that would not get smaller.
 
     width         bytes of one item
@@ -257,7 +257,8 @@ def passing_bytes(num_bytes: int) -> memoryview:
 
 
 def empty_bytes(num_bytes: int) -> Bytes:
-    """Return an uninitialised buffer. Its pages cost no memory until written: the size that a manifest claims is free.
+    """Return an uninitialised buffer. Its pages cost no memory until written, so a manifest that lies
+    about its size costs nothing.
 
     Raises:
         UserError: it does not fit into memory.
@@ -307,7 +308,9 @@ class Encoder:
         self._files: list[FileEntry] = []
         self.segments: list[Segment] = []  # those of the share that are encoded
         if base is not None and tensor_index(base.tensors) != self._tensors:
-            raise InvariantError(f"{base.ref} has other tensors than {target.ref}: there is no delta between them")
+            raise InvariantError(
+                f"{base.ref} and {target.ref} have different tensors, so there is no delta between them"
+            )
 
     def parts(self) -> Iterator[Chunks]:
         """Yield distinct chunks by hash, about `SEGMENT_BYTES` at a time; together all chunks of the share.
@@ -327,7 +330,9 @@ class Encoder:
         yield chunks
 
     def manifest(self, others: Sequence[Sequence[Segment]] = ()) -> Manifest:
-        """Return the manifest. Take all parts before. `others`: of share 0 of several, the segments of shares 1, 2, ...
+        """Return the manifest. Call it when `parts` is exhausted.
+
+        `others`: of share 0 of several, the segments of shares 1, 2, ...
 
         Raises:
             UserError: a name, shape or size that a manifest cannot carry.
@@ -371,8 +376,8 @@ class Encoder:
         return segment, chunks
 
     def _size_of_chunks(self, record_bytes: int) -> int:
-        """Return the chunk size of a record: over a base as if all records were as large; without a base by the size of
-        the content, so that all whole payloads of this content are cut alike."""
+        """Return the chunk size of a record: of a delta as if every record had this size; of a whole payload by the
+        size of the content, so that all whole payloads of this content are cut alike."""
         if self._chunk_bytes is not None:
             return self._chunk_bytes
         total = self._content_bytes if self._base is None else record_bytes * len(self._extents)

@@ -21,7 +21,7 @@ ENTRY_BYTES = 4 << 20
 COPY_BYTES_MIN = 16 << 20
 
 #: Interval of a head's signs of life, and of a standby's looks at them.
-SIGN_SECONDS = 5.0
+ALIVE_SECONDS = 5.0
 LOOK_SECONDS = 2.0
 #: A standby takes over after so long without a new sign. A head that is restarted on its machine is back before.
 SILENT_SECONDS = 30.0
@@ -143,7 +143,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
+class SignOfLife:
     """A sign of life of a head: its directory, its turn, and a number that no other sign of it has. `over`: why the run
     has ended, after which no other head is wanted; empty: it goes on."""
 

@@ -1,7 +1,7 @@
-"""What is known of strangers, as plain data; `checks` and `strangers` have the rules. The results of checks and the
-running checks are recorded in the ledger and outlive the head. The credit of each ticket, and the patience left for
-each worker, outlive connections. Rests and expulsions outlive the head, too; credit, patience and the learner's
-measurements start again with it.
+"""What is known of strangers, and when a ticket has lost its credit; `checks` and `strangers` have the other rules. The
+results of checks and the running checks are recorded in the ledger and outlive the head. The credit of each ticket, and
+the patience left for each worker, outlive connections. Rests and expulsions outlive the head, too; credit, patience and
+the learner's measurements start again with it.
 """
 
 from __future__ import annotations
