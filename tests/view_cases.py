@@ -78,13 +78,13 @@ def held_out(reward: float) -> dict[str, float]:
 
 
 def worker(number: int, version: int, sources: list[str]) -> dict[str, Any]:
-    """A worker in status.json; the third fetches, the fourth is a stranger's."""
+    """A worker in status.json; the third fetches, the fourth is a stranger's, the sixth rounds its weights."""
     fetching = {"version": version, "base": version - 1, "bytes_stored": 63, "bytes_total": 100}
     return {
         "id": f"w-{number:04x}{number * 7919 % 65536:04x}",
         "pid": None,
         "host": f"machine-{number}",
-        "engine": "vllm",
+        "engine": "llamacpp-q8_0" if number == 5 else "vllm",
         "device": "cuda",
         "doing": "sampling 48 rollouts of 6 groups",
         "installed": f"{RUN_POLICY}@1.{version - (number == 2)}",
