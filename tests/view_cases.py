@@ -127,6 +127,10 @@ def status(version: int, num_workers: int = 6) -> dict[str, Any]:
             {"waiter": "learner", "waits_for": ids[0], "since": now - 1.5, "until": now + 500.0, "reason": reason},
             {"waiter": HOSTILE, "waits_for": "head", "since": 0.0, "until": None, "reason": HOSTILE},
         ],
+        "decisions": [
+            {"at": now - 90.0, "kind": "ReleaseWorker", "what": f"{ids[1]} stands by", "reason": "spare", "count": 3},
+            {"at": now - 600.0, "kind": "RestWorker", "what": HOSTILE, "reason": HOSTILE, "count": 1},
+        ],
         "cost_usd": 0.004 * version,
         "trust": {
             "t-77": {"score": 0.93, "num_groups": 40, "num_passed": 12, "num_failed": 0, "num_missed": 1, "history": []}
