@@ -25,7 +25,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from echo2.config import Config
-from echo2.config.values import AUTO, ENGINES, FORMS, MLX_FORMS, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.config.values import (
+    AUTO,
+    ENGINES,
+    FORMS,
+    MLX_FORMS,
+    ROUNDING_ENGINES,
+    SERVERS,
+    STREAM_ENGINES,
+    ServerPlace,
+    refuse_unknown_engine,
+)
 from echo2.core.devices import this_machine
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
@@ -106,6 +116,35 @@ def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[st
     if model is None:
         return EngineChoice(AUTO, "compact if it knows the model, else transformers; the model is not here yet")
     return in_worker(model)
+
+
+def unchecked(config: Config, model: Mapping[str, Any] | None) -> str:
+    """Return which rollouts of strangers no machine with the run's engine can check, and what follows; empty: it checks
+    all that the run takes. `model`: as in `chosen`. Where vLLM would be chosen, the head keeps one machine from it.
+    """
+    name = config.workers.engine
+    inside = in_worker(model) if model is not None else EngineChoice(AUTO, "")
+    name = inside.name if name == AUTO else name
+    forms = f"workers.forms = {config.workers.forms}, and"
+    none = "get no leases" if config.workers.require_checks else "are trained without a check"
+    if config.run.deterministic:
+        return ""
+    if config.workers.forms and inside.name == "transformers":
+        return (
+            f"{forms} no machine can check rollouts of rounded weights: compact alone computes with them, and "
+            f"{inside.why}. New strangers that round {none}. Leave workers.forms out."
+        )
+    if name not in STREAM_ENGINES or name in FORMS:
+        return (
+            f"the run's engine, {name}, checks no rollouts of strangers. Unless a machine of yours is started with "
+            f"--engine {'compact' if inside.name == AUTO else inside.name}, new strangers {none}."
+        )
+    if config.workers.forms and name not in ROUNDING_ENGINES:
+        return (
+            f"{forms} the run's engine, {name}, checks no rollouts of rounded weights. Unless a machine of yours is "
+            f"started with --engine compact, new strangers that round {none}."
+        )
+    return ""
 
 
 def obstacle(engine: str, model: Mapping[str, Any]) -> str:
