@@ -198,8 +198,8 @@ def _has_own_gpu(device: str, num_gpus: int) -> bool:
 
 
 def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, place: ServerPlace = NO_PLACE) -> Engine:
-    """Make the engine `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at a
-    time. `place`: where a token server is.
+    """Make the engine `name` on `device` (cpu | cuda | cuda:0 | mps | xpu ... | auto), which decodes up to `slots`
+    rollouts at a time. `place`: where a token server is.
 
     Raises:
         UserError: there is no such engine or device.
@@ -208,7 +208,8 @@ def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, pla
     if name == AUTO:
         from echo2.engines.torch_engine import TorchDecoder
 
-        return DecodeLoop(TorchDecoder(AutoBuilder(device), device), slots)
+        has_mlx = is_mac() and not missing_packages("mlx")  # which takes torch's values on the CPU
+        return DecodeLoop(TorchDecoder(AutoBuilder(device), "cpu" if has_mlx else device), slots)
     more: list[Any] = [FORMS[name]] if name in FORMS else [place] if name in SERVERS else []
     engine: Engine = importlib.import_module(ENGINES[name]).make_engine(device, slots, *more)
     return engine
