@@ -1,6 +1,7 @@
 """What a run directory of the pretrained model says, in figures; and two commands that `real_model.py` runs.
 
 make bench-real_model_figures ARGS='changed MODEL CHECKPOINT ...'        # weights that a step changed, in bfloat16
+make bench-real_model_figures ARGS='changed --forms MODEL CHECKPOINT ...'   # bytes and blocks of the rounded weights
 make bench-real_model_figures ARGS='with-stranger RUN -- echo2 run ...'  # a run, and a worker of somebody else
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import operator
 import shutil
 import statistics
 import subprocess
@@ -29,6 +31,8 @@ from echo2.core.types import Hardware
 from echo2.learner.core.fitting import learner_need, model_shape, snapshot_size, worker_need
 
 THRESHOLD = 0.7
+#: Of which bytes are counted.
+PUBLISHED_FORMS = ("q8_0", "q4_0", "mlx-q8", "mlx-q4")
 #: Steps at the beginning that count for no mean: the workers load the model, the learner's moments are made.
 COLD_STEPS = 2
 #: What is large in a run directory and not needed once its figures are read.
@@ -167,6 +171,48 @@ def changed_shares(models: Sequence[Path]) -> list[float]:
     return shares
 
 
+def changed_forms(models: Sequence[Path]) -> list[Figures]:
+    """From one model directory to the next, by the published weights' dtype and by form: the shares of the rounded
+    tensors' bytes and of their blocks that differ."""
+    import torch
+    from safetensors import safe_open
+
+    from echo2.engines import forms
+
+    def blocks(values: torch.Tensor, kind: str) -> torch.Tensor:
+        """The bytes of each block, as they are stored."""
+        if kind not in forms.AFFINE_BITS:
+            return forms.encode(values, kind)
+        q, d, e = forms.affine(values, kind)
+        return torch.cat((forms.packed(q, kind), d.view(torch.uint8), e.view(torch.uint8)), dim=1)
+
+    kinds = [(dtype, form) for dtype in (torch.bfloat16, torch.float32) for form in PUBLISHED_FORMS]
+    counts = [{kind: [0, 0, 0, 0] for kind in kinds} for _ in models[1:]]  # bytes and blocks: changed, and all
+    files: list[Any] = [safe_open(directory / "model.safetensors", "pt") for directory in models]
+    for name in sorted(files[0].keys()):
+        held = [file.get_tensor(name).float() for file in files]
+        for dtype, form in kinds:
+            if not (kind := forms.format_of(name, form)):
+                continue
+            before = blocks(held[0].to(dtype), kind)
+            for found, values in zip(counts, held[1:], strict=True):
+                after = blocks(values.to(dtype), kind)
+                is_other = after != before
+                bytes_and_blocks = int(is_other.sum()), is_other.numel(), int(is_other.any(1).sum()), len(is_other)
+                found[dtype, form] = list(map(operator.add, found[dtype, form], bytes_and_blocks))
+                before = after
+    return [
+        {
+            f"{form} of {str(dtype).removeprefix('torch.')}": {
+                "bytes": round(found[dtype, form][0] / found[dtype, form][1], 6),
+                "blocks": round(found[dtype, form][2] / found[dtype, form][3], 6),
+            }
+            for dtype, form in kinds
+        }
+        for found in counts
+    ]
+
+
 # ---- a stranger ------------------------------------------------------------------------------------------------------
 
 
@@ -197,13 +243,15 @@ def with_stranger(run: Path, words: Sequence[str]) -> int:
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     kinds = parser.add_subparsers(dest="kind", required=True)
-    kinds.add_parser("changed").add_argument("snapshots", type=there, nargs="+")
+    changed = kinds.add_parser("changed")
+    changed.add_argument("--forms", action="store_true", help="of the rounded weights, in each form")
+    changed.add_argument("snapshots", type=there, nargs="+")
     stranger = kinds.add_parser("with-stranger")
     stranger.add_argument("run", type=Path)
     stranger.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if options.kind == "changed":
-        print(json.dumps(changed_shares(options.snapshots)))
+        print(json.dumps((changed_forms if options.forms else changed_shares)(options.snapshots)))
         return 0
     return with_stranger(options.run, options.command[options.command[:1] == ["--"] :])
 
