@@ -1,6 +1,6 @@
 """A device that torch knows by a name of its own, has memory of its own, and computes no float64, as a Mac's GPU: its
-tensors lie in the CPU's memory. `python tests/standin_device.py DEVICE` samples with `compact`, checks what came, and
-prints both.
+tensors lie in the memory of the CPU. `python tests/standin_device.py DEVICE` samples with `compact` and `transformers`,
+checks what came, and prints both.
 
 It changes torch for a whole process, so tests run it in one.
 """
@@ -49,7 +49,7 @@ def compute(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     args, kwargs = tree_map(lambda one: one.inner if isinstance(one, Cells) else one, (args, kwargs))
 
     def placed(one: Any) -> Any:
-        if not isinstance(one, torch.Tensor) or not is_here:
+        if not isinstance(one, torch.Tensor) or isinstance(one, Cells) or not is_here:
             return one
         if one.dtype == torch.float64:
             raise TypeError(f"{func}: {NAME} have no float64")
@@ -91,29 +91,35 @@ def register() -> torch.library.Library:
     return library
 
 
-def main(device: str) -> None:
-    from echo2.engines.compact import build_compact
+def sampled(build_model: Any, device: str) -> dict[str, Any]:
+    """What an engine of torch samples, and what it reads of that as a checker."""
     from echo2.engines.decode_loop import DecodeLoop
     from echo2.engines.engine import PrefillRequest
     from echo2.engines.torch_engine import TorchDecoder
     from rollout_cases import load, requests, run, snapshot_of, tiny_module
 
-    kept = register()
-    decoder = TorchDecoder(build_compact, device)
+    decoder = TorchDecoder(build_model, device)
     engine, snapshot = DecodeLoop(decoder, 8), snapshot_of(tiny_module("qwen3"))
     load(engine, snapshot)
     asked = [*requests(1), *requests(2, top_k=3), *requests(3, temperature=0.0)]
     drawn = run(engine, asked)
     whole = [(one, found) for one, found in zip(asked, drawn, strict=True) if not one.params.is_narrow]
     checks = [PrefillRequest(one.prompt_tokens, found.tokens, one.params, found.version_spans) for one, found in whole]
-    read = decoder.prefill(snapshot.ref, checks)
-    found = {
-        "device": str(decoder._device),
+    return {
+        "device": decoder._device.type,
         "tokens": [list(one.tokens) for one in drawn],
         "logprobs": [list(one.logprobs) for one in drawn],
-        "read": [one.logprobs.tolist() for one in read],
+        "read": [one.logprobs.tolist() for one in decoder.prefill(snapshot.ref, checks)],
     }
-    print(json.dumps(found))
+
+
+def main(device: str) -> None:
+    from echo2.engines.compact import build_compact
+    from echo2.engines.hf_engine import build_transformers
+
+    kept = register()
+    engines = {"compact": build_compact, "transformers": build_transformers}
+    print(json.dumps({name: sampled(build, device) for name, build in engines.items()}))
     del kept
 
 

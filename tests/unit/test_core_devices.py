@@ -65,7 +65,7 @@ def test_a_system_that_does_not_say_has_all_of_its_memory(system: Path, monkeypa
 
 
 def sampled(device: str) -> dict[str, Any]:
-    """What `compact` samples on a machine whose accelerator is the stand-in."""
+    """What the engines sample on a machine whose accelerator is the stand-in."""
     paths = os.pathsep.join(str(house.REPOSITORY / folder) for folder in ("src", "tests"))
     command = [sys.executable, str(house.REPOSITORY / "tests" / "standin_device.py"), device]
     environment = {**os.environ, "PYTHONPATH": paths}
@@ -75,15 +75,17 @@ def sampled(device: str) -> dict[str, Any]:
     return found
 
 
-def test_an_engine_samples_and_checks_on_a_device_of_another_kind_without_float64_by_name_and_by_itself() -> None:
+def test_engines_sample_and_check_on_a_device_of_another_kind_without_float64_by_name_and_by_themselves() -> None:
     """As Macs' GPUs, and some of Intel's: what needs float64 is computed on the CPU."""
     on_cpu, by_itself, by_name = sampled("cpu"), sampled("auto:3"), sampled("cells")
-    assert (on_cpu["device"], by_itself["device"], by_name["device"]) == ("cpu", "cells", "cells")
-    for there in (by_itself, by_name):
-        assert there["tokens"] == on_cpu["tokens"]
-        for name in ("logprobs", "read"):
-            for mine, other in zip(there[name], on_cpu[name], strict=True):
-                assert mine == pytest.approx(other, abs=1e-5)
+    for engine in ("compact", "transformers"):
+        wanted = on_cpu[engine]
+        assert [found[engine]["device"] for found in (on_cpu, by_itself, by_name)] == ["cpu", "cells", "cells"]
+        for there in (by_itself[engine], by_name[engine]):
+            assert there["tokens"] == wanted["tokens"]
+            for name in ("logprobs", "read"):
+                for mine, other in zip(there[name], wanted[name], strict=True):
+                    assert mine == pytest.approx(other, abs=1e-5)
 
 
 def test_processes_share_accelerators_of_another_kind_and_a_mac_has_one() -> None:
