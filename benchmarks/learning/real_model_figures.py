@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import zstandard
 from recording import there
 from time_to_accuracy import crossing, first_lease
 
@@ -171,9 +172,10 @@ def changed_shares(models: Sequence[Path]) -> list[float]:
     return shares
 
 
-def changed_forms(models: Sequence[Path]) -> list[Figures]:
+def changed_forms(models: Sequence[Path], times: float = 1.0) -> list[Figures]:
     """From one model directory to the next, by the published weights' dtype and by form: the shares of the rounded
-    tensors' bytes and of their blocks that differ."""
+    tensors' bytes and of their blocks that differ, and to which share of the bytes zstd packs the differences. `times`:
+    the difference to the first model is multiplied by it, which is one step of AdamW at another learning rate."""
     import torch
     from safetensors import safe_open
 
@@ -187,10 +189,13 @@ def changed_forms(models: Sequence[Path]) -> list[Figures]:
         return torch.cat((forms.packed(q, kind), d.view(torch.uint8), e.view(torch.uint8)), dim=1)
 
     kinds = [(dtype, form) for dtype in (torch.bfloat16, torch.float32) for form in PUBLISHED_FORMS]
-    counts = [{kind: [0, 0, 0, 0] for kind in kinds} for _ in models[1:]]  # bytes and blocks: changed, and all
+    # Changed bytes, packed bytes, all bytes, changed blocks, all blocks.
+    counts = [{kind: [0] * 5 for kind in kinds} for _ in models[1:]]
+    pack = zstandard.ZstdCompressor().compress
     files: list[Any] = [safe_open(directory / "model.safetensors", "pt") for directory in models]
     for name in sorted(files[0].keys()):
-        held = [file.get_tensor(name).float() for file in files]
+        first, *rest = (file.get_tensor(name).double() for file in files)
+        held = [first.float(), *((first + times * (values - first)).float() for values in rest)]
         for dtype, form in kinds:
             if not (kind := forms.format_of(name, form)):
                 continue
@@ -198,14 +203,16 @@ def changed_forms(models: Sequence[Path]) -> list[Figures]:
             for found, values in zip(counts, held[1:], strict=True):
                 after = blocks(values.to(dtype), kind)
                 is_other = after != before
-                bytes_and_blocks = int(is_other.sum()), is_other.numel(), int(is_other.any(1).sum()), len(is_other)
-                found[dtype, form] = list(map(operator.add, found[dtype, form], bytes_and_blocks))
+                packed = len(pack((after - before).T.numpy().tobytes()))
+                news = (int(is_other.sum()), packed, is_other.numel(), int(is_other.any(1).sum()), len(is_other))
+                found[dtype, form] = list(map(operator.add, found[dtype, form], news))
                 before = after
     return [
         {
             f"{form} of {str(dtype).removeprefix('torch.')}": {
-                "bytes": round(found[dtype, form][0] / found[dtype, form][1], 6),
-                "blocks": round(found[dtype, form][2] / found[dtype, form][3], 6),
+                "bytes": round(found[dtype, form][0] / found[dtype, form][2], 6),
+                "packed": round(found[dtype, form][1] / found[dtype, form][2], 6),
+                "blocks": round(found[dtype, form][3] / found[dtype, form][4], 6),
             }
             for dtype, form in kinds
         }
@@ -245,13 +252,17 @@ def main(arguments: Sequence[str]) -> int:
     kinds = parser.add_subparsers(dest="kind", required=True)
     changed = kinds.add_parser("changed")
     changed.add_argument("--forms", action="store_true", help="of the rounded weights, in each form")
+    changed.add_argument(
+        "--times", type=float, default=1.0, help="of forms: as if the rate were so many times as large"
+    )
     changed.add_argument("snapshots", type=there, nargs="+")
     stranger = kinds.add_parser("with-stranger")
     stranger.add_argument("run", type=Path)
     stranger.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     if options.kind == "changed":
-        print(json.dumps((changed_forms if options.forms else changed_shares)(options.snapshots)))
+        found = changed_forms(options.snapshots, options.times) if options.forms else changed_shares(options.snapshots)
+        print(json.dumps(found))
         return 0
     return with_stranger(options.run, options.command[options.command[:1] == ["--"] :])
 

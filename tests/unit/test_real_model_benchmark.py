@@ -247,7 +247,10 @@ def test_bytes_of_forms_that_a_step_changes_are_counted_by_published_dtype(tmp_p
         directory.mkdir()
         save_file({name: values, "model.norm.weight": torch.ones(64)}, directory / "model.safetensors")
     same, other = figures.changed_forms([models[0], *models])
-    assert {value for one in same.values() for value in one.values()} == {0.0}
+    assert {one[name] for one in same.values() for name in ("bytes", "blocks")} == {0.0}
+    assert all(same[kind]["packed"] <= other[kind]["packed"] for kind in same)
     assert {one["blocks"] for one in other.values()} == {0.125}
     assert 0.0 < other["q8_0 of bfloat16"]["bytes"] <= 0.125
+    (less,) = figures.changed_forms(models, times=1e-6)
+    assert less["q8_0 of bfloat16"]["bytes"] == 0.0
     assert set(other) == {f"{form} of {dtype}" for form in figures.PUBLISHED_FORMS for dtype in ("bfloat16", "float32")}
