@@ -108,8 +108,16 @@ GEMMA = {**LLAMA, "model_type": "gemma3_text"}
 def test_a_start_says_which_strangers_the_run_s_engine_cannot_check(
     workers: dict[str, Any], model: dict[str, Any] | None, told: str
 ) -> None:
-    said = unchecked(build({"workers": workers}, "my.toml"), model)
+    config = build({"workers": workers}, "my.toml")
+    said = unchecked(config, model, chosen(config, model, ()))
     assert re.search(told, said) if told else not said, said
+
+
+def test_where_nothing_keeps_a_machine_from_vllm_a_start_says_that_nobody_checks() -> None:
+    for require_checks in (True, False):
+        config = build({"workers": {"require_checks": require_checks}}, "my.toml")
+        said = unchecked(config, LLAMA, chosen(config, LLAMA, ("vllm",)))
+        assert ("vllm, checks no rollouts of strangers" in said) != require_checks
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

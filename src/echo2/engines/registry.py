@@ -118,13 +118,14 @@ def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[st
     return in_worker(model)
 
 
-def unchecked(config: Config, model: Mapping[str, Any] | None) -> str:
+def unchecked(config: Config, model: Mapping[str, Any] | None, own: EngineChoice) -> str:
     """Return which rollouts of strangers no machine with the run's engine can check, and what follows; empty: it checks
-    all that the run takes. `model`: as in `chosen`. Where vLLM would be chosen, the head keeps one machine from it.
+    all that the run takes. `model`: as in `chosen`; `own`: the engine that it gave. Where the run requires checks, the
+    head keeps one machine from choosing vLLM by itself.
     """
-    name = config.workers.engine
     inside = in_worker(model) if model is not None else EngineChoice(AUTO, "")
-    name = inside.name if name == AUTO else name
+    is_kept = config.workers.engine == AUTO and config.workers.require_checks
+    name = inside.name if is_kept else own.name
     forms = f"workers.forms = {config.workers.forms}, and"
     none = "get no leases" if config.workers.require_checks else "are trained without a check"
     if config.run.deterministic:

@@ -72,9 +72,8 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
             check_model(path, "", setting="distill.teacher")
     check_lora(config)
     check_engine(config)
-    if (config.workers.forms or config.head.is_reachable) and (
-        told := unchecked(config, model_config(config.model.path))
-    ):
+    told = unchecked(config, model_config(config.model.path), engine_here(config))
+    if told and (config.workers.forms or config.head.is_reachable):
         print(f"note: {told}", file=sys.stderr)
     check_machine(config)
     if has_learner or has_workers:
