@@ -73,20 +73,26 @@ quick: $(INSTALLED)
 
 # Other projects' packages against ours; `make test-foreign FOREIGN='vllm docs'` takes some of them. A package that can't
 # be installed here is named, and its tests are skipped.
-FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser
-IN_BROWSER := tests/foreign/in_browser tests/unit/test_head_rollout_log.py
-SELDOM := tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstack skypilot
+FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser extras
+# Tests that run in an environment: the dashboard; what needs the wheels of extras; what needs llama.cpp compiled.
+IN_browser := tests/foreign/in_browser tests/unit/test_head_rollout_log.py
+IN_extras := tests/unit/test_engines_home_files.py tests/unit/test_engines_forms.py tests/unit/test_planning_market.py
+IN_llamacpp := tests/unit/test_engines_llamacpp.py tests/unit/test_engines_home_files.py
+RUN_IN = $(if $(filter $(1),$(FOREIGN)),[ ! -e .venv-$(1)/.installed ] || .venv-$(1)/bin/python -m pytest $(IN_$(1)))
+SELDOM := llamacpp tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstack skypilot
 
 test-foreign: $(INSTALLED)
 	-$(MAKE) -j2 --keep-going $(FOREIGN:%=.venv-%/.installed)
 	$(if $(filter docs,$(FOREIGN)),[ ! -e .venv-docs/.installed ] || $(MAKE) docs)
 	$(PY) -m pytest -m "not slow" tests/foreign --ignore tests/foreign/in_browser
-	$(if $(filter browser,$(FOREIGN)),[ ! -e .venv-browser/.installed ] || .venv-browser/bin/python -m pytest $(IN_BROWSER))
+	$(call RUN_IN,browser)
+	$(call RUN_IN,extras)
+	$(call RUN_IN,llamacpp)
 
 # What is too long for every commit: thousands of random worlds more, the papers' tables, every example, every package.
 test-all: export HYPOTHESIS_PROFILE := all
 test-all: FOREIGN += $(SELDOM)
-test-all: IN_BROWSER += tests/integration/test_api_real.py::test_a_notebook_trains
+test-all: IN_browser += tests/integration/test_api_real.py::test_a_notebook_trains
 test-all: test test-foreign
 	$(PY) -m pytest -n $(PROCESSES) --dist worksteal -m slow --ignore tests/integration --ignore tests/foreign
 	$(PY) -m pytest -m slow tests/integration tests/foreign --ignore tests/foreign/in_browser
@@ -163,6 +169,11 @@ COOKBOOK := chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
 .venv-browser/.installed: PACKAGES = selenium==4.51.0 nbclient ipykernel matplotlib wandb==0.31.0 trackio==0.43.0
 .venv-browser/.installed: BORROWS = ours
 .venv-browser/.installed: AFTERWARDS = -cd $(@D) && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js
+
+# Extras. llama-cpp-python compiles llama.cpp, for a quarter of an hour or more on two cores; xllamacpp's wheel has it.
+.venv-extras/.installed: PACKAGES = gguf==0.19.0 gpuhunt==0.1.34 xllamacpp==2026.10.11549
+.venv-llamacpp/.installed: PACKAGES = llama-cpp-python==0.3.36 gguf==0.19.0
+.venv-extras/.installed .venv-llamacpp/.installed: BORROWS = ours
 
 # What reads the file of `make smollm`'s model, and what reads the recipes of launch/.
 .venv-gguf/.installed: ALONE = gguf==0.19.0

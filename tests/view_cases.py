@@ -78,13 +78,13 @@ def held_out(reward: float) -> dict[str, float]:
 
 
 def worker(number: int, version: int, sources: list[str]) -> dict[str, Any]:
-    """A worker in status.json; the third fetches, the fourth is a stranger's."""
+    """A worker in status.json; the third fetches, the fourth is a stranger's, the sixth rounds its weights."""
     fetching = {"version": version, "base": version - 1, "bytes_stored": 63, "bytes_total": 100}
     return {
         "id": f"w-{number:04x}{number * 7919 % 65536:04x}",
         "pid": None,
         "host": f"machine-{number}",
-        "engine": "vllm",
+        "engine": "llamacpp-q8_0" if number == 5 else "vllm",
         "device": "cuda",
         "doing": "sampling 48 rollouts of 6 groups",
         "installed": f"{RUN_POLICY}@1.{version - (number == 2)}",
@@ -126,6 +126,10 @@ def status(version: int, num_workers: int = 6) -> dict[str, Any]:
         "waits": [
             {"waiter": "learner", "waits_for": ids[0], "since": now - 1.5, "until": now + 500.0, "reason": reason},
             {"waiter": HOSTILE, "waits_for": "head", "since": 0.0, "until": None, "reason": HOSTILE},
+        ],
+        "decisions": [
+            {"at": now - 90.0, "kind": "ReleaseWorker", "what": f"{ids[1]} stands by", "reason": "spare", "count": 3},
+            {"at": now - 600.0, "kind": "RestWorker", "what": HOSTILE, "reason": HOSTILE, "count": 1},
         ],
         "cost_usd": 0.004 * version,
         "trust": {

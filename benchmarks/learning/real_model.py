@@ -233,12 +233,15 @@ class Bench:
             flags |= {"learner.keep_checkpoints": steps, "run.max_steps": steps}
             job = self.facts_job("rates", name, {"lr": float(rate)}, flags)
             kept = [str(self.work / name / "run" / "checkpoints" / f"step_{step + 1}") for step in range(steps)]
-            chain = {**job.steps, "changed": [sys.executable, figures.__file__, str(self.options.model), *kept]}
+            models = [str(self.options.model), *kept]
+            chain = {**job.steps, "changed": [sys.executable, figures.__file__, *models]}
+            chain["forms"] = [sys.executable, figures.__file__, "--forms", *models]
 
             def read(directory: Path) -> Found:
                 changed = last_json(directory / "changed.out") or []
                 later = {"changed_later": statistics.median(changed[1:])} if changed[1:] else {}
-                return {"changed": changed, **later, **read_run(directory)}
+                forms = {"changed_forms": last_json(directory / "forms.out")}
+                return {"changed": changed, **forms, **later, **read_run(directory)}
 
             yield Job(name, job.part, chain, read, job.told)
 

@@ -1,12 +1,14 @@
 """What a run directory of the pretrained model says, in figures; and the weights that its steps changed.
 
-make bench-real_model_figures ARGS='MODEL CHECKPOINT ...'        # the share of each step, in bfloat16
+make bench-real_model_figures ARGS='MODEL CHECKPOINT ...'           # the share of each step, in bfloat16
+make bench-real_model_figures ARGS='--forms MODEL CHECKPOINT ...'   # bytes and blocks of the rounded weights
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import operator
 import shutil
 import statistics
 import sys
@@ -15,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import zstandard
 from recording import there
 from time_to_accuracy import crossing, first_lease
 
@@ -26,6 +29,8 @@ from echo2.core.types import Hardware
 from echo2.learner.core.fitting import learner_need, model_shape, snapshot_size, worker_need
 
 THRESHOLD = 0.7
+#: Of which bytes are counted.
+PUBLISHED_FORMS = ("q8_0", "q4_0", "mlx-q8", "mlx-q4")
 #: Steps at the beginning that count for no mean: the workers load the model, the learner's moments are made.
 COLD_STEPS = 2
 #: What is large in a run directory and not needed once its figures are read.
@@ -164,10 +169,62 @@ def changed_shares(models: Sequence[Path]) -> list[float]:
     return shares
 
 
+def changed_forms(models: Sequence[Path], times: float = 1.0) -> list[Figures]:
+    """From one model directory to the next, by the published weights' dtype and by form: the shares of the rounded
+    tensors' bytes and of their blocks that differ, and to which share of the bytes zstd packs the differences. `times`:
+    the difference to the first model is multiplied by it, which is one step of AdamW at another learning rate."""
+    import torch
+    from safetensors import safe_open
+
+    from echo2.engines import forms
+
+    def blocks(values: torch.Tensor, kind: str) -> torch.Tensor:
+        """The bytes of each block, as they are stored."""
+        if kind not in forms.AFFINE_BITS:
+            return forms.encode(values, kind)
+        q, d, e = forms.affine(values, kind)
+        return torch.cat((forms.packed(q, kind), d.view(torch.uint8), e.view(torch.uint8)), dim=1)
+
+    kinds = [(dtype, form) for dtype in (torch.bfloat16, torch.float32) for form in PUBLISHED_FORMS]
+    # Changed bytes, packed bytes, all bytes, changed blocks, all blocks.
+    counts = [{kind: [0] * 5 for kind in kinds} for _ in models[1:]]
+    pack = zstandard.ZstdCompressor().compress
+    files: list[Any] = [safe_open(directory / "model.safetensors", "pt") for directory in models]
+    for name in sorted(files[0].keys()):
+        first, *rest = (file.get_tensor(name).double() for file in files)
+        held = [first.float(), *((first + times * (values - first)).float() for values in rest)]
+        for dtype, form in kinds:
+            if not (kind := forms.format_of(name, form)):
+                continue
+            before = blocks(held[0].to(dtype), kind)
+            for found, values in zip(counts, held[1:], strict=True):
+                after = blocks(values.to(dtype), kind)
+                is_other = after != before
+                packed = len(pack((after - before).T.numpy().tobytes()))
+                news = (int(is_other.sum()), packed, is_other.numel(), int(is_other.any(1).sum()), len(is_other))
+                found[dtype, form] = list(map(operator.add, found[dtype, form], news))
+                before = after
+    return [
+        {
+            f"{form} of {str(dtype).removeprefix('torch.')}": {
+                "bytes": round(found[dtype, form][0] / found[dtype, form][2], 6),
+                "packed": round(found[dtype, form][1] / found[dtype, form][2], 6),
+                "blocks": round(found[dtype, form][3] / found[dtype, form][4], 6),
+            }
+            for dtype, form in kinds
+        }
+        for found in counts
+    ]
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--forms", action="store_true", help="of the rounded weights, in each form")
+    parser.add_argument("--times", type=float, default=1.0, help="of forms: as if the rate were so many times as large")
     parser.add_argument("snapshots", type=there, nargs="+")
-    print(json.dumps(changed_shares(parser.parse_args(arguments).snapshots)))
+    options = parser.parse_args(arguments)
+    found = changed_forms(options.snapshots, options.times) if options.forms else changed_shares(options.snapshots)
+    print(json.dumps(found))
     return 0
 
 

@@ -58,6 +58,20 @@ def test_without_torch_it_plans_and_says_what_training_needs(tmp_path: Path) -> 
     assert "not installed" in [finding["said"] for finding in found if finding["about"] == "torch"]
 
 
+@pytest.mark.parametrize(
+    ("extra", "brought"),
+    [("mlx", {"mlx", "mlx-lm"}), ("llamacpp", {"llama-cpp-python", "gguf"}), ("market", {"gpuhunt"})],
+)
+def test_an_extra_can_be_installed_beside_it(extra: str, brought: set[str]) -> None:
+    """Resolved, and not installed: llama.cpp would be compiled."""
+    (wheel,) = (VENV / "wheel").glob("echo2-*.whl")
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]
+    done = subprocess.run([*command, f"{wheel}[{extra}]"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    names = {one["metadata"]["name"].lower().replace("_", "-") for one in json.loads(done.stdout)["install"]}
+    assert brought <= names, names
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_with_torch_the_demo_learns(tmp_path: Path) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import house
 from echo2.core import devices
+from echo2.core.errors import UserError
 
 GIB = 1 << 30
 
@@ -53,3 +59,44 @@ def test_a_system_that_does_not_say_has_all_of_its_memory(system: Path, monkeypa
     names = {name: number for name, number in os.sysconf_names.items() if name != "SC_AVPHYS_PAGES"}
     monkeypatch.setattr(os, "sysconf_names", names)
     assert devices.available_memory_bytes() == os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+# ---- devices of other kinds --------------------------------------------------------------------------------------
+
+
+def sampled(device: str) -> dict[str, Any]:
+    """What the engines sample on a machine whose accelerator is the stand-in."""
+    paths = os.pathsep.join(str(house.REPOSITORY / folder) for folder in ("src", "tests"))
+    command = [sys.executable, str(house.REPOSITORY / "tests" / "standin_device.py"), device]
+    environment = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def test_engines_sample_and_check_on_a_device_of_another_kind_without_float64_by_name_and_by_themselves() -> None:
+    """As Macs' GPUs, and some of Intel's: what needs float64 is computed on the CPU."""
+    on_cpu, by_itself, by_name = sampled("cpu"), sampled("auto:3"), sampled("cells")
+    for engine in ("compact", "transformers"):
+        wanted = on_cpu[engine]
+        assert [found[engine]["device"] for found in (on_cpu, by_itself, by_name)] == ["cpu", "cells", "cells"]
+        for there in (by_itself[engine], by_name[engine]):
+            assert there["tokens"] == wanted["tokens"]
+            for name in ("logprobs", "read"):
+                for mine, other in zip(there[name], wanted[name], strict=True):
+                    assert mine == pytest.approx(other, abs=1e-5)
+
+
+def test_processes_share_accelerators_of_another_kind_and_a_mac_has_one() -> None:
+    assert [devices.nth_device(f"auto:{number}", 0, ("xpu", 2)) for number in range(3)] == ["xpu:0", "xpu:1", "xpu:0"]
+    assert devices.nth_device("auto:3", 0, ("mps", 1)) == "mps"
+    assert devices.nth_device("auto:3", 2, ("xpu", 2)) == "cuda:1"
+    assert devices.nth_device("mps", 0) == "mps"
+
+
+@pytest.mark.parametrize("name", ["mps", "xpu", "gpu", "meta"])
+def test_a_device_that_is_not_here_is_refused_in_a_line_that_names_others(name: str) -> None:
+    with pytest.raises(UserError, match=f"device '{name}' cannot be used.*mps on a Mac, xpu with Intel") as refused:
+        devices.pick_device(name)
+    assert len(str(refused.value)) < 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from echo2.engines.registry import (
     make_engine,
     obstacle,
     servers_here,
+    unchecked,
 )
 from engine_builders import HAS_MLX
 from hub_models import FAMILIES
@@ -71,6 +73,53 @@ def test_a_mac_without_metal_takes_compact_and_refuses_mlx(monkeypatch: pytest.M
         with pytest.raises(UserError, match=r"no GPU \(Metal\) on this Mac.*--engine compact.*--device cpu"):
             make_engine(engine)
         asyncio.run(make_engine(engine, "cpu").close())
+
+
+ROUND = {"forms": ["q8_0"]}
+GEMMA = {**LLAMA, "model_type": "gemma2"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "told"),
+    [
+        ({}, LLAMA, ""),
+        ({}, None, ""),
+        (ROUND, LLAMA, ""),
+        (ROUND, None, ""),
+        ({**ROUND, "engine": "compact"}, LLAMA, ""),
+        ({"engine": "transformers"}, LLAMA, ""),
+        (
+            ROUND,
+            GEMMA,
+            r"compact alone .* does not support model_type = 'gemma2'. New .* that round get no leases",
+        ),
+        (
+            {**ROUND, "engine": "transformers"},
+            LLAMA,
+            "transformers, checks no rollouts of rounded .* --engine compact,",
+        ),
+        ({**ROUND, "engine": "mlx"}, LLAMA, "the run's engine, mlx, checks no rollouts of rounded weights"),
+        ({"engine": "vllm"}, LLAMA, "vllm, checks no rollouts of strangers.* --engine compact, new .* get no leases"),
+        ({"engine": "vllm"}, GEMMA, "started with --engine transformers, new strangers get no leases"),
+        ({"engine": "vllm"}, None, "started with --engine compact, new strangers"),
+        ({**ROUND, "engine": "vllm"}, LLAMA, "the run's engine, vllm, checks no rollouts of strangers"),
+        ({"engine": "llamacpp-q8_0"}, LLAMA, "llamacpp-q8_0, checks no rollouts of strangers"),
+        ({"engine": "vllm", "require_checks": False}, LLAMA, "new strangers are trained without a check"),
+    ],
+)
+def test_a_start_says_which_strangers_the_run_s_engine_cannot_check(
+    workers: dict[str, Any], model: dict[str, Any] | None, told: str
+) -> None:
+    config = build({"workers": workers}, "my.toml")
+    said = unchecked(config, model, chosen(config, model, ()))
+    assert re.search(told, said) if told else not said, said
+
+
+def test_where_nothing_keeps_a_machine_from_vllm_a_start_says_that_nobody_checks() -> None:
+    for require_checks in (True, False):
+        config = build({"workers": {"require_checks": require_checks}}, "my.toml")
+        said = unchecked(config, LLAMA, chosen(config, LLAMA, ("vllm",)))
+        assert ("vllm, checks no rollouts of strangers" in said) != require_checks
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

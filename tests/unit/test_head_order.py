@@ -279,7 +279,9 @@ def test_a_worker_whose_groups_others_sample_sooner_rests_and_the_status_says_wh
     assert len(held) == len(seconds) == 2
     desk.deliver(seconds[0].lease_id)
     assert desk.planner.fleet.rests.get("b") is None, "one may be bad luck"
-    desk.deliver(seconds[1].lease_id)
+    (rest,) = of(do.RestWorker, desk.deliver(seconds[1].lease_id))
+    assert (rest.worker_id, rest.seconds) == ("b", LATE_REST_SECONDS.after(1))
+    assert rest.reason == "others were done sooner with 2 groups of its in a row"
     assert desk.planner.fleet.rests.get("b") == desk.now + LATE_REST_SECONDS.after(1)
     (said,) = [wait.reason for wait in desk.planner.waits(desk.now) if wait.waiter == "b"]
     assert said == "it is too slow: others began its last 2 groups later and had them sooner, and come first for 60 s"

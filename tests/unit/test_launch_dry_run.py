@@ -61,6 +61,22 @@ def test_few_rows_are_tried(tmp_path: Path) -> None:
     assert num_begun(tmp_path) == ENVIRONMENTS_TRIED
 
 
+@pytest.mark.parametrize(
+    ("section", "values", "is_told"),
+    [
+        ("workers", {"engine": "vllm", "count": 0}, False),  # nobody else can join
+        ("head", {"advertise": "203.0.113.5"}, True),
+        ("workers", {"engine": "vllm", "count": 0, "forms": ["q8_0"]}, True),
+    ],
+)
+def test_a_start_says_that_nobody_can_check_strangers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, values: dict[str, Any], is_told: bool
+) -> None:
+    raw = settings(tmp_path, {"board": 1}) | {"workers": {"engine": "vllm", "count": 0}} | {section: values}
+    check(build(raw, "my.toml"))
+    assert ("note: the run's engine, vllm, checks no rollouts of strangers." in capsys.readouterr().err) == is_told
+
+
 def test_a_judge_without_its_key_or_its_column_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"model": "m", "base_url": "http://127.0.0.1:1/v1", "rubric": "Right is {wanted}.", "api_key_env": "A_KEY"}
     raw = settings(tmp_path, {"board": 1}) | {"reward": {"functions": ["judge"], "judge": table}}

@@ -234,3 +234,24 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
 def test_a_run_without_a_step_has_no_figures(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has trained no step"):
         figures.run_figures(tmp_path)
+
+
+def test_bytes_of_forms_that_a_step_changes_are_counted_by_published_dtype(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    name, weight = "model.layers.0.mlp.up_proj.weight", torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    changed = weight.clone()
+    changed[0, 0] += 1.0  # an item of one of eight blocks
+    models = [tmp_path / "before", tmp_path / "after"]
+    for directory, values in zip(models, (weight, changed), strict=True):
+        directory.mkdir()
+        save_file({name: values, "model.norm.weight": torch.ones(64)}, directory / "model.safetensors")
+    same, other = figures.changed_forms([models[0], *models])
+    assert {one[name] for one in same.values() for name in ("bytes", "blocks")} == {0.0}
+    assert all(same[kind]["packed"] <= other[kind]["packed"] for kind in same)
+    assert {one["blocks"] for one in other.values()} == {0.125}
+    assert 0.0 < other["q8_0 of bfloat16"]["bytes"] <= 0.125
+    (less,) = figures.changed_forms(models, times=1e-6)
+    assert less["q8_0 of bfloat16"]["bytes"] == 0.0
+    assert set(other) == {f"{form} of {dtype}" for form in figures.PUBLISHED_FORMS for dtype in ("bfloat16", "float32")}

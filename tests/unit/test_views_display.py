@@ -49,20 +49,15 @@ def dead_pid() -> int:
 def status(head_pid: int) -> dict[str, Any]:
     worker = {"host": HERE, "doing": "sampling 8 groups with version 3", "installed": "1.2", "suspected": None}
     fetching = {"version": 3, "base": 2, "bytes_stored": 63, "bytes_total": 100}
+    far = {"host": "elsewhere", "fetching": fetching, "bytes_sent": 3_100_000}
+    far |= {"engine": "llamacpp-q8_0", "mismatch": 0.0764}
     return {
         "time": 1000.0,
         "head": {"pid": head_pid, "host": HERE},
         "learner": {"pid": os.getpid(), "host": HERE, "device": "cpu", "doing": "training step 3"},
         "workers": [
             {"id": "w-here", "pid": os.getpid(), **worker},
-            {
-                "id": "w-far",
-                "pid": os.getpid(),
-                **worker,
-                "host": "elsewhere",
-                "fetching": fetching,
-                "bytes_sent": 3_100_000,
-            },
+            {"id": "w-far", "pid": os.getpid(), **worker, **far},
             {"id": "w-away", "pid": None, "host": None, "doing": ""},
         ],
         "version": 3,
@@ -142,7 +137,7 @@ def hostile_status() -> dict[str, Any]:
     """Every text that a peer has any part in, as if nobody had looked at it when it came."""
     said = status(head_pid=os.getpid())
     for worker in said["workers"]:
-        worker |= {"id": HOSTILE, "host": HOSTILE, "device": HOSTILE, "doing": HOSTILE, "suspected": HOSTILE}
+        worker |= dict.fromkeys(("id", "host", "engine", "device", "doing", "suspected"), HOSTILE)
     said["learner"] |= {"host": HOSTILE, "doing": HOSTILE}
     for wait in said["waits"]:
         wait |= {"waiter": HOSTILE, "waits_for": HOSTILE, "reason": HOSTILE}
@@ -253,7 +248,9 @@ def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
     ]
     assert "step 3 of 40" in text
     assert "$0.1250" in text
-    assert any("w-far" in line and "v2, v3 63%, up 3.1 MB" in line for line in text.splitlines()), text
+    (far,) = [line for line in text.splitlines() if "w-far" in line]
+    assert "llamacpp-q8_0" in far
+    assert "v2, v3 63%, up 3.1 MB, logprobs 0.076 nats from the learner's" in far
     for process, state in (("w-here", "alive"), ("w-far", "remote"), ("w-away", "away")):
         assert any(process in line and state in line for line in text.splitlines()), text
 

@@ -110,7 +110,9 @@ def add_models(add: Add) -> None:
     parser.add_argument("target", type=Path, metavar="DIR|MODEL", help="run directory, model directory or hub id")
     parser.add_argument("--step", type=_step, help="checkpoint of the run: a step, or `best` (default: the newest)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system prompt before the conversation")
-    parser.add_argument("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
+    parser.add_argument(
+        "--device", default="auto", help="cpu | cuda | cuda:0 | mps | xpu ... | auto (a GPU if there is one)"
+    )
     parser.add_argument("--temperature", type=float, default=1.0, help="0: the most likely token (default: 1)")
     parser.add_argument("--max-tokens", type=int, default=512, help="most tokens in one answer (default: 512)")
 

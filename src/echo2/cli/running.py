@@ -80,7 +80,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--engine-url", default="", metavar="URL", help=text)
     text = 'arguments for the server that is started, for example --engine-args="--max-model-len 8192"'
     flag("--engine-args", default="", metavar="ARGS", help=text)
-    flag("--device", default="auto", help="cpu | cuda | cuda:0 ... | auto (a GPU if there is one)")
+    flag("--device", default="auto", help="cpu | cuda | cuda:0 | mps | xpu ... | auto (a GPU if there is one)")
     flag("--price-usd-per-hour", type=float, default=0.0, metavar="USD", help="price of this machine (default: 0)")
     flag("--offer", default="", metavar="NAME", help="name that the rent command of an offer gave this machine")
     flag("--slots", type=_num_slots, default=0, help="most rollouts to decode at once (0: as many as the run asks for)")

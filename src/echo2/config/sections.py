@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from echo2.config.judge import JudgeConfig, read_judge
 from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
-from echo2.core.addresses import host_and_port, join_all
+from echo2.core.addresses import host_and_port, is_loopback, join_all
 from echo2.core.errors import UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
 
@@ -393,6 +393,11 @@ class HeadConfig:
             UserError: as `join_all`, and as `address`.
         """
         return join_all(self.advertise or self.address[0], port, "head.advertise")
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether other machines can join."""
+        return bool(self.advertise) or not is_loopback(self.address[0])
 
     @property
     def store_place(self) -> tuple[str, float]:

@@ -31,6 +31,8 @@ MEMORY_IS_FULL = (
 WORKSPACE_VARIABLE, WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 #: M_MMAP_THRESHOLD of malloc.h.
 MALLOC_MMAP_THRESHOLD = -3
+#: Characters of torch's reason why a device cannot be used: it may list all kernels.
+ERROR_CHARS = 200
 NO_TORCH = "This command computes with torch, which is not installed here: pip install 'echo2[train]'."
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 #: One of these exists where torch may find a GPU: NVIDIA's driver, its device in a container, WSL, AMD's driver.
@@ -159,8 +161,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def pick_device(name: str) -> torch.device:
-    """Return the torch device of a name: cpu, cuda, cuda:0 ..., auto (the first GPU, if any) or auto:N (`nth_device`).
+def pick_device(name: str, any_kind: bool = False) -> torch.device:
+    """Return the torch device of a name: cpu, cuda, cuda:0, mps, xpu ..., auto (the first GPU, if any) or auto:N
+    (`nth_device`). `any_kind`: with auto, also accelerators that are no CUDA GPUs (ROCm's GPUs are called cuda, too).
 
     From then on, attention on a GPU never runs in cuDNN, which torch prefers on some cards. cuDNN builds a plan for
     each new shape, in tens of milliseconds. An engine has a new shape at every token, a learner at most micro-batches.
@@ -173,21 +176,68 @@ def pick_device(name: str) -> torch.device:
 
     try:
         # "cuda" becomes "cuda:0", as tensors there have it.
-        device = torch.empty(0, device=nth_device(name, torch.cuda.device_count())).device
+        chosen = nth_device(name, torch.cuda.device_count(), _other_accelerator() if any_kind else ("cpu", 1))
+        device = torch.empty(0, device=chosen).device
+        if device.type == "meta":
+            raise RuntimeError("it holds no values")
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"The device {name!r} cannot be used: {error}. Use cpu, cuda, cuda:0 or auto.") from error
+        why = str(error).split("\n")[0][:ERROR_CHARS]
+        raise UserError(
+            f"The device {name!r} cannot be used: {why}. Use cpu, cuda, cuda:0, auto, or another kind that this torch "
+            "was built for (mps on a Mac, xpu with Intel's GPUs)."
+        ) from error
     if device.type == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
-def nth_device(name: str, num_gpus: int) -> str:
+def nth_device(name: str, num_gpus: int, other: tuple[str, int] = ("cpu", 1)) -> str:
     """Resolve auto:N to GPU N modulo the number of GPUs, so that the processes of one machine share its GPUs. `auto` is
-    auto:0; without a GPU both are cpu. Other names are returned unchanged."""
+    auto:0; without a GPU both are of the `other` kind, of which there are so many. Other names are returned unchanged.
+    """
     kind, _, number = name.partition(":")
     if kind != "auto" or not (number or "0").isdecimal():
         return name
-    return f"cuda:{int(number or 0) % num_gpus}" if num_gpus else "cpu"
+    kind, count = ("cuda", num_gpus) if num_gpus else other
+    return f"{kind}:{int(number or 0) % count}" if kind not in ("cpu", "mps") else kind
+
+
+def _other_accelerator() -> tuple[str, int]:
+    """Return the kind of accelerator that torch finds here, and how many there are; the CPU if it finds none."""
+    import torch
+
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return ("cpu", 1) if found is None else (found.type, max(1, torch.accelerator.device_count()))
+
+
+def exact(values: torch.Tensor) -> torch.Tensor:
+    """Return these values where float64 is computed: where they are, or on the CPU if their device has none."""
+    return values if has_float64(values.device.type) else values.cpu()
+
+
+def exact_device(device: torch.device) -> torch.device:
+    """Return where `exact` puts the values of a device."""
+    import torch
+
+    return device if has_float64(device.type) else torch.device("cpu")
+
+
+@cache
+def has_float64(kind: str) -> bool:
+    """Whether devices of this kind compute float64: a Mac's GPU does not, nor do some of Intel's."""
+    if kind in ("cpu", "cuda", "meta"):
+        return True
+    import torch
+
+    try:
+        return torch.ones(2, dtype=torch.float64, device=kind).cumsum(0).tolist() == [1.0, 2.0]
+    except (TypeError, RuntimeError):
+        return False
+
+
+def has_own_memory(device: torch.device) -> bool:
+    """Whether a device has another memory than the CPU, which a Mac's GPU shares."""
+    return device.type not in ("cpu", "mps")
 
 
 def free_memory_bytes(device: torch.device) -> int:
@@ -197,6 +247,9 @@ def free_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    if has_own_memory(device):
+        free, _ = torch.accelerator.get_memory_info(device)
+        return int(free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device))
     return available_memory_bytes()
 
 

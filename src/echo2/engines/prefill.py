@@ -20,6 +20,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from echo2.core.devices import exact
 from echo2.core.errors import UserError
 from echo2.engines.engine import Prefill, PrefillRequest, stream_keys, uniforms
 from echo2.engines.sampler import invert
@@ -60,7 +61,7 @@ def measure(tiles: Iterator[Tensor], request: PrefillRequest, bits: int) -> Pref
     count, at, parts = len(request.tokens), request.first, list[Tensor]()
     tokens = torch.tensor(request.tokens, dtype=torch.long)
     while at < count:
-        logits_NV = next(tiles)
+        logits_NV = exact(next(tiles))
         picked = slice(at, at + len(logits_NV))
         tokens_N = tokens[picked].to(logits_NV.device)
         scaled_NV = logits_NV / (request.params.temperature or 1.0)
@@ -211,7 +212,7 @@ def score(
     found, place = TextScores(), request.first
     with torch.inference_mode():
         for logits_NV in logits([request.text], [request.first - 1], LOGITS_TOKENS):
-            _score_tile(logits_NV, place, request, found)
+            _score_tile(exact(logits_NV), place, request, found)
             place += len(logits_NV)
     return found
 

@@ -25,7 +25,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from echo2.config import Config
-from echo2.config.values import AUTO, ENGINES, FORMS, MLX_FORMS, SERVERS, ServerPlace, refuse_unknown_engine
+from echo2.config.values import (
+    AUTO,
+    ENGINES,
+    FORMS,
+    MLX_FORMS,
+    ROUNDING_ENGINES,
+    SERVERS,
+    STREAM_ENGINES,
+    ServerPlace,
+    refuse_unknown_engine,
+)
 from echo2.core.devices import this_machine
 from echo2.core.errors import LinkError, UserError
 from echo2.core.types import Snapshot
@@ -108,6 +118,36 @@ def chosen(config: Config, model: Mapping[str, Any] | None, servers: Sequence[st
     return in_worker(model)
 
 
+def unchecked(config: Config, model: Mapping[str, Any] | None, own: EngineChoice) -> str:
+    """Return which rollouts of strangers no machine with the run's engine can check, and what follows; empty: it checks
+    all that the run takes. `model`: as in `chosen`; `own`: the engine that it gave. Where the run requires checks, the
+    head keeps one machine from choosing vLLM by itself.
+    """
+    inside = in_worker(model) if model is not None else EngineChoice(AUTO, "")
+    is_kept = config.workers.engine == AUTO and config.workers.require_checks
+    name = inside.name if is_kept else own.name
+    forms = f"workers.forms = {config.workers.forms}, and"
+    none = "get no leases" if config.workers.require_checks else "are trained without a check"
+    if config.run.deterministic:
+        return ""
+    if config.workers.forms and inside.name == "transformers":
+        return (
+            f"{forms} no machine can check rollouts of rounded weights: compact alone computes with them, and "
+            f"{inside.why}. New strangers that round {none}. Leave workers.forms out."
+        )
+    if name not in STREAM_ENGINES or name in FORMS:
+        return (
+            f"the run's engine, {name}, checks no rollouts of strangers. Unless a machine of yours is started with "
+            f"--engine {'compact' if inside.name == AUTO else inside.name}, new strangers {none}."
+        )
+    if config.workers.forms and name not in ROUNDING_ENGINES:
+        return (
+            f"{forms} the run's engine, {name}, checks no rollouts of rounded weights. Unless a machine of yours is "
+            f"started with --engine compact, new strangers that round {none}."
+        )
+    return ""
+
+
 def obstacle(engine: str, model: Mapping[str, Any]) -> str:
     """Return why an engine of `FORMS` can't sample with a model of this config.json here; empty: it can."""
     if missing := missing_packages(engine):
@@ -159,8 +199,8 @@ def _has_own_gpu(device: str, num_gpus: int) -> bool:
 
 
 def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, place: ServerPlace = NO_PLACE) -> Engine:
-    """Make the engine `name` on `device` (cpu | cuda | cuda:0 ... | auto), which decodes up to `slots` rollouts at a
-    time. `place`: where a token server is.
+    """Make the engine `name` on `device` (cpu | cuda | cuda:0 | mps | xpu ... | auto), which decodes up to `slots`
+    rollouts at a time. `place`: where a token server is.
 
     Raises:
         UserError: there is no such engine or device.
@@ -169,7 +209,8 @@ def make_engine(name: str, device: str = "auto", slots: int = DEFAULT_SLOTS, pla
     if name == AUTO:
         from echo2.engines.torch_engine import TorchDecoder
 
-        return DecodeLoop(TorchDecoder(AutoBuilder(device), device), slots)
+        has_mlx = is_mac() and not missing_packages("mlx")  # which takes torch's values on the CPU
+        return DecodeLoop(TorchDecoder(AutoBuilder(device), "cpu" if has_mlx else device), slots)
     more: list[Any] = [FORMS[name]] if name in FORMS else [place] if name in SERVERS else []
     engine: Engine = importlib.import_module(ENGINES[name]).make_engine(device, slots, *more)
     return engine

@@ -31,7 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from echo2.core.devices import Beside, free_memory_bytes, is_out_of_memory, pick_device
+from echo2.core.devices import (
+    Beside,
+    exact,
+    exact_device,
+    free_memory_bytes,
+    has_own_memory,
+    is_out_of_memory,
+    pick_device,
+)
 from echo2.core.errors import InvariantError, PeerError
 from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.adapter import Adapter, read_adapter
@@ -147,13 +155,13 @@ class TorchDecoder:
 
     def __init__(self, build_model: BuildModel, device: str = "auto") -> None:
         self._build_model = build_model
-        self._device = pick_device(device)
+        self._device = pick_device(device, any_kind=True)
         self._current: tuple[SnapshotRef, Model, Limits] | None = None
         self._before: tuple[SnapshotRef, Model, Limits] | None = None
         self._checks = self._shares = False  # whether it checks others; whether another decodes with these weights
         self.base_model: SnapshotRef | None = None
         self._cache: Cache | None = None
-        self._rows = RowTable(self._device)
+        self._rows = RowTable(exact_device(self._device))
         self._kept: PrefixCache | None = None
         self._parked: Parked | None = None
         self._keeps_routes = False  # since a request asked for them
@@ -184,7 +192,7 @@ class TorchDecoder:
     def successor(self) -> TorchDecoder:
         other = copy(self)
         other._cache, other._kept, other._before, other._parked = None, None, None, None
-        other._rows, other._read_with, other._shares = RowTable(self._device), None, True
+        other._rows, other._read_with, other._shares = RowTable(exact_device(self._device)), None, True
         other._next, other._using = threading.Lock(), threading.Lock()
         return other
 
@@ -223,7 +231,7 @@ class TorchDecoder:
         room and there are no old weights to copy over."""
         num_bytes, free = sum(tensor.num_bytes for tensor in snapshot.tensors.values()), free_memory_bytes(self._device)
         needs_both = self._checks or self._shares
-        share = GPU_SHARE if self._device.type == "cuda" else CHECKING_SHARE if needs_both else CPU_SHARE
+        share = GPU_SHARE if has_own_memory(self._device) else CHECKING_SHARE if needs_both else CPU_SHARE
         if self._current is not None and num_bytes > share * free:
             return self._refuses(num_bytes)
         try:
@@ -284,7 +292,7 @@ class TorchDecoder:
         if self._cache is None:
             return []
         logits_BV = self._rows_model(model).step(self._cache, torch.from_numpy(self._rows.last_B).to(self._device))
-        ended = [(number, self._routed(number, one)) for number, one in self._rows.draw(logits_BV, ref.version)]
+        ended = [(number, self._routed(number, one)) for number, one in self._rows.draw(exact(logits_BV), ref.version)]
         self._keep(ended)
         if not len(self._rows.running):
             self._let_go()

@@ -24,7 +24,7 @@ from echo2.core.errors import UserError
 from echo2.core.objects import check_store
 from echo2.core.types import SnapshotRef
 from echo2.engines.model_values import read_architecture, read_context, text_values
-from echo2.engines.registry import PACKAGES, EngineChoice, chosen, missing_packages, servers_here
+from echo2.engines.registry import PACKAGES, EngineChoice, chosen, missing_packages, servers_here, unchecked
 from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, Tokenizer, encode_prompt
 from echo2.head.fleet.machines import read_offers
 from echo2.head.serve.reading import RunTokenizer
@@ -72,6 +72,9 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
             check_model(path, "", setting="distill.teacher")
     check_lora(config)
     check_engine(config)
+    told = unchecked(config, model_config(config.model.path), engine_here(config))
+    if told and (config.workers.forms or config.head.is_reachable):
+        print(f"note: {told}", file=sys.stderr)
     check_machine(config)
     if has_learner or has_workers:
         check_memory(config, has_learner)

@@ -26,7 +26,6 @@ from echo2 import config as configuration
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json
 from echo2.config.values import SELF
-from echo2.core.addresses import is_loopback
 from echo2.core.child import LIFELINE_VARIABLE, ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
@@ -323,7 +322,7 @@ def joining(rundir: RunDir, config: Config) -> list[str]:
     """Return lines that say where the run is, and how other machines join it."""
     where, ticket = escape(shlex.quote(str(rundir.path))), escape(shlex.quote(f"@{rundir.ticket}"))
     lines = [f"run directory [bold]{escape(str(rundir.path))}[/bold]"]
-    if not config.head.advertise and is_loopback(config.head.address[0]):
+    if not config.head.is_reachable:
         listen = escape(config.head.listen)
         return [*lines, f"no other machine can join: head.listen is {listen}; set it to 0.0.0.0:7341 to let them"]
     return [

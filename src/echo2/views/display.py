@@ -401,11 +401,11 @@ def show_status(status: Mapping[str, Any], console: Console) -> None:
             _safe(wait["waiter"]), _safe(wait["waits_for"]), since, until, _safe(wait["reason"], REASON_CHARS)
         )
     console.print(waits if status["waits"] else "no process waits")
-    table = Table("role", "id", "pid", "state", "weights", "doing", title="Processes", title_justify="left")
+    table = Table("role", "id", "pid", "state", "engine", "weights", "doing", title="Processes", title_justify="left")
     for process in status["processes"]:
         state = PROCESS_STATES[process["alive"]] if process["host"] else "away"
-        pid, weights, doing = str(process["pid"] or "-"), _safe(process.get("weights", "")), _safe(process["doing"])
-        table.add_row(process["role"], _safe(process["id"]), pid, state, weights, doing)
+        pid, texts = str(process["pid"] or "-"), (_safe(process.get(key, "")) for key in ("engine", "weights", "doing"))
+        table.add_row(process["role"], _safe(process["id"]), pid, state, *texts)
     console.print(table)
 
 

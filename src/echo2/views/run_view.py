@@ -202,7 +202,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def read_status(rundir: RunDir) -> dict[str, Any]:
     """Return the head's status, plus `state`, `goes_on` (whether a head serves the run or is being started) and
-    `processes` (role, id, pid and whether each is alive).
+    `processes` (role, id, pid, engine and whether each is alive).
 
     Raises:
         UserError: no run was started in this directory.
@@ -278,7 +278,7 @@ def _process(entry: dict[str, Any], here: str) -> dict[str, Any]:
     is_pid = 0 < (entry["pid"] or 0) <= PID_MAX  # workers report their own
     alive = _is_alive(entry["pid"]) if entry["host"] == here and is_pid else None
     doing = "stands by" if entry.get("standby") else entry.get("doing") or ""
-    named = {key: entry[key] for key in ("role", "id", "pid", "host")}
+    named = {key: entry[key] for key in ("role", "id", "pid", "host")} | {"engine": entry.get("engine") or ""}
     return {**named, "alive": alive, "doing": "" if alive is False else doing, "weights": _weights(entry)}
 
 

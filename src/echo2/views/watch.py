@@ -35,8 +35,8 @@ POINTS_MAX = 500
 OPEN_PREFIXES = ("eval/accuracy/", "eval/pass@")
 OPEN_MAX = 16
 
-#: Workers shown per page of the fleet, and waits that are listed individually.
-WORKERS_SHOWN, WAITS_SHOWN = 50, 20
+#: Workers shown per page of the fleet; waits and decisions that are listed individually.
+WORKERS_SHOWN, WAITS_SHOWN, DECISIONS_SHOWN = 50, 20, 20
 #: Seconds between two reads of the run directories; longer if reading would take more than this share of a core.
 LOOK_SECONDS, LOOK_SHARE = 0.5, 0.1
 #: Minimum seconds between two bills, which read the ledger. A bill is only made if a step has ended since the last.
@@ -68,6 +68,7 @@ def run_data(view: RunView) -> dict[str, Any]:
             for wait in view.waits[:WAITS_SHOWN]
         ],
         "num_waits": len(view.waits),
+        "decisions": status.get("decisions", [])[:DECISIONS_SHOWN],
         "workers": [_worker(worker) for worker in nsmallest(WORKERS_SHOWN, workers, key=_place)],
         "num_workers": len(workers),
         "num_idle": sum(map(_is_idle, workers)),

@@ -30,7 +30,13 @@ def test_every_view_says_what_the_run_directory_says(page: Page, rundirs: list[R
     assert "version 120 at 5 of 6 workers" in page.text("#weights")
     assert "63 %" in page.text("#workers")
     assert "stranger" in page.text("#workers")
+    cells = page.ask("[...document.querySelectorAll('#workers tbody tr')].map((row) => row.cells[1].textContent)")
+    assert sorted(set(cells)) == ["llamacpp-q8_0", "vllm"]
+    assert page.ask("document.querySelector('#workers tbody tr').cells[2].textContent") == "0.001"
     assert "t-77" in page.text("#trust")
+    (first, second) = page.ask("[...document.querySelectorAll('#decisions tbody tr')].map((row) => row.textContent)")
+    assert "stands by, and 2 more" in first
+    assert "10 min ago" in second
     assert page.ask("document.querySelectorAll('#map circle').length") == 7
     assert page.ask("document.querySelectorAll('#map line').length") == 7
     titles = page.ask("[...document.querySelectorAll('#charts h3')].map((each) => each.textContent)")

@@ -33,10 +33,13 @@ class IssueGroup(Durable):
 
 
 class GrantLeases(Durable):
-    """Sent. In deterministic mode the worker samples these groups together and alone."""
+    """Sent. In deterministic mode the worker samples these groups together and alone. `is_second`: others sample them,
+    too.
+    """
 
     worker_id: str
     leases: tuple[Lease, ...]
+    is_second: bool = False
 
 
 class CloseLease(Durable):
@@ -257,6 +260,19 @@ class ReleaseWorker(PolicyCommand):
     """The worker finishes its leases, then stands by: it gets no leases and no announcements of snapshots."""
 
     worker_id: str
+
+
+class RestWorker(PolicyCommand):
+    """The worker gets no leases for this many seconds."""
+
+    worker_id: str
+    seconds: float
+
+
+class LimitGroups(PolicyCommand):
+    """Workers begin a step with at most so many groups each."""
+
+    num_groups: int
 
 
 class RentMachine(PolicyCommand):

@@ -269,7 +269,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
             lease = lease_of(state, record, now, granted_seconds(state, worker), size)
             state.open_lease(worker.worker_id, lease)
             reason = f"group {record.number} is late at {holder}: the first result counts"
-            state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,))
+            state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,), is_second=True)
             state.settle(now)
 
 

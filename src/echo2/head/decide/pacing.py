@@ -73,6 +73,14 @@ class WidthSearch:
     def width(self) -> int:
         return self.widths[self._at]
 
+    def why(self) -> str:
+        """Say why the width is what it is."""
+        if not self._seconds:
+            return "no step was measured yet"
+        best = min(self._seconds, key=self._seconds.__getitem__)
+        told = f"with {self.widths[best]} a step takes {self._seconds[best]:.3g} s"
+        return f"the best that was tried: {told}" if self._at == best else f"a trial: {told}"
+
     def begin(self, step: int, num_workers: int) -> int | None:
         """Return with how many groups an idle worker begins this step; None if `num_workers` have begun it already."""
         num_begun = self._num_begun[step] = self._num_begun.get(step, 0) + 1

@@ -251,8 +251,11 @@ class Planner(PlannerState):
         is_flat = all(record.is_flat for record in self.groups.of_step(event.step) if record.state == "fed")
         self.measurements.step_trained(event.busy_seconds, now, self.groups.num_uninformative(event.step), is_flat)
         if self.width_search is not None:
+            before = self.width_search.width
             self.width_search.step_trained(event.step, now)
             self.fleet.limit(self.width_search.width)
+            if self.width_search.width != before:
+                self.emit(do.LimitGroups, self.width_search.why(), num_groups=self.width_search.width)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None

@@ -196,7 +196,9 @@ def overtaken(state: PlannerState, lease: Lease, is_own: bool, now: float) -> No
         worker_id, other = state.leases.get(lease_id) or ("", lease)
         worker = state.fleet.get(worker_id)
         if worker is not None and other.granted_at < lease.granted_at and (is_own or not worker.is_own):
-            state.fleet.came_late(worker, now)
+            seconds = state.fleet.came_late(worker, now)
+            reason = f"others were done sooner with {counted(worker.late_in_a_row, 'group')} of its in a row"
+            state.tell_rest(worker_id, seconds, reason)
 
 
 def _accept(state: PlannerState, event: ev.GroupDelivered, lease: Lease) -> None:
@@ -268,7 +270,7 @@ def _refuse(
     if held is not None and held[0] == event.worker_id:
         worker = state.fleet.get(event.worker_id)
         if worker is not None and word not in strangers.NO_FAULT:
-            state.fleet.rest(worker, state.now)
+            state.tell_rest(event.worker_id, state.fleet.rest(worker, state.now), f"a result of it was refused: {word}")
         end_lease(state, event.lease_id, word, reason)
 
 
@@ -289,7 +291,7 @@ def lease_failed(state: PlannerState, event: ev.LeaseFailed, now: float) -> None
     end_lease(state, event.lease_id, "late" if is_overtaken else "failed", f"{reason}: {event.detail}")
     worker = state.fleet.get(event.worker_id)
     if worker is not None:
-        state.fleet.rest(worker, now)
+        state.tell_rest(event.worker_id, state.fleet.rest(worker, now), f"it failed a lease: {reason}")
     if FAILURES[reason] or has_result(state, group):
         return
     voice, record = _voice(worker, event.worker_id), state.groups.get(group.number)

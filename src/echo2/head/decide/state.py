@@ -411,6 +411,11 @@ class PlannerState(StateMachine):
     def train_group(self, number: int) -> GroupRef:
         return GroupRef(self.options.policy, "train", number)
 
+    def tell_rest(self, worker_id: str, seconds: float, reason: str) -> None:
+        """Say that a worker begins to rest; 0.0 seconds: it does not."""
+        if seconds > 0.0:
+            self.emit(do.RestWorker, reason, worker_id=worker_id, seconds=seconds)
+
     def emit(self, kind: type[do.Command], reason: str, **fields: object) -> None:
         """Add a command of this policy, caused by the current event."""
         super().emit(kind, reason, policy=self.options.policy, **fields)

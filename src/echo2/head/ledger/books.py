@@ -5,7 +5,8 @@ A publication starts when the learner has its copy of the weights. `t_bcast` is 
 workers that attended at publication have installed the snapshot, reload included. A worker that skips a version counts
 when it has installed a newer one. Workers that joined after the publication, or left, do not count.
 
-Failures are kept for display: a count per kind, and the first failure in full.
+Failures are kept for display: a count per kind, and the first failure in full; so are the newest decisions of each kind
+about the fleet, of which events.jsonl has all.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -20,7 +22,7 @@ from typing import Any
 from echo2.config import Config
 from echo2.config.rundir import RunDir
 from echo2.core.clock import Clock
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.printable import printable, printable_lines
 from echo2.core.types import RolloutGroup, SnapshotRef
 from echo2.head.decide import commands as do
@@ -53,6 +55,8 @@ SOLVED = 1.0
 FAILED_BECAUSE = "eval/num_failed/"
 #: Maximum age of the prediction of the learner's idle time.
 PREDICTED_SECONDS = 5.0
+#: Number of decisions of each kind that are kept, and maximum characters of a reason.
+DECISIONS_KEPT, REASON_CHARS = 5, 300
 #: Maximum number of workers turned away for their price or engine that `echo2 status` names.
 TURNED_AWAY_MAX = 20
 
@@ -187,6 +191,69 @@ def _has_closed(event: ev.LeaseFailed, commands: Iterable[do.Command]) -> bool:
     return any(isinstance(one, do.CloseLease) and one.lease_id == event.lease_id for one in commands)
 
 
+@dataclass(slots=True)
+class Decision:
+    """A decision of the planner about the fleet. `count`: of its kind, for the same reason at the same moment."""
+
+    at: float
+    kind: str
+    what: str
+    reason: str
+    count: int = 1
+
+
+class Decisions:
+    """The newest decisions of each kind. `plain`: the result of an earlier head's `to_plain`."""
+
+    def __init__(self, plain: list[dict[str, Any]] | None = None) -> None:
+        self._by_kind: dict[str, deque[Decision]] = {}
+        for entry in reversed(plain or []):
+            self._add(Decision(**entry))
+
+    def see(self, commands: Iterable[do.Command], now: float) -> None:
+        """Keep those of the planner's commands that change what workers there are, or what they get."""
+        for command in commands:
+            if what := _decided(command):
+                self._add(
+                    Decision(now, type(command).__name__, printable(what), printable(command.reason, REASON_CHARS))
+                )
+
+    def _add(self, new: Decision) -> None:
+        kept = self._by_kind.setdefault(new.kind, deque(maxlen=DECISIONS_KEPT))
+        if kept and (kept[-1].at, kept[-1].reason) == (new.at, new.reason):
+            kept[-1].count += 1  # a fleet of thousands may be released at once
+        else:
+            kept.append(new)
+
+    def to_plain(self) -> list[dict[str, Any]]:
+        """Return plain values for the ledger and status.json, the newest first."""
+        found = [one for kept in self._by_kind.values() for one in reversed(kept)]
+        return [asdict(one) for one in sorted(found, key=lambda one: -one.at)]
+
+
+def _decided(command: do.Command) -> str:
+    """Say what a command changes of the fleet; empty: nothing."""
+    match command:
+        case do.ActivateWorker():
+            return f"{command.worker_id} is activated"
+        case do.ReleaseWorker():
+            return f"{command.worker_id} stands by"
+        case do.RestWorker():
+            return f"{command.worker_id} rests for {command.seconds:.0f} s"
+        case do.ExpelWorker():
+            return f"{command.worker_id} is expelled for {command.seconds:.0f} s"
+        case do.GrantLeases() if command.is_second:
+            return f"{command.worker_id} samples it, too"
+        case do.LimitGroups():
+            return f"{counted(command.num_groups, 'group')} at once"
+        case do.RentMachine():
+            return f"a machine is rented: {command.offer}"
+        case do.ReturnMachine():
+            whose = command.worker_id or "a worker that did not join"
+            return f"the machine of {whose} is returned: {command.offer}"
+    return ""
+
+
 class Evals:
     """Scored eval groups by version, and the reasons for versions that were not evaluated. In memory only: a restarted
     head evaluates again. `set_of`: held-out position -> name of its set; "" if there is only one set.
@@ -261,6 +328,7 @@ class RunBooks:
         self.metrics = Metrics(rundir.metrics, _sinks(rundir, config, run_id))
         self.rollout_log = RolloutLog(rundir.rollouts, config.learner.advantage)
         self.costs, self.failures = CostBook(ledger.get_meta("costs")), Failures(ledger.get_meta("failures"))
+        self.decisions = Decisions(ledger.get_meta("decisions"))
         self.evals = Evals() if held_out is None else Evals(held_out.source_of)
         self.broadcast_times = BroadcastTimes()
         counters = ledger.get_meta("counters", {})
@@ -310,6 +378,7 @@ class RunBooks:
         self._ledger.set_meta("costs", self.costs.to_plain(now))
         self._ledger.set_meta("counters", {"workers_lost": self.num_lost, **self.traffic(origin)})
         self._ledger.set_meta("failures", self.failures.to_plain())
+        self._ledger.set_meta("decisions", self.decisions.to_plain())
         self._ledger.set_meta("seconds", now - self.started_at)
 
     def close(self, origin: OriginNode) -> None:

@@ -98,6 +98,7 @@ class HeadEffects:
 
     def decided(self, event: ev.Event, now: float, commands: Sequence[do.Command]) -> None:
         self._head.event_log.write(now, event, commands)
+        self._head.books.decisions.see(commands, now)
 
     def carry_out(self, command: do.Command, now: float) -> None:
         """Carry out one command. Raises InvariantError for an unknown one."""
@@ -156,6 +157,8 @@ class HeadEffects:
                 head.spawn(send_check(head, command))
             case do.ExpelWorker():
                 log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
+            case do.RestWorker() | do.LimitGroups():
+                pass  # the planner's tables have them already
             case do.ActivateWorker():
                 head.books.costs.activated(command.worker_id, now)
             case do.ReleaseWorker():

@@ -198,6 +198,7 @@ def _status(head: Head, workers: list[dict[str, Any]]) -> dict[str, Any]:
         "judge": {"answers": judge.num_answers, "usd": judge.spent_usd} if judge else None,
         "waits": [_told(head, msgspec.to_builtins(wait)) for wait in planner.waits(now)],
         "fleet": fleet_status(head),
+        "decisions": head.books.decisions.to_plain(),
         "cost_usd": head.books.costs.cum_usd(now),
         "store": head.mirror.status() if head.mirror is not None else None,
         "not_evaluated": head.books.evals.not_evaluated,

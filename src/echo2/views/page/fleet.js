@@ -3,7 +3,7 @@
 import { ask, at, make, megabytes, number, percent, put, say, table } from "./parts.js";
 
 const MAP_WORKERS = 60, ROW = 34, SVG = "http://www.w3.org/2000/svg", ASK_SECONDS = 5;
-const HEADINGS = [["worker"], ["doing", "wide"], ["rollouts/s", "number"], ["weights"], ["from"], ["got", "number"], ["sent", "number"], ["an hour", "number"], ["whose"]];
+const HEADINGS = [["worker"], ["engine"], ["mismatch, nats", "number"], ["doing", "wide"], ["rollouts/s", "number"], ["weights"], ["from"], ["got", "number"], ["sent", "number"], ["an hour", "number"], ["whose"]];
 
 export class Fleet {
   constructor() {
@@ -66,7 +66,7 @@ function cells(worker) {
     weights.append(` → v${worker.fetching.version} `, bar, ` ${percent(worker.fetching.share)}`);
   }
   const doing = make("span", worker.suspected ? `suspected: ${worker.suspected}` : worker.attends ? worker.doing || (worker.is_idle ? "idle" : "") : "away", worker.suspected ? "bad" : "");
-  return [worker.id, doing, number(worker.rate), weights, worker.sources.map((source) => source || "head").join(", ") || "–",
+  return [worker.id, worker.engine || "–", number(worker.mismatch), doing, number(worker.rate), weights, worker.sources.map((source) => source || "head").join(", ") || "–",
     megabytes(worker.received), megabytes(worker.sent), worker.price_usd_per_hour ? `$${number(worker.price_usd_per_hour)}` : "–", worker.is_own === false ? "stranger" : "own"];
 }
 

@@ -50,6 +50,8 @@ function showNow({ run, steps, heard }) {
     [["who"], ["waits for"], ["since", "number"], ["until", "number"], ["why", "wide"]],
     run.waits.map((wait) => [wait.who, wait.for, wait.since ? duration(Math.max(0, now - wait.since)) : "–",
       wait.until === null ? "–" : `in ${duration(Math.max(0, wait.until - now))}`, wait.reason]));
+  table(at("decisions"), "what the planner decided last", [["when", "number"], ["what", "wide"], ["why", "wide"]],
+    run.decisions.map((one) => [`${duration(Math.max(0, now - one.at))} ago`, one.count > 1 ? `${one.what}, and ${number(one.count - 1)} more` : one.what, one.reason]));
 }
 
 const newest = (steps, name) => steps?.columns[name]?.findLast((value) => value !== null);

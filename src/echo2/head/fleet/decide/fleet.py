@@ -281,24 +281,26 @@ class Fleet:
             self.silence.set(worker.worker_id, until)
         return until > now
 
-    def came_late(self, worker: Worker, now: float) -> None:
+    def came_late(self, worker: Worker, now: float) -> float:
         """Record that a second lease on a group of this worker was quicker. A worker with as many such groups in a row
-        as it decodes at once is too slow to be of use, and rests.
+        as it decodes at once is too slow to be of use, and rests. Return as `rest`.
         """
         worker.late_in_a_row += 1
-        if worker.late_in_a_row >= self.at_once(worker):
-            self.rest(worker, now, LATE_REST_SECONDS)
+        return self.rest(worker, now, LATE_REST_SECONDS) if worker.late_in_a_row >= self.at_once(worker) else 0.0
 
-    def rest(self, worker: Worker, now: float, seconds: Backoff = REST_SECONDS) -> None:
+    def rest(self, worker: Worker, now: float, backoff: Backoff = REST_SECONDS) -> float:
         """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
-        once.
+        once. Return for how many seconds; 0.0 if it does not begin to rest.
         """
         resting = self.is_resting(worker)
         others = self.num_active - self.num_resting - (not (resting or worker.detached or worker.standby))
-        if others > 0 and not resting:
-            worker.failures_in_a_row += 1
-            self.rests.set(worker.worker_id, now + seconds.after(worker.failures_in_a_row))
-            self.file(worker)
+        if others <= 0 or resting:
+            return 0.0
+        worker.failures_in_a_row += 1
+        seconds = backoff.after(worker.failures_in_a_row)
+        self.rests.set(worker.worker_id, now + seconds)
+        self.file(worker)
+        return seconds
 
     def is_resting(self, worker: Worker) -> bool:
         """Whether the worker gets no leases for a while because it failed one."""

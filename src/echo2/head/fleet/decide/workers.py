@@ -147,7 +147,8 @@ def expire(state: PlannerState, now: float) -> bool:
             continue
         worker_id, _ = held
         if (late := state.fleet.get(worker_id)) is not None:
-            state.fleet.rest(late, now)  # others come first: a hung engine may still send heartbeats
+            # Others come first: a hung engine may still send heartbeats.
+            state.tell_rest(worker_id, state.fleet.rest(late, now), "it let a lease expire")
         end_lease(state, lease_id, "expired", "the lease's deadline passed")
         state.emit(do.RevokeLease, "the lease's deadline passed", worker_id=worker_id, lease_ids=(lease_id,))
     return any_over

@@ -145,7 +145,7 @@ def earn(state: PlannerState, ticket: str) -> None:
 def failed(state: PlannerState, worker: Worker | None, held_seconds: float) -> None:
     """Record that a lease of this worker gave no result: it rests, and other workers of its ticket come before it."""
     if worker is not None and not worker.is_own:
-        state.fleet.rest(worker, state.now)
+        state.tell_rest(worker.worker_id, state.fleet.rest(worker, state.now), "a lease of it gave no result")
         state.fleet.set_failures(worker, state.penalties.fail(worker.worker_id))
         blame(state, worker.ticket, held_seconds)
 
