@@ -40,10 +40,10 @@ def test_a_vocabulary_may_have_holes() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
     assert reply_tokens(tokenizer, True, "c", 70).tolist() == [7, 70]  # the answer's end token is there already
     column = {"rollouts": [{"tokens": [2, 40], "logprobs": [-1.0, -1.0]}]}
-    assert logged_rollouts(column, 1, 9, tokenizer, 0)[0].text == "ab"
+    assert logged_rollouts(column, 1, 9, tokenizer, 0, False)[0].text == "ab"
     column["rollouts"][0]["tokens"] = [2, 3]
     with pytest.raises(UserError, match="The log has token 3, which"):
-        logged_rollouts(column, 1, 9, tokenizer, 0)
+        logged_rollouts(column, 1, 9, tokenizer, 0, False)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Rollout, Task
 from echo2.engines.model_values import read_context
+from echo2.weights.format.snapshot_files import end_tokens
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 #: Files that say which text a token stands for.
@@ -56,6 +57,8 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     chat_template: Any
     model_max_length: int
+    #: Of the model that it came with; set by `load_tokenizer`.
+    model_ends: tuple[int, ...]
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id, added tokens included."""
@@ -90,7 +93,8 @@ def load_tokenizer(
     {"enable_thinking": False}, are passed to its chat template.
 
     Raises:
-        PeerError: a file name would leave the directory, or there is no tokenizer that transformers can read.
+        PeerError: a file name would leave the directory, the model's end tokens are none, or there is no tokenizer that
+            transformers can read.
     """
     with _LOADING, TemporaryDirectory() as folder:
         from transformers import AutoTokenizer
@@ -108,6 +112,7 @@ def load_tokenizer(
     if template_arguments:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
+    loaded.model_ends = end_tokens(files)
     positions = read_context(files) if "config.json" in files else None
     if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
