@@ -143,16 +143,17 @@ def refuse_other_tokenizer(ours: Mapping[str, bytes], theirs: Mapping[str, bytes
 
 
 def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
-    """Return the token ids of a prompt. Text is tokenised as it is, with the start token that the tokenizer adds
-    (unless the text has it). Chat messages go through the chat template, followed by the opening of the assistant's
-    turn; if the last one is the assistant's, it is left open, to be continued.
+    """Return the token ids of a prompt. Text is tokenised as it is, behind the start token that the tokenizer adds
+    (unless the text has it). An end token that it adds is left out: the policy is to go on. Chat messages go through
+    the chat template, followed by the opening of the assistant's turn; if the last one is the assistant's, it is left
+    open, to be continued.
 
     Raises:
         UserError: chat messages without a chat template, or refused by it; or the tokenizer fails.
     """
     if isinstance(task.prompt, str):
         has_start = bool(tokenizer.bos_token) and task.prompt.startswith(tokenizer.bos_token or "")
-        return _ids(tokenizer, task.prompt, add_special_tokens=not has_start)
+        return _ids(tokenizer, task.prompt) if has_start else _begun_ids(tokenizer, task.prompt)
     if not tokenizer.chat_template:
         raise UserError(
             f"Task {task.cursor} has chat messages, but the model's tokenizer has no chat template. "
@@ -190,10 +191,67 @@ def rendered_tokens(
                 f"{why} Leave that message out, or end the prompt with another role's."
             ) from error
         raise UserError(f"the chat template refuses its messages: {error}.") from error
-    return _ids(tokenizer, text, add_special_tokens=False)  # templates write the special tokens themselves
+    return _ids(tokenizer, text)  # templates write the special tokens themselves
 
 
-def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> array[int]:
+def continued_ids(tokenizer: Tokenizer, text: str, before: str = "") -> array[int]:
+    """Return the token ids of a text that does not begin a conversation. Some tokenizers put a space before every text,
+    or have special tokens that take spaces behind them: they read it behind `before`, the text of a special token.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    before = before or ("\n" if _puts_space_before(tokenizer) else "")
+    if before:
+        anchor, both = _ids(tokenizer, before), _ids(tokenizer, before + text)
+        if both[: len(anchor)] == anchor:
+            return both[len(anchor) :]
+    return _ids(tokenizer, text)
+
+
+def answer_ids(tokenizer: Tokenizer, is_chat: bool, text: str) -> array[int]:
+    """Return the token ids of an answer, as the policy is to write it behind its prompt, without an end token.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    space = _space_before_answers(tokenizer) if is_chat and _puts_space_before(tokenizer) else ""
+    return continued_ids(tokenizer, space + text)
+
+
+@lru_cache(maxsize=16)
+def _space_before_answers(tokenizer: Tokenizer) -> str:
+    """Return the spaces that the chat template writes between the opening of the assistant's turn and an answer."""
+    from jinja2 import TemplateError
+
+    asked, answered = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}
+    with suppress(TemplateError, *TEMPLATE_ERRORS):
+        opening = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([asked, answered], tokenize=False, add_generation_prompt=False)
+        space, mark, _ = whole.removeprefix(opening).partition(ANSWER_MARK)
+        return space if mark and not space.strip() else ""
+    return ""
+
+
+@lru_cache(maxsize=16)
+def _puts_space_before(tokenizer: Tokenizer) -> bool:
+    with suppress(UserError):  # it has no such characters
+        line, letter, both = (_ids(tokenizer, text) for text in ("\n", "a", "\na"))
+        return both[: len(line)] == line and both[len(line) :] != letter
+    return False
+
+
+def _begun_ids(tokenizer: Tokenizer, text: str) -> array[int]:
+    """Return the token ids of a text behind the tokens that the tokenizer adds before it, without those behind it."""
+    whole = _ids(tokenizer, text, add_special_tokens=True)
+    if whole and whole[-1] in (tokenizer.eos_token_id, *tokenizer.model_ends) and (plain := _ids(tokenizer, text)):
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[: start + len(plain)]
+    return whole
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> array[int]:
     if len(text) > TEXT_CHARS_MAX:
         raise TextTooLong(f"a text has {len(text)} characters, and no more than {TEXT_CHARS_MAX} can be read")
     core = _core(tokenizer)
@@ -290,7 +348,7 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
         UserError: the chat template cannot write what follows an answer, or the tokenizer fails.
     """
     if not is_chat:
-        return _ids(tokenizer, text, add_special_tokens=False)
+        return continued_ids(tokenizer, text)
     return following_tokens(tokenizer, [{"role": "user", "content": text}], last_token)
 
 
@@ -314,9 +372,10 @@ def following_tokens(
     if not mark:
         raise UserError("the chat template drops earlier answers, so turns cannot be appended")
     is_end = is_known(tokenizer, last_token) and not tokenizer.decode([last_token], skip_special_tokens=True)
-    if is_end:  # it is sampled already
-        tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))
-    return _ids(tokenizer, tail, add_special_tokens=False)
+    end = tokenizer.decode([last_token], skip_special_tokens=False) if is_end else ""
+    if end and tail.lstrip().startswith(end):  # it is sampled already
+        tail = tail.lstrip().removeprefix(end)
+    return continued_ids(tokenizer, tail, end)
 
 
 @lru_cache(maxsize=16)

@@ -24,7 +24,7 @@ from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
 from echo2.core.printable import PlainLines, shown
 from echo2.core.types import Task
-from echo2.engines.tokenizer import Tokenizer, encode_prompt, end_token, load_tokenizer
+from echo2.engines.tokenizer import Tokenizer, answer_ids, encode_prompt, end_token, load_tokenizer
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import load_trained
 from echo2.learner.core.datum import Datum
@@ -69,9 +69,9 @@ class Answers:
             given = f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
             raise UserError(f"--column {self._column!r} must have text, and {given}.")
         prompt = encode_prompt(task, self._tokenizer)
-        end = end_token(self._tokenizer, self._ends, is_chat=not isinstance(task.prompt, str))
-        written = self._tokenizer.encode(answer, add_special_tokens=False)
-        tokens = array("i", [*written, *([] if end is None else [end])])
+        is_chat = not isinstance(task.prompt, str)
+        end = end_token(self._tokenizer, self._ends, is_chat)
+        tokens = answer_ids(self._tokenizer, is_chat, answer) + array("i", [] if end is None else [end])
         if self._context is not None and len(prompt) + len(tokens) > self._context:
             raise UserError(
                 f"The row with the prompt {shown(task.prompt)} has {len(prompt)} tokens and {len(tokens)} of the "

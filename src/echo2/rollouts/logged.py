@@ -23,7 +23,7 @@ from typing import Any
 from echo2.core.errors import UserError
 from echo2.core.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 from echo2.engines.engine import RequestFailure, SampleRequest
-from echo2.engines.tokenizer import Tokenizer, end_token, is_known
+from echo2.engines.tokenizer import Tokenizer, answer_ids, end_token, is_known
 from echo2.rollouts.turns import Sampler
 from echo2.transport.limits import LOGPROB_MIN
 
@@ -133,7 +133,7 @@ def answer_tokens(text: str, tokenizer: Tokenizer, is_chat: bool) -> list[int]:
         UserError: the answer has no tokens.
     """
     end = end_token(tokenizer, _ends(tokenizer), is_chat)
-    tokens = [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
+    tokens = [*answer_ids(tokenizer, is_chat, text), *([] if end is None else [end])]
     if not tokens:
         raise UserError("A logged answer is empty, and the tokenizer has no end token.")
     return tokens
