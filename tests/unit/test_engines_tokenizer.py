@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from copy import copy
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from echo2.core.errors import UserError
 from echo2.core.types import Message, Task
@@ -141,6 +142,28 @@ def test_no_end_token_is_put_behind_a_prompt(added: str, text: str) -> None:
     found = encode_prompt(Task(0, text), tokenizer).tolist()
     if text:
         assert found == [*before, *tokenizer.encode(text, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "LlamaTokenizer"]
+)
+def test_texts_are_split_as_the_tokenizers_file_says(name: str) -> None:
+    """Whatever class its configuration names: transformers splits as most tokenizers of that class do."""
+    vocab = {sign: at for at, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("1", "2"), ("12", "3"), ("123", "4"), ("x", "Ġ")]
+    vocab |= {first + second: len(vocab) + at for at, (first, second) in enumerate(merges)}
+    core = Tokenizer(models.BPE(vocab, merges))
+    by_threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Sequence([by_threes, as_bytes]), decoders.ByteLevel()
+    core.normalizer = normalizers.Lowercase()
+    core.add_special_tokens(["<e>"])
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<e>")
+    settings = json.dumps({"tokenizer_class": f"{name}Tokenizer", "add_prefix_space": False, **names}).encode()
+    tokenizer = load_tokenizer({"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": settings})
+    text = "X 1234é<e>12"
+    assert encode_prompt(Task(0, text), tokenizer).tolist() == core.encode(text).ids
+    assert decoded(tokenizer, array("i", core.encode(text).ids)) == "x 1234é12"
 
 
 A, B, SPACE, OPEN, CLOSE, SPACED_END = 2, 3, 4, 5, 6, 7

@@ -18,6 +18,8 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
+
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Rollout, Task
 from echo2.engines.model_values import read_context
@@ -106,6 +108,7 @@ def load_tokenizer(
                 (Path(folder) / name).write_bytes(data)
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            _read_as_written(tokenizer, files)
         except Exception as error:  # each tokenizer class fails in its own way, and the files are untrusted
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise PeerError("bad_snapshot", f"no tokenizer that transformers reads: {first_line}") from error
@@ -117,6 +120,35 @@ def load_tokenizer(
     if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded
+
+
+class _Written(msgspec.Struct):
+    """What a tokenizer.json says of texts before and behind their tokens."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    decoder: Any = None
+
+
+def _read_as_written(tokenizer: Any, files: Mapping[str, bytes]) -> None:
+    """Make the tokenizer split texts as tokenizer.json says, if that works on bytes. transformers 5 takes only the
+    vocabulary from there where it has a class for the tokenizer, and splits texts as most tokenizers of that class do.
+    """
+    core: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None or "tokenizer.json" not in files or getattr(tokenizer, "add_prefix_space", False):
+        return
+    from tokenizers import Tokenizer
+
+    written = msgspec.json.decode(files["tokenizer.json"], type=_Written)
+    if "'ByteLevel'" not in str(written.pre_tokenizer):
+        return
+    parts = msgspec.to_builtins(written)
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    read: Any = Tokenizer.from_str(msgspec.json.encode({**empty, **parts}).decode())
+    for part in parts:
+        ours, theirs = getattr(read, part), getattr(core, part)
+        if (ours and ours.__getstate__()) != (theirs and theirs.__getstate__()):
+            setattr(core, part, ours)
 
 
 def refuse_other_tokenizer(ours: Mapping[str, bytes], theirs: Mapping[str, bytes], teacher: str) -> None:
