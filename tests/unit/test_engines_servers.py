@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -298,6 +299,35 @@ def test_rollouts_under_way_go_on_with_the_next_adapter(tmp_path: Path) -> None:
 
     with served(tmp_path, hold_at=2) as (state, url):
         asyncio.run(run(state, url))
+
+
+def test_what_is_asked_while_weights_come_reads_nothing_of_the_old_ones(tmp_path: Path) -> None:
+    """It is sampled by the new weights only: under the old salt it would take its prompt's keys and values from the
+    cache of the old ones."""
+
+    async def doing(engine: Engine, state: vllm_standin.Served) -> None:
+        may_load, post = threading.Event(), state.post
+
+        def slow(path: str, body: Any, is_gone: Any) -> tuple[int, Any]:
+            if path == "/collective_rpc":
+                may_load.wait(5.0)
+            return post(path, body, is_gone)
+
+        state.post = slow  # type: ignore[method-assign]
+        loading = asyncio.ensure_future(engine.update_weights(snapshot(20, 1)))
+        await until(lambda: state.is_paused)
+        plain, stopped = (
+            engine.submit(request()),
+            engine.submit(replace(request(), stop=stop_rule(plain_tokenizer(), ("zz",)))),
+        )
+        await asyncio.sleep(0.2)
+        may_load.set()
+        await loading
+        for asked in (plain, stopped):
+            assert completed(await asked).version_spans == ((0, 1),)
+        assert [body["cache_salt"] for body in state.requests[-2:]] == [f"{RUN_POLICY}-1.1"] * 2
+
+    on_standin(tmp_path, doing)
 
 
 def test_an_adapter_that_an_earlier_worker_left_is_not_taken_for_the_own(tmp_path: Path) -> None:
