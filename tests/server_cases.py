@@ -34,6 +34,12 @@ def adapter(number: float, version: int, base: Snapshot) -> Snapshot:
     return snapshot(number, version, files=base.files | config, base_model=base.ref)
 
 
+def write_model(directory: Path, name: str, number: float) -> None:
+    """What the stand-in reads of a file of weights."""
+    directory.mkdir(exist_ok=True)
+    (directory / name).write_bytes((2).to_bytes(8, "little") + b"{}" + np.float32(number).tobytes())
+
+
 def request(max_tokens: int = 5, seed: int = 3, **params: Any) -> SampleRequest:
     return SampleRequest(array("i", [4, 5, 6]), seed, 0, SamplingParams(max_tokens=max_tokens, **params))
 
@@ -41,7 +47,7 @@ def request(max_tokens: int = 5, seed: int = 3, **params: Any) -> SampleRequest:
 @contextmanager
 def served(tmp_path: Path, **settings: Any) -> Iterator[tuple[vllm_standin.Served, str]]:
     """A stand-in in this process, and its URL."""
-    (tmp_path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}" + bytes(4))
+    write_model(tmp_path, "model.safetensors", 0)
     state = vllm_standin.Served(str(tmp_path), **settings)
     server = vllm_standin.TcpServer(("127.0.0.1", 0), vllm_standin.handler_of(state))
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()

@@ -6,7 +6,7 @@ arguments, as far as echo2 gives them; a test can also serve it within its own p
 
 Source: vllm/entrypoints/scale_out/token_in_token_out/{protocol,serving}.py, vllm/entrypoints/rl/online/api_router.py,
 vllm/entrypoints/serve/dev/rpc/api_router.py, vllm/entrypoints/openai/models/serving.py,
-vllm/entrypoints/serve/dev/sleep/api_router.py.
+vllm/entrypoints/serve/dev/sleep/api_router.py, vllm/lora/worker_manager.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import struct
 import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 VOCAB = 31
@@ -29,6 +29,14 @@ END = 1
 WAIT_SECONDS = 30.0
 #: Between two looks of a request that waits at whether its caller is still there.
 LOOK_SECONDS = 0.01
+
+
+class Adapter(NamedTuple):
+    """An adapter as a request keeps it to its end: with `is_read_again` it is read before each token."""
+
+    id: int
+    path: str
+    is_read_again: bool
 
 
 class Served:
@@ -40,13 +48,15 @@ class Served:
     ) -> None:
         self.changed = threading.Condition()
         self.is_paused, self.is_closed = False, False
-        self.label, self.number, self.adapter = "default", weights_number(Path(model) / "model.safetensors"), ""
+        self.label, self.number = "default", weights_number(Path(model) / "model.safetensors")
+        self.adapters: dict[str, Adapter] = {}
+        self.held: dict[int, int] = {}  # by adapter's id: its first float, as it was when it was read
         self.wrong, self.hold_at, self.routed = wrong, hold_at, routed
         self.num_running = self.num_aborted = 0
         self.requests: list[dict[str, Any]] = []
         self.takes_experts = self.is_asleep = False
         self.can_sleep = True
-        self.num_answers = 0
+        self.num_answers = self.num_adapters = 0
 
     def post(self, path: str, body: Any, is_gone: Any) -> tuple[int, Any]:
         """Status and answer."""
@@ -70,18 +80,45 @@ class Served:
                 return 500, {"error": {"message": "there are no weights on the GPU", "code": 500}}
             elif path == "/collective_rpc" and body["method"] == "reload_weights":
                 self.number = weights_number(Path(body["kwargs"]["weights_path"]) / "model.safetensors")
+            elif path == "/collective_rpc" and body["method"] == "list_loras":
+                return 200, {"results": [str(set(self.held))]}
+            elif path == "/collective_rpc" and body["method"] == "remove_lora":
+                self.held.pop(*body["args"])
             elif path == "/update_weight_version":
                 self.label = body["new_version"]
-            elif path == "/v1/load_lora_adapter":
-                file = Path(body["lora_path"]) / "adapter_model.safetensors"
-                if b".experts." in file.read_bytes() and not (self.takes_experts and body.get("is_3d_lora_weight")):
-                    return 400, {"error": {"message": "the adapter contains fused 3D MoE weights", "code": 400}}
-                self.number = weights_number(file)
-                self.adapter = body["lora_name"]
+            elif path.endswith("_lora_adapter"):
+                return self.change_adapters(path, body)
             else:
                 return 404, {"detail": "Not Found"}
             self.changed.notify_all()
         return 200, {"status": "ok"}
+
+    def change_adapters(self, path: str, body: Any) -> tuple[int, Any]:
+        """Status and answer of the routes that load an adapter, and that forget its name."""
+        name, is_in_place = body["lora_name"], body.get("load_inplace", False)
+        known = self.adapters.get(name)
+        if path == "/v1/unload_lora_adapter":
+            if self.adapters.pop(name, None) is None:
+                return 404, {"error": {"message": f"The lora adapter '{name}' cannot be found.", "code": 404}}
+            return 200, {"status": "ok"}
+        file = Path(body["lora_path"]) / "adapter_model.safetensors"
+        if b".experts." in file.read_bytes() and not (self.takes_experts and body.get("is_3d_lora_weight")):
+            return 400, {"error": {"message": "the adapter contains fused 3D MoE weights", "code": 400}}
+        if known is not None and not is_in_place:
+            return 400, {"error": {"message": f"The lora adapter '{name}' has already been loaded.", "code": 400}}
+        self.num_adapters += known is None
+        adapter = Adapter(self.num_adapters if known is None else known.id, body["lora_path"], is_in_place)
+        self.held[adapter.id] = weights_number(file)
+        self.adapters[name] = adapter
+        return 200, {"status": "ok"}
+
+    def drawn_from(self, adapter: Adapter | None) -> int:
+        """What the next token counts from. An adapter that is not held is read, and so is one that is always read."""
+        if adapter is None:
+            return self.number
+        if adapter.is_read_again or adapter.id not in self.held:
+            self.held[adapter.id] = weights_number(Path(adapter.path) / "adapter_model.safetensors")
+        return self.held[adapter.id]
 
     def get(self, path: str) -> tuple[int, Any]:
         """Status and answer."""
@@ -89,12 +126,14 @@ class Served:
             return 200, {}
         if path == "/weight_info":
             return 200, {"weight_version": self.label}
-        return 200, {"object": "list", "data": [{"id": "m", "max_model_len": 64}]}
+        adapters = [{"id": name, "root": one.path} for name, one in self.adapters.items()]
+        return 200, {"object": "list", "data": [{"id": "m", "root": "m", "max_model_len": 64}, *adapters]}
 
     def generate(self, body: Any, is_gone: Any) -> tuple[int, Any]:
         """Draw tokens until an end token or `max_tokens`."""
         params, tokens, spans = body["sampling_params"], [], []
-        if body.get("model") not in (None, self.adapter):
+        adapter = self.adapters.get(body.get("model"))
+        if adapter is None and body.get("model") is not None:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist.", "code": 404}}
         with self.changed:
             self.requests.append(body)
@@ -111,7 +150,9 @@ class Served:
                         continue
                     if not spans or spans[-1]["version"] != self.label:
                         spans.append({"version": self.label, "start": len(tokens), "end": 0})
-                    tokens.append((self.number + len(tokens)) % VOCAB)
+                    tokens.append((self.drawn_from(adapter) + len(tokens)) % VOCAB)
+            except FileNotFoundError:
+                return 500, {"error": {"message": "EngineDeadError", "code": 500}}
             finally:
                 self.num_running -= 1
         return 200, {

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import json
 import os
 import signal
 import time
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import DynamicCache, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from echo2.config.values import ServerPlace
 from echo2.core.errors import PeerError
 from echo2.core.types import SamplingParams, Snapshot, SnapshotRef, TensorBytes
 from echo2.engines.engine import Completion, SampleRequest
+from echo2.engines.hf_engine import CACHE_NAMES
 from echo2.engines.registry import make_engine
 from echo2.engines.servers import engine as server_engine
 from echo2.engines.servers import vllm
@@ -286,36 +288,35 @@ def test_a_mixture_is_served_and_why_its_weights_are_not_swapped_on_a_cpu(
         asyncio.run(engine.close())
 
 
+#: Small embeddings: no token is nearly certain, whatever the adapters are.
+SOFT = {**SIZES, "initializer_range": 0.1}
+
+
+def adapter_of(version: int, base: Snapshot) -> tuple[Snapshot, Any]:
+    """A random adapter over the tiny model, and that model with the adapter's product added."""
+    rank, alpha, targets, size = 4, 8, ("q_proj", "v_proj", "down_proj"), 0.3
+    merged, tensors = tiny_module("qwen3", **SOFT), {}
+    torch.manual_seed(version)
+    for name, linear in merged.named_modules():
+        if name.endswith(targets):
+            a, b = torch.randn(rank, linear.in_features) * size, torch.randn(linear.out_features, rank) * size
+            for part, tensor in (("lora_A", a), ("lora_B", b)):
+                key = f"base_model.model.{name}.{part}.weight"
+                tensors[key] = TensorBytes("F32", tuple(tensor.shape), tensor.numpy().tobytes())
+            linear.weight.data += alpha / rank * b @ a
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": alpha, "target_modules": list(targets)}
+    files = {**base.files, "adapter_config.json": json.dumps(config).encode()}
+    return Snapshot(SnapshotRef("policy", 1, version), tensors, files, base.ref), merged
+
+
 @pytest.mark.slow
 def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
     """Logprobs are those of the base model with the adapter's product added, before and after another one has come."""
-    whole = snapshot_of(tiny_module("qwen3", **SIZES))
-    base = replace(whole, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
-    rank, alpha = 4, 8
-
-    def adapter(version: int) -> tuple[Snapshot, Any]:
-        torch.manual_seed(version)
-        merged, tensors = tiny_module("qwen3", **SIZES), {}
-        for name, linear in merged.named_modules():
-            if name.endswith(("q_proj", "v_proj", "down_proj")):
-                a, b = torch.randn(rank, linear.in_features) * 0.3, torch.randn(linear.out_features, rank) * 0.3
-                for part, tensor in (("lora_A", a), ("lora_B", b)):
-                    key = f"base_model.model.{name}.{part}.weight"
-                    tensors[key] = TensorBytes("F32", tuple(tensor.shape), tensor.numpy().tobytes())
-                linear.weight.data += alpha / rank * b @ a
-        config = {
-            "peft_type": "LORA",
-            "r": rank,
-            "lora_alpha": alpha,
-            "target_modules": ["q_proj", "v_proj", "down_proj"],
-        }
-        files = {**base.files, "adapter_config.json": json.dumps(config).encode()}
-        return Snapshot(SnapshotRef("policy", 1, version), tensors, files, base.ref), merged
-
+    base = replace(snapshot_of(tiny_module("qwen3", **SOFT)), ref=SnapshotRef("base-0123456789abcdef", 0, 0))
     engine: Any = make_engine("vllm", "cpu", 16, ServerPlace(PYTHON, directory=tmp_path / "models"))
     try:
         for version in (1, 2):
-            snapshot, merged = adapter(version)
+            snapshot, merged = adapter_of(version, base)
             asyncio.run(engine.update_weights(snapshot, base if version == 1 else None))
             for request, completion in zip(requests(3), run(engine, requests(3)), strict=True):
                 logits = hf_logits(merged, [*request.prompt_tokens, *completion.tokens])[4:-1].log_softmax(-1)
@@ -324,6 +325,54 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
                 assert np.allclose(completion.logprobs, wanted, atol=1e-3)
     finally:
         asyncio.run(engine.close())
+
+
+@pytest.mark.slow
+def test_rollouts_under_way_go_on_with_the_next_adapter(tmp_path: Path) -> None:
+    """Every token has the logprob of the adapter that its span names, over what the adapters before it have read. No
+    request fails: the server lives."""
+    base = replace(snapshot_of(tiny_module("qwen3", **SOFT)), ref=SnapshotRef("base-0123456789abcdef", 0, 0))
+    adapters = {version: adapter_of(version, base) for version in range(1, 6)}
+    merged = {version: module for version, (_, module) in adapters.items()}
+    engine: Any = make_engine("vllm", "cpu", 16, ServerPlace(PYTHON, directory=tmp_path / "models"))
+
+    async def swaps() -> list[Any]:
+        running = []
+        for version, (snapshot, _) in adapters.items():
+            await engine.update_weights(snapshot, base if version == 1 else None)
+            running += [engine.submit(request) for request in long_requests(1, 900)]
+            await engine.submit(requests(version)[0])
+        return await asyncio.gather(*running)
+
+    try:
+        found = asyncio.run(swaps())
+    finally:
+        asyncio.run(engine.close())
+    for completion in found:
+        starts, versions = zip(*completion.version_spans, strict=True)
+        assert np.allclose(completion.logprobs, in_turn(merged, completion, versions), atol=1e-3)
+        if len(starts) > 1:
+            late = in_turn(merged, completion, (versions[0], *versions[:-1]))
+            assert np.abs(np.array(completion.logprobs) - late)[starts[1] :].mean() > 0.1
+    assert max(len(completion.version_spans) for completion in found) > 2
+
+
+def in_turn(modules: Mapping[int, Any], completion: Completion, versions: Sequence[int]) -> list[float]:
+    """The logprobs of a completion of `long_requests` whose spans were drawn by these versions, each over the keys and
+    values of those before it. The last token of a span is read by the next one."""
+    prompt = [5, 9, 11]
+    tokens = [*prompt, *completion.tokens]
+    ends = [start for start, _ in completion.version_spans[1:]] + [len(completion.tokens)]
+    takes = inspect.signature(modules[versions[0]].forward).parameters
+    cache, read, rows = {next(name for name in CACHE_NAMES if name in takes): DynamicCache()}, 0, []
+    for version, end in zip(versions, ends, strict=True):
+        stop = len(prompt) + end - 1
+        with torch.no_grad():
+            logits = modules[version](torch.tensor([tokens[read:stop]]), use_cache=True, **cache).logits
+        read = stop
+        rows.append(logits[0].log_softmax(-1))
+    scores = torch.cat(rows)[len(prompt) - 1 :]
+    return [float(scores[t, token]) for t, token in enumerate(completion.tokens)]
 
 
 @pytest.mark.slow

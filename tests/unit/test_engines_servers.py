@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -31,7 +32,7 @@ from echo2.engines.tokenizer import stop_rule
 from echo2.weights.format.model_files import tensor_shapes
 from echo2.worker.sampling import LeaseSampler
 from rollout_cases import plain_tokenizer
-from server_cases import CONFIG, STANDIN, adapter, closing, completed, request, served, snapshot
+from server_cases import CONFIG, STANDIN, adapter, closing, completed, request, served, snapshot, write_model
 from vllm_standin import END, VOCAB
 
 
@@ -273,6 +274,79 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
             completion = completed(await engine.submit(request()))
             assert (completion.tokens[0], completion.version_spans) == (20, ((0, 1),))
             assert state.requests[-1]["model"] == "policy"
+
+    with served(tmp_path) as (state, url):
+        asyncio.run(run(state, url))
+
+
+def test_rollouts_under_way_go_on_with_the_next_adapter(tmp_path: Path) -> None:
+    """vLLM keeps an adapter as a request named it: with `load_inplace` it would read the old directory before each
+    token, and one that is gone ends its engine."""
+    base = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
+
+    async def run(state: vllm_standin.Served, url: str) -> None:
+        place = ServerPlace(url=url, directory=tmp_path / "models")
+        async with closing(make_engine("vllm", "cpu", 8, place)) as engine:
+            await engine.update_weights(adapter(10, 0, base), base)
+            running = engine.submit(request())
+            await until(lambda: state.num_running == 1 and len(state.requests) == 2)
+            await engine.update_weights(adapter(20, 1, base))
+            completion = completed(await running)
+            assert completion.version_spans == ((0, 0), (2, 1))
+            assert completion.tokens.tolist() == [10, 11, 22, 23, 24]
+            assert completed(await engine.submit(request(max_tokens=2))).tokens.tolist() == [20, 21]
+            assert len(state.requests) == 3
+
+    with served(tmp_path, hold_at=2) as (state, url):
+        asyncio.run(run(state, url))
+
+
+def test_what_is_asked_while_weights_come_reads_nothing_of_the_old_ones(tmp_path: Path) -> None:
+    """It is sampled by the new weights only: under the old salt it would take its prompt's keys and values from the
+    cache of the old ones."""
+
+    async def doing(engine: Engine, state: vllm_standin.Served) -> None:
+        may_load, post = threading.Event(), state.post
+
+        def slow(path: str, body: Any, is_gone: Any) -> tuple[int, Any]:
+            if path == "/collective_rpc":
+                may_load.wait(5.0)
+            return post(path, body, is_gone)
+
+        state.post = slow  # type: ignore[method-assign]
+        loading = asyncio.ensure_future(engine.update_weights(snapshot(20, 1)))
+        await until(lambda: state.is_paused)
+        plain, stopped = (
+            engine.submit(request()),
+            engine.submit(replace(request(), stop=stop_rule(plain_tokenizer(), ("zz",)))),
+        )
+        await asyncio.sleep(0.2)
+        may_load.set()
+        await loading
+        for asked in (plain, stopped):
+            assert completed(await asked).version_spans == ((0, 1),)
+        assert [body["cache_salt"] for body in state.requests[-2:]] == [f"{RUN_POLICY}-1.1"] * 2
+
+    on_standin(tmp_path, doing)
+
+
+def test_an_adapter_that_an_earlier_worker_left_is_not_taken_for_the_own(tmp_path: Path) -> None:
+    """A server of the user's own outlives workers, and one that was started again has lost its adapters."""
+    base = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
+    write_model(tmp_path / "old", "adapter_model.safetensors", 5)
+
+    async def run(state: vllm_standin.Served, url: str) -> None:
+        place = ServerPlace(url=url, directory=tmp_path / "models")
+        left = {"lora_name": "policy", "lora_path": str(tmp_path / "old"), "load_inplace": True}
+        assert state.post("/v1/load_lora_adapter", left, None)[0] == 200
+        async with closing(make_engine("vllm", "cpu", 8, place)) as engine:
+            await engine.update_weights(adapter(10, 0, base), base)
+            assert completed(await engine.submit(request())).tokens[0] == 10
+            state.adapters.clear()
+            state.held.clear()
+            await engine.update_weights(adapter(20, 1, base))
+            assert completed(await engine.submit(request())).tokens[0] == 20
+            assert not any(one.is_read_again for one in state.adapters.values())
 
     with served(tmp_path) as (state, url):
         asyncio.run(run(state, url))

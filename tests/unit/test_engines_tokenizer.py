@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from array import array
+from copy import copy
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from echo2.core.errors import UserError
 from echo2.core.types import Message, Task
@@ -40,10 +42,10 @@ def test_a_vocabulary_may_have_holes() -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}<end>{% endfor %}"
     assert reply_tokens(tokenizer, True, "c", 70).tolist() == [7, 70]  # the answer's end token is there already
     column = {"rollouts": [{"tokens": [2, 40], "logprobs": [-1.0, -1.0]}]}
-    assert logged_rollouts(column, 1, 9, tokenizer, 0)[0].text == "ab"
+    assert logged_rollouts(column, 1, 9, tokenizer, 0, False)[0].text == "ab"
     column["rollouts"][0]["tokens"] = [2, 3]
     with pytest.raises(UserError, match="The log has token 3, which"):
-        logged_rollouts(column, 1, 9, tokenizer, 0)
+        logged_rollouts(column, 1, 9, tokenizer, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,90 @@ def test_a_template_that_drops_the_message_to_continue_is_refused() -> None:
     tokenizer.chat_template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(UserError, match=r"Task 3: .*cannot continue .* last message.*end the prompt with another role"):
         encode_prompt(Task(3, (Message("user", "1"), Message("assistant", "2"))), tokenizer)
+
+
+SPACED = (
+    "{% for m in messages %}[{{ m.role[0] }}] {{ m.content }}{{ ' ' * pads }}<e>{% endfor %}"
+    "{% if add_generation_prompt %}[a]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("pads", [0, 1])
+def test_what_goes_on_begins_with_no_space_that_is_not_there(scheme: str, pads: int) -> None:
+    """SentencePiece's tokenizers put a space before the first word of a text; some put one behind each special token,
+    and there it stays."""
+    tokenizer = spaced(scheme)
+    assert tokenizer.encode("ab", add_special_tokens=False) == ([A, B] if scheme == "never" else [SPACE, A, B])
+    assert reply_tokens(tokenizer, False, "ab", A).tolist() == [A, B]
+    assert reply_tokens(tokenizer, False, " ab", A).tolist() == [SPACE, A, B]
+    tokenizer.chat_template = SPACED.replace("pads", str(pads))
+    behind = [SPACE] * (scheme == "always")
+    written = [*behind, OPEN, tokenizer.get_vocab()["u"], CLOSE, SPACE, A, *[SPACE] * pads, SPACED_END]
+    written += [*behind, OPEN, A, CLOSE]
+    assert reply_tokens(tokenizer, True, "a", SPACED_END).tolist() == written
+    cut = [*[SPACE] * pads, SPACED_END, *written]
+    assert reply_tokens(tokenizer, True, "a", A).tolist() == cut
+
+
+def test_an_answer_goes_on_from_its_prompt() -> None:
+    """In a chat behind what the template writes before answers."""
+    tokenizer = spaced("first")
+    column = {"rollouts": [{"completion": "ab"}, {"completion": " ab"}]}
+    for template, space in (("", []), (SPACED.replace("pads", "0"), [SPACE]), (ROLES, [])):
+        tokenizer.chat_template = template
+        rollouts = logged_rollouts(column, 2, 9, copy(tokenizer), 0, bool(template))
+        expected = [[*space, A, B, SPACED_END], [*space, SPACE, A, B, SPACED_END]]
+        assert [one.tokens.tolist() for one in rollouts] == expected
+
+
+@pytest.mark.parametrize("added", ["<s> $A <e>", "$A <e>", "<s> $A", "<s> <u> $A <e>", "$A"])
+@pytest.mark.parametrize("text", ["ab", "a<e>", "", "<e>"])
+def test_no_end_token_is_put_behind_a_prompt(added: str, text: str) -> None:
+    """Some tokenizers add one to every text, as an encoder's texts have it."""
+    tokenizer = spaced("never", added)
+    before = [tokenizer.get_vocab()[name] for name in added.partition("$A")[0].split()]
+    found = encode_prompt(Task(0, text), tokenizer).tolist()
+    if text:
+        assert found == [*before, *tokenizer.encode(text, add_special_tokens=False)]
+
+
+@pytest.mark.parametrize(
+    "name", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer", "CohereTokenizer", "LlamaTokenizer"]
+)
+def test_texts_are_split_as_the_tokenizers_file_says(name: str) -> None:
+    """Whatever class its configuration names: transformers splits as most tokenizers of that class do."""
+    vocab = {sign: at for at, sign in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    merges = [("1", "2"), ("12", "3"), ("123", "4"), ("x", "Ġ")]
+    vocab |= {first + second: len(vocab) + at for at, (first, second) in enumerate(merges)}
+    core = Tokenizer(models.BPE(vocab, merges))
+    by_threes = pre_tokenizers.Split(Regex(r"\p{N}{1,3}|[^\p{N}]+"), "isolated")
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer, core.decoder = pre_tokenizers.Sequence([by_threes, as_bytes]), decoders.ByteLevel()
+    core.normalizer = normalizers.Lowercase()
+    core.add_special_tokens(["<e>"])
+    names = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<e>")
+    settings = json.dumps({"tokenizer_class": f"{name}Tokenizer", "add_prefix_space": False, **names}).encode()
+    tokenizer = load_tokenizer({"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": settings})
+    text = "X 1234é<e>12"
+    assert encode_prompt(Task(0, text), tokenizer).tolist() == core.encode(text).ids
+    assert decoded(tokenizer, array("i", core.encode(text).ids)) == "x 1234é12"
+
+
+A, B, SPACE, OPEN, CLOSE, SPACED_END = 2, 3, 4, 5, 6, 7
+
+
+def spaced(scheme: str, added: str = "$A") -> Any:
+    """One token a character, and a space before texts."""
+    vocab = {"<s>": 0, "<u>": 1, "a": A, "b": B, "▁": SPACE, "[": OPEN, "]": CLOSE, "<e>": SPACED_END, "u": 8, "\n": 9}
+    core = Tokenizer(models.BPE(vocab, [], unk_token="<u>"))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme, split=False)
+    core.add_special_tokens(["<s>", "<u>", "<e>"])
+    ids = [(name, core.token_to_id(name)) for name in ("<s>", "<u>", "<e>")]
+    core.post_processor = processors.TemplateProcessing(single=added, special_tokens=ids)
+    settings = b'{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<e>", "bos_token": "<s>"}'
+    return load_tokenizer({"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": settings})
 
 
 def letters() -> Any:

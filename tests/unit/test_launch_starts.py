@@ -95,6 +95,7 @@ def test_a_resumed_run_says_what_changed_and_refuses_what_cannot(
     for flag, value, why in (
         ("run.seed", "5", "cannot change run.seed: 0 -> 5"),
         ("sampling.group_size", "3", "cannot change sampling.group_size"),
+        ("sampling.temperature", "0.5", "delivered groups have logprobs at it"),
         ("model.path", "other/model", "the checkpoints are of that model"),
         ("tasks.source", "digit_sorting", "cannot change tasks.source"),
         ("tasks.params", "{levels = 3}", "cannot change tasks.params"),

@@ -108,6 +108,45 @@ def test_ended_and_resumed_the_weights_are_those_of_a_training_that_was_not(
     assert all(bool((whole[name] == parts[name]).all()) for name in whole)
 
 
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["--rows-per-step", "4"], "--rows-per-step = 8, not 4"),
+        (["--run.seed=5"], "run.seed = 0, not 5"),
+        (["--column", "prompt"], "--column = 'completion', not 'prompt'"),
+        (["--model.chat_template_args={a = 1}"], "model.chat_template_args = {}, not {'a': 1}"),
+    ],
+)
+def test_a_training_is_not_resumed_on_another_order_of_rows(
+    folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], said: str
+) -> None:
+    """A step's rows are found by its number: rows would be left out, or trained on twice."""
+    assert sft("warm", "--tasks.source=ending.py:Tasks") == 130
+    capsys.readouterr()
+    assert sft("warm", "--resume", *more) == 2
+    assert said in capsys.readouterr().err
+    assert sft("warm", "--resume") == 0
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_training_that_was_killed_behind_its_last_step_is_written(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]
+) -> None:
+    """It says what an uninterrupted one says, the loss before the first step too."""
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    assert sft("whole", *more) == 0
+    told = capsys.readouterr().out.replace("whole", "parts")
+    with monkeypatch.context() as patched:
+        patched.setattr("echo2.models.sft.copy_model", kill)
+        assert sft("parts", *more) == 130
+    capsys.readouterr()
+    assert sft("parts", "--resume", *more) == 0
+    assert capsys.readouterr().out == told
+
+
 def test_a_training_is_not_resumed_on_other_rows(folder: Path) -> None:
     config = configuration.load(Path("run.toml"), {})
     policy = load_trained(config, "cpu")

@@ -244,6 +244,7 @@ def test_texts_are_those_of_transformers_for_any_writer(kind: str, cleans_up: bo
     tokenizer: Any = PreTrainedTokenizerFast(
         tokenizer_object=core, bos_token="<s>", pad_token="<pad>", clean_up_tokenization_spaces=cleans_up
     )
+    tokenizer.model_ends = ()
     for text in ("a , b ac .", "a", ""):
         tokens = encode_prompt(Task(0, text), tokenizer)
         assert tokens.tolist() == tokenizer.encode(text, add_special_tokens=True)

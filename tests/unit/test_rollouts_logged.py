@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from array import array
 from dataclasses import replace
@@ -11,10 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from echo2.core.types import RUN_POLICY, Assignment, GroupRef, Lease, RolloutGroup, SamplingParams, Task
+from echo2.core.types import (
+    RUN_POLICY,
+    Assignment,
+    GroupRef,
+    Lease,
+    Message,
+    RolloutGroup,
+    SamplingParams,
+    Snapshot,
+    Task,
+)
 from echo2.engines.engine import RequestFailure
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer
+from echo2.head.serve.reading import RunTokenizer
 from echo2.learner.core.batch import collate
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.step_meter import StepMeter
@@ -25,6 +37,7 @@ from echo2.transport import messages
 from learner_cases import config_of, data_of, tiny_policy
 from rollout_cases import END, assigned, load, snapshot_of, tiny_module
 
+PLUS = 29  # the token +
 ANSWERS = {"ab": 6, "ac": 3, "d": 3}  # tokens 12 13, 12 14, 15 and the end token behind each
 
 
@@ -37,8 +50,10 @@ def assignment(column: Any, samples: int = 2, max_tokens: int = 6, prompt: str =
     return assigned(lease, Task(9, prompt, {"logged_rollouts": column}), SamplingParams(max_tokens=max_tokens))
 
 
-def replayed(*assignments: Assignment, engine_name: str = "fake") -> list[RolloutGroup | RequestFailure]:
-    snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
+def replayed(
+    *assignments: Assignment, engine_name: str = "fake", snapshot: Snapshot | None = None
+) -> list[RolloutGroup | RequestFailure]:
+    snapshot = snapshot or snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
     engine = make_engine(engine_name, "cpu")
     load(engine, snapshot)
     found: list[RolloutGroup | RequestFailure] = []
@@ -98,6 +113,28 @@ def test_an_engines_own_log_is_taken_as_it_is() -> None:
     group = group_of({"rollouts": rollouts})
     assert [rollout.logprobs.tolist() for rollout in group.rollouts] == [[-0.5, -0.25]] * 2
     assert [(rollout.text, rollout.finish) for rollout in group.rollouts] == [("ab", "length"), ("a", "stop")]
+
+
+@pytest.mark.parametrize(("prompt", "end"), [("53=", END), ((Message("user", "53="),), PLUS)])
+def test_an_answer_ends_as_the_policy_is_to_end_it(prompt: Any, end: int) -> None:
+    """In a chat with the token that the template writes behind a turn, which need not be the tokenizer's end token."""
+    template = b"{% for m in messages %}{{ m.content }}+{% endfor %}"
+    ends = json.dumps({"eos_token_id": [END, PLUS]}).encode()
+    plain = snapshot_of(tiny_module("qwen3"), version=5)
+    files = {**plain.files, "chat_template.jinja": template, "generation_config.json": ends}
+    tokenizer = load_tokenizer(files)
+    column = logged("ab", "d") | {"answers": ANSWERS}
+    column["rollouts"] += [{"tokens": [12, one], "logprobs": [-0.5, -0.25], "reward": 0} for one in (END, PLUS, 13)]
+    task = Task(9, prompt, {"logged_rollouts": column})
+    lease = Lease(7, GroupRef(RUN_POLICY, "train", 3), 7, 9, 5, 4, None, 99.0, 30.0, 11)
+    (group,) = replayed(
+        assigned(lease, task, SamplingParams(max_tokens=6), tokenizer=tokenizer), snapshot=replace(plain, files=files)
+    )
+    assert isinstance(group, RolloutGroup), group
+    assert [one.tokens.tolist() for one in group.rollouts[:2]] == [[12, 13, end], [15, end]]
+    assert [one.finish for one in group.rollouts] == ["stop"] * 4 + ["length"]
+    head = RunTokenizer(files)
+    assert [one.tokens for one in head.logged(task, 5, 6, 5)] == [one.tokens for one in group.rollouts]
 
 
 @pytest.mark.parametrize(
@@ -167,6 +204,7 @@ class Letters:
     """A tokenizer of the learner cases' vocabulary, one letter a token and no end token."""
 
     eos_token_id = None
+    model_ends = ()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         return ["abcdefghijklm".index(letter) for letter in text]
@@ -181,7 +219,7 @@ def test_with_estimated_probabilities_a_log_has_the_gradient_of_the_policys_own_
     worth = {letter: (5 * place % 11) / 4 for place, letter in enumerate("abcdefghijklm")}
     texts = [letter for letter, count in counts.items() for _ in range(count)]
     column = logged(*texts) | {"answers": counts}
-    rollouts = logged_rollouts(column, len(texts), 6, Letters(), 0)  # type: ignore[arg-type]
+    rollouts = logged_rollouts(column, len(texts), 6, Letters(), 0, False)  # type: ignore[arg-type]
     prompt = array("i", [3, 7, 5])
     scored = tuple(replace(rollout, reward=worth[rollout.text]) for rollout in rollouts)
     policy = tiny_policy()

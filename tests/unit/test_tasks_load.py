@@ -155,6 +155,14 @@ def test_hugging_face_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_jsonl(tmp_path / "files" / "test.jsonl", {"prompt": "c", "answer": 3})
     assert columns_of(f"{tmp_path}/files", 1) == {"answer": 2}
     assert columns_of(f"{tmp_path}/files#test") == {"answer": 3}
+    before = digest_of(load_tasks(f"{tmp_path}/files", {}, 0))
+    assert before == digest_of(load_tasks(f"{tmp_path}/files", {}, 0)) != ""
+    write_jsonl(tmp_path / "files" / "train.jsonl", {"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 3})
+    assert before != digest_of(load_tasks(f"{tmp_path}/files", {}, 0))
+    many = datasets.Dataset.from_list([{"prompt": str(i)} for i in range(1000)])
+    for name, rows in (("many", many), ("fewer", many.select(range(999))), ("turned", many.select(range(999, -1, -1)))):
+        rows.save_to_disk(tmp_path / name)
+    assert len({digest_of(load_tasks(str(tmp_path / name), {}, 0)) for name in ("many", "fewer", "turned")}) == 3
     (tmp_path / "void").mkdir()
     with pytest.raises(UserError, match=r"Cannot load the dataset .*void"):
         load_tasks(f"{tmp_path}/void", {}, 0)

@@ -18,9 +18,12 @@ from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
+
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Rollout, Task
 from echo2.engines.model_values import read_context
+from echo2.weights.format.snapshot_files import end_tokens
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
 #: Files that say which text a token stands for.
@@ -56,6 +59,8 @@ class Tokenizer(Protocol):
     eos_token_id: int | None
     chat_template: Any
     model_max_length: int
+    #: Of the model that it came with; set by `load_tokenizer`.
+    model_ends: tuple[int, ...]
 
     def get_vocab(self) -> dict[str, int]:
         """Every token's id, added tokens included."""
@@ -90,7 +95,8 @@ def load_tokenizer(
     {"enable_thinking": False}, are passed to its chat template.
 
     Raises:
-        PeerError: a file name would leave the directory, or there is no tokenizer that transformers can read.
+        PeerError: a file name would leave the directory, the model's end tokens are none, or there is no tokenizer that
+            transformers can read.
     """
     with _LOADING, TemporaryDirectory() as folder:
         from transformers import AutoTokenizer
@@ -102,16 +108,47 @@ def load_tokenizer(
                 (Path(folder) / name).write_bytes(data)
         try:
             tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            _read_as_written(tokenizer, files)
         except Exception as error:  # each tokenizer class fails in its own way, and the files are untrusted
             first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise PeerError("bad_snapshot", f"no tokenizer that transformers reads: {first_line}") from error
     if template_arguments:
         tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, **template_arguments)
     loaded: Tokenizer = tokenizer
+    loaded.model_ends = end_tokens(files)
     positions = read_context(files) if "config.json" in files else None
     if positions is not None:  # the model's context length; a tokenizer's own value may be anything
         loaded.model_max_length = positions
     return loaded
+
+
+class _Written(msgspec.Struct):
+    """What a tokenizer.json says of texts before and behind their tokens."""
+
+    normalizer: Any = None
+    pre_tokenizer: Any = None
+    decoder: Any = None
+
+
+def _read_as_written(tokenizer: Any, files: Mapping[str, bytes]) -> None:
+    """Make the tokenizer split texts as tokenizer.json says, if that works on bytes. transformers 5 takes only the
+    vocabulary from there where it has a class for the tokenizer, and splits texts as most tokenizers of that class do.
+    """
+    core: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None or "tokenizer.json" not in files or getattr(tokenizer, "add_prefix_space", False):
+        return
+    from tokenizers import Tokenizer
+
+    written = msgspec.json.decode(files["tokenizer.json"], type=_Written)
+    if "'ByteLevel'" not in str(written.pre_tokenizer):
+        return
+    parts = msgspec.to_builtins(written)
+    empty = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+    read: Any = Tokenizer.from_str(msgspec.json.encode({**empty, **parts}).decode())
+    for part in parts:
+        ours, theirs = getattr(read, part), getattr(core, part)
+        if (ours and ours.__getstate__()) != (theirs and theirs.__getstate__()):
+            setattr(core, part, ours)
 
 
 def refuse_other_tokenizer(ours: Mapping[str, bytes], theirs: Mapping[str, bytes], teacher: str) -> None:
@@ -138,16 +175,17 @@ def refuse_other_tokenizer(ours: Mapping[str, bytes], theirs: Mapping[str, bytes
 
 
 def encode_prompt(task: Task, tokenizer: Tokenizer) -> array[int]:
-    """Return the token ids of a prompt. Text is tokenised as it is, with the start token that the tokenizer adds
-    (unless the text has it). Chat messages go through the chat template, followed by the opening of the assistant's
-    turn; if the last one is the assistant's, it is left open, to be continued.
+    """Return the token ids of a prompt. Text is tokenised as it is, behind the start token that the tokenizer adds
+    (unless the text has it). An end token that it adds is left out: the policy is to go on. Chat messages go through
+    the chat template, followed by the opening of the assistant's turn; if the last one is the assistant's, it is left
+    open, to be continued.
 
     Raises:
         UserError: chat messages without a chat template, or refused by it; or the tokenizer fails.
     """
     if isinstance(task.prompt, str):
         has_start = bool(tokenizer.bos_token) and task.prompt.startswith(tokenizer.bos_token or "")
-        return _ids(tokenizer, task.prompt, add_special_tokens=not has_start)
+        return _ids(tokenizer, task.prompt) if has_start else _begun_ids(tokenizer, task.prompt)
     if not tokenizer.chat_template:
         raise UserError(
             f"Task {task.cursor} has chat messages, but the model's tokenizer has no chat template. "
@@ -185,10 +223,67 @@ def rendered_tokens(
                 f"{why} Leave that message out, or end the prompt with another role's."
             ) from error
         raise UserError(f"the chat template refuses its messages: {error}.") from error
-    return _ids(tokenizer, text, add_special_tokens=False)  # templates write the special tokens themselves
+    return _ids(tokenizer, text)  # templates write the special tokens themselves
 
 
-def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> array[int]:
+def continued_ids(tokenizer: Tokenizer, text: str, before: str = "") -> array[int]:
+    """Return the token ids of a text that does not begin a conversation. Some tokenizers put a space before every text,
+    or have special tokens that take spaces behind them: they read it behind `before`, the text of a special token.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    before = before or ("\n" if _puts_space_before(tokenizer) else "")
+    if before:
+        anchor, both = _ids(tokenizer, before), _ids(tokenizer, before + text)
+        if both[: len(anchor)] == anchor:
+            return both[len(anchor) :]
+    return _ids(tokenizer, text)
+
+
+def answer_ids(tokenizer: Tokenizer, is_chat: bool, text: str) -> array[int]:
+    """Return the token ids of an answer, as the policy is to write it behind its prompt, without an end token.
+
+    Raises:
+        UserError: the tokenizer fails.
+    """
+    space = _space_before_answers(tokenizer) if is_chat and _puts_space_before(tokenizer) else ""
+    return continued_ids(tokenizer, space + text)
+
+
+@lru_cache(maxsize=16)
+def _space_before_answers(tokenizer: Tokenizer) -> str:
+    """Return the spaces that the chat template writes between the opening of the assistant's turn and an answer."""
+    from jinja2 import TemplateError
+
+    asked, answered = {"role": "user", "content": "."}, {"role": "assistant", "content": ANSWER_MARK}
+    with suppress(TemplateError, *TEMPLATE_ERRORS):
+        opening = tokenizer.apply_chat_template([asked], tokenize=False, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([asked, answered], tokenize=False, add_generation_prompt=False)
+        space, mark, _ = whole.removeprefix(opening).partition(ANSWER_MARK)
+        return space if mark and not space.strip() else ""
+    return ""
+
+
+@lru_cache(maxsize=16)
+def _puts_space_before(tokenizer: Tokenizer) -> bool:
+    with suppress(UserError):  # it has no such characters
+        line, letter, both = (_ids(tokenizer, text) for text in ("\n", "a", "\na"))
+        return both[: len(line)] == line and both[len(line) :] != letter
+    return False
+
+
+def _begun_ids(tokenizer: Tokenizer, text: str) -> array[int]:
+    """Return the token ids of a text behind the tokens that the tokenizer adds before it, without those behind it."""
+    whole = _ids(tokenizer, text, add_special_tokens=True)
+    if whole and whole[-1] in (tokenizer.eos_token_id, *tokenizer.model_ends) and (plain := _ids(tokenizer, text)):
+        for start in range(len(whole) - len(plain) + 1):
+            if whole[start : start + len(plain)] == plain:
+                return whole[: start + len(plain)]
+    return whole
+
+
+def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> array[int]:
     if len(text) > TEXT_CHARS_MAX:
         raise TextTooLong(f"a text has {len(text)} characters, and no more than {TEXT_CHARS_MAX} can be read")
     core = _core(tokenizer)
@@ -285,7 +380,7 @@ def reply_tokens(tokenizer: Tokenizer, is_chat: bool, text: str, last_token: int
         UserError: the chat template cannot write what follows an answer, or the tokenizer fails.
     """
     if not is_chat:
-        return _ids(tokenizer, text, add_special_tokens=False)
+        return continued_ids(tokenizer, text)
     return following_tokens(tokenizer, [{"role": "user", "content": text}], last_token)
 
 
@@ -309,9 +404,10 @@ def following_tokens(
     if not mark:
         raise UserError("the chat template drops earlier answers, so turns cannot be appended")
     is_end = is_known(tokenizer, last_token) and not tokenizer.decode([last_token], skip_special_tokens=True)
-    if is_end:  # it is sampled already
-        tail = tail.removeprefix(tokenizer.decode([last_token], skip_special_tokens=False))
-    return _ids(tokenizer, tail, add_special_tokens=False)
+    end = tokenizer.decode([last_token], skip_special_tokens=False) if is_end else ""
+    if end and tail.lstrip().startswith(end):  # it is sampled already
+        tail = tail.lstrip().removeprefix(end)
+    return continued_ids(tokenizer, tail, end)
 
 
 @lru_cache(maxsize=16)

@@ -57,6 +57,7 @@ FIXED = {
     "lora.targets": "the adapter in the checkpoints is of these layers",
     "lora.path": "the checkpoints go on from it",
     "sampling.group_size": "delivered groups have that many rollouts",
+    "sampling.temperature": "delivered groups have logprobs at it, and the learner would score them at another",
     "distill.teacher": "scored groups name their teachers",
     "run.seed": "the tasks of issued groups follow from it",
     "tasks.source": "issued groups are of its tasks",

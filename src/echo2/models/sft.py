@@ -14,6 +14,8 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,7 +26,7 @@ from echo2.core.devices import pick_device
 from echo2.core.errors import UserError
 from echo2.core.printable import PlainLines, shown
 from echo2.core.types import Task
-from echo2.engines.tokenizer import Tokenizer, encode_prompt, end_token, load_tokenizer
+from echo2.engines.tokenizer import Tokenizer, answer_ids, encode_prompt, end_token, load_tokenizer
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import load_trained
 from echo2.learner.core.datum import Datum
@@ -69,9 +71,9 @@ class Answers:
             given = f"the row with the prompt {shown(task.prompt)} has {shown(answer)} there; its columns: {have}"
             raise UserError(f"--column {self._column!r} must have text, and {given}.")
         prompt = encode_prompt(task, self._tokenizer)
-        end = end_token(self._tokenizer, self._ends, is_chat=not isinstance(task.prompt, str))
-        written = self._tokenizer.encode(answer, add_special_tokens=False)
-        tokens = array("i", [*written, *([] if end is None else [end])])
+        is_chat = not isinstance(task.prompt, str)
+        end = end_token(self._tokenizer, self._ends, is_chat)
+        tokens = answer_ids(self._tokenizer, is_chat, answer) + array("i", [] if end is None else [end])
         if self._context is not None and len(prompt) + len(tokens) > self._context:
             raise UserError(
                 f"The row with the prompt {shown(task.prompt)} has {len(prompt)} tokens and {len(tokens)} of the "
@@ -82,14 +84,25 @@ class Answers:
 
 class SupervisedClient:
     """One policy's training on answers. `step`: completed steps of `num_steps`; `rows`: the digests of the sources
-    of rows, by name.
+    of rows, by name; `order`: the settings that say which tokens a step trains on, by name. `loss`: of the last step;
+    `loss_before`: on held-out rows before the first step.
     """
 
-    def __init__(self, policy: Policy, config: Config, num_steps: int, rows: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: Config,
+        num_steps: int,
+        rows: Mapping[str, str],
+        order: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Raises:
         UserError: updates of `learner.lr` would vanish in the weights' precision.
         """
-        self.step, self.num_steps, self._learner, self._rows = 0, num_steps, config.learner, dict(rows)
+        self.step, self.num_steps, self._learner = 0, num_steps, config.learner
+        self._rows, self._order = dict(rows), dict(order)
+        self.loss: float | None = None
+        self.loss_before: float | None = None
         policy.computes_in_bfloat16 = computes_in_bfloat16(config.model.compute_dtype, policy.device)
         refuse_vanishing_updates(policy.trained_parameters(), config.learner.lr)
         settled = fitted(policy, config, Mesh())
@@ -107,7 +120,8 @@ class SupervisedClient:
         adam = AdamParams(lr, weight_decay=learner.weight_decay, grad_clip=learner.grad_clip)
         self._trainer.optim_step(POLICY, adam, num_tokens)
         self.step += 1
-        return loss / num_tokens
+        self.loss = loss / num_tokens
+        return self.loss
 
     def held_out_loss(self, data: Sequence[Datum]) -> float:
         """Return the loss on rows that are not trained on, in nats per answer token."""
@@ -115,14 +129,16 @@ class SupervisedClient:
 
     def save(self, directory: Path) -> None:
         """Write a checkpoint with everything needed to continue. Raises UserError: it can't be written."""
-        state = {"step": self.step, "num_steps": self.num_steps, "rows": self._rows}
+        state = {"step": self.step, "num_steps": self.num_steps, "rows": self._rows, "order": self._order}
+        state |= {"loss": self.loss, "loss_before": self.loss_before}
         self._trainer.save_state(POLICY, directory, state).result()
 
     def resume(self, directory: Path) -> None:
         """Continue from a checkpoint that `save` wrote.
 
         Raises:
-            UserError: the checkpoint is of another model, or of a training of another number of steps or on other rows.
+            UserError: the checkpoint is of another model, or of a training of another number of steps, on other rows or
+                in another order.
         """
         kept = self._trainer.load_state(POLICY, directory)
         if kept.get("num_steps") != self.num_steps:
@@ -131,7 +147,13 @@ class SupervisedClient:
                 f"{directory} belongs to a training of {before} steps, not of {now}, which has other learning rates."
             )
         refuse_changed_rows([*self._rows], [*self._rows.values()], kept.get("rows", {}))
-        self.step = kept["step"]
+        for name, before in kept.get("order", {}).items():
+            if before != (now := self._order.get(name, before)):
+                raise UserError(
+                    f"{directory} belongs to a training with {name} = {before!r}, not {now!r}: rows would be left out, "
+                    "or trained on twice. Go on with the same."
+                )
+        self.step, self.loss, self.loss_before = kept["step"], kept.get("loss"), kept.get("loss_before")
 
     def _sum(self, data: Sequence[Datum], adds_gradients: bool) -> float:
         done = self._trainer.forward_backward(
@@ -163,7 +185,9 @@ def run(options: argparse.Namespace) -> int:
     policy = load_trained(config, str(pick_device("auto")))
     tasks = training_tasks(config.tasks, config.run.seed)
     rows_read = refuse_changed_rows(config.tasks.sources, tasks.digests(), {})
-    client = SupervisedClient(policy, config, options.steps, rows_read)
+    order = {"--rows-per-step": options.rows_per_step, "--column": options.column, "run.seed": config.run.seed}
+    order |= {"model.chat_template_args": dict(config.model.chat_template_args)}
+    client = SupervisedClient(policy, config, options.steps, rows_read, order)
     if (before := checkpoint.latest(working)) is not None:
         client.resume(before)
     tokenizer = load_tokenizer(policy.files, config.model.chat_template_args)
@@ -174,9 +198,10 @@ def run(options: argparse.Namespace) -> int:
     rows = answers(tasks)
     judged = held_out_tasks(config.eval, config.run.seed)
     held_out = [] if judged is None else answers(judged).data(range(min(HELD_OUT_ROWS, len(judged))))
-    first = client.held_out_loss(held_out) if held_out else None
+    if held_out and client.step == 0:
+        client.loss_before = client.held_out_loss(held_out)
     with _told_to_end() as is_told:
-        losses = _train(client, rows, options.rows_per_step, working, is_told)
+        _train(client, rows, options.rows_per_step, working, is_told)
     if client.step < client.num_steps:
         print(f"stopped after step {client.step} of {client.num_steps}; go on with --resume", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -185,19 +210,17 @@ def run(options: argparse.Namespace) -> int:
     found = {
         "model": str(to),
         "steps": client.step,
-        "loss": losses[-1] if losses else None,
-        "held_out_loss_before": first,
+        "loss": client.loss,
+        "held_out_loss_before": client.loss_before,
         "held_out_loss": client.held_out_loss(held_out) if held_out else None,
     }
     print(json.dumps(found) if options.json else _summary(found))
     return 0
 
 
-def _train(
-    client: SupervisedClient, rows: Answers, rows_per_step: int, working: Path, is_told: list[int]
-) -> list[float]:
-    """Train the remaining steps, or until a signal. Save the last step in either case. Return the losses."""
-    console, losses = Console(stderr=True), list[float]()
+def _train(client: SupervisedClient, rows: Answers, rows_per_step: int, working: Path, is_told: list[int]) -> None:
+    """Train the remaining steps, or until a signal. Save the last step in either case."""
+    console = Console(stderr=True)
     columns = (
         TextColumn("sft"),
         BarColumn(),
@@ -211,14 +234,13 @@ def _train(
         bar = progress.add_task("", total=client.num_steps, completed=client.step)
         while client.step < client.num_steps and not is_told:
             start = client.step * rows_per_step
-            losses.append(client.train(rows.data(range(start, start + rows_per_step))))
-            progress.update(bar, completed=client.step, description=f"loss {losses[-1]:.3f}")
+            loss = client.train(rows.data(range(start, start + rows_per_step)))
+            progress.update(bar, completed=client.step, description=f"loss {loss:.3f}")
             is_last = client.step == client.num_steps
-            plain.tell(f"step {client.step} of {client.num_steps}, loss {losses[-1]:.3f}", is_last)
+            plain.tell(f"step {client.step} of {client.num_steps}, loss {loss:.3f}", is_last)
             if client.step % SAVE_STEPS == 0 and not is_last:
                 _save(client, working)
     _save(client, working)
-    return losses
 
 
 def _save(client: SupervisedClient, working: Path) -> None:
@@ -242,6 +264,7 @@ def _told_to_end() -> Iterator[list[int]]:
 
 
 def _summary(found: dict[str, object]) -> str:
-    before, after = found["held_out_loss_before"], found["held_out_loss"]
-    told = f"held-out loss {before:.3f} to {after:.3f}" if after is not None else f"loss {found['loss']:.3f}"
-    return f"{told} in {found['steps']} steps; wrote {found['model']}"
+    losses = [found[name] for name in ("held_out_loss_before", "held_out_loss") if found[name] is not None]
+    kind, shown = ("held-out loss", losses) if losses else ("loss", [found["loss"]])
+    told = " to ".join(f"{loss:.3f}" for loss in shown if loss is not None)
+    return f"{kind} {told} in {found['steps']} steps; wrote {found['model']}"

@@ -132,7 +132,7 @@ def text_of(completion: Completion) -> str:
 
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in a text, exact; None if there is none."""
-    found = _NUMBER.findall(text)
+    found = _NUMBER.findall(text.replace("\u2212", "-"))  # the minus of typesetters
     return Decimal(found[-1].replace(",", "")) if found else None
 
 

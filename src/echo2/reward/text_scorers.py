@@ -40,7 +40,10 @@ def load(name: str) -> None:
 
 
 def final_answer(text: str) -> str:
-    """Return the line after the last `####`; the whole text if there is no `####`, or if there is a boxed answer."""
+    """Return the line after the last `####`; the whole text if there is no `####`, or if there is a boxed answer. The
+    minus of typesetters becomes the one that math-verify reads everywhere.
+    """
+    text = text.replace("\u2212", "-")
     _, mark, tail = text.rpartition("####")
     return tail.strip().partition("\n")[0] if mark and "\\boxed" not in text else text
 

@@ -23,7 +23,7 @@ from typing import Any
 from echo2.core.errors import UserError
 from echo2.core.types import LOGGED_ROLLOUTS, Assignment, FinishReason, Rollout
 from echo2.engines.engine import RequestFailure, SampleRequest
-from echo2.engines.tokenizer import Tokenizer, is_known
+from echo2.engines.tokenizer import Tokenizer, answer_ids, end_token, is_known
 from echo2.rollouts.turns import Sampler
 from echo2.transport.limits import LOGPROB_MIN
 
@@ -36,19 +36,20 @@ def read_log(engine: Sampler, tokenizer: Tokenizer, assignment: Assignment) -> l
     """
     if engine.installed is None:
         raise UserError("The engine has no weights yet: update its weights before sampling.")
-    column, lease = assignment.columns[LOGGED_ROLLOUTS], assignment.lease
+    column, lease, is_chat = assignment.columns[LOGGED_ROLLOUTS], assignment.lease, assignment.is_chat
     version, max_tokens = engine.installed.version, assignment.params.max_tokens
     try:
-        rollouts = logged_rollouts(column, lease.num_samples, max_tokens, tokenizer, version)
+        rollouts = logged_rollouts(column, lease.num_samples, max_tokens, tokenizer, version, is_chat)
     except UserError as error:
         return RequestFailure("log_unfit", str(error))
     return _refusal(engine, assignment, rollouts) or rollouts
 
 
 def logged_rollouts(
-    column: Any, num_samples: int, max_tokens: int, tokenizer: Tokenizer, version: int
+    column: Any, num_samples: int, max_tokens: int, tokenizer: Tokenizer, version: int, is_chat: bool
 ) -> list[Rollout]:
     """Return the rollouts in a task's column as of this version, in the log's order: rewards are matched by position.
+    `is_chat`: the task's prompt is chat messages.
 
     Raises:
         UserError: their number or length does not fit, or the column is not in the format of `tasks/logs.py`.
@@ -64,8 +65,8 @@ def logged_rollouts(
             "tasks.params.rollouts to sampling.group_size. (A log cannot be evaluated on.)"
         )
     try:
-        tree = _Tree(column.get("answers") or {}, tokenizer)
-        rollouts = [_rollout(entry, tree, tokenizer, version) for entry in logged]
+        tree = _Tree(column.get("answers") or {}, tokenizer, is_chat)
+        rollouts = [_rollout(entry, tree, tokenizer, version, is_chat) for entry in logged]
     except UserError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:  # from a user's own class
@@ -102,10 +103,10 @@ def _refusal(engine: Sampler, assignment: Assignment, rollouts: Sequence[Rollout
 class _Tree:
     """Counts of the prefixes of all logged answers: how often the log goes on with each token after each prefix."""
 
-    def __init__(self, answers: Mapping[str, int], tokenizer: Tokenizer) -> None:
+    def __init__(self, answers: Mapping[str, int], tokenizer: Tokenizer, is_chat: bool) -> None:
         self._seen: Counter[tuple[int, ...]] = Counter()
         for text, count in answers.items():
-            tokens = tuple(answer_tokens(text, tokenizer))
+            tokens = tuple(answer_tokens(text, tokenizer, is_chat))
             for length in range(len(tokens) + 1):
                 self._seen[tokens[:length]] += count
 
@@ -118,28 +119,35 @@ class _Tree:
         return [math.log(after / before) for before, after in pairwise(counts)]
 
 
-def answer_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a whole answer, followed by the tokenizer's end token if it has one.
+def _ends(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The tokens that end an answer of the policy."""
+    end = tokenizer.eos_token_id
+    return tokenizer.model_ends or (() if end is None else (end,))
+
+
+def answer_tokens(text: str, tokenizer: Tokenizer, is_chat: bool) -> list[int]:
+    """Return the tokens of a whole answer, followed by the end token that the policy is to write, if there is one: in a
+    chat another one than the tokenizer's may end a turn.
 
     Raises:
         UserError: the answer has no tokens.
     """
-    end = tokenizer.eos_token_id
-    tokens = [*tokenizer.encode(text, add_special_tokens=False), *([] if end is None else [end])]
+    end = end_token(tokenizer, _ends(tokenizer), is_chat)
+    tokens = [*answer_ids(tokenizer, is_chat, text), *([] if end is None else [end])]
     if not tokens:
         raise UserError("A logged answer is empty, and the tokenizer has no end token.")
     return tokens
 
 
-def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, version: int) -> Rollout:
+def _rollout(entry: Mapping[str, Any], tree: _Tree, tokenizer: Tokenizer, version: int, is_chat: bool) -> Rollout:
     finish: FinishReason = "stop"
     if "tokens" in entry:
         tokens, logprobs = list(entry["tokens"]), [float(value) for value in entry["logprobs"]]
-        finish = "stop" if tokens[-1] == tokenizer.eos_token_id else "length"
+        finish = "stop" if tokens[-1] in _ends(tokenizer) else "length"
         if unknown := [token for token in tokens if not is_known(tokenizer, token)]:
             raise UserError(f"The log has token {unknown[0]}, which this model's tokenizer does not have.")
     else:
-        tokens = answer_tokens(entry["completion"], tokenizer)
+        tokens = answer_tokens(entry["completion"], tokenizer, is_chat)
         logprobs = tree.logprobs(tokens)
         if "logprob" in entry:
             logprobs = _scaled(logprobs, float(entry["logprob"]))

@@ -28,6 +28,8 @@ from echo2.core.printable import shown
 MAX_LINE_BYTES = 16 << 20
 MAX_PARQUET_BYTES = 8 << 30  # decoded
 DIGEST_BYTES = 16
+#: Rows of a Hugging Face dataset whose values are in its digest.
+DIGEST_ROWS = 256
 #: Characters shown before and after the place of a mistake.
 NEAR_CHARS = 30
 ONE_OBJECT = 'Each line must be one JSON object: {"prompt": ...}.'
@@ -186,6 +188,14 @@ class HfRows:
     def __getitem__(self, index: int) -> Mapping[str, Any]:
         row: Mapping[str, Any] = self._rows[index]
         return row
+
+    def digest(self) -> str:
+        """Of the number of rows, and of `DIGEST_ROWS` of them, evenly spaced: all may be more than can be read."""
+        count = len(self._rows)
+        step = max(1.0, count / DIGEST_ROWS)
+        places = [int(number * step) for number in range(min(count, DIGEST_ROWS))]
+        rows = self._rows.with_format("arrow").select(places)[:].to_pylist()
+        return hashlib.blake2b(repr([count, rows]).encode(), digest_size=DIGEST_BYTES).hexdigest()
 
     def where(self, index: int) -> str:
         return f"{self._name} row {index}"

@@ -68,6 +68,8 @@ class ServerEngine:
         self._is_closed = self._is_asleep = False
         self._looking: Future[Any] | None = None
         self._up, self._doubted, self._changing = asyncio.Event(), asyncio.Event(), asyncio.Lock()
+        self._settled = asyncio.Event()  # no weights are being loaded
+        self._settled.set()
         self._thread = LoopThread("token server")
 
     @property
@@ -147,11 +149,17 @@ class ServerEngine:
         try:
             if request.stop is not None:
                 return await self._stopped(request, request.stop)
-            return await self._server.sample(request, self._installed(), self._versions)
+            return await self._ask(request)
         except LinkError as error:
             self._up.clear()  # other requests wait for the next health check
             self._doubted.set()
             return RequestFailure("engine_failed", f"the token server is gone: {self._reason or error}")
+
+    async def _ask(self, request: SampleRequest) -> Completion:
+        """Sample by the weights that the server has now. While others come, it would read the prompt in the name of the
+        old ones, so from their cache, and draw by the new ones."""
+        await self._settled.wait()
+        return await self._server.sample(request, self._installed(), self._versions)
 
     async def _stopped(self, request: SampleRequest, stop: StopRule) -> Completion:
         """Sample up to a stop string. The server has no text: it stops behind each token that may complete a stop
@@ -166,7 +174,7 @@ class ServerEngine:
                 params=replace(request.params, max_tokens=room - len(written.tokens)),
                 stop_tokens=request.stop_tokens | stop.tokens,
             )
-            written.take(await self._server.sample(part, self._installed(), self._versions))
+            written.take(await self._ask(part))
             if written.tokens[-1] in ends or stop.ends(written.tokens):
                 return written.completion("stop")
             if len(written.tokens) >= room:
@@ -185,13 +193,16 @@ class ServerEngine:
                 del self._versions[next(iter(self._versions))]
             if before is None or before.base_model != model.base_model:
                 return await self._start(model)
+            self._settled.clear()
             try:
                 pause_seconds = await self._server.load(model)
+                self._model = replace(model, max_positions=before.max_positions)
             except (LinkError, PeerError) as error:
                 self._directories.keep_only(before)
                 await self._start_again(f"it could not load {model.ref}: {error}")
                 raise PeerError("load_failed", f"the token server could not load {model.ref}: {error}") from error
-            self._model = replace(model, max_positions=before.max_positions)
+            finally:
+                self._settled.set()
             self._directories.keep_only(model)
             return pause_seconds
 

@@ -34,6 +34,8 @@ EXPONENTS: Mapping[str, tuple[type[np.unsignedinteger[Any]], int]] = {
     "F16": (np.uint16, 0x1F << 10),
 }
 RANK_MAX = 512
+#: Name of the link to the served adapter's directory.
+LINK = "adapter"
 HEAD, EMBEDDINGS = "lm_head.weight", ("embed_tokens.weight", "wte.weight")
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 
@@ -147,7 +149,7 @@ class ModelDirectories:
     def keep_only(self, model: ServedModel | None) -> None:
         kept = (model.directory, model.adapter) if model is not None else ()
         for path in self._root.iterdir():
-            if path not in kept:
+            if path not in kept and not path.is_symlink():
                 shutil.rmtree(path, ignore_errors=True)
 
     def _write(self, snapshot: Snapshot, weights: str, config: str) -> Path:

@@ -37,7 +37,7 @@ from echo2.engines.servers.answers import (
     room_of,
     width_of,
 )
-from echo2.engines.servers.models import ServedModel
+from echo2.engines.servers.models import LINK, ServedModel
 from echo2.transport.limits import SUPPORT_WIDTH_MAX
 
 #: Seconds until a started server must answer: it loads torch and weights, and on a GPU captures its graphs.
@@ -108,11 +108,17 @@ class _Weights(msgspec.Struct):
 
 
 class _Card(msgspec.Struct):
+    id: str
+    root: str | None = None
     max_model_len: int | None = None  # an adapter's card has none
 
 
 class _Cards(msgspec.Struct):
     data: list[_Card]
+
+
+class _Results(msgspec.Struct):
+    results: list[Any]
 
 
 class ServerProcess:
@@ -350,9 +356,27 @@ class VllmServer:
         self._has_mask = choice.sampling_mask is not None
 
     async def _load_adapter(self, model: ServedModel, directory: Path) -> None:
-        adapter = {"lora_name": ADAPTER, "lora_path": str(directory), "load_inplace": True}
+        """Take this adapter for all requests, those under way too. A request keeps the path and the flags that the
+        adapter had when it came: so each is loaded from one path, and the engine is told only to forget the old one.
+        With `load_inplace` the requests would read their old path again before every token."""
+        link = _link(directory)
+        cards = decode(await self._call("/v1/models", None, CHECK_SECONDS, "GET"), _Cards).data
+        roots = {card.root for card in cards if card.id == ADAPTER}
+        if roots == {str(link)}:
+            await self._forget_adapters()
+            return
+        if roots:
+            await self._call("/v1/unload_lora_adapter", {"lora_name": ADAPTER}, LOAD_SECONDS)
+        adapter: dict[str, Any] = {"lora_name": ADAPTER, "lora_path": str(link)}
         adapter |= {"is_3d_lora_weight": True} if model.adapts_experts else {}
         await self._call("/v1/load_lora_adapter", adapter, LOAD_SECONDS)
+
+    async def _forget_adapters(self) -> None:
+        """The engine reads them from their paths when it computes the next token."""
+        answer = await self._call("/collective_rpc", {"method": "list_loras"}, LOAD_SECONDS)
+        numbers = {int(number) for held in decode(answer, _Results).results for number in re.findall(r"\d+", str(held))}
+        for number in sorted(numbers):
+            await self._call("/collective_rpc", {"method": "remove_lora", "args": [number]}, LOAD_SECONDS)
 
     def _running(self) -> ServerLink:
         if self._link is None:
@@ -388,6 +412,15 @@ def _place_on(device: str) -> tuple[dict[str, str], bool]:
     if number and not (number.isdecimal() and int(number) < len(gpus)):
         raise UserError(f"--device {device}: there is no such GPU; this machine has {len(gpus)}.")
     return VARIABLES | {"CUDA_VISIBLE_DEVICES": gpus[int(number)] if number else ",".join(gpus)}, True
+
+
+def _link(directory: Path) -> Path:
+    """Point the path from which adapters are loaded at this directory."""
+    link, new = directory.parent / LINK, directory.parent / f"{LINK}.new"
+    new.unlink(missing_ok=True)
+    new.symlink_to(directory.name)
+    new.replace(link)
+    return link
 
 
 def _sampling_params(request: SampleRequest, served: ServedModel, num_candidates: int) -> dict[str, Any]:

@@ -289,7 +289,8 @@ class RunTokenizer:
         Raises:
             UserError: the log does not have such rollouts.
         """
-        return logged_rollouts(task.columns[LOGGED_ROLLOUTS], num_samples, max_tokens, self.tokenizer, version)
+        column, is_chat = task.columns[LOGGED_ROLLOUTS], not isinstance(task.prompt, str)
+        return logged_rollouts(column, num_samples, max_tokens, self.tokenizer, version, is_chat)
 
 
 class CopiedRollouts:
