@@ -17,7 +17,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import Task
 from echo2.head.serve import reading
 from echo2.launch.preflight import check
-from echo2.launch.start import absolute, changes, check_tokenizers
+from echo2.launch.start import absolute, changes, check_teachers
 from echo2.tasks.streams import load_tasks
 from echo2.tasks.teaching import task_for_teacher, teacher_of
 from head_cases import OpenHead, delivery, sample, settings, until
@@ -202,13 +202,13 @@ def test_a_teacher_with_another_tokenizer_is_refused_and_one_with_more_tokens_is
     def config(teacher: Path) -> Config:
         return build({"model": {"path": str(policy)}, "distill": {"teacher": str(teacher)}}, "my.toml")
 
-    check_tokenizers(config(policy))
-    check_tokenizers(config(with_tokenizer(tmp_path / "more", model, "a", "b", "c", "d")))
+    check_teachers(config(policy))
+    check_teachers(config(with_tokenizer(tmp_path / "more", model, "a", "b", "c", "d")))
     with pytest.raises(UserError, match=r"of the policy's 3 tokens 2 are others there, for example number 1, 'b'"):
-        check_tokenizers(config(with_tokenizer(tmp_path / "other", model, "a", "c", "b")))
+        check_teachers(config(with_tokenizer(tmp_path / "other", model, "a", "c", "b")))
     (broken := with_tokenizer(tmp_path / "broken", model, "a", "b", "c")).joinpath("tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="can't be compared"):
-        check_tokenizers(config(broken))
+        check_teachers(config(broken))
 
 
 def test_paths_become_absolute_and_a_resumed_run_keeps_its_teachers(

@@ -146,18 +146,24 @@ def test_a_teacher_costs_a_forward_pass_and_memory(tmp_path: Path, capsys: pytes
         "self": 'teacher = "self"',
         "model": f'teacher = "{tmp_path}/model"',
         "either": f'teacher = {{ a = "{tmp_path}/model", b = "{tmp_path}/model" }}',
+        "asked": 'teacher = "http://10.0.0.9:8000/v1"',
+        "half": f'teacher = {{ a = "{tmp_path}/model", b = "http://10.0.0.9:8000/v1" }}',
     }.items():
         words = write(tmp_path, QWEN3_8B, f"{SETTINGS}[distill]\n{distill}\n", OFFERS)
         assert main([*words, "--learner", "4xA100-80GB", "--json"]) == 0
         found[name] = json.loads(capsys.readouterr().out)
         first = FirstPlan(configuration.load(tmp_path / "run.toml"), "4xA100-80GB", None)
         seconds[name], basis = first.train_seconds()
-        assert ("for the teacher's logprobs" in basis.origin) == (name != "alone")
+        assert ("for the teacher's logprobs" in basis.origin) == (name not in ("alone", "asked"))
+        assert ("http://10.0.0.9:8000/v1 computes elsewhere" in basis.origin) == (name in ("asked", "half"))
     parts = {name: plan["memory"]["learner"]["parts"]["teachers"] for name, plan in found.items()}
     assert 1.2 < seconds["self"] / seconds["alone"] < 1.4
     assert seconds["self"] == pytest.approx(seconds["model"])
     assert seconds["self"] == pytest.approx(seconds["either"]), "each row has one"
-    assert (parts["alone"], parts["self"]) == (0, 0)
+    assert (parts["alone"], parts["self"], parts["asked"]) == (0, 0, 0)
+    assert parts["half"] == parts["model"]
+    assert seconds["asked"] == seconds["alone"]
+    assert seconds["half"] - seconds["alone"] == pytest.approx((seconds["model"] - seconds["alone"]) / 2)
     assert parts["model"] == pytest.approx(2 * 8.19e9 / 4, rel=0.01)
     assert parts["either"] == pytest.approx(2 * parts["model"], abs=2)
 
