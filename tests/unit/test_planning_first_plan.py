@@ -286,3 +286,17 @@ def test_a_form_that_no_worker_could_use_is_refused(
 ) -> None:
     assert main([*write(tmp_path, values, HOME, offers), "--learner", "4xA100-80GB"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_wait_for_a_teacher_elsewhere_is_named_and_is_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = write(tmp_path, QWEN3_8B, f'{SETTINGS}[distill]\nteacher = "http://10.0.0.9:8000/v1"\n', OFFERS)
+    (run := tmp_path / "run").mkdir()
+    rows = [{"step": at, "time/train": 100.0, "time/teacher_wait": 2.5, "time/teacher": 9.0} for at in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words += ["--learner", "4xA100-80GB", "--snapshot-bytes", "1000000000", "--broadcast-seconds", "1"]
+    assert main([*words, "--from", str(run)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "T_train 100 s" in told
+    assert "teacher 2.5 s (waited in a step for a teacher that computes elsewhere" in told

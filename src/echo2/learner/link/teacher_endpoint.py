@@ -120,8 +120,8 @@ class TeacherEndpoint:
             names = printable(", ".join(served)) or "nothing"
             raise self._error(f"it serves {names}. Name one behind the address: {self._where.partition('#')[0]}#NAME.")
         self._model = self._model or next(iter(served))
-        length = served[self._model].max_model_len
-        self.max_positions = None if length is None else length - 1  # it must generate one
+        lengths = [one.max_model_len for one in models if one.max_model_len is not None]  # an adapter's card has none
+        self.max_positions = min(lengths) - 1 if lengths else None  # it must generate one
         last = array("i", [self._num_tokens - 1] * 2)
         few = f"Start it with --max-logprobs {self._top_k} or more, or set a lower distill.loss_top_k."
         other = f"The policy has {self._num_tokens} tokens: take a teacher of the same family."
