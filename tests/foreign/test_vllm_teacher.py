@@ -13,20 +13,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_vllm import PYTHON, SIZES
 
 from echo2.core.errors import UserError
 from echo2.engines.servers.vllm import CPU_VARIABLES, OWN_VARIABLES
 from echo2.engines.tokenizer import Tokenizer, load_tokenizer
 from echo2.learner.link.teacher_endpoint import Said, TeacherEndpoint, greeted
-from real_runs import free_port
+from real_runs import REPOSITORY, free_port
 from rollout_cases import VOCAB, hf_logits, plain_tokenizer, tiny_module, tokenizer_files
 
+INSTALLED = REPOSITORY / ".venv-vllm" / ".installed"
+PYTHON = os.environ.get("ECHO2_ENGINE_PYTHON", str(INSTALLED.parent / "bin" / "python") if INSTALLED.exists() else "")
 pytestmark = [
     pytest.mark.skipif(not PYTHON, reason="there is no .venv-vllm (`make vllm` makes it) and no ECHO2_ENGINE_PYTHON"),
     pytest.mark.timeout(500),
 ]
 START_SECONDS = 400.0
+#: As in `test_vllm.py`.
+SIZES = {"head_dim": 32, "max_position_embeddings": 1024, "architectures": ["Qwen3ForCausalLM"], "eos_token_id": None}
 
 
 @pytest.fixture(scope="module")
