@@ -112,7 +112,8 @@ def test_what_it_cannot_do_is_named_before_a_step(url: str) -> None:
         asyncio.run(greeted(url, 0, load_tokenizer(swapped), 60.0))
 
 
-def test_a_row_that_is_too_long_is_refused_in_its_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.core.endpoint.TRIES_MAX", 1)
-    with pytest.raises(UserError, match="maximum context length"):
-        said(url, plain_tokenizer(), 0, [([1] * 200, [2] * 100, bytes([1] * 100))])
+def test_a_row_may_be_as_long_as_it_says_and_no_longer(url: str) -> None:
+    ((logprobs, _, _),) = said(url, plain_tokenizer(), 0, [([1] * 200, [2] * 55, bytes([1] * 55))])
+    assert min(logprobs) < 0.0
+    with pytest.raises(UserError, match=r"it reads 255 tokens, and a row has 200 \+ 56"):
+        said(url, plain_tokenizer(), 0, [([1] * 200, [2] * 56, bytes([1] * 56))])

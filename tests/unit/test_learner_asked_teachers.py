@@ -182,6 +182,11 @@ def test_a_row_that_the_teacher_cannot_read_is_left_out(teacher: str, client_of:
         longer = replace(group, prompt_tokens=array("i", [1] * 12))
         assert "the teacher maths has 11 positions" in client.why_unfit(longer)
         assert "is none of maths" in client.why_unfit(replace(group, teaching=Teaching("code")))
+        num_asked = standin.num_asked["/v1/completions"]
+        client.hear(longer)  # it is left out, so nobody hears of that
+        with pytest.raises(UserError, match=r"it reads 11 tokens, and a row has 12 \+ \d"):
+            client.teachers.waits_for([longer], 60.0)
+        assert standin.num_asked["/v1/completions"] == num_asked
 
 
 # ---- what it may get wrong -------------------------------------------------------------------------------------------

@@ -136,6 +136,8 @@ class TeacherEndpoint:
             UserError: it refuses, or its answers cannot be used.
         """
         num_read = loss_mask.rindex(1) + 1
+        if self.max_positions is not None and len(prompt) + num_read > self.max_positions:
+            raise self._error(f"it reads {self.max_positions} tokens, and a row has {len(prompt)} + {num_read}.")
         table = await self._scored(array("i", [*prompt, *tokens[:num_read]]), self._top_k)
         logprobs, ids, tops = array("d", bytes(8 * len(tokens))), array("i"), array("f")
         for at in (at for at in range(num_read) if loss_mask[at]):
