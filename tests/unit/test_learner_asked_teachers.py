@@ -298,6 +298,13 @@ def test_another_vocabulary_or_tokenizer_is_refused_with_a_token(teacher: str, f
         assert greet(standin, files) == ""
 
 
+def test_a_wrong_answer_to_the_greeting_costs_a_request(teacher: str, files: dict[str, bytes]) -> None:
+    spoils = lambda path, n: "short" if path == "/v1/completions" and n == 1 else ""  # noqa: E731
+    with standin_of(teacher, fault=spoils) as standin:
+        assert greet(standin, files, 4) == ""
+        assert standin.num_asked["/v1/completions"] == 3
+
+
 def test_a_key_comes_from_the_environment_and_is_in_no_message(
     teacher: str, files: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,11 @@ class DownEndpoint(Exception):
 
 
 class UnfitAnswer(Exception):
-    """It refuses the request, or its answer cannot be used. The message says why."""
+    """Its answer cannot be used. The message says why."""
+
+
+class RefusedRequest(UnfitAnswer):
+    """It refuses the request."""
 
 
 class FailedTries(Exception):
@@ -147,7 +151,7 @@ class Endpoint:
 
         Raises:
             BusyEndpoint, DownEndpoint: it is.
-            UnfitAnswer: it refuses the request.
+            RefusedRequest: it refuses this one.
         """
         try:
             async with asyncio.timeout(self._seconds):
@@ -165,7 +169,7 @@ class Endpoint:
             words += f"; {self._about_key}: stop the run, set it, and continue with --resume"
         if status == 429 or (status == 503 and retry_after):
             raise BusyEndpoint(words, float(retry_after) if retry_after.isdecimal() else 0.0)
-        raise UnfitAnswer(words) if status in REFUSALS else DownEndpoint(words)
+        raise RefusedRequest(words) if status in REFUSALS else DownEndpoint(words)
 
     async def close(self) -> None:
         """Close the connections."""

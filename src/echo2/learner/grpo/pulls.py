@@ -81,7 +81,7 @@ class Teachers:
         self._names: dict[str, str] = {}
         self._seconds = dict.fromkeys(config.distill.teachers, 0.0)
         self._contexts: dict[str, int | None] = {}
-        self._mesh, self._asked = mesh, _asked(config, policy, mesh)
+        self._mesh, self._asked = mesh, _asked(config, policy, mesh, self._top_k)
         self._endpoints = frozenset(config.distill.endpoints)
         for name, path in config.distill.teachers.items():
             if name in self._endpoints:
@@ -187,13 +187,12 @@ class Teachers:
         return told
 
 
-def _asked(config: Config, policy: Policy, mesh: Mesh) -> AskedTeachers | None:
+def _asked(config: Config, policy: Policy, mesh: Mesh, top_k: int) -> AskedTeachers | None:
     """Return the teachers that this rank asks; None: none."""
-    distill = config.distill
-    if not distill.endpoints or mesh.rank:
+    if not config.distill.endpoints or mesh.rank:
         return None
-    tokens, top_k = policy.vocab_size, distill.loss_top_k
-    endpoints = {name: TeacherEndpoint(url, tokens, top_k) for name, url in distill.endpoints.items()}
+    tokens, urls = policy.vocab_size, config.distill.endpoints
+    endpoints = {name: TeacherEndpoint(url, tokens, top_k) for name, url in urls.items()}
     return AskedTeachers(endpoints, load_tokenizer(policy.files))
 
 

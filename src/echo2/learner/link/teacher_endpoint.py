@@ -27,7 +27,7 @@ import msgspec
 
 from echo2.config.values import endpoint_and_model
 from echo2.core.background import together
-from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries, UnfitAnswer
+from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries, RefusedRequest, UnfitAnswer
 from echo2.core.errors import UserError
 from echo2.core.printable import printable, shown
 from echo2.core.types import Backoff
@@ -123,7 +123,7 @@ class TeacherEndpoint:
         lengths = [one.max_model_len for one in models if one.max_model_len is not None]  # an adapter's card has none
         self.max_positions = min(lengths) - 1 if lengths else None  # it must generate one
         last = array("i", [self._num_tokens - 1] * 2)
-        few = f"Start it with --max-logprobs {self._top_k} or more, or set a lower distill.loss_top_k."
+        few = f"Start it with --max-logprobs {self._top_k} or more, or train on fewer likely tokens."
         other = f"The policy has {self._num_tokens} tokens: take a teacher of the same family."
         for top_k, remedy in {0: other, self._top_k: few if self._top_k else other}.items():
             await self._scored(last, top_k, remedy)
@@ -209,7 +209,7 @@ class TeacherEndpoint:
                 if len(data) > bytes_max:
                     raise UnfitAnswer(f"its answer has more than {bytes_max} bytes")
                 return read(data)
-            except UnfitAnswer as error:
+            except RefusedRequest as error:
                 if remedy:
                     raise self._error(f"{error}. {remedy}") from error
                 raise
