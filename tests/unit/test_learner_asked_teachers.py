@@ -22,7 +22,7 @@ from echo2.config.rundir import CRASH_RECORD
 from echo2.core.errors import UserError
 from echo2.core.types import Backoff, RolloutGroup, Teaching
 from echo2.engines.tokenizer import load_tokenizer
-from echo2.launch.start import absolute, changes, check_teachers
+from echo2.launch.start import check_teachers
 from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.learner.grpo.saving import CrashRecord
@@ -388,6 +388,27 @@ def test_a_teacher_that_is_down_is_waited_for_with_its_reason(
         assert sum(row[f"time/{part}"] for part in parts) <= row["time/step"] + 1e-3
 
 
+def test_a_group_is_asked_about_before_the_next_has_come(
+    teacher: str, client_of: Callable[..., GrpoClient], tmp_path: Path
+) -> None:
+    """All groups of a step fit into one micro-batch, so the trainer does nothing before the last has come."""
+    asked, seen = threading.Event(), list[bool]()
+
+    def hear(path: str, n: int) -> str:
+        if path == "/v1/completions" and n > 1:  # behind the greeting
+            asked.set()
+        return ""
+
+    def second(head: ScriptedHead, now: str, count: int) -> None:
+        if now == "before:FedGroups" and count == 2:
+            seen.append(asked.wait(60.0))
+
+    with standin_of(teacher, fault=hear) as standin:
+        client = client_of(teacher=standin.url, **RUN | {"max_steps": 1, "tokens_per_microbatch": 10_000})
+        run(ScriptedHead(max_steps=1, fault=second), client, tmp_path)
+    assert seen == [True]
+
+
 def test_a_stop_ends_the_wait_for_a_teacher_and_blames_no_group(
     client_of: Callable[..., GrpoClient], tmp_path: Path
 ) -> None:
@@ -427,42 +448,7 @@ def test_another_tokenizer_ends_a_run_at_once(
             run(ScriptedHead(max_steps=3), client, tmp_path)
 
 
-# ---- settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("sections", "words"),
-    [
-        ({"sampling": {"temperature": 0.7}}, "with sampling.temperature = 0.7"),
-        ({"sampling": {"top_p": 0.9}}, "a server gives logprobs at temperature 1 over all tokens"),
-        ({"sampling": {"min_p": 0.1}}, "or let the learner hold the teacher"),
-        (
-            {"distill": {"teacher": {"a": "self", "b": "http://host/"}}},
-            "'http://host/': expected the address",
-        ),
-        ({"distill": {"teacher": "http://key@host/v1"}}, "expected the address"),
-        ({"distill": {"teacher": "http://host:0/v1"}}, "expected the address"),
-        ({"distill": {"teacher": "http://host/v1?x=1"}}, "expected the address"),
-    ],
-)
-def test_a_setting_that_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
-    raw = {"model": {"path": "m"}, "distill": {"teacher": "http://10.0.0.9:8000/v1#large"}}
-    build(raw, "my.toml")
-    with pytest.raises(UserError) as caught:
-        build(raw | sections, "my.toml")
-    assert words in str(caught.value)
-
-
-def test_a_resumed_run_may_have_its_teacher_at_another_address() -> None:
-    def config(teacher: Any) -> Any:
-        return absolute(build({"distill": {"teacher": teacher}}, "my.toml"))
-
-    (line,) = changes(config("http://a:1/v1"), config("http://b:1/v1"))
-    assert "http://b:1/v1" in line
-    with pytest.raises(UserError, match="scored groups name their teachers"):
-        changes(config("http://a:1/v1"), config("a/model"))
-    with pytest.raises(UserError, match="scored groups name their teachers"):
-        changes(config({"x": "http://a:1/v1"}), config({"y": "http://a:1/v1"}))
+# ---- a dry run -------------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_asks_a_teacher_that_is_there_and_names_one_that_is_not(
