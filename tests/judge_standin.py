@@ -7,10 +7,11 @@ import json
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from http_standin import served
 
 #: Seconds that a request hangs, unless the server closes before.
 HANG_SECONDS = 60.0
@@ -91,44 +92,14 @@ def judge_standin(fault: Callable[[str, int], str] = lambda question, n: "", por
     """Serve a stand-in on this machine while the context lasts."""
     judge = JudgeStandIn(fault)
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    def answer(path: str, body: bytes, headers: Mapping[str, str]) -> tuple[int, Mapping[str, str], bytes]:
+        if path != "/v1/chat/completions":
+            return 404, {}, b"{}"
+        return judge.answer(json.loads(body), headers.get("authorization", ""))
 
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            found: tuple[int, dict[str, str], bytes] = (404, {}, b"{}")
-            if self.path == "/v1/chat/completions":
-                found = judge.answer(body, self.headers.get("authorization", ""))
-            status, headers, data = found
-            if not status:  # the connection ends without an answer
-                self.close_connection = True
-                return
-            try:
-                self.send_response(status)
-                for name, value in (*headers.items(), ("content-length", str(len(data)))):
-                    self.send_header(name, value)
-                self.end_headers()
-                self.wfile.write(data)
-            except OSError:
-                pass  # the caller has gone: it waited too long, or read enough
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    class Server(ThreadingHTTPServer):
-        daemon_threads = True
-        request_queue_size = 128
-
-        def handle_error(self, request: Any, client_address: Any) -> None:
-            pass  # a caller that closed its connection
-
-    with Server(("127.0.0.1", port), Handler) as server:
-        judge.url = f"http://127.0.0.1:{server.server_address[1]}/v1"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with served(answer, port) as url:
+        judge.url = f"{url}/v1"
         try:
             yield judge
         finally:
             judge.closed.set()
-            server.shutdown()
-            thread.join()

@@ -23,6 +23,7 @@ from echo2.learner.core.model import Policy, load_policy
 from echo2.learner.grpo.loop import GrpoClient
 
 VOCAB = 13
+TEXTS = tuple(f"t{number}" for number in range(VOCAB))
 #: Where settings are that are not the learner's.
 SECTIONS = {
     **dict.fromkeys(("max_steps", "deterministic"), "run"),
@@ -88,6 +89,16 @@ def model_directory(path: Path, seed: int = 0) -> Path:
     tiny_module(seed).save_pretrained(path)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     return path
+
+
+def write_tokenizer(where: Path, texts: Sequence[str] = TEXTS) -> Path:
+    """Put the files of a tokenizer with these tokens into a directory."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({text: number for number, text in enumerate(texts)}, unk_token=texts[0]))
+    PreTrainedTokenizerFast(tokenizer_object=core).save_pretrained(where)
+    return where
 
 
 def rollout(

@@ -17,7 +17,7 @@ from echo2.core.errors import UserError
 from echo2.core.types import Task
 from echo2.head.serve import reading
 from echo2.launch.preflight import check
-from echo2.launch.start import absolute, changes, check_tokenizers
+from echo2.launch.start import absolute, changes, check_teachers
 from echo2.tasks.streams import load_tasks
 from echo2.tasks.teaching import task_for_teacher, teacher_of
 from head_cases import OpenHead, delivery, sample, settings, until
@@ -202,13 +202,13 @@ def test_a_teacher_with_another_tokenizer_is_refused_and_one_with_more_tokens_is
     def config(teacher: Path) -> Config:
         return build({"model": {"path": str(policy)}, "distill": {"teacher": str(teacher)}}, "my.toml")
 
-    check_tokenizers(config(policy))
-    check_tokenizers(config(with_tokenizer(tmp_path / "more", model, "a", "b", "c", "d")))
+    check_teachers(config(policy))
+    check_teachers(config(with_tokenizer(tmp_path / "more", model, "a", "b", "c", "d")))
     with pytest.raises(UserError, match=r"of the policy's 3 tokens 2 are others there, for example number 1, 'b'"):
-        check_tokenizers(config(with_tokenizer(tmp_path / "other", model, "a", "c", "b")))
+        check_teachers(config(with_tokenizer(tmp_path / "other", model, "a", "c", "b")))
     (broken := with_tokenizer(tmp_path / "broken", model, "a", "b", "c")).joinpath("tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="can't be compared"):
-        check_tokenizers(config(broken))
+        check_teachers(config(broken))
 
 
 def test_paths_become_absolute_and_a_resumed_run_keeps_its_teachers(
@@ -224,3 +224,38 @@ def test_paths_become_absolute_and_a_resumed_run_keeps_its_teachers(
     assert single.distill.teachers == {"": str(tmp_path / "big")}
     with pytest.raises(UserError, match="scored groups name their teachers"):
         changes(single, made)
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"sampling": {"temperature": 0.7}}, "with sampling.temperature = 0.7"),
+        ({"sampling": {"top_p": 0.9}}, "a server gives logprobs at temperature 1 over all tokens"),
+        ({"sampling": {"min_p": 0.1}}, "or let the learner hold the teacher"),
+        (
+            {"distill": {"teacher": {"a": "self", "b": "http://host/"}}},
+            "'http://host/': expected the address",
+        ),
+        ({"distill": {"teacher": "http://key@host/v1"}}, "expected the address"),
+        ({"distill": {"teacher": "http://host:0/v1"}}, "expected the address"),
+        ({"distill": {"teacher": "http://host/v1?x=1"}}, "expected the address"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(sections: dict[str, Any], words: str) -> None:
+    raw = {"model": {"path": "m"}, "distill": {"teacher": "http://10.0.0.9:8000/v1#large"}}
+    build(raw, "my.toml")
+    with pytest.raises(UserError) as caught:
+        build(raw | sections, "my.toml")
+    assert words in str(caught.value)
+
+
+def test_a_resumed_run_may_have_its_teacher_at_another_address() -> None:
+    def config(teacher: Any) -> Any:
+        return absolute(build({"distill": {"teacher": teacher}}, "my.toml"))
+
+    (line,) = changes(config("http://a:1/v1"), config("http://b:1/v1"))
+    assert "http://b:1/v1" in line
+    with pytest.raises(UserError, match="scored groups name their teachers"):
+        changes(config("http://a:1/v1"), config("a/model"))
+    with pytest.raises(UserError, match="scored groups name their teachers"):
+        changes(config({"x": "http://a:1/v1"}), config({"y": "http://a:1/v1"}))

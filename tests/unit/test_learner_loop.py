@@ -74,6 +74,7 @@ class ScriptedHead:
         self.best: set[int] = set()
         self.groups: Callable[[int], list[RolloutGroup]] = step_groups
         self.stop_at: int | None = None
+        self.session: HeadSession | None = None
 
     def restart(self) -> None:
         self.knows_learner, self.fed = False, {}
@@ -194,7 +195,9 @@ def run(head: ScriptedHead, trainer: GrpoClient, root: Path, **options: Any) -> 
     trainer.config = config_of(trainer.config, **options)
     trainer.resume(root)
     info = LearnerInfo("cpu", trainer.policy.vocab_size)
-    session = HeadSession(connect, trainer.version, info, Publisher(root / "learner"), patience_seconds)
+    publisher = Publisher(root / "learner")
+    session = HeadSession(connect, trainer.version, info, publisher, patience_seconds, hear=trainer.hear)
+    head.session = session
     try:
         return train(trainer, session, root, card)
     finally:

@@ -35,7 +35,8 @@ from echo2.learner.core.state import file_name, open_tensors
 from echo2.learner.grpo.loop import GrpoClient
 from echo2.models.evaluate import copy_model
 from echo2.weights.format import segments
-from learner_cases import config_of, data_of, model_directory, random_group
+from learner_cases import TEXTS, config_of, data_of, model_directory, random_group, write_tokenizer
+from teacher_standin import teacher_standin
 
 STEPS = 8
 pytestmark = pytest.mark.timeout(900)  # three processes that load torch
@@ -101,19 +102,30 @@ def replayed(where: Path, mesh: Mesh | None = None, is_on: bool = True) -> list[
 
 
 def taught(where: Path, mesh: Mesh | None = None) -> list[float]:
-    """Norms of gradients with teachers, and how far the policy is from them: the model's twin, and the model itself as
-    it is now, from another prompt."""
+    """Norms of gradients with teachers, and how far the policy is from them: the model's twin, held and behind an
+    endpoint that only the first rank can reach, and the model itself as it is now, from another prompt."""
+    twin = load_policy(str(where / "twin"), "float32", "cpu")
+    with teacher_standin(twin.module, TEXTS) as standin:
+        return taught_by({"twin": str(where / "twin"), "asked": standin.url, "own": "self"}, where, mesh)
+
+
+def taught_by(teachers: dict[str, str], where: Path, mesh: Mesh | None) -> list[float]:
+    """See `taught`."""
     found = []
+    if mesh is not None and mesh.rank:
+        teachers["asked"] = "http://127.0.0.1:1/v1"
     for top_k in (0, 5):
-        teachers = {"twin": str(where / "twin"), "own": "self"}
         options = config_of(lr=3e-3, tokens_per_microbatch=80, teacher=teachers, loss_top_k=top_k)
         client = GrpoClient(load_policy(str(where / "model"), "float32", "cpu", mesh), options, mesh=mesh)
         for step in range(2):
             for call in groups_of(step):
-                of = [Teaching("own", array("i", [9, 8])) if one.group.number % 2 else Teaching("twin") for one in call]
+                hows = Teaching("twin"), Teaching("own", array("i", [9, 8])), Teaching("asked")
+                of = [hows[one.group.number % 3] for one in call]
                 client.forward_backward([replace(one, teaching=how) for one, how in zip(call, of, strict=True)])
             done = client.optim_step()
             found += [done.grad_norm, *(done.taught[name].log_ratio for name in sorted(done.taught))]
+        if client.teachers is not None:
+            client.teachers.close()
     return found
 
 
@@ -180,11 +192,12 @@ def in_processes(work: Callable[[str, int], None], num_ranks: int, where: Path) 
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Where two ranks worked, and what the first wrote down."""
     where = tmp_path_factory.mktemp("ranks")
-    client = GrpoClient(load_policy(str(model_directory(where / "model")), "float32", "cpu"), OPTIONS)
+    model = write_tokenizer(model_directory(where / "model"))
+    client = GrpoClient(load_policy(str(model), "float32", "cpu"), OPTIONS)
     train(client, range(5))
     client.save_state(where / "of_one", lineage=2, cursor=5).result()
     mixture_cases.mixture().save_pretrained(where / "mixture")
-    model_directory(where / "twin", seed=7)
+    write_tokenizer(model_directory(where / "twin", seed=7))
     return where, in_processes(two_ranks, 2, where)
 
 
@@ -203,7 +216,7 @@ def test_losses_norms_and_counts_are_those_of_one_process(pair: tuple[Path, dict
 def test_teachers_say_the_same_to_two_ranks(pair: tuple[Path, dict[str, Any]]) -> None:
     where, found = pair
     assert found["taught"] == pytest.approx(expected := taught(where), rel=1e-4)
-    assert len(expected) == 12
+    assert len(expected) == 16
     assert min(map(abs, expected)) > 0.1
 
 

@@ -146,18 +146,24 @@ def test_a_teacher_costs_a_forward_pass_and_memory(tmp_path: Path, capsys: pytes
         "self": 'teacher = "self"',
         "model": f'teacher = "{tmp_path}/model"',
         "either": f'teacher = {{ a = "{tmp_path}/model", b = "{tmp_path}/model" }}',
+        "asked": 'teacher = "http://10.0.0.9:8000/v1"',
+        "half": f'teacher = {{ a = "{tmp_path}/model", b = "http://10.0.0.9:8000/v1" }}',
     }.items():
         words = write(tmp_path, QWEN3_8B, f"{SETTINGS}[distill]\n{distill}\n", OFFERS)
         assert main([*words, "--learner", "4xA100-80GB", "--json"]) == 0
         found[name] = json.loads(capsys.readouterr().out)
         first = FirstPlan(configuration.load(tmp_path / "run.toml"), "4xA100-80GB", None)
         seconds[name], basis = first.train_seconds()
-        assert ("for the teacher's logprobs" in basis.origin) == (name != "alone")
+        assert ("for the teacher's logprobs" in basis.origin) == (name not in ("alone", "asked"))
+        assert ("http://10.0.0.9:8000/v1 computes elsewhere" in basis.origin) == (name in ("asked", "half"))
     parts = {name: plan["memory"]["learner"]["parts"]["teachers"] for name, plan in found.items()}
     assert 1.2 < seconds["self"] / seconds["alone"] < 1.4
     assert seconds["self"] == pytest.approx(seconds["model"])
     assert seconds["self"] == pytest.approx(seconds["either"]), "each row has one"
-    assert (parts["alone"], parts["self"]) == (0, 0)
+    assert (parts["alone"], parts["self"], parts["asked"]) == (0, 0, 0)
+    assert parts["half"] == parts["model"]
+    assert seconds["asked"] == seconds["alone"]
+    assert seconds["half"] - seconds["alone"] == pytest.approx((seconds["model"] - seconds["alone"]) / 2)
     assert parts["model"] == pytest.approx(2 * 8.19e9 / 4, rel=0.01)
     assert parts["either"] == pytest.approx(2 * parts["model"], abs=2)
 
@@ -280,3 +286,17 @@ def test_a_form_that_no_worker_could_use_is_refused(
 ) -> None:
     assert main([*write(tmp_path, values, HOME, offers), "--learner", "4xA100-80GB"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_wait_for_a_teacher_elsewhere_is_named_and_is_no_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = write(tmp_path, QWEN3_8B, f'{SETTINGS}[distill]\nteacher = "http://10.0.0.9:8000/v1"\n', OFFERS)
+    (run := tmp_path / "run").mkdir()
+    rows = [{"step": at, "time/train": 100.0, "time/teacher_wait": 2.5, "time/teacher": 9.0} for at in range(1, 5)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words += ["--learner", "4xA100-80GB", "--snapshot-bytes", "1000000000", "--broadcast-seconds", "1"]
+    assert main([*words, "--from", str(run)]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "T_train 100 s" in told
+    assert "teacher 2.5 s (waited in a step for a teacher that computes elsewhere" in told

@@ -219,7 +219,7 @@ def test_what_waits_for_its_turn_waits_longer_if_the_judge_is_busy_meanwhile() -
         scoring = asyncio.ensure_future(judge.score(TASK, ["1"]))
         while not judge._reserved:  # noqa: ASYNC110  # nobody tells it
             await asyncio.sleep(0)
-        judge._busy_until = ends_at = time.monotonic() + 1.0
+        judge._endpoint._busy_until = ends_at = time.monotonic() + 1.0
         await scoring
         assert time.monotonic() >= ends_at
 

@@ -21,7 +21,15 @@ from echo2.config.sections import (
     TasksConfig,
     WorkersConfig,
 )
-from echo2.config.values import CHECKED_FORMS, LLAMACPP_FORMS, LOG_PACKAGES, SERVERS, loss_params, weighted
+from echo2.config.values import (
+    CHECKED_FORMS,
+    LLAMACPP_FORMS,
+    LOG_PACKAGES,
+    SERVERS,
+    endpoint_and_model,
+    loss_params,
+    weighted,
+)
 from echo2.core.errors import UserError
 from echo2.core.types import DEFAULT_LOGGED_ROLLOUTS, SamplingParams
 
@@ -207,6 +215,7 @@ def _check_distill(config: Config) -> None:
             f"{sampling.top_p} and min_p = {sampling.min_p}: the divergence is over the whole vocabulary. Set 0, 1 and "
             "0, or distill.loss_top_k = 0."
         )
+    _check_endpoints(config)
     if config.schedule.dynamic_sampling and (learner.advantage == "none" or not config.reward.functions):
         raise UserError(
             "schedule.dynamic_sampling = true replaces groups whose rewards are all equal, and rewards are not trained "
@@ -218,6 +227,20 @@ def _check_distill(config: Config) -> None:
             f"eval.source = {config.eval.source!r} without reward.functions: nothing says what an answer is worth. "
             'Name some; learner.advantage = "none" keeps them out of training.'
         )
+
+
+def _check_endpoints(config: Config) -> None:
+    """Teachers behind endpoints say how likely a token is at temperature 1 among all tokens, and nothing else."""
+    sampling = config.sampling
+    for teacher in config.distill.endpoints.values():
+        endpoint_and_model(teacher)
+        if sampling.temperature != 1.0 or config.sampling_params.is_narrow:
+            raise UserError(
+                f"distill.teacher = {teacher!r} with sampling.temperature = {sampling.temperature}, top_k = "
+                f"{sampling.top_k}, top_p = {sampling.top_p} and min_p = {sampling.min_p}: a server gives logprobs at "
+                "temperature 1 over all tokens. Set 1, 0, 1 and 0, or let the learner hold the teacher: name the "
+                "model's directory."
+            )
 
 
 def _check_judge(config: Config) -> None:

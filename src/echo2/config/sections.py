@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from echo2.config.judge import JudgeConfig, read_judge
-from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, TOP_LOGPROBS_MAX, weighted
+from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, SELF, TOP_LOGPROBS_MAX, is_endpoint, weighted
 from echo2.core.addresses import host_and_port, is_loopback, join_all
 from echo2.core.errors import UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
@@ -275,14 +275,15 @@ class LearnerConfig:
 
 @dataclass(frozen=True, slots=True)
 class DistillConfig:
-    """A teacher that the learner holds, and that scores the tokens which the policy sampled."""
+    """A teacher that the learner holds or asks, and that scores the tokens which the policy sampled."""
 
     teacher: Annotated[
         str | dict[str, str],
         _doc(
-            "Model directory or hub id with the policy's tokenizer, or several by name, one of which each row's column "
-            '`teacher` gives; "self": the policy itself. A row\'s column `teacher_prompt` is what the teacher reads in '
-            "place of `prompt`. Empty: none."
+            "Model directory or hub id with the policy's tokenizer, or the address of a server of vLLM that has one, "
+            "as http://HOST:8000/v1, or several by name, one of which each row's column `teacher` gives; "
+            '"self": the policy itself. A row\'s column `teacher_prompt` is what the teacher reads in place of '
+            "`prompt`. Empty: none."
         ),
     ] = ""
     weight: Annotated[float, _doc("Weight of the divergence from the teacher, beside the reward.", gt=0.0)] = 1.0
@@ -301,6 +302,16 @@ class DistillConfig:
         """Paths by name; of a single teacher the name is empty."""
         named = {"": self.teacher} if isinstance(self.teacher, str) else self.teacher
         return {name: path for name, path in named.items() if path}
+
+    @property
+    def endpoints(self) -> Mapping[str, str]:
+        """Those of `teachers` that are addresses."""
+        return {name: path for name, path in self.teachers.items() if is_endpoint(path)}
+
+    @property
+    def loaded(self) -> list[str]:
+        """The models that the learner holds as teachers, beside the policy."""
+        return [path for path in self.teachers.values() if path != SELF and not is_endpoint(path)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from echo2.core.errors import UserError, did_you_mean
 
@@ -60,6 +61,33 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
 TOP_LOGPROBS_MAX = 1024
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
+
+
+def is_endpoint(teacher: str) -> bool:
+    """Whether a teacher is an address, not a model."""
+    return teacher.startswith(("http://", "https://"))
+
+
+def endpoint_and_model(teacher: str) -> tuple[str, str]:
+    """Return of a teacher's address "URL/v1#NAME" the URL, and the name of the model there; empty: its only one.
+
+    Raises:
+        UserError: it is no such address.
+    """
+    url, _, model = teacher.partition("#")
+    try:
+        parts = urlsplit(url)
+        is_url = bool(parts.hostname) and parts.port != 0 and not parts.query and "@" not in parts.netloc
+    except ValueError:
+        is_url = False
+    root = url.rstrip("/").removesuffix("/v1")
+    if not (is_url and root != url.rstrip("/") and teacher.isascii() and teacher.isprintable() and " " not in teacher):
+        raise UserError(
+            f"distill.teacher = {teacher!r}: expected the address of a server of vLLM, as http://127.0.0.1:8000/v1; "
+            "where it serves several models, with #NAME behind it. A key belongs into the environment variable "
+            "ECHO2_TEACHER_KEY."
+        )
+    return root, model
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.rundir import check_directory, holds_run, read_json
-from echo2.config.values import ENGINES, LOG_PACKAGES, SELF, SERVERS, refuse_unknown_engine, weighted
+from echo2.config.values import ENGINES, LOG_PACKAGES, SERVERS, refuse_unknown_engine, weighted
 from echo2.core.addresses import family
 from echo2.core.decide.model_config import context_length
 from echo2.core.devices import require_bitsandbytes, this_machine
@@ -67,9 +67,8 @@ def check(config: Config, has_learner: bool = True, has_workers: bool = True) ->
         UserError: the first mistake found.
     """
     check_model(config.model.path, config.workers.engine, has_learner)
-    for path in config.distill.teachers.values():
-        if has_learner and path != SELF:  # the learner alone holds teachers
-            check_model(path, "", setting="distill.teacher")
+    for path in config.distill.loaded if has_learner else ():  # the learner alone holds teachers
+        check_model(path, "", setting="distill.teacher")
     check_lora(config)
     check_engine(config)
     told = unchecked(config, model_config(config.model.path), engine_here(config))

@@ -5,6 +5,7 @@ A resumed run may change settings, except those that the ledger or the checkpoin
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -25,12 +26,13 @@ from rich.markup import escape
 from echo2 import config as configuration
 from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create, read_json
+from echo2.config.sections import DistillConfig
 from echo2.config.values import SELF
 from echo2.core.child import LIFELINE_VARIABLE, ChildProcess
 from echo2.core.devices import require_torch
 from echo2.core.errors import UserError
 from echo2.core.logs import keep_private
-from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, refuse_other_tokenizer
+from echo2.engines.tokenizer import TOKENIZER_SUFFIXES, load_tokenizer, refuse_other_tokenizer
 from echo2.head.store.contents import fetch_run, stand_by
 from echo2.launch.preflight import (
     check,
@@ -42,6 +44,7 @@ from echo2.launch.preflight import (
     take_turns,
 )
 from echo2.launch.supervisor import ProcessFailed, Supervisor
+from echo2.learner.link.teacher_endpoint import greeted
 from echo2.planning.memory_needs import TURNS
 from echo2.tasks.harness_process import OWN
 from echo2.views import display
@@ -79,7 +82,7 @@ def changes(old: Config, new: Config) -> list[str]:
         if before == after:
             continue
         change = f"{name}: {json.dumps(before)} -> {json.dumps(after)}"
-        if name in FIXED:
+        if name in FIXED and not (name == "distill.teacher" and _are_moved(old.distill, new.distill)):
             raise UserError(f"--resume cannot change {change}: {FIXED[name]}. Set it back, or start another --out.")
         found.append(change)
     before, after = old.schedule.max_staleness, new.schedule.max_staleness
@@ -89,6 +92,12 @@ def changes(old: Config, new: Config) -> list[str]:
             f"already would be thrown away, and `echo2 audit` would find older ones. Set it to {before} or more."
         )
     return found
+
+
+def _are_moved(old: DistillConfig, new: DistillConfig) -> bool:
+    """Whether the same teachers are only served at other addresses now."""
+    same_names = list(old.teachers) == list(new.teachers) and list(old.endpoints) == list(new.endpoints)
+    return same_names and old.loaded == new.loaded
 
 
 def how_to_continue(arguments: Sequence[str]) -> str:
@@ -235,7 +244,7 @@ def run(
         check(config, has_learner)
         check_place(config, where, resume)
         check_prompts(config)
-        check_tokenizers(config)
+        check_teachers(config)
         if has_learner:
             check_trained(config)
         print(f"note: {engine_here(config)}", file=sys.stderr)
@@ -263,17 +272,23 @@ def run(
     return 0
 
 
-def check_tokenizers(config: Config) -> None:
-    """Check that teachers have the policy's tokenizer, as far as both are directories. Loads transformers if their
-    files differ.
+def check_teachers(config: Config) -> None:
+    """Check that teachers have the policy's tokenizer, as far as that is in a directory, and they are, too, or answer
+    now. Loads transformers if their files differ.
 
     Raises:
-        UserError: one has another.
+        UserError: one has another, or does not serve what is asked of it.
     """
     policy = Path(config.model.path)
-    for path in config.distill.teachers.values():
-        if path != SELF and policy.is_dir() and Path(path).is_dir():
+    if not policy.is_dir():
+        return
+    for path in config.distill.loaded:
+        if Path(path).is_dir():
             refuse_other_tokenizer(_tokenizer_files(policy), _tokenizer_files(Path(path)), path)
+    for url in config.distill.endpoints.values():
+        tokenizer = load_tokenizer(_tokenizer_files(policy))
+        if trouble := asyncio.run(greeted(url, config.distill.loss_top_k, tokenizer)):
+            print(f"note: distill.teacher = {url!r} does not answer now: {trouble}", file=sys.stderr)
 
 
 def _tokenizer_files(where: Path) -> Mapping[str, bytes]:

@@ -197,7 +197,9 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card_directory: str 
     )
     base_model = policy.base.snapshot if isinstance(policy, Adapter) else None
     publisher = Publisher(rundir.path / "learner", base_model, share_of(mesh.rank, mesh.size))
-    session = HeadSession(partial(_connected, rundir, ticket), client.version, info, publisher, others=others)
+    session = HeadSession(
+        partial(_connected, rundir, ticket), client.version, info, publisher, others=others, hear=client.hear
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: session.stop(TOLD_TO_STOP))
     try:
@@ -207,6 +209,8 @@ def _train(rundir: RunDir, ticket: str, here: Place | None, card_directory: str 
             client.end()
     finally:
         session.close()
+        if client.teachers is not None:
+            client.teachers.close()
     return STOPPED_STATUS if reason == TOLD_TO_STOP else 0
 
 

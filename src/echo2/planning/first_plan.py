@@ -111,9 +111,11 @@ class FirstPlan:
         need = learner_need(config, self._shape, machine_with(int(card.memory_gb * GB), count))
         work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
         rollouts = config.schedule.groups_per_step * config.sampling.group_size
-        # Each row asks one teacher; which, only rows say, so all count alike.
-        teachers = [self._shape if path == SELF else fetched_shape(path) for path in config.distill.teachers.values()]
-        taught = [teacher_seconds(shape, work, rollouts, card, count) / len(teachers) for shape in teachers]
+        # Each row asks one teacher; which, only rows say, so all count alike. Endpoints compute elsewhere.
+        distill = config.distill
+        models = [path for name, path in distill.teachers.items() if name not in distill.endpoints]
+        teachers = [self._shape if path == SELF else fetched_shape(path) for path in models]
+        taught = [teacher_seconds(shape, work, rollouts, card, count) / len(distill.teachers) for shape in teachers]
         seconds = training_seconds(work, rollouts, card, count) + sum(taught)
         tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
         share = training_share(work.shape.hidden, card.tflops, work.is_mixture)
@@ -123,6 +125,8 @@ class FirstPlan:
         )
         if taught:
             why += f"; of it {duration(sum(taught))} for the teacher's logprobs"
+        if distill.endpoints:
+            why += f"; {', '.join(distill.endpoints.values())} computes elsewhere, and is not in it"
         if need.microbatch.offloaded or config.learner.quantised != "none":
             why += "; what is offloaded or decoded costs more"
         return seconds, Basis("T_train", duration(seconds), why)

@@ -119,7 +119,7 @@ class PastRun:
     """Measurements of an earlier run. `train_seconds`: median over steps. `broadcast_seconds`: quantile 1 / 1.1 over
     publications, or None. `delta_ratio`: bytes sent over bytes of the full snapshot, median, or None. `reward_seconds`:
     time of the reward functions, and of a judge, per group, median, or None. `judge_usd`: what a judge cost in a step,
-    mean, or None.
+    mean, or None. `teacher_wait_seconds`: of a step for teachers that compute elsewhere, median, or None.
     """
 
     num_steps: int
@@ -128,6 +128,7 @@ class PastRun:
     delta_ratio: float | None
     reward_seconds: float | None = None
     judge_usd: float | None = None
+    teacher_wait_seconds: float | None = None
 
 
 def read_past_run(directory: Path) -> PastRun:
@@ -162,6 +163,7 @@ def read_past_run(directory: Path) -> PastRun:
         delta_ratio=statistics.median(ratios) if ratios else None,
         reward_seconds=statistics.median(rewards) if rewards else None,
         judge_usd=_usd_per_step(rows),
+        teacher_wait_seconds=statistics.median(waits) if (waits := _numbers(warm, "time/teacher_wait")) else None,
     )
 
 

@@ -155,11 +155,11 @@ def _train_seconds(options: argparse.Namespace, past: PastRun | None, first: Fir
         seconds, basis = first.train_seconds()
         sources.append(basis)
         return seconds
-    sources.append(
-        Basis(
-            "T_train", duration(past.train_seconds), f"median of {counted(past.num_steps, 'step')} of {options.source}"
-        )
-    )
+    origin = f"median of {counted(past.num_steps, 'step')} of {options.source}"
+    sources.append(Basis("T_train", duration(past.train_seconds), origin))
+    if past.teacher_wait_seconds is not None:
+        why = "waited in a step for a teacher that computes elsewhere, as in that run; not in T_train"
+        sources.append(Basis("teacher", duration(past.teacher_wait_seconds), why))
     return past.train_seconds
 
 

@@ -1,15 +1,8 @@
 """The judge of the reward `judge`: a model behind an OpenAI-compatible endpoint that says what rollouts are worth.
 
 It is asked from the head's own process, which has the limits, the budget, and what `echo2 status` shows; there is no
-code of the user's in it. A request fails in one of three ways:
-
-    busy        429, or 503 with Retry-After: all requests wait as long as it says or longer, and nothing is counted
-    down        401, 403, 404, 5xx, no connection, no answer in time: one small request after the other is made until
-                one is answered, and all others wait. Then the request is made again, `TRIES_MAX` times in all: what
-                fails so often beside a judge that answers is itself at fault
-    no verdict  400, or a reply that cannot be read: the same, without the wait
-
-What was not judged has no score: it is the failure of its rollout. A question is asked once in a process.
+code of the user's in it. `core/endpoint.py` says what happens when it is busy, down, or gives no verdict. What was not
+judged has no score: it is the failure of its rollout. A question is asked once in a process.
 """
 
 from __future__ import annotations
@@ -23,41 +16,25 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from urllib.parse import urlsplit
-
-import httpx2
 
 from echo2.config import Config
 from echo2.config.judge import JudgeConfig
-from echo2.core import addresses
 from echo2.core.background import awaited
+from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries
 from echo2.core.errors import UserError
-from echo2.core.printable import printable
-from echo2.core.retries import Retries
 from echo2.core.types import Backoff, Task
-from echo2.reward.judge_words import JudgeReply, NoVerdict, Usage, question, read_reply, verdict
+from echo2.reward.judge_words import JudgeReply, Usage, question, read_reply, verdict
 from echo2.reward.score import RewardFailure
 
 log = logging.getLogger(__name__)
 
 #: Maximum bytes of an endpoint's answer.
 REPLY_BYTES_MAX = 1 << 20
-#: Characters of a refusal that messages quote.
-SAID_CHARS = 200
-#: A shorter key is no secret, but a word, as "none" for an endpoint that needs one.
-KEY_CHARS = 8
-#: Tries of one request beside a judge that answers: of requests that fail in 15 % of tries, one in 90,000 is lost.
-TRIES_MAX = 6
-#: Between two tries of a request or of whether the judge is there, and after a 429 that does not say longer.
-BACKOFF = Backoff(0.5, 30.0)
-#: The longest time that a Retry-After is believed.
-RETRY_AFTER_SECONDS_MAX = 3600.0
+CHAT = "/chat/completions"
 #: Verdicts that are remembered.
 VERDICTS_MAX = 20_000
 #: Estimates of a request's tokens: English has more bytes in each; what is written if `params` do not bound it.
 BYTES_PER_TOKEN, WRITTEN_TOKENS = 3, 1024
-#: Statuses of answers that are about the request, not about the judge.
-REFUSALS = (400, 413, 422)
 
 
 class JudgeFailure(RewardFailure):
@@ -68,14 +45,6 @@ class JudgeFailure(RewardFailure):
 
 class BudgetSpent(UserError):
     """The judge's budget does not suffice for another request. What is not judged waits for a larger one."""
-
-
-class _Busy(Exception):
-    """`args`: why, and at least how many seconds to wait."""
-
-
-class _Down(Exception):
-    pass
 
 
 class MinuteLimit:
@@ -132,31 +101,33 @@ class Judge:
         on_retry: Callable[[str], None],
         backoff: Backoff = BACKOFF,
     ) -> None:
-        self._judge, self._seed, self._seconds, self._on_retry = judge, seed, seconds, on_retry
-        self._backoff, self._key = backoff, read_key(judge)
-        # No compression: the byte limit counts real sizes.
-        headers = {"content-type": "application/json", "accept-encoding": "identity"}
-        headers |= {"authorization": f"Bearer {self._key}"} if self._key else {}
-        logging.getLogger("httpx2").setLevel(logging.WARNING)  # else it logs every request
-        is_near = addresses.is_private(urlsplit(judge.base_url).hostname or "")
-        direct = httpx2.AsyncHTTPTransport() if is_near else None  # no proxy that the environment names leads there
-        self._client = httpx2.AsyncClient(headers=headers, timeout=None, transport=direct)
-        self._slots = asyncio.Semaphore(judge.max_concurrency)
+        self._judge, self._seed, self._on_retry = judge, seed, on_retry
+        name = judge.api_key_env
+        self._endpoint = Endpoint(
+            judge.base_url,
+            "the judge",
+            "scoring",
+            seconds,
+            "reward.timeout_seconds",
+            read_key(judge),
+            f"the key is that of ${name}" if name else "reward.judge.api_key_env names no key",
+            judge.max_concurrency,
+            backoff,
+        )
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}
-        self._looking = asyncio.Lock()  # held while the judge is down
-        self._down = self._busy = ""
-        self._busy_until, self._num_busy = 0.0, 0
         self._reserved, self._freed = list[float](), asyncio.Event()
-        self.spent_usd, self.num_answers = spent_usd, 0
+        self.spent_usd = spent_usd
+
+    @property
+    def num_answers(self) -> int:
+        """How many requests it has answered."""
+        return self._endpoint.num_answers
 
     @property
     def trouble(self) -> str:
         """Why scoring waits; empty: it does not."""
-        url, seconds = self._judge.base_url, self._busy_until - time.monotonic()
-        if self._down:
-            return f"scoring waits for the judge at {url}, which is asked until it answers: {self._down}"
-        return f"scoring waits {seconds:.0f} s, as the judge at {url} wants: {self._busy}" if seconds > 0.0 else ""
+        return self._endpoint.trouble
 
     async def score(self, task: Task, texts: Sequence[str]) -> tuple[list[float | JudgeFailure | None], float]:
         """Return a score in [0, 1] for each answer of a group, or why it has none (None: nothing to compare it with),
@@ -188,7 +159,7 @@ class Judge:
         """End all requests, and close the connections."""
         works = [work for work in self._verdicts.values() if work.cancel()]
         await asyncio.gather(*works, return_exceptions=True)
-        await self._client.aclose()
+        await self._endpoint.close()
 
     def _pairs(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Return the comparisons of a group: each pair in a drawn order, or in both."""
@@ -225,27 +196,13 @@ class Judge:
             JudgeFailure: none came at `TRIES_MAX` tries.
             BudgetSpent: the next request may cost too much.
         """
-        pauses, problem, num_tries = Retries(self._backoff), "", 0
-        while num_tries < TRIES_MAX:
-            if problem:
-                self._on_retry(problem)
-                await pauses.pause()
-                problem = ""
-            async with self._slots:
-                try:
-                    return await self._try(body, is_pair)
-                except _Busy as error:
-                    now, (self._busy, seconds) = time.monotonic(), error.args
-                    is_first = self._busy_until <= now  # of those that were refused together
-                    self._num_busy += is_first
-                    seconds = max(self._backoff.after(self._num_busy), min(seconds, RETRY_AFTER_SECONDS_MAX))
-                    self._busy_until = max(self._busy_until, now + seconds)
-                    if is_first and seconds >= self._backoff.most_seconds:
-                        log.warning("%s", self.trouble)
-                except (NoVerdict, _Down) as error:
-                    problem = f"the judge {self._judge.model} gave no verdict: {error}"
-                    num_tries += 1
-        raise JudgeFailure(f"{problem}. It was asked {num_tries} times.")
+        said = f"the judge {self._judge.model} gave no verdict"
+        try:
+            return await self._endpoint.persist(
+                lambda: self._try(body, is_pair), lambda problem: self._on_retry(f"{said}: {problem}")
+            )
+        except FailedTries as error:
+            raise JudgeFailure(f"{said}: {error}. It was asked {TRIES_MAX} times.") from error
 
     async def _try(self, body: bytes, is_pair: bool) -> tuple[float, float]:
         """Make a request when the limits allow it."""
@@ -264,77 +221,32 @@ class Judge:
             now = time.monotonic()
             paces = self._requests.take(1, now), self._tokens.take(_tokens(estimate), now)
             await asyncio.sleep(max(paces))
-            while (seconds := self._busy_until - time.monotonic()) > 0.0:  # noqa: ASYNC110  # it grows if others are refused
-                await asyncio.sleep(seconds)
-            async with self._looking:
-                began, num_answers = time.monotonic(), self.num_answers
-            try:
-                return verdict(await self._post(body), is_pair), time.monotonic() - began
-            except _Down:
-                await self._until_up(num_answers)
-                raise
+            data, seconds = await self._endpoint.request(CHAT, body, REPLY_BYTES_MAX, self._look)
+            return verdict(self._counted(data, estimate), is_pair), seconds
         finally:
             self._reserved.remove(usd)
             self._freed.set()
 
-    async def _until_up(self, num_answers: int) -> None:
-        """Wait until the judge answers, after a request failed that was made when it had answered so often."""
-        pauses, body = Retries(self._backoff), self._body([{"role": "user", "content": "Say: yes."}])
-        async with self._looking:
-            while self.num_answers == num_answers:
-                try:
-                    await self._post(body)
-                except (_Busy, NoVerdict):
-                    break  # it is there
-                except _Down as error:
-                    is_news, self._down = not self._down, str(error)
-                    if is_news:
-                        log.warning("%s", self.trouble)
-                    await pauses.pause()
-            self._down = ""
+    async def _look(self) -> None:
+        """Find out whether the judge answers."""
+        body = self._body([{"role": "user", "content": "Say: yes."}])
+        self._counted(await self._endpoint.exchange(CHAT, body, REPLY_BYTES_MAX), self._estimate(body))
 
-    async def _post(self, body: bytes) -> JudgeReply:
-        """Make one request, and count what it costs. Raises _Busy, _Down or NoVerdict."""
+    def _counted(self, data: bytes, estimate: Usage) -> JudgeReply:
+        """Read a reply, and count what it costs; `estimate`: one that nobody can read.
+
+        Raises:
+            NoVerdict: it is that.
+        """
+        usage = estimate
         try:
-            async with asyncio.timeout(self._seconds):
-                status, retry_after, data = await self._exchange(body)
-        except TimeoutError as error:
-            raise _Down(f"it gave no answer within reward.timeout_seconds = {self._seconds:g}") from error
-        except httpx2.HTTPError as error:
-            raise _Down(f"{type(error).__name__} {printable(str(error), SAID_CHARS)}".rstrip()) from error
-        if 200 <= status < 300:
-            self.num_answers, self._num_busy = self.num_answers + 1, 0
-            usage = estimate = self._estimate(body)  # what a reply costs that nobody can read
-            try:
-                reply = read_reply(data)
-                usage = reply.usage or estimate
-            finally:
-                self.spent_usd += self._usd(usage)
-                more = _tokens(usage) - _tokens(estimate)  # of an absurd count a minute's worth
-                self._tokens.take(min(more, self._judge.tokens_per_minute), 0.0)
-            return reply
-        said = data[: 4 * SAID_CHARS].decode(errors="replace")
-        words = f"it answers {status}: " + printable(said, SAID_CHARS)
-        if status in (401, 403):
-            key = self._judge.api_key_env
-            words += f"; the key is that of ${key}" if key else "; reward.judge.api_key_env names no key"
-            words += ": stop the run, set it, and continue with --resume"
-        if status == 429 or (status == 503 and retry_after):
-            raise _Busy(words, float(retry_after) if retry_after.isdecimal() else 0.0)
-        raise NoVerdict(words) if status in REFUSALS else _Down(words)
-
-    async def _exchange(self, body: bytes) -> tuple[int, str, bytes]:
-        """Return status, Retry-After and answer: cut off where it is too long, and without the key, which some repeat
-        and messages would quote."""
-        url = f"{self._judge.base_url.rstrip('/')}/chat/completions"
-        async with self._client.stream("POST", url, content=body) as response:
-            read = bytearray()
-            async for part in response.aiter_raw():
-                read += part
-                if len(read) > REPLY_BYTES_MAX:
-                    break
-        data = bytes(read).replace(self._key.encode(), b"***") if len(self._key) >= KEY_CHARS else bytes(read)
-        return response.status_code, response.headers.get("retry-after", ""), data
+            reply = read_reply(data)
+            usage = reply.usage or estimate
+        finally:
+            self.spent_usd += self._usd(usage)
+            more = _tokens(usage) - _tokens(estimate)  # of an absurd count a minute's worth
+            self._tokens.take(min(more, self._judge.tokens_per_minute), 0.0)
+        return reply
 
     def _body(self, messages: list[dict[str, str]]) -> bytes:
         return json.dumps({"model": self._judge.model, "messages": messages, **self._judge.params}).encode()

@@ -17,6 +17,7 @@ from typing import Annotated
 import msgspec
 
 from echo2.config.values import template_pieces
+from echo2.core.endpoint import UnfitAnswer
 from echo2.core.errors import UserError
 from echo2.core.printable import shown
 from echo2.core.types import Task
@@ -35,7 +36,7 @@ _GRADE = re.compile(r"\d{1,2}(?:\.\d{1,4})?", re.ASCII)
 _Count = Annotated[int, msgspec.Meta(ge=0, le=10**9)]
 
 
-class NoVerdict(Exception):
+class NoVerdict(UnfitAnswer):
     """A reply that gives no score. The message says why."""
 
 

@@ -295,6 +295,7 @@ COLUMNS: Mapping[str, Callable[[Values], float]] = {
     "time/step": _mean,
     "time/wait_for_batch": _mean,
     "time/teacher": _mean,
+    "time/teacher_wait": _mean,
     "distill/reverse_kl/mean": _mean,
     **{f"wait/{cause}": _mean for cause in CAUSES},
     "fleet/rate": _mean,

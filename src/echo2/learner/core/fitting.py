@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from echo2.config import Config
 from echo2.config.rundir import read_json
-from echo2.config.values import AUTO, FORMS, SELF
+from echo2.config.values import AUTO, FORMS
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
 from echo2.core.types import Hardware
@@ -95,7 +95,7 @@ def frozen_bytes(config: Config, shape: ModelShape) -> int:
 
 def teacher_parameters(config: Config) -> int:
     """Return the parameters of all teachers whose sizes are known."""
-    shapes = [model_shape(path) for path in config.distill.teachers.values() if path != SELF]
+    shapes = [model_shape(path) for path in config.distill.loaded]
     return sum(shape.parameters for shape in shapes if shape is not None)
 
 

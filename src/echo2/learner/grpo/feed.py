@@ -7,7 +7,7 @@ arrivals alone: the same arrivals give the same sums, and in deterministic mode 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from echo2.transport import wire_pb2 as wire
 log = logging.getLogger(__name__)
 
 STOPPED = "the head stopped the run"
+#: Between two looks at whether a stop ends the wait for a teacher.
+LOOK_SECONDS = 0.2
 
 
 class Feed:
@@ -65,7 +67,7 @@ class Feed:
         schedule, num_updates = client.config.schedule, client.config.learner.updates_per_step
         groups_per_update = schedule.groups_per_step // num_updates
         waiting: list[RolloutGroup] = []
-        num_tokens, is_last = 0, False
+        num_tokens, is_last = 0, not self._are_taught(())  # what a teacher can read is known once it was greeted
         while not is_last and not self._head.stop_reason:
             self._head.doing = f"waiting for groups of step {client.version} ({len(numbers)} came)"
             with self.meter.time("wait_for_batch") if self._card is None else nullcontext():
@@ -95,7 +97,25 @@ class Feed:
         return not problem
 
     def _trained_on(self, groups: list[RolloutGroup]) -> Iterator[list[RolloutGroup]]:
+        if not self._are_taught(groups):
+            return
         self._head.doing = f"training step {self._client.version}{self._crashes.summary}{self._client.memory_summary}"
         for batch in self._crashes.batches(groups):
             with self.meter.time("train"), self._crashes.training(batch):
                 yield batch
+
+    def _are_taught(self, groups: Sequence[RolloutGroup]) -> bool:
+        """Wait until teachers that are asked elsewhere have answered about these groups. False: a stop came first.
+
+        Raises:
+            UserError: a teacher can't teach the policy, or failed.
+        """
+        client = self._client
+        teachers = client.teachers if client.config.distill.endpoints else None
+        while teachers is not None and not self._head.stop_reason:
+            with self.meter.time("teacher_wait"):
+                reason = teachers.waits_for(groups, LOOK_SECONDS)
+            if not reason:
+                break
+            self._head.doing = f"step {client.version}: {reason}"
+        return not self._head.stop_reason

@@ -1,5 +1,5 @@
 """What pulls the policy beside its rewards: teachers, and a reference. Each is a frozen policy beside it, which costs
-one more forward pass without gradient.
+one more forward pass without gradient; a teacher may also be an endpoint (`asked_teachers.py`).
 
 **Teachers** score the tokens that the policy sampled, and pull it towards what they would say (on-policy distillation).
 With rho the teacher, pi the policy and x = log rho - log pi of a sampled token, at most 20 either way, the advantage of
@@ -41,6 +41,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -48,15 +49,17 @@ from echo2.config import Config
 from echo2.config.values import SELF
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import RolloutGroup
-from echo2.engines.tokenizer import refuse_other_tokenizer
+from echo2.engines.tokenizer import load_tokenizer, refuse_other_tokenizer
 from echo2.learner.core.adapters import Adapter
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LOG_RATIO_LIMIT, LossTokens
 from echo2.learner.core.mesh import Mesh
 from echo2.learner.core.model import Policy, load_policy
-from echo2.learner.core.trainer import Trainer
+from echo2.learner.core.trainer import Likely, Trainer
+from echo2.learner.grpo.asked_teachers import AskedTeachers, Question
 from echo2.learner.grpo.data import GroupData
 from echo2.learner.grpo.step_meter import Taught
+from echo2.learner.link.teacher_endpoint import TeacherEndpoint
 
 #: Least probability of the rest, where its true mass may be 0 up to rounding error.
 TAIL_LEAST = 1e-6
@@ -65,7 +68,8 @@ LOG_CAP = math.log(10.0)
 
 
 class Teachers:
-    """The teachers of a run, frozen, in the trainer beside the policy that is called `policy_name` there.
+    """The teachers of a run: frozen, in the trainer beside the policy that is called `policy_name` there, or endpoints,
+    which the first rank asks for all.
 
     Raises:
         UserError: a teacher can't be loaded, has no room, or has another vocabulary.
@@ -77,7 +81,12 @@ class Teachers:
         self._names: dict[str, str] = {}
         self._seconds = dict.fromkeys(config.distill.teachers, 0.0)
         self._contexts: dict[str, int | None] = {}
+        self._mesh, self._asked = mesh, _asked(config, policy, mesh, self._top_k)
+        self._endpoints = frozenset(config.distill.endpoints)
         for name, path in config.distill.teachers.items():
+            if name in self._endpoints:
+                self._names[name] = f"the teacher {name or path}"
+                continue
             teacher = policy if path == SELF else _loaded(path, policy, mesh)
             self._names[name] = policy_name if path == SELF else f"the teacher {name or path}"
             self._contexts[name] = teacher.max_positions
@@ -86,7 +95,8 @@ class Teachers:
 
     def why_unfit(self, group: RolloutGroup) -> str:
         """Return why the group's teacher cannot process it; empty if it can."""
-        name, most = group.teaching.teacher, self._contexts.get(group.teaching.teacher)
+        name = group.teaching.teacher
+        most = self._asked.max_positions(name) if self._asked and name in self._asked else self._contexts.get(name)
         prompt = len(group.teaching.prompt_tokens or group.prompt_tokens)
         longest = max(len(rollout.tokens) for rollout in group.rollouts)
         if name not in self._names:
@@ -94,6 +104,33 @@ class Teachers:
         if most is None or prompt + longest <= most:
             return ""
         return f"{prompt} + {longest} tokens, where {self._names[name]} has {most} positions"
+
+    def hear(self, group: RolloutGroup) -> None:
+        """Begin to ask about a group that has arrived, if its teacher is an endpoint. For any thread."""
+        if self._asked is not None:
+            for question in self._questions(group):
+                self._asked.ask(question)
+
+    def waits_for(self, groups: Sequence[RolloutGroup], seconds: float) -> str:
+        """Wait so long at most until the endpoints among the teachers have been greeted, and have answered about these
+        groups. Return why they have not yet, for people; empty: they have.
+
+        Raises:
+            UserError: one can't teach the policy, or failed.
+        """
+        if self._asked is None:
+            return ""
+        return self._asked.waits_for([question for group in groups for question in self._questions(group)], seconds)
+
+    def end_step(self) -> None:
+        """The step's groups are trained."""
+        if self._asked is not None:
+            self._asked.forget()
+
+    def close(self) -> None:
+        """Ask no more. A second call does nothing."""
+        if self._asked is not None:
+            self._asked.close()
 
     def taught(self, groups: Sequence[RolloutGroup], parts: Sequence[GroupData]) -> list[Datum]:
         """Return the data of the groups with what their teachers say of each token."""
@@ -105,12 +142,31 @@ class Teachers:
                 replace(data[place], prompt_tokens=prompt or data[place].prompt_tokens, routes=None)
                 for place, prompt in places
             ]
-            found = self._trainer.likely(self._names[name], asked, self._temperature, self._top_k, self._num_tokens)
+            found = self._found(name, asked)
             for (place, _), (logprobs, tokens, tops) in zip(places, found, strict=True):
                 top, logps = array("i", tokens), array("f", tops)
                 data[place] = replace(data[place], teacher_logprobs=logprobs, top_tokens=top, top_logprobs=logps)
-            self._seconds[name] += time.perf_counter() - started
+            self._seconds[name] += time.perf_counter() - started if name not in self._endpoints else 0.0
         return data
+
+    def _found(self, name: str, data: Sequence[Datum]) -> Sequence[Likely]:
+        """Return what a teacher says of the data."""
+        if name not in self._endpoints:
+            return self._trainer.likely(self._names[name], data, self._temperature, self._top_k, self._num_tokens)
+        said = list[tuple[bytes, bytes, bytes]]()
+        if self._asked is not None:
+            works = [self._asked.ask((name, one.prompt_tokens, one.tokens, one.loss_mask)) for one in data]
+            said = [(logprobs.tobytes(), ids, tops) for logprobs, ids, tops in (work.result() for work in works)]
+        packed = self._mesh.broadcast(msgspec.msgpack.encode(said))
+        told = msgspec.msgpack.decode(packed, type=list[tuple[bytes, bytes, bytes]])
+        return [(array("d", logprobs), ids, tops) for logprobs, ids, tops in told]
+
+    def _questions(self, group: RolloutGroup) -> list[Question]:
+        """Return what an endpoint is asked about a group's rows; nothing if its teacher is none."""
+        name, prompt = group.teaching.teacher, group.teaching.prompt_tokens or group.prompt_tokens
+        if name not in self._endpoints:
+            return []
+        return [(name, prompt, row.tokens, row.loss_mask) for row in group.rollouts if 1 in row.loss_mask]
 
     def measure(
         self,
@@ -124,9 +180,20 @@ class Teachers:
         told = dict[str, Taught]()
         for name, places in _by_teacher(groups, parts).items():
             found = [_log_ratios(data[place], logprobs[place]) for place, _ in places]
+            if self._asked is not None and name in self._asked:
+                self._seconds[name] += self._asked.take_seconds(name)
             told[name] = Taught(sum(map(len, found)), math.fsum(map(math.fsum, found)), self._seconds[name])
             self._seconds[name] = 0.0
         return told
+
+
+def _asked(config: Config, policy: Policy, mesh: Mesh, top_k: int) -> AskedTeachers | None:
+    """Return the teachers that this rank asks; None: none."""
+    if not config.distill.endpoints or mesh.rank:
+        return None
+    tokens, urls = policy.vocab_size, config.distill.endpoints
+    endpoints = {name: TeacherEndpoint(url, tokens, top_k) for name, url in urls.items()}
+    return AskedTeachers(endpoints, load_tokenizer(policy.files))
 
 
 def _by_teacher(

@@ -3,7 +3,7 @@
 A step's window runs from the report of the previous step to its own report, so the parts add up: `time/step` =
 `time/wait_for_batch` + `time/train` + `time/publish_wait` (the wait, before the update, until the snapshot is encoded,
 which itself waits for the previous publication) + `time/checkpoint` + a little rest. A learner that shares its card
-with workers also has `time/card_wait` and `time/card_move`.
+with workers also has `time/card_wait` and `time/card_move`, one that asks a teacher elsewhere `time/teacher_wait`.
 
 A mean over nothing is absent: 0 would be a measurement. Where all groups are flat, no token is in the loss.
 
@@ -58,7 +58,7 @@ class StepMeter:
         self._has_reference = config.learner.reference_kl > 0.0
         self._replays = config.learner.routing_replay
         self._started = time.monotonic()
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys((*PARTS, *(["teacher_wait"] if config.distill.endpoints else [])), 0.0)
         self._rewards: list[list[float]] = []
         self._parts: dict[str, list[float]] = {}
         self._staleness: list[int] = []

@@ -108,6 +108,11 @@ class TrainedPolicy:
             return f"{prompt} + {longest} tokens, where the model has {most} positions"
         return "" if self.teachers is None else self.teachers.why_unfit(group)
 
+    def hear(self, group: RolloutGroup) -> None:
+        """Begin what can begin when a group has arrived and is not trained on yet. For any thread."""
+        if self.teachers is not None:
+            self.teachers.hear(group)
+
     def num_tokens_run(self, group: RolloutGroup) -> int:
         """Return the number of tokens, including prompts, that training on the group runs; 0 if it teaches nothing.
 
@@ -185,6 +190,8 @@ class TrainedPolicy:
         result = replace(self.step_so_far, logprobs=self._logprobs)
         self._before, self._logprobs = None, {}
         self.version += 1
+        if self.teachers is not None:
+            self.teachers.end_step()
         return result
 
     def save_weights_for_sampler(self) -> BorrowedWeights:

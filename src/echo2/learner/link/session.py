@@ -42,15 +42,17 @@ class HeadSession:
         publisher: Publisher,
         patience_seconds: float = 120.0,
         others: OtherRanks | None = None,
+        hear: Callable[[RolloutGroup], object] = lambda group: None,
     ) -> None:
-        """Connect and say hello. `others`: the other ranks, if there are several.
+        """Connect and say hello. `others`: the other ranks, if there are several. `hear` is called with each group when
+        it arrives, in the session's thread.
 
         Raises:
             LinkError: the head did not answer within `patience_seconds`.
             UserError: the run is not at this learner's version, or it is over.
         """
 
-        self._others = others or OtherRanks()
+        self._others, self._hear = others or OtherRanks(), hear
 
         async def join() -> HeadClient:
             await self._others.open()
@@ -163,6 +165,8 @@ class HeadSession:
     async def _pump(self, step: int) -> None:
         try:
             async for item in self._client.take_groups(step):
+                if isinstance(item, RolloutGroup):
+                    self._hear(item)
                 self._feed.put(item)
         except Exception as error:  # handled by the training thread
             self._feed.put(error)

@@ -32,7 +32,7 @@ const CHARTS = [
   { title: "Staleness", what: "versions between a rollout's oldest token and the one trained", lines: [["off_policy/mean", "mean"], ["off_policy/max", "max", EXACT], ["off_policy/bound", "bound", EXACT]] },
   { title: "Learner", what: "share of its time that it waits for groups", lines: [["learner/idle_ratio", "idle"], ["learner/idle_predicted", "predicted"]] },
   { title: "Why the learner waited", what: "seconds the learner waited before each step, by the cause of the last missing group", lines: CAUSES, isStacked: true },
-  { title: "Seconds of a step", what: "the whole step, and of it waiting for groups and for teachers' logprobs", lines: [["time/step", "step"], ["time/wait_for_batch", "waiting"], ["time/teacher", "teacher"]] },
+  { title: "Seconds of a step", what: "the whole step, waiting for groups, teachers' logprobs, and waiting for teachers that compute elsewhere", lines: [["time/step", "step"], ["time/wait_for_batch", "waiting"], ["time/teacher", "teacher"], ["time/teacher_wait", "waiting for it"]] },
   { title: "Rollouts a second", what: "made by the fleet, and needed by the learner", lines: [["fleet/rate", "made"], ["fleet/needed_rate", "needed", { absent: NOT_NEEDED }]] },
   { title: "New weights", what: "seconds until the workers have them", lines: [["broadcast/t_bcast", "seconds"]] },
   { title: "Dollars", what: "spent in all, and of it wasted", lines: [["cost/cum_usd", "spent", EXACT], ["cost/wasted_usd", "wasted", EXACT]] },
