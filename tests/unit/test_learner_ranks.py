@@ -104,9 +104,9 @@ def taught(where: Path, mesh: Mesh | None = None) -> list[float]:
     """Norms of gradients with teachers, and how far the policy is from them: the model's twin, and the model itself as
     it is now, from another prompt."""
     found = []
-    for top_k in (0, 5):
+    for form in ({}, {"top_k": 5, "beta": 0.5}):
         teachers = {"twin": str(where / "twin"), "own": "self"}
-        options = config_of(lr=3e-3, tokens_per_microbatch=80, teacher=teachers, loss_top_k=top_k)
+        options = config_of(lr=3e-3, tokens_per_microbatch=80, teacher=teachers, divergence=form)
         client = GrpoClient(load_policy(str(where / "model"), "float32", "cpu", mesh), options, mesh=mesh)
         for step in range(2):
             for call in groups_of(step):
