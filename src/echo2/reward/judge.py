@@ -9,7 +9,8 @@ code of the user's in it. A request fails in one of three ways:
                 fails so often beside a judge that answers is itself at fault
     no verdict  400, or a reply that cannot be read: the same, without the wait
 
-What was not judged has no score: it is the failure of its rollout. A question is asked once in a process.
+What was not judged has no score: it is the failure of its rollout. A question is asked once in a process. Pauses are
+those of `core/retries.py`, as everywhere: a library's wrap one call each, and here all requests wait together.
 """
 
 from __future__ import annotations
