@@ -161,6 +161,7 @@ hostile = st.lists(st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, 30.0, 
 @given(hostile, hostile, st.integers(1, 7), beta_values)
 @example([1e4] + [0.0] * 6, [0.0] * 6 + [1e4], 1, 0.0)
 @example([40.0] + [0.0] * 6, [0.1] + [0.0] * 6, 1, 0.0)  # nothing is left of the policy, most of the teacher
+@example([0.0, 1e4] + [0.0] * 5, [1e4] + [0.0] * 6, 7, 1.0)  # all of the policy is where the teacher never is
 @example([0.0] * 7, [0.0] * 7, 7, 5e-324)
 def test_no_logits_make_the_divergence_negative_or_its_gradient_large(
     own: list[float], theirs: list[float], top_k: int, beta: float

@@ -201,8 +201,7 @@ def joined_divergence(log_pi_nk: Tensor, log_rho_nk: Tensor, beta: float) -> Ten
         value_n, pull_nm = _divergence(log_p_nm, log_q_nm, beta)
         of_rest_n = (pull_nm[:, -1] / p_nm[:, -1]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
         slope_nk = (pull_nm - of_rest_n[:, None] * p_nm)[:, :-1]
-    moved_nk = (log_pi_nk - log_pi_nk.detach()).masked_fill(~is_there_nk, 0.0)
-    return value_n + (slope_nk * moved_nk).sum(-1)
+    return value_n + (slope_nk * (log_pi_nk - log_pi_nk.detach())).sum(-1)
 
 
 def _with_rest(logp_nk: Tensor, is_there_nk: Tensor) -> Tensor:
