@@ -10,6 +10,7 @@ in float32. Figures of a pair: the mean of the whole divergence (nats), and by `
     logits_gradient_off     how far its gradient by the logits of all tokens drawn is from the whole one's, as a share
                             of that one's length
     weights_gradient_off    the same of the gradient by the weights of the student's last layers
+    unbounded_gradient_off  of the forward form: the same as the line above, if the pull at the rest had no bound
     teacher_outside         the teacher's probability outside of the `top_k` tokens
     bounded_share           of the tokens, those where the forward form's pull at the rest meets its bound
 """
@@ -31,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from echo2.learner.core.losses import LOG_RATIO_LIMIT
-from echo2.learner.grpo.pulls import joined_divergence
+from echo2.learner.grpo.pulls import TAIL_LEAST, joined_divergence
 
 BETAS = (1.0, 0.5, 0.0)
 TOP_KS = (16, 64, 256, 1024)
@@ -97,6 +98,19 @@ def joined(beta: float, top_k: int) -> Divergence:
     return of
 
 
+def unbounded(top_k: int) -> Divergence:
+    """The forward form of the joined divergence, with whatever gradient it has."""
+
+    def of(logits: Tensor, teacher: Tensor) -> Tensor:
+        log_q, ids = teacher.log_softmax(-1).topk(top_k)
+        log_p = logits.log_softmax(-1).gather(1, ids)
+        rests = ((1.0 - part.exp().sum(-1, True)).clamp(min=TAIL_LEAST).log() for part in (log_p, log_q))
+        log_p, log_q = (torch.cat([part, rest], 1) for part, rest in zip((log_p, log_q), rests, strict=True))
+        return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+    return of
+
+
 def by_logits(of: Divergence, logits: Tensor, teacher: Tensor) -> tuple[Tensor, Tensor]:
     """The divergence of each token, and its gradient by the logits."""
     values, grads = [], []
@@ -150,6 +164,11 @@ def cell(student: Any, teacher: Any, answers: list[Answer]) -> Iterator[dict[str
                 "weights_gradient_off": round(by_weights(student, logits, off) / by_weights(student, logits, grads), 4),
                 **outside(logits, theirs, top_k),
             }
+            if beta == 0.0:
+                free = [by_logits(unbounded(top_k), *pair)[1] for pair in zip(logits, theirs, strict=True)]
+                off = [found - grad for found, grad in zip(free, grads, strict=True)]
+                share = by_weights(student, logits, off) / by_weights(student, logits, grads)
+                by_top_k[str(top_k)]["unbounded_gradient_off"] = round(share, 4)
         yield {"beta": beta, "divergence": round(mean, 5), "by_top_k": by_top_k}
 
 
