@@ -30,7 +30,7 @@ SECTIONS = {
     **dict.fromkeys(("temperature", "max_tokens"), "sampling"),
     **dict.fromkeys(("snapshot_dtype", "compute_dtype"), "model"),
     **dict.fromkeys(("groups_per_step", "publish_every", "max_staleness"), "schedule"),
-    **dict.fromkeys(("teacher", "weight", "loss_top_k"), "distill"),
+    **dict.fromkeys(("teacher", "weight", "divergence"), "distill"),
 }
 
 

@@ -30,7 +30,7 @@ JSON_TOML = str(Path(__file__).resolve().parents[2] / "examples" / "smollm" / "j
 STEP_ROLLOUTS, TASK_ROLLOUTS = 48, 8
 RATE = "2e-5"
 #: Taught runs, and their settings beside those of distill.toml.
-TAUGHT = {"advantage": {}, "divergence": {"distill.loss_top_k": "16"}}
+TAUGHT = {"advantage": {}, "divergence": {"distill.divergence": "{top_k = 16}"}}
 #: Steps of SFT after which a student is evaluated, in shares of the others' steps: each is a training of its own, for
 #: the rate falls to nothing at the end of one.
 SFT_SHARES = (0.25, 0.5, 1.0)

@@ -40,6 +40,19 @@ def trainer(model: Path, out: Path, reward: str) -> subprocess.Popen[str]:
     )
 
 
+def test_the_divergences_of_distillation_are_trls() -> None:
+    """Of all tokens, where there is no rest: value and gradient of each form, in float32."""
+    script = house.REPOSITORY / "tests" / "with_trl" / "divergence.py"
+    environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([PYTHON, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found) == {"0.0", "0.3", "0.5", "1.0"}
+    for beta, one in found.items():
+        assert one["off"] < 1e-5 < one["divergence"], beta
+        assert one["gradient_off"] < 1e-5 < one["gradient"], beta
+
+
 def audited(out: Path) -> dict[str, Any]:
     told = subprocess.run(
         [house.REPOSITORY / ".venv" / "bin" / "echo2", "audit", out, "--json"], stdout=subprocess.PIPE, check=True

@@ -152,7 +152,10 @@ def whole(tmp_path: Path) -> dict[str, Any]:
     ("sections", "words"),
     [
         ({"learner": {"advantage": "none"}}, "leaves nothing to learn"),
-        ({"distill": {"teacher": "self", "loss_top_k": 8}, "sampling": {"top_p": 0.9}}, "over the whole vocabulary"),
+        (
+            {"distill": {"teacher": "self", "divergence": {"top_k": 8}}, "sampling": {"top_p": 0.9}},
+            "over the whole vocabulary",
+        ),
         (
             {"distill": {"teacher": "self"}, "reward": {}, "schedule": {"dynamic_sampling": True}},
             "rewards are not trained on",
@@ -162,7 +165,17 @@ def whole(tmp_path: Path) -> dict[str, Any]:
             "what an answer is worth",
         ),
         ({"distill": {"teacher": "self", "weight": 0.0}}, "distill.weight = 0.0"),
-        ({"distill": {"teacher": "self", "loss_top_k": 1025}}, "distill.loss_top_k = 1025"),
+        (
+            {"distill": {"teacher": "self", "divergence": {"top_k": 1025}}},
+            "distill.divergence.top_k = 1025: expected `int` <= 1024. Write {top_k = 64, beta = 1.0}.",
+        ),
+        ({"distill": {"divergence": {"top_k": 8, "beta": 1.5}}}, "distill.divergence.beta = 1.5: expected"),
+        (
+            {"distill": {"divergence": {"top_k": 8, "alpha": 1.0}}},
+            "distill.divergence = {'top_k': 8, 'alpha': 1.0}: object",
+        ),
+        ({"distill": {"divergence": {"beta": 0.5}}}, "missing required field `top_k`"),
+        ({"distill": {"divergence": {"top_k": 8.5}}}, "distill.divergence.top_k = 8.5: expected `int`"),
         ({"distill": {"teacher": "TMP/nowhere"}}, "distill.teacher = 'TMP/nowhere': there is no such directory"),
         ({"distill": {"teacher": "TMP"}}, "distill.teacher = 'TMP': that directory holds no model"),
         ({"distill": {"teacher": "self"}}, "the row has no column 'teacher_prompt'"),

@@ -79,6 +79,11 @@ def client_of(files: dict[str, bytes]) -> Iterator[Callable[..., GrpoClient]]:
             one.teachers.close()
 
 
+def likely(top_k: int) -> dict[str, int]:
+    """The setting `distill.divergence`; 0: the teacher's part is in the advantages."""
+    return {"top_k": top_k} if top_k else {}
+
+
 def standin_of(teacher: str, **options: Any) -> Any:
     return teacher_standin(load_policy(teacher, "float32", "cpu").module, TEXTS, **options)
 
@@ -108,9 +113,9 @@ def test_the_gradient_is_that_of_a_teacher_that_the_learner_holds(
 ) -> None:
     groups = some_groups(prompt=prompt)
     with standin_of(teacher) as standin:
-        asked = gradient_of(client_of(teacher=standin.url, loss_top_k=top_k, **PLAIN), groups)
+        asked = gradient_of(client_of(teacher=standin.url, divergence=likely(top_k), **PLAIN), groups)
         body = standin.bodies[-1]
-    same(asked, gradient_of(client_of(teacher=teacher, loss_top_k=top_k, **PLAIN), groups))
+    same(asked, gradient_of(client_of(teacher=teacher, divergence=likely(top_k), **PLAIN), groups))
     assert (body["model"], body["max_tokens"], body["prompt_logprobs"]) == ("the-teacher", 1, min(top_k, VOCAB))
 
 
@@ -137,7 +142,7 @@ def test_tokens_that_only_the_teacher_has_are_a_part_of_the_rest(
     tiny_module(seed=3, vocab=VOCAB + 4).save_pretrained(tmp_path / "large")
     module = load_policy(str(tmp_path / "large"), "float32", "cpu").module
     with teacher_standin(module, [*TEXTS, "w", "x", "y", "z"]) as standin:
-        client = client_of(teacher=standin.url, loss_top_k=6, **PLAIN)
+        client = client_of(teacher=standin.url, divergence=likely(6), **PLAIN)
         assert client.teachers is not None
         (group, *_) = some_groups()
         (first, *_) = client.teachers.taught([group], [client.take_data(group)])
@@ -214,9 +219,9 @@ def test_a_fault_costs_a_request_and_no_word(
     groups = some_groups()
     spoils = lambda path, n: fault if path == "/v1/completions" and n == 3 else ""  # noqa: E731
     with standin_of(teacher, fault=spoils) as standin:
-        asked = gradient_of(client_of(teacher=standin.url, loss_top_k=3, **PLAIN), groups)
+        asked = gradient_of(client_of(teacher=standin.url, divergence=likely(3), **PLAIN), groups)
         assert standin.num_asked["/v1/completions"] > 3
-    same(asked, gradient_of(client_of(teacher=teacher, loss_top_k=3, **PLAIN), groups))
+    same(asked, gradient_of(client_of(teacher=teacher, divergence=likely(3), **PLAIN), groups))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +248,7 @@ def test_a_fault_that_lasts_stops_the_run_with_its_reason(
 ) -> None:
     spoils = lambda path, n: fault if path == "/v1/completions" and n > 2 else ""  # noqa: E731
     with standin_of(teacher, fault=spoils) as standin:
-        client = client_of(teacher=standin.url, loss_top_k=3, **PLAIN)
+        client = client_of(teacher=standin.url, divergence=likely(3), **PLAIN)
         before = weights(client)
         with pytest.raises(UserError, match=r"/v1/completions failed 6 times: .*continue with --resume") as caught:
             client.forward_backward(some_groups())
@@ -456,13 +461,13 @@ def test_a_dry_run_asks_a_teacher_that_is_there_and_names_one_that_is_not(
 ) -> None:
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    settings: dict[str, Any] = {"model": {"path": str(tmp_path)}, "distill": {"loss_top_k": 7}}
+    settings: dict[str, Any] = {"model": {"path": str(tmp_path)}, "distill": {"divergence": likely(7)}}
     monkeypatch.setattr("echo2.launch.start.greeted", partial(greeted, seconds=1.0))
     with standin_of(teacher, max_logprobs=6) as standin:
         settings["distill"]["teacher"] = standin.url
         with pytest.raises(UserError, match="--max-logprobs 7"):
             check_teachers(build(settings, "my.toml"))
-        settings["distill"]["loss_top_k"] = 6
+        settings["distill"]["divergence"] = likely(6)
         monkeypatch.setattr("echo2.launch.start.greeted", partial(greeted, seconds=60.0))
         check_teachers(build(settings, "my.toml"))
     assert capsys.readouterr().err == ""

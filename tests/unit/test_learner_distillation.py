@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from echo2.config.sections import DistillConfig
 from echo2.core.errors import UserError
 from echo2.core.types import RolloutGroup, Teaching
 from echo2.learner.core.losses import LOG_RATIO_LIMIT, make_loss
 from echo2.learner.core.model import load_policy
 from echo2.learner.core.output_layer import OutputLayer, plain_likely, tiled_likely
-from echo2.learner.grpo.loop import GrpoClient
-from echo2.learner.grpo.pulls import joined_kl, towards_teacher
+from echo2.learner.grpo.loop import GrpoClient, GrpoLoss
+from echo2.learner.grpo.pulls import TAIL_LEAST, joined_divergence, towards_teacher
 from learner_cases import (
     VOCAB,
     config_of,
@@ -80,49 +81,100 @@ def test_a_policy_that_is_its_teacher_is_left_alone_by_any_sampler() -> None:
     assert sampled_gradient(RHO.log().requires_grad_()).tolist() == close([0.0] * 4)
 
 
-def joined(logits: Tensor, rho: Tensor, top_k: int, temperature: float = 1.0) -> Tensor:
-    """`joined_kl` of one token of each row."""
-    logp, log_rho = (logits / temperature).log_softmax(-1), rho.log()
+def joined(logits: Tensor, log_rho: Tensor, top_k: int, beta: float) -> Tensor:
+    """`joined_divergence` of one token of each row."""
+    logp = logits.log_softmax(-1)
     top, ids = log_rho.topk(top_k)
-    rows = len(logits)
-    tokens = loss_tokens([-1.0] * rows, [0.0] * rows, list(range(rows)), top=(top, logp.gather(1, ids)))
-    return joined_kl(tokens, torch.zeros(rows, dtype=torch.bool))
+    return joined_divergence(logp.gather(1, ids), top, beta)
 
 
-def test_the_divergence_by_hand() -> None:
+def divergence_of(p: Tensor, q: Tensor, beta: float) -> Tensor:
+    """The divergence of two whole distributions as TRL defines it (GKD, arXiv 2306.13649, equation 1)."""
+    if beta == 1.0:
+        return (p * (p / q).log()).sum(-1)
+    if beta == 0.0:
+        return (q * (q / p).log()).sum(-1)
+    m = (1.0 - beta) * p + beta * q
+    return beta * (q * (q / m).log()).sum(-1) + (1.0 - beta) * (p * (p / m).log()).sum(-1)
+
+
+BETAS = [1.0, 0.0, 0.5, 0.1]
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_divergence_by_hand(beta: float) -> None:
+    """Its value and its gradient by the logits: of two likely tokens with the rest as one, and of all tokens."""
     logits = torch.tensor([[0.3, -0.2, 0.9, -1.0]], dtype=torch.float64, requires_grad=True)
     pi = logits.softmax(-1)[0]
-    rest = pi[0] + pi[1]
-    by_hand = pi[3] * (pi[3] / 0.4).log() + pi[2] * (pi[2] / 0.3).log() + rest * (rest / 0.3).log()
-    found = joined(logits, RHO[None], 2)
+    joined_rho = torch.stack([RHO[3], RHO[2], RHO[0] + RHO[1]])
+    by_hand = divergence_of(torch.stack([pi[3], pi[2], pi[0] + pi[1]]), joined_rho, beta)
+    found = joined(logits, RHO.log()[None], 2, beta)
     assert found.item() == pytest.approx(by_hand.item(), abs=1e-12)
     gradients_ = [torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (found, by_hand)]
     torch.testing.assert_close(*gradients_, rtol=1e-9, atol=1e-12)
-    whole = (pi * (pi / RHO).log()).sum()
-    assert joined(logits, RHO[None], 4).item() == pytest.approx(whole.item(), abs=1e-9), "all tokens: the divergence"
+    whole, all_four = divergence_of(pi, RHO, beta), joined(logits, RHO.log()[None], 4, beta)
+    assert all_four.item() == pytest.approx(whole.item(), abs=1e-9), "all tokens: the divergence itself"
+    gradients_ = [torch.autograd.grad(each.sum(), logits, retain_graph=True)[0] for each in (all_four, whole)]
+    torch.testing.assert_close(*gradients_, rtol=1e-4, atol=10 * TAIL_LEAST)
 
 
-def test_a_vetoed_sequence_and_tokens_that_are_not_there_add_nothing() -> None:
+@pytest.mark.parametrize("beta", BETAS)
+def test_a_vetoed_sequence_and_tokens_that_are_not_there_add_nothing(beta: float) -> None:
+    """The tokens' own part is 0 here: their advantages are."""
     top = torch.tensor([[0.6, 0.4], [0.6, 0.0]], dtype=torch.float64).log()
-    policy = torch.tensor([[0.5, 0.5], [0.6, 0.4]], dtype=torch.float64).log().requires_grad_()
-    tokens = loss_tokens([-1.0] * 2, [0.0] * 2, [0, 1], top=(top, policy))
-    found = joined_kl(tokens, torch.tensor([True, False]))
-    assert found.tolist() == close([0.0, 0.0])
+    policy = torch.tensor([[0.5, 0.5], [0.5, 0.4]], dtype=torch.float64).log().requires_grad_()
+    logp = torch.tensor([-20.0, -1.0], dtype=torch.float64)
+    tokens = loss_tokens([-0.1, -1.0], [0.0] * 2, [0, 1], top=(top, policy))
+    distill = DistillConfig(teacher="self", weight=2.0, divergence={"top_k": 2, "beta": beta})
+    found, stats = GrpoLoss(make_loss("dppo"), 0.0, distill)(logp, tokens)
+    assert stats.vetoed_sequences == 1
+    by_hand = divergence_of(*(torch.tensor([p, 1 - p], dtype=torch.float64) for p in (0.5, 0.6)), beta)
+    assert found.tolist() == close([0.0, 2.0 * by_hand.item()])
     (grad,) = torch.autograd.grad(found.sum(), policy)
-    assert grad.isfinite().all()
+    assert grad[0].tolist() == [0.0, 0.0]
+    assert grad[1, 0] != 0.0
+    assert grad[1, 1] == 0.0
 
 
-@given(st.integers(0, 10_000), st.integers(1, 9))
-def test_the_joined_divergence_is_between_0_and_the_whole_one(seed: int, top_k: int) -> None:
+beta_values = st.sampled_from(BETAS) | st.floats(0.0, 1.0)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 9), beta_values)
+def test_the_joined_divergence_is_between_0_and_the_whole_one(seed: int, top_k: int, beta: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(3, 9, generator=generator, dtype=torch.float64)
     rho = torch.randn(3, 9, generator=generator, dtype=torch.float64).softmax(-1)
-    logp = logits.log_softmax(-1)
-    whole = (logp.exp() * (logp - rho.log())).sum(-1)
-    found = joined(logits, rho, top_k)
+    found, whole = joined(logits, rho.log(), top_k, beta), divergence_of(logits.softmax(-1), rho, beta)
     assert (found > -1e-9).all()
     assert (found < whole + 1e-9).all()
-    assert joined(rho.log(), rho, top_k).tolist() == pytest.approx([0.0] * 3, abs=1e-9)
+    same_ = rho.log().requires_grad_()
+    equal = joined(same_, rho.log(), top_k, beta)
+    assert equal.tolist() == pytest.approx([0.0] * 3, abs=1e-9)
+    (grad,) = torch.autograd.grad(equal.sum(), same_)
+    assert grad.abs().max() < 1e-6, "where they are equal it has its minimum"
+
+
+#: Logits up to which scores of a model might go, and more.
+hostile = st.lists(st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, 30.0, -200.0]), min_size=7, max_size=7)
+
+
+@given(hostile, hostile, st.integers(1, 7), beta_values)
+@example([1e4] + [0.0] * 6, [0.0] * 6 + [1e4], 1, 0.0)
+@example([40.0] + [0.0] * 6, [0.1] + [0.0] * 6, 1, 0.0)  # nothing is left of the policy, most of the teacher
+@example([0.0, 1e4] + [0.0] * 5, [1e4] + [0.0] * 6, 7, 1.0)  # all of the policy is where the teacher never is
+@example([0.0] * 7, [0.0] * 7, 7, 5e-324)
+def test_no_logits_make_the_divergence_negative_or_its_gradient_large(
+    own: list[float], theirs: list[float], top_k: int, beta: float
+) -> None:
+    """In float32, in which it is computed: by the logprobs within the bound that `pulls.py` states."""
+    logp = torch.tensor([own]).log_softmax(-1)
+    top, ids = torch.tensor([theirs]).log_softmax(-1).topk(top_k)
+    policy = logp.gather(1, ids).requires_grad_()
+    found = joined_divergence(policy, top, beta)
+    assert found.isfinite().all()
+    assert found.item() > -2 * TAIL_LEAST
+    (grad,) = torch.autograd.grad(found.sum(), policy)
+    assert grad.abs().max() <= 2 * LOG_RATIO_LIMIT
 
 
 @given(st.integers(0, 10_000), st.integers(0, 12), st.integers(1, 23), st.tuples(st.integers(1, 4), st.integers(1, 24)))
@@ -161,11 +213,10 @@ def by_hand(client: GrpoClient, groups: Sequence[RolloutGroup], teachers: dict[s
             for at, counts in enumerate(made.loss_mask):
                 token = made.tokens[at]
                 pi, rho = mine[at].log_softmax(-1), theirs[at].log_softmax(-1)
-                if counts and distill.loss_top_k:
-                    best = rho.topk(distill.loss_top_k).indices
-                    rest = (1 - pi[best].exp().sum(), 1 - rho[best].exp().sum())
-                    divergence = (pi[best].exp() * (pi[best] - rho[best])).sum() + rest[0] * (rest[0] / rest[1]).log()
-                    total = total + distill.weight * divergence
+                if counts and (in_loss := distill.in_loss) is not None:
+                    best = rho.topk(in_loss.top_k).indices
+                    p, q = (torch.cat([each[best].exp(), 1 - each[best].exp().sum(0, True)]) for each in (pi, rho))
+                    total = total + distill.weight * divergence_of(p, q, in_loss.beta)
                 elif counts:
                     if made.support_tokens is not None and made.support_offsets is not None:
                         allowed = made.support_tokens[made.support_offsets[at] : made.support_offsets[at + 1]].tolist()
@@ -187,13 +238,23 @@ def flat_groups(seed: int, number: int = 3, top_k: int = 0) -> list[RolloutGroup
     return [replace(one, rollouts=tuple(replace(each, reward=1.0) for each in one.rollouts)) for one in made]
 
 
-@pytest.mark.parametrize("form", [{"top_k": 0}, {"top_k": 4}, {"top_k": VOCAB - 1}, {"top_k": 0, "support": 4}])
+@pytest.mark.parametrize(
+    ("divergence", "support"),
+    [
+        ({}, 0),
+        ({}, 4),
+        ({"top_k": 4}, 0),
+        ({"top_k": VOCAB - 1}, 0),
+        ({"top_k": 4, "beta": 0.0}, 0),
+        ({"top_k": 4, "beta": 0.5}, 0),
+    ],
+)
 @pytest.mark.parametrize("layout", ["plain", "shared"])
-def test_the_gradient_of_a_step_by_hand(teacher: str, form: dict[str, int], layout: Any) -> None:
+def test_the_gradient_of_a_step_by_hand(teacher: str, divergence: dict[str, float], support: int, layout: Any) -> None:
     """Masks with holes, temperatures, narrowed sampling: all as transformers' own logits and autograd have it."""
-    options = config_of(teacher=teacher, weight=0.7, loss_top_k=form["top_k"], temperature=0.8, **PLAIN)
+    options = config_of(teacher=teacher, weight=0.7, divergence=divergence, temperature=0.8, **PLAIN)
     client = GrpoClient(tiny_policy(), options, layout)
-    groups = flat_groups(3, top_k=form.get("support", 0))
+    groups = flat_groups(3, top_k=support)
     client.forward_backward(groups)
     expected = by_hand(client, groups, {"": load_policy(teacher, "float32", "cpu").module})
     assert expected.norm() > 1.0
@@ -263,9 +324,12 @@ def divergence(module: torch.nn.Module, teacher: torch.nn.Module) -> float:
     return float((pi.exp() * (pi - rho)).sum(-1).mean())
 
 
-@pytest.mark.parametrize("top_k", [0, pytest.param(5, marks=pytest.mark.slow)])
-def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int) -> None:
-    client = GrpoClient(tiny_policy(), config_of(teacher=teacher, loss_top_k=top_k, lr=2e-2))
+@pytest.mark.parametrize(
+    "form",
+    [{}, *(pytest.param({"top_k": 5, "beta": beta}, marks=pytest.mark.slow) for beta in (1.0, 0.5, 0.0))],
+)
+def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, form: dict[str, float]) -> None:
+    client = GrpoClient(tiny_policy(), config_of(teacher=teacher, divergence=form, lr=2e-2))
     rho = load_policy(teacher, "float32", "cpu").module
     before, told = divergence(client.policy.module, rho), []
     for seed in range(30):
@@ -278,7 +342,7 @@ def test_a_student_without_a_reward_becomes_its_teacher(teacher: str, top_k: int
 
 
 def test_a_resumed_run_has_the_same_teacher(teacher: str, tmp_path: Path) -> None:
-    judge_resume(tmp_path, teacher=teacher, loss_top_k=3)
+    judge_resume(tmp_path, teacher=teacher, divergence={"top_k": 3})
 
 
 def test_a_teacher_of_another_vocabulary_or_no_model_is_refused(tmp_path: Path) -> None:
@@ -291,7 +355,7 @@ def test_a_teacher_of_another_vocabulary_or_no_model_is_refused(tmp_path: Path) 
 
 def test_a_teacher_with_more_tokens_teaches_those_of_the_policy(tmp_path: Path) -> None:
     tiny_module(seed=3, vocab=VOCAB + 4).save_pretrained(tmp_path / "large")
-    client = GrpoClient(tiny_policy(), config_of(teacher=str(tmp_path / "large"), loss_top_k=64))
+    client = GrpoClient(tiny_policy(), config_of(teacher=str(tmp_path / "large"), divergence={"top_k": 64}))
     (first,) = client.teachers.taught([made := flat_groups(1)[0]], [client.take_data(made)])[:1]  # type: ignore[union-attr]
     assert len(first.top_tokens) == VOCAB * first.loss_mask.count(1)
     assert max(first.top_tokens) == VOCAB - 1

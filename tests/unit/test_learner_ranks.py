@@ -114,8 +114,8 @@ def taught_by(teachers: dict[str, str], where: Path, mesh: Mesh | None) -> list[
     found = []
     if mesh is not None and mesh.rank:
         teachers["asked"] = "http://127.0.0.1:1/v1"
-    for top_k in (0, 5):
-        options = config_of(lr=3e-3, tokens_per_microbatch=80, teacher=teachers, loss_top_k=top_k)
+    for form in ({}, {"top_k": 5, "beta": 0.5}):
+        options = config_of(lr=3e-3, tokens_per_microbatch=80, teacher=teachers, divergence=form)
         client = GrpoClient(load_policy(str(where / "model"), "float32", "cpu", mesh), options, mesh=mesh)
         for step in range(2):
             for call in groups_of(step):

@@ -36,6 +36,9 @@ async def each(completions, **columns):
     number = count("each")
     return [ValueError("no verdict") if text == "never" or (text == "later" and number == 1) else number
             for text in completions]
+def mixed(completions, **columns):
+    count("mixed")
+    return [float("nan") if text == "odd" else None if text == "none" else 1.0 for text in completions]
 async def judged(completions, do, **columns): return reward(completions, do)
 """
 
@@ -119,6 +122,26 @@ def test_a_try_again_is_for_the_rollouts_that_failed_and_the_first_score_of_a_ro
             assert "tried 3 times" in str(found[2])
             with pytest.raises(RewardFailure, match="no verdict"):
                 await processes.scores(Task(0, "?", {}), [rollout], ["never"])
+        finally:
+            await processes.close()
+
+    asyncio.run(run())
+
+
+def test_what_is_no_score_loses_its_rollout_at_the_first_try(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+
+    async def run() -> None:
+        processes = RewardProcesses([f"{tmp_path}/own.py:mixed"], 60.0, tmp_path / "reward.log", backoff=AT_ONCE)
+        rollout = Rollout(array("i", [5]), array("f", [-0.5]), b"\x01", ((0, 3),), "stop", "a")
+        try:
+            found, _ = await processes.scores(Task(0, "?", {}), [rollout] * 4, ["a", "odd", "b", "none"])
+            assert [found[0], found[2]] == [(1.0, {"mixed": 1.0})] * 2
+            assert "returned nan as a score" in str(found[1])
+            assert "returned None for rollout 3" in str(found[3])
+            assert (tmp_path / "own.py.mixed").read_text() == "x"
+            with pytest.raises(RewardFailure, match="returned nan as a score"):
+                await processes.scores(Task(0, "?", {}), [rollout] * 2, ["odd", "odd"])
         finally:
             await processes.close()
 

@@ -39,6 +39,7 @@ def writes(completions, tags):
 def array_of(completions, **kw): return np.ones(len(completions), dtype=np.float32)
 def none(completions, **kw): return [None] * len(completions)
 def sometimes(completions, **kw): return [1.0 if c == "a" else None for c in completions]
+def nan_of_b(completions, **kw): return [float("nan") if c == "b" else 1.0 for c in completions]
 def raises(completions, **kw): raise KeyError("oops")
 def nan(completions, **kw): return [float("nan")] * len(completions)
 def inf(completions, **kw): return [float("inf")] * len(completions)
@@ -74,7 +75,13 @@ def rollouts(*texts: str) -> list[Rollout]:
 
 
 def rewards(entries: list[str], task: Task, *texts: str) -> list[float | None]:
-    return [scored.reward for scored in Scorer(entries).score_each(task, rollouts(*texts))]
+    """The rewards; raises the failure of the first rollout that has one."""
+    found = []
+    for scored in Scorer(entries).score_each(task, rollouts(*texts)):
+        if isinstance(scored, RewardFailure):
+            raise scored
+        found.append(scored.reward)
+    return found
 
 
 def test_trl_style_gets_columns_as_lists(own: str) -> None:
@@ -216,6 +223,70 @@ def test_a_function_that_expects_the_other_form_of_completions_is_told(
         rewards([f"{own}:{name}"], Task(0, (Message("user", "u"),) if is_chat else "u"), "a")
     assert said in str(caught.value)
     assert ("prompts are" in str(caught.value)) == bool(said)
+
+
+#: What a function may return for one rollout, and what is said of it.
+NO_SCORES = {
+    "float('nan')": "returned nan as a score; scores must be finite",
+    "float('-inf')": "returned -inf as a score; scores must be finite",
+    "np.float32('nan')": "returned nan as a score",
+    "torch.tensor(float('nan'))": "returned nan as a score",
+    "Decimal('sNaN')": "returned Decimal('sNaN') (Decimal) as a score, not a float or None",
+    "10**400": "returned inf as a score",
+    "-1e9": "returned -1e+09 as a score; +-1e+06 is the most",
+    "None": "returned None for rollout 1: no function scores it",
+    "{'score': None}": "returned None for rollout 1: no function scores it",
+    "{'score': float('nan')}": "returned nan as a score",
+    "{'reward': 1.0}": "returned {'reward': 1.0} (dict) as a score",
+    "'1.0'": "returned '1.0' (str) as a score",
+    "np.str_('1.0')": "(str_) as a score",
+    "b'1'": "returned b'1' (bytes) as a score",
+    "1j": "returned 1j (complex) as a score",
+    "np.complex64(1j)": "(complex64) as a score",
+    "torch.tensor(1j)": "(Tensor) as a score",
+    "[1.0]": "returned [1.0] (list) as a score",
+    "np.ones(1)": "(ndarray) as a score",
+    "torch.ones(1)": "(Tensor) as a score",
+    "torch.ones((), device='meta')": "(Tensor) as a score",
+    "float": "returned <class 'float'> (type) as a score",
+    "Odd()": "returned a value of the type Odd as a score",
+    "ValueError('no verdict')": "raised ValueError: no verdict",
+    "asyncio.CancelledError()": "returned CancelledError() (CancelledError) as a score",
+}
+
+
+@pytest.mark.parametrize("value", NO_SCORES)
+@pytest.mark.parametrize("style", ["trl", "verl"])
+def test_what_is_no_score_costs_its_rollout_only(value: str, style: str, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import asyncio, numpy as np, torch\nfrom decimal import Decimal\n"
+        "class Odd:\n    def __float__(self): raise RuntimeError\n    def __repr__(self): raise RuntimeError\n"
+        f"def verl(solution_str, ground_truth): return {value} if solution_str == 'bad' else 1.0\n"
+        "def trl(completions, **columns): return [verl(text, '') for text in completions]\n"
+    )
+    task = Task(0, "x", {"ground_truth": "2"})
+    first, lost, last = Scorer([f"{tmp_path}/own.py:{style}"]).score_each(task, rollouts("good", "bad", "good"))
+    assert isinstance(first, Rollout)
+    assert isinstance(last, Rollout)
+    assert (first.reward, last.reward) == (1.0, 1.0)
+    assert isinstance(lost, RewardFailure)
+    assert NO_SCORES[value] in str(lost)
+    assert "Prompt (task 0)" in str(lost)
+
+
+def test_one_function_that_does_not_apply_or_fails_is_told_from_the_others(own: str) -> None:
+    """None beside another function's score is left out; NaN beside one costs the rollout."""
+    task = Task(0, "x", {"answer": "b"})
+    first, second = Scorer([f"{own}:sometimes", "exact_match"]).score_each(task, rollouts("a", "b"))
+    assert isinstance(second, Rollout)
+    assert second.reward == 1.0
+    first, second = Scorer([f"{own}:nan_of_b", "exact_match"]).score_each(task, rollouts("a", "b"))
+    assert isinstance(first, Rollout)
+    assert first.reward == 1.0
+    assert isinstance(second, RewardFailure)
+    first, second = Scorer([f"{REWARD_MAX} * {own}:few"]).score_each(Task(0, "x"), rollouts("a", "bb"))
+    assert isinstance(first, Rollout)
+    assert "adds up to 2000000.0; +-1e+06 is the most" in str(second)
 
 
 def test_a_sum_out_of_range_is_refused(own: str) -> None:

@@ -206,14 +206,15 @@ def _check_distill(config: Config) -> None:
             'learner.advantage = "none" leaves nothing to learn: rewards are not trained on, and distill.teacher is '
             "empty. Name a teacher, or another advantage."
         )
+    in_loss = config.distill.in_loss  # wrong ones are refused here
     if not teachers:
         return
-    if config.distill.loss_top_k and config.sampling_params.is_narrow:
+    if in_loss is not None and config.sampling_params.is_narrow:
         sampling = config.sampling
         raise UserError(
-            f"distill.loss_top_k = {config.distill.loss_top_k} with sampling.top_k = {sampling.top_k}, top_p = "
+            f"distill.divergence = {config.distill.divergence} with sampling.top_k = {sampling.top_k}, top_p = "
             f"{sampling.top_p} and min_p = {sampling.min_p}: the divergence is over the whole vocabulary. Set 0, 1 and "
-            "0, or distill.loss_top_k = 0."
+            "0, or leave distill.divergence out."
         )
     _check_endpoints(config)
     if config.schedule.dynamic_sampling and (learner.advantage == "none" or not config.reward.functions):

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from echo2.config.judge import JudgeConfig, read_judge
-from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, SELF, TOP_LOGPROBS_MAX, is_endpoint, weighted
+from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, SELF, Divergence, is_endpoint, read_divergence, weighted
 from echo2.core.addresses import host_and_port, is_loopback, join_all
 from echo2.core.errors import UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
@@ -287,15 +287,24 @@ class DistillConfig:
         ),
     ] = ""
     weight: Annotated[float, _doc("Weight of the divergence from the teacher, beside the reward.", gt=0.0)] = 1.0
-    loss_top_k: Annotated[
-        int,
+    divergence: Annotated[
+        dict[str, int | float],
         _doc(
-            "0: the advantage of each token has the teacher's logprob less the policy's. More: the loss has the "
-            "divergence over so many of the teacher's most likely tokens, and the rest as one.",
-            ge=0,
-            le=TOP_LOGPROBS_MAX,
+            "Empty: the advantage of each token has the teacher's logprob less the policy's. {top_k = 64, beta = 1.0}: "
+            "the loss has the divergence over so many of the teacher's likely tokens, and the rest as one. beta: 1 "
+            "reverse KL (default), 0 forward KL, between them Jensen-Shannon, as in TRL."
         ),
-    ] = 0
+    ] = field(default_factory=dict)
+
+    @property
+    def in_loss(self) -> Divergence | None:
+        """The divergence that the loss has; None: the teacher's part is in the advantages."""
+        return read_divergence(self.divergence) if self.divergence else None
+
+    @property
+    def num_likely(self) -> int:
+        """How many of a teacher's likely tokens are compared one by one."""
+        return 0 if self.in_loss is None else self.in_loss.top_k
 
     @property
     def teachers(self) -> Mapping[str, str]:

@@ -7,7 +7,11 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Meta
 
 from echo2.core.errors import UserError, did_you_mean
 
@@ -57,7 +61,7 @@ LOSS_PARAMS: Mapping[str, Mapping[str, float]] = {
     "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
     "none": {},
 }
-#: Most of `distill.loss_top_k`.
+#: Most of `distill.divergence.top_k`.
 TOP_LOGPROBS_MAX = 1024
 #: Targets of run.log_to, and the package that each needs.
 LOG_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "wandb+rollouts": "wandb", "trackio": "trackio"}
@@ -88,6 +92,30 @@ def endpoint_and_model(teacher: str) -> tuple[str, str]:
             "ECHO2_TEACHER_KEY."
         )
     return root, model
+
+
+class Divergence(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The table distill.divergence. `top_k`: the teacher's likely tokens that are compared one by one. `beta`: TRL's; 1
+    is the reverse divergence KL(policy, teacher), 0 the forward one, and between them are Jensen-Shannon divergences.
+    """
+
+    top_k: Annotated[int, Meta(ge=1, le=TOP_LOGPROBS_MAX)]
+    beta: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+
+
+def read_divergence(table: Mapping[str, int | float]) -> Divergence:
+    """Return the settings in a table.
+
+    Raises:
+        UserError: one is missing, unknown or out of bounds.
+    """
+    try:
+        return msgspec.convert(table, Divergence)
+    except msgspec.ValidationError as error:
+        said, _, key = str(error).partition(" - at `$.")
+        name = "distill.divergence" + f".{key}".rstrip(".`")
+        given = f"{name} = {table.get(key.rstrip('`'), dict(table))!r}"
+        raise UserError(f"{given}: {said[0].lower()}{said[1:]}. Write {{top_k = 64, beta = 1.0}}.") from error
 
 
 def loss_params(loss: str, given: Mapping[str, float]) -> dict[str, float]:

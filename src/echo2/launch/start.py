@@ -287,7 +287,7 @@ def check_teachers(config: Config) -> None:
             refuse_other_tokenizer(_tokenizer_files(policy), _tokenizer_files(Path(path)), path)
     for url in config.distill.endpoints.values():
         tokenizer = load_tokenizer(_tokenizer_files(policy))
-        if trouble := asyncio.run(greeted(url, config.distill.loss_top_k, tokenizer)):
+        if trouble := asyncio.run(greeted(url, config.distill.num_likely, tokenizer)):
             print(f"note: distill.teacher = {url!r} does not answer now: {trouble}", file=sys.stderr)
 
 

@@ -4,8 +4,9 @@
 
 as in TRL's GRPOTrainer. A score is anything that `float` reads as one number, text aside: also NumPy's and torch's
 scalars. If a function returns {"score": ..., more} for a rollout, as verl's may, its other numeric fields are kept
-beside the parts as `function.field` and do not count. An error of a function is a `RewardFailure` of the group. A
-function that is called once a rollout, or returns an exception in the place of a score, fails for that rollout only.
+beside the parts as `function.field` and do not count. An exception in the place of a score, anything else that is no
+score (NaN, text, an absurd number), and None of all functions are the `RewardFailure` of one rollout. A call that
+raises, or returns something other than one value for each rollout, is that of the group.
 """
 
 from __future__ import annotations
@@ -133,10 +134,12 @@ class Scorer:
                     totals[i] += weight * result[0]
         names = ", ".join(function.name for function in self._functions)
         for i, found in enumerate(parts):
-            if self._functions and not found and i not in failures:
-                raise _failure(names, f"returned None for rollout {i}: no function scores this task", task)
-            if not abs(totals[i]) <= REWARD_MAX:  # also refuses NaN
-                raise _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
+            if i in failures:
+                continue
+            if self._functions and not found:
+                failures[i] = _failure(names, f"returned None for rollout {i}: no function scores it", task)
+            elif not abs(totals[i]) <= REWARD_MAX:  # also refuses NaN
+                failures[i] = _failure(names, f"adds up to {totals[i]}; +-{REWARD_MAX:g} is the most", task)
         return tuple(
             failures.get(i) or replace(rollout, reward=totals[i], reward_parts=parts[i])
             for i, rollout in enumerate(rollouts)
@@ -174,7 +177,8 @@ def _blamed(function: RewardFunction, task: Task) -> Iterator[None]:
 
 
 def _raised(function: RewardFunction, error: Exception, task: Task) -> RewardFailure:
-    problem = str(error) if isinstance(error, UserError) else f"raised at {innermost_line(error)}{_form(error, task)}"
+    at = "at " if error.__traceback__ else ""  # one that was returned has no line
+    problem = str(error) if isinstance(error, UserError) else f"raised {at}{innermost_line(error)}{_form(error, task)}"
     return _failure(function.name, problem, task, not isinstance(error, FINAL))
 
 
@@ -199,9 +203,12 @@ def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequ
 
 
 def _result(function: RewardFunction, value: Any, task: Task) -> _Result:
-    """Return what the function says of one rollout: an exception in the place of a score is the failure of this one."""
+    """Return what the function says of one rollout. What is no score is the failure of this one."""
     if not isinstance(value, Exception):
-        return _score(function.name, value, task)
+        try:
+            return _score(function.name, value, task)
+        except RewardFailure as no_score:
+            return no_score
     failure = _raised(function, value, task)
     failure.__cause__ = value
     return failure
@@ -239,17 +246,23 @@ def _float(value: Any) -> float | None:
         return float(plain)
     except OverflowError:
         return math.inf
-    except (TypeError, ValueError):
+    except Exception:  # a type of the user's or of a library may raise anything
         return None
 
 
 def _plain(value: Any) -> Any:
     """Return an array or tensor of NumPy or torch as numbers or lists, and anything else as it is."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    try:
+        return value.tolist() if hasattr(value, "tolist") else value
+    except Exception:  # for example a tensor without storage
+        return value
 
 
 def _named(value: Any) -> str:
-    return f"{shown(value)} ({type(value).__name__})"
+    try:
+        return f"{shown(value)} ({type(value).__name__})"
+    except Exception:  # of its repr
+        return f"a value of the type {type(value).__name__}"
 
 
 def _failure(name: str, problem: str, task: Task, may_pass: bool = False) -> RewardFailure:

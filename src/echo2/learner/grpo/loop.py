@@ -37,7 +37,7 @@ from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.card import LearnerCard
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.pulls import joined_kl, token_kl, towards_teacher
+from echo2.learner.grpo.pulls import joined_divergence, token_kl, towards_teacher
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.step_meter import LossStats, StepStats, measure, merged
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
@@ -182,13 +182,14 @@ class GrpoLoss:
     distill: DistillConfig = field(default_factory=DistillConfig)
 
     def __call__(self, logp_n: Tensor, tokens: LossTokens) -> tuple[Tensor, LossStats]:
-        is_taught = bool(self.distill.teachers)
-        if is_taught and not self.distill.loss_top_k:
+        is_taught, divergence = bool(self.distill.teachers), self.distill.in_loss
+        if is_taught and divergence is None:
             tokens = towards_teacher(logp_n, tokens, self.distill.weight)
         found = self.policy_loss(logp_n, tokens)
         loss_n, reference_kl = found.loss_n, None
-        if is_taught and self.distill.loss_top_k:
-            loss_n = loss_n + self.distill.weight * joined_kl(tokens, found.vetoed_S)
+        if is_taught and divergence is not None:
+            divergence_n = joined_divergence(tokens.top_policy_nk, tokens.top_teacher_nk, divergence.beta)
+            loss_n = loss_n + self.distill.weight * ~found.vetoed_S[tokens.sequence_n] * divergence_n
         if self.reference_kl > 0.0:
             kl_n = token_kl(logp_n, tokens, found.vetoed_S)
             loss_n, reference_kl = loss_n + self.reference_kl * kl_n, kl_n.detach().sum()

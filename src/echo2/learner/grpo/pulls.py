@@ -11,13 +11,17 @@ whose expected gradient, with the loss's weights pi / mu, is that of -weight * K
 from pi as it is now, and not from the sampler's mu: at lag 0 both are the same number, and from a stale mu the policy
 would be pushed on after it has become the teacher; mu is also a worker's unverified claim.
 
-With `distill.loss_top_k` = k > 0 the loss of each token grows instead by weight times the divergence itself, over the k
-tokens that the teacher finds most likely and the rest as one:
+With `distill.divergence` the loss of each token grows instead by weight times the divergence itself, of p and q: the
+policy and the teacher over the `top_k` tokens that the teacher finds most likely, and the rest as one. With TRL's beta,
 
-    sum_i pi_i log(pi_i / rho_i) + (1 - sum_i pi_i) log((1 - sum_i pi_i) / (1 - sum_i rho_i))
+    1             sum p log(p / q)                                        KL(p, q), the reverse one
+    0             sum q log(q / p)                                        KL(q, p), the forward one
+    between them  beta sum q log(q / m) + (1 - beta) sum p log(p / m)     m = beta q + (1 - beta) p
 
-This is KL(pi || rho) of the two distributions with the rest joined: at most the whole divergence, and 0 only where the
-k tokens agree. It does not depend on the token that was sampled, so it has less noise.
+Each is at most the divergence over the whole vocabulary, and 0 only where the `top_k` tokens agree. None depends on the
+token that was sampled, so they have less noise. With d the derivative by p, the gradient by log p of a likely token is
+p (d - d'), d' that of the rest, for p' = 1 - sum p. It is written explicitly, so that it is bounded by 40: log ratios
+and d' count as 20 beyond that, where p' is hardly there and its rounding error would decide.
 
 **The reference** is a second copy of the initial weights. With rho the reference and r = pi / mu at most 10, it adds to
 the loss of each token
@@ -29,7 +33,7 @@ times that of log pi: unbiased below the cap, and without the exponential that k
 (DeepSeek-V3.2, arXiv 2512.02556). The gradient is written explicitly, so that it is bounded at the cap too, by 10 * 20:
 mu is a worker's unverified claim.
 
-Shape suffixes: n = loss tokens, S = sequences, k = the teacher's most likely tokens.
+Shape suffixes: n = loss tokens, S = sequences, k = the teacher's most likely tokens, m = these and the rest.
 """
 
 from __future__ import annotations
@@ -63,6 +67,8 @@ from echo2.learner.link.teacher_endpoint import TeacherEndpoint
 
 #: Least probability of the rest, where its true mass may be 0 up to rounding error.
 TAIL_LEAST = 1e-6
+#: Log-probability of a token that is not there: its exponential is 0.
+ABSENT = -1e4
 #: Largest log ratio in the reference's penalty.
 LOG_CAP = math.log(10.0)
 
@@ -76,7 +82,8 @@ class Teachers:
     """
 
     def __init__(self, policy: Policy, policy_name: str, config: Config, trainer: Trainer, mesh: Mesh) -> None:
-        self._trainer, self._top_k, self._temperature = trainer, config.distill.loss_top_k, config.sampling.temperature
+        self._trainer, self._top_k = trainer, config.distill.num_likely
+        self._temperature = config.sampling.temperature
         self._num_tokens = policy.vocab_size
         self._names: dict[str, str] = {}
         self._seconds = dict.fromkeys(config.distill.teachers, 0.0)
@@ -249,14 +256,38 @@ def towards_teacher(logp_n: Tensor, tokens: LossTokens, weight: float) -> LossTo
     return replace(tokens, advantage_n=tokens.advantage_n + weight * x_n)
 
 
-def joined_kl(tokens: LossTokens, vetoed_S: Tensor) -> Tensor:
-    """Return the divergence at each token, with the rest of the vocabulary joined; 0 in sequences that are vetoed."""
-    log_rho_nk, log_pi_nk = tokens.top_teacher_nk, tokens.top_policy_nk
+def joined_divergence(log_pi_nk: Tensor, log_rho_nk: Tensor, beta: float) -> Tensor:
+    """Return the divergence at each token, with the rest of the vocabulary joined, from the logprobs that policy and
+    teacher have of the teacher's likely tokens (-inf at the teacher: there are fewer).
+    """
     is_there_nk = log_rho_nk.isfinite()
-    pi_nk, rho_nk = log_pi_nk.exp() * is_there_nk, log_rho_nk.exp()
-    kl_nk = pi_nk * (log_pi_nk - log_rho_nk.masked_fill(~is_there_nk, 0.0))
-    pi_n, rho_n = ((1.0 - part_nk.sum(-1)).clamp(min=TAIL_LEAST) for part_nk in (pi_nk, rho_nk))
-    return ~vetoed_S[tokens.sequence_n] * (kl_nk.sum(-1) + pi_n * (pi_n / rho_n).log())
+    with torch.no_grad():
+        log_p_nm, log_q_nm = (_with_rest(part_nk, is_there_nk) for part_nk in (log_pi_nk, log_rho_nk))
+        p_nm = log_p_nm.exp()
+        value_n, pull_nm = _divergence(log_p_nm, log_q_nm, beta)
+        of_rest_n = (pull_nm[:, -1] / p_nm[:, -1]).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        slope_nk = (pull_nm - of_rest_n[:, None] * p_nm)[:, :-1]
+    return value_n + (slope_nk * (log_pi_nk - log_pi_nk.detach())).sum(-1)
+
+
+def _with_rest(logp_nk: Tensor, is_there_nk: Tensor) -> Tensor:
+    """Return the log-probabilities, ABSENT where there is no token, and behind them that of all others."""
+    logp_nk = logp_nk.masked_fill(~is_there_nk, ABSENT)
+    rest_n = (1.0 - logp_nk.exp().sum(-1)).clamp(min=TAIL_LEAST)
+    return torch.cat([logp_nk, rest_n.log()[:, None]], dim=-1)
+
+
+def _divergence(log_p_nm: Tensor, log_q_nm: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Return the divergence [n], and p times its derivative by each p [n, m], without what all derivatives share."""
+    p_nm, q_nm = log_p_nm.exp(), log_q_nm.exp()
+    ratio_nm = (log_p_nm - log_q_nm).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if beta == 1.0:
+        return (p_nm * ratio_nm).sum(-1), p_nm * ratio_nm
+    if beta == 0.0:
+        return -(q_nm * ratio_nm).sum(-1), -q_nm
+    log_m_nm = torch.logaddexp(log_p_nm + math.log1p(-beta), log_q_nm + math.log(beta))
+    of_p_nm = (1.0 - beta) * p_nm * (log_p_nm - log_m_nm)
+    return (of_p_nm + beta * q_nm * (log_q_nm - log_m_nm)).sum(-1), of_p_nm
 
 
 def reference_of(policy: Policy, config: Config, mesh: Mesh) -> Policy:
