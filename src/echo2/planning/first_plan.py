@@ -13,7 +13,7 @@ from echo2.config.values import FORMS, SELF
 from echo2.core.errors import UserError
 from echo2.core.printable import duration
 from echo2.engines.registry import in_worker
-from echo2.learner.core.fitting import SnapshotSize, learner_need, machine_with, model_config, model_shape
+from echo2.learner.core.fitting import SnapshotSize, known_config, learner_need, machine_with, model_shape
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (
@@ -161,7 +161,7 @@ class FirstPlan:
 
     def _check_form(self, offer: Offer) -> None:
         """Raise UserError if the engines that round do not know the model."""
-        config = model_config(self._config.model.path)
+        config = known_config(self._config.model.path)
         if config is not None and (known := in_worker(config)).name == "transformers":
             raise UserError(
                 f"offer {offer.name!r}: form = {offer.form!r}: the engines that round have the models of compact, and "
@@ -206,12 +206,13 @@ class FirstPlan:
 
 
 def fetched_shape(path: str) -> ModelShape:
-    """Return the sizes of a model from its config.json: in a directory, in the hub's cache, or from the hub.
+    """Return the sizes of a model from its config.json: in a directory, in the hub's cache, here (the examples'), or
+    from the hub.
 
     Raises:
         UserError: there is none, or it has layers of a kind that is not known.
     """
-    if model_config(path) is None and (reason := _fetch_config(path)):
+    if known_config(path) is None and (reason := _fetch_config(path)):
         raise UserError(
             f"model.path = {path!r}: {reason} For a plan the model's config.json is enough: put it into a directory, "
             "and name that: --model.path DIR."
@@ -239,7 +240,7 @@ def _fetch_config(path: str) -> str:
         return "there is no such directory, and a hub id needs `pip install huggingface_hub`."
     except OSError as error:
         return f"the hub did not send its config.json ({error})."
-    return "" if model_config(path) is not None else "the hub's config.json cannot be read."
+    return "" if known_config(path) is not None else "the hub's config.json cannot be read."
 
 
 def usual_delta_share(config: Config) -> float | None:

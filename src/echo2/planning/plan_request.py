@@ -16,7 +16,7 @@ from echo2.core.printable import duration, size
 from echo2.core.types import Hardware
 from echo2.engines.registry import chosen
 from echo2.head.fleet.machines import scaled_offers
-from echo2.learner.core.fitting import SnapshotSize, machine_with, model_config, model_shape, snapshot_size, worker_need
+from echo2.learner.core.fitting import SnapshotSize, known_config, machine_with, model_shape, snapshot_size, worker_need
 from echo2.learner.decide.memory import GB
 from echo2.planning.estimates import several
 from echo2.planning.first_plan import Basis, Estimated, FirstPlan, usual_delta_share
@@ -90,7 +90,7 @@ def gather(
     known = _offers(config, options, sources)
     offers, estimates = first.offers(known)
     sources += estimates
-    engine = chosen(config, model_config(config.model.path), ())
+    engine = chosen(config, known_config(config.model.path), ())
     sources.append(Basis("engine", engine.name, engine.why))
     schedule, sampling = config.schedule, config.sampling
     inputs = PlanInputs(
