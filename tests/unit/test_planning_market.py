@@ -65,8 +65,10 @@ def test_the_newest_prices_that_are_here_are_used(own_cache: Path) -> None:
     assert known_prices()[1] == f"prices of 2026-11-20, {own_cache}"
     for text in ("", "date,gpu\n1,2\n", "\0", own_cache.read_text().replace("0.4", "nan")):
         own_cache.write_text(text)
-        with pytest.raises(UserError, match="delete it"):
-            known_prices()
+        prices, told = known_prices()
+        assert prices == shipped
+        assert told.startswith(f"prices of 2026-03-10 to 2026-06-30, with echo2; {own_cache} ")
+        assert told.endswith("; delete it")
 
 
 def test_a_plan_without_offers_file_uses_the_market_and_rents_it(

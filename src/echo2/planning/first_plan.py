@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.values import FORMS, SELF
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration
 from echo2.engines.registry import in_worker
 from echo2.learner.core.fitting import SnapshotSize, known_config, learner_need, machine_with, model_shape
@@ -44,11 +44,19 @@ STEPS_BESIDE = 32
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The value of an input and its origin, for the reader of the plan."""
+    """The value of an input and its origin, for the reader of the plan. `by_offer`: the value's parts."""
 
     name: str
     value: str
     origin: str
+    by_offer: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, deciding: Sequence[str]) -> str:
+        """Return the value, of these offers alone if it is of offers."""
+        told = [self.by_offer[name] for name in deciding if name in self.by_offer]
+        if not (others := len(self.by_offer) - len(told)):
+            return self.value
+        return ", ".join([*told, f"{counted(others, 'other' if told else 'offer')} (--json)"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +141,7 @@ class FirstPlan:
         Raises:
             UserError: a GPU, or the model's sizes, are not known.
         """
-        sampling, filled, told = self._config.sampling, list[Offer](), list[str]()
+        sampling, filled, told = self._config.sampling, list[Offer](), dict[str, str]()
         for offer in offers:
             if offer.form:
                 self._check_form(offer)
@@ -148,7 +156,7 @@ class FirstPlan:
                     rate = rollouts_per_second(self._work(offer.form), card, at_once)
                     offer = replace(offer, rollouts_per_second=rate)
                     in_form = f" in {offer.form}" if offer.form else ""
-                    told.append(f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}")
+                    told[offer.name] = f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}"
             filled.append(offer)
         if not told:
             return tuple(filled), []
@@ -157,7 +165,7 @@ class FirstPlan:
             f"estimated within a factor of {SPREAD:g} for {engines} ({self._told_length()}); `echo2 probe` "
             "measures them"
         )
-        return tuple(filled), [Basis("rates", ", ".join(told), why)]
+        return tuple(filled), [Basis("rates", ", ".join(told.values()), why, told)]
 
     def _check_form(self, offer: Offer) -> None:
         """Raise UserError if the engines that round do not know the model."""

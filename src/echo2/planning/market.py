@@ -66,18 +66,18 @@ def cache_path() -> Path:
 
 
 def known_prices() -> tuple[list[Price], str]:
-    """Return the prices that are here, and where they are from.
-
-    Raises:
-        UserError: the file is not a price list.
+    """Return the prices that are here, and where they are from: those that were kept, or, if these are damaged or there
+    are none, those that came with echo2.
     """
-    path = cache_path()
-    if not path.is_file():
-        path = SHIPPED
-    found = _read(path)
+    path, why = cache_path(), "--offers market asks for today's"
+    try:
+        found, told = _read(path) if path.is_file() else [], str(path)
+    except UserError as error:
+        found, why = [], str(error)
+    if not found:
+        found, told = _read(SHIPPED), f"with echo2; {why}"
     days = sorted({one.seen for one in found})
     seen = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    told = "with echo2; --offers market asks for today's" if path == SHIPPED else str(path)
     return found, f"prices of {seen}, {told}"
 
 
@@ -172,9 +172,9 @@ def _read(path: Path) -> list[Price]:
             rows = list(csv.DictReader(file))
         found = [_price(row) for row in rows]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is no list of prices ({error}): delete it.") from error
+        raise UserError(f"{path} is no list of prices ({error}); delete it") from error
     if not found:
-        raise UserError(f"{path} has no prices: delete it.")
+        raise UserError(f"{path} has no prices; delete it")
     return found
 
 

@@ -61,7 +61,9 @@ def ready(
     hardware = learner_machine(config, options.learner_memory_gb or first.learner_memory_gb)
     offers, left_out = offers_that_fit(config, shape, inputs.offers)
     if left_out:
-        sources.append(Basis("without", ", ".join(left_out), next(iter(left_out.values()))))
+        sources.append(
+            Basis("without", ", ".join(left_out), next(iter(left_out.values())), {one: one for one in left_out})
+        )
     needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
     return replace(inputs, offers=offers), sources, estimated, needs
 
@@ -242,7 +244,8 @@ def _snapshot_size(config: configuration.Config, options: argparse.Namespace, fi
         return SnapshotSize(options.snapshot_bytes)
     try:
         return snapshot_size(config)
-    except UserError:  # no files of weights here
-        if options.learner is None:
-            raise
-        return first.snapshot_size()
+    except UserError as error:  # no files of weights here
+        try:
+            return first.snapshot_size()
+        except UserError:
+            raise error from None

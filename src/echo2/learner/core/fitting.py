@@ -47,6 +47,17 @@ log = logging.getLogger(__name__)
 
 #: From the hub's config.json of each; of outputs/models, from what `echo2 demo` and examples/smollm make.
 KNOWN_MODELS = Path(__file__).with_name("known_models.json")
+#: What `read_shape` needs of a model with attention over all tokens, and what of which model types besides.
+STATED = frozenset(
+    {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+    | {"num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"}
+)
+MORE_STATED = {
+    "llama": frozenset[str](),
+    "qwen2": frozenset[str](),
+    "qwen3": frozenset({"head_dim"}),
+    "qwen3_moe": frozenset({"head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"}),
+}
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
 #: Assumed memory of a machine whose GPUs alone are known, in that of one of them.
@@ -259,8 +270,13 @@ def model_shape(path: str) -> ModelShape | None:
 
 @lru_cache(maxsize=16)
 def _shape_of(config_json: str) -> ModelShape | None:
-    """A plan and its neighbours ask for the same one many times, and transformers takes long to answer."""
-    return read_shape(all_values(json.loads(config_json)))
+    """A plan and its neighbours ask for the same one many times, and transformers takes long to answer: two seconds of
+    computing, where torch is installed. It is not asked for values that config.json has.
+    """
+    values = json.loads(config_json)
+    needed = STATED | MORE_STATED.get(str(values.get("model_type")), {"transformers"})
+    stated = read_shape(values) if needed <= values.keys() and not values.get("use_sliding_window") else None
+    return stated or read_shape(all_values(values))
 
 
 @dataclass(frozen=True, slots=True)
