@@ -52,8 +52,16 @@ def test_a_catalogue_becomes_prices_of_gpus_that_are_known() -> None:
     norway = market_offers(prices, Wanted(region="norway"))
     assert [(one.price_usd_per_hour, "--infra vast/Norway" in one.rent) for one in norway] == [(0.4, True)]
     assert [one.gpu for one in market_offers(prices, Wanted(gpus=("a100",)))] == ["A100-80GB"]
-    for wanted in (Wanted(region="Mars"), Wanted(gpus=("B200",)), Wanted(count=0), Wanted(gpus=("GTX 1",))):
-        with pytest.raises(UserError, match=r"--region Mars|--gpus|--each 0"):
+    assert {one.gpu for one in market_offers(prices, Wanted(memory_gb=45))} == {"A100-80GB", "RTX-A6000"}
+    assert [one.name for one in market_offers(prices, Wanted(providers=("AWS", "vast")))] == ["a10040gb-aws"]
+    for wanted in (
+        Wanted(region="Mars"),
+        Wanted(gpus=("B200",)),
+        Wanted(count=0),
+        Wanted(gpus=("GTX 1",)),
+        Wanted(memory_gb=200),
+    ):
+        with pytest.raises(UserError, match=r"--region Mars|--gpus|--each 0|--memory-gb 200. It has"):
             market_offers(prices, wanted)
 
 

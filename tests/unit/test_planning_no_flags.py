@@ -30,7 +30,12 @@ def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_shipped_configurations_plan_without_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_shipped_configurations_plan_without_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitting._shape_of.cache_clear()
+    # Half of the CPU time of a plan was the import of transformers, which brings torch.
+    monkeypatch.setattr(fitting, "all_values", lambda values: pytest.fail("transformers is not needed"))
     for path in ("examples/gpu/qwen3_8b.toml", "src/echo2/demo/sort.toml"):
         assert main(["plan", str(REPOSITORY / path)]) == 0, path
         told = " ".join(capsys.readouterr().out.split())
@@ -72,6 +77,8 @@ def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[str, 
         (["--budget", "-1", "--max-idle", "2"], "must"),
         (["--each", "0"], "--each 0 must be between 1"),
         (["--gpus", "T4", "--spot", "yes"], "No machine of the market is left"),
+        (["--memory-gb", "500"], "--memory-gb 500"),
+        (["--providers", "nobody"], "--providers nobody"),
         (["--offers", "nothing.toml"], "nothing.toml"),
         (["--from", "nothing"], "There is no directory nothing"),
         (["--model.path", "nobody/Something-7B"], "--model.path Qwen/Qwen3-8B"),

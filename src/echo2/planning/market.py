@@ -50,14 +50,31 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus`: by
-    name; none: all. `count`: how many of each kind there are taken to be.
+    """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus` and
+    `providers`: by name; none: all. `memory_gb`: of the GPU, at least. `count`: how many of each kind there are taken
+    to be.
     """
 
     region: str = ""
     spot: str = "any"
     gpus: tuple[str, ...] = ()
     count: int = COUNT
+    memory_gb: float = 0.0
+    providers: tuple[str, ...] = ()
+
+    def takes(self, one: Price) -> bool:
+        """Whether a machine counts. A price list has no reliability; `providers` are what stands for it."""
+        return (
+            (not self.region or one.region == "any" or self.region.lower() in one.region.lower())
+            and self.spot in ("any", "yes" if one.spot else "no")
+            and GPUS[one.gpu].memory_gb >= self.memory_gb
+            and (not self.providers or one.provider.lower() in [name.strip().lower() for name in self.providers])
+        )
+
+    def __str__(self) -> str:
+        gpus, providers = ",".join(self.gpus) or "all", ",".join(self.providers) or "all"
+        memory = f", --memory-gb {self.memory_gb:g}" if self.memory_gb else ""
+        return f"--region {self.region or 'any'}, --spot {self.spot}, --gpus {gpus}, --providers {providers}{memory}"
 
 
 def cache_path() -> Path:
@@ -130,15 +147,13 @@ def market_offers(prices: Sequence[Price], wanted: Wanted) -> list[Offer]:
     names = {gpu(name, "--gpus") for name in wanted.gpus}
     cheapest = dict[tuple[str, str, bool], Price]()
     for one in sorted(prices, key=lambda one: one.usd_per_hour):
-        if wanted.region and one.region != "any" and wanted.region.lower() not in one.region.lower():
-            continue
-        if (names and GPUS[one.gpu] not in names) or wanted.spot not in ("any", "yes" if one.spot else "no"):
+        if not wanted.takes(one) or (names and GPUS[one.gpu] not in names):
             continue
         cheapest.setdefault((one.provider, one.gpu, one.spot), one)
     if not cheapest:
         raise UserError(
-            f"No machine of the market is left: --region {wanted.region or 'any'}, --spot {wanted.spot}, --gpus "
-            f"{','.join(wanted.gpus) or 'all'}. It has {', '.join(sorted({one.gpu for one in prices}))}."
+            f"No machine of the market is left: {wanted}. It has {', '.join(sorted({one.gpu for one in prices}))} of "
+            f"{', '.join(sorted({one.provider for one in prices}))}."
         )
     return [_offer(one, wanted.count) for one in cheapest.values()]
 

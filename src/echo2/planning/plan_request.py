@@ -140,8 +140,10 @@ def offered(options: argparse.Namespace) -> tuple[list[Offer], str]:
     if path is not None and path != MARKET:
         return load_offers(path), str(path)
     prices, origin = known_prices()
-    gpus = tuple(filter(None, (options.gpus or "").split(",")))
-    return market_offers(prices, Wanted(options.region or "", options.spot, gpus, options.each)), origin
+    gpus, providers = (tuple(filter(None, (names or "").split(","))) for names in (options.gpus, options.providers))
+    memory_gb = options.memory_gb or 0.0
+    wanted = Wanted(options.region or "", options.spot, gpus, options.each, memory_gb, providers)
+    return market_offers(prices, wanted), origin
 
 
 def are_estimated(options: argparse.Namespace) -> bool:

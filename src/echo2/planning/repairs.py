@@ -22,7 +22,7 @@ DEMO = Path(echo2.__file__).parent / "demo" / "sort.toml"
 DISPENSABLE = (
     *("--answer-tokens", "--train-seconds", "--reward-seconds", "--broadcast-seconds", "--snapshot-bytes"),
     *("--uplink-mbps", "--learner-memory-gb", "--max-idle", "--budget", "--each", "--region", "--spot", "--gpus"),
-    *("--from", "--learner"),
+    *("--memory-gb", "--providers", "--from", "--learner"),
 )
 #: So many changes are tried together.
 CHANGES_MAX = 3

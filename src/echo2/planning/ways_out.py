@@ -36,7 +36,7 @@ AT_ONCE = "sampling.groups_per_batch"
 #: A machine of which no memory is known is taken to hold any worker, as `offers_that_fit` does.
 UNKNOWN_GB = 1e6
 #: Flags that choose among the machines of the market.
-FILTERS = ("--gpus", "--region", "--spot")
+FILTERS = ("--gpus", "--region", "--spot", "--memory-gb", "--providers")
 #: What flags are that are not given, where it is not None.
 WITHOUT: dict[str, Any] = {"spot": "any", "each": COUNT, "max_idle": 0.02}
 #: Forecasts for a way out of a refusal.
@@ -114,7 +114,9 @@ def _fitting(options: argparse.Namespace, begun: dict[str, str], past: PastRun |
 
 def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
     market = {} if options.offers in (None, MARKET) else {"--offers": str(MARKET)}
-    open_to_all = market | {flag: "" for flag in FILTERS if getattr(options, flag[2:]) not in ("", None, "any")}
+    open_to_all = market | {
+        flag: "" for flag in FILTERS if getattr(options, flag[2:].replace("-", "_")) not in ("", None, "any")
+    }
     memory = list[tuple[dict[str, str], float]]()
     for flags in ({}, market, open_to_all):
         with contextlib.suppress(UserError):  # a filter leaves no machine
