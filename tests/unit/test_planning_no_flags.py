@@ -13,7 +13,7 @@ from echo2 import config as configuration
 from echo2.cli import main
 from echo2.learner.core import fitting
 from echo2.planning.first_plan import FirstPlan
-from first_plans import QWEN3_1_7B, write
+from first_plans import MIXTURE, QWEN3_1_7B, write
 from real_runs import REPOSITORY
 
 SETTINGS = "[run]\nmax_steps = 20\n[sampling]\ngroup_size = 8\ngroups_per_batch = 4\nmax_tokens = 512\n"
@@ -93,6 +93,18 @@ def test_a_refusal_names_a_command_that_plans(
     told, again = refused([*write(desk, QWEN3_1_7B, SETTINGS, "")[:2], *change], capsys)
     assert said in told
     assert main([*again, "--json"]) == 0, (again, capsys.readouterr().err)
+
+
+def test_where_one_card_is_too_small_a_machine_with_several_is_proposed(
+    desk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*write(desk, MIXTURE, SETTINGS, "")[:2], "--learner", "4xH200", "--gpus", "RTX-4090"]
+    told, again = refused(words, capsys)
+    assert "has 24.0 GB" in told
+    assert "4xRTX-4090" in again[again.index("--gpus") + 1]
+    assert main([*again, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert {name.partition("-")[0] for name in plan["machines"]} == {"4xrtx4090"}
 
 
 @pytest.mark.parametrize("offers", ["nonsense", OFFERS.replace("RTX 5090", "RTX 9090"), OFFERS.partition("gpu")[0]])

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from echo2.config import Config
 from echo2.core.errors import UserError
 from echo2.learner.core.fitting import learner_need
-from echo2.planning.estimates import GPUS, gpu
+from echo2.planning.estimates import GPUS, several
 from echo2.planning.first_plan import Basis, FirstPlan, fetched_shape
 from echo2.planning.market import known_prices
 from echo2.planning.memory_needs import DoesNotFitError
@@ -128,9 +128,9 @@ def _prices(options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     if options.offers not in (None, MARKET):
         for offer in offered(options)[0]:
             if offer.gpu and not offer.mean_life_hours:
-                card = gpu(offer.gpu, f"offer {offer.name!r}: gpu")
+                count, name, card = several(offer.gpu, f"offer {offer.name!r}: gpu")
                 name = next(name for name, one in GPUS.items() if one == card)
-                add(name, offer.price_usd_per_hour, f"offer {offer.name!r}")
+                add(name, offer.price_usd_per_hour / count, f"offer {offer.name!r}")
     for one in known_prices()[0]:
         if not one.spot:
             add(one.gpu, one.usd_per_hour, one.provider)

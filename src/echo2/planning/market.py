@@ -19,7 +19,7 @@ from echo2.config.offers import COUNT_MAX, Offer
 from echo2.config.rundir import write_atomically
 from echo2.core.errors import UserError, write_failed
 from echo2.head.fleet.machines import filled
-from echo2.planning.estimates import GPUS, gpu
+from echo2.planning.estimates import GPUS, several
 
 #: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
 SHIPPED = Path(__file__).with_name("market.csv")
@@ -30,6 +30,8 @@ COUNT = 64
 SPOT_LIFE_HOURS, SPOT_REPLACE_SECONDS, SPOT_RELIABILITY = 4.0, 600.0, 0.98
 #: Mbit/s of machines with GPUs for games, which stand anywhere, and of others.
 HOME_MBPS, CENTRE_MBPS = 100.0, 1000.0
+#: Arguments of a worker whose cards sample together (docs/engines.md); its machine needs vLLM.
+TOGETHER = "--engine vllm --device cuda --engine-args=--tensor-parallel-size={}"
 #: SkyPilot's names of providers that gpuhunt calls otherwise.
 _SKYPILOT = {"vastai": "vast", "lambdalabs": "lambda"}
 #: A GPU is the one of that name if its memory is, by this share.
@@ -51,8 +53,8 @@ class Price:
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus` and
-    `providers`: by name; none: all. `memory_gb`: of the GPU, at least. `count`: how many of each kind there are taken
-    to be.
+    `providers`: by name; none: all; 4xRTX-4090: machines with four of them, at four times the price of one.
+    `memory_gb`: of one GPU, at least. `count`: how many of each kind there are taken to be.
     """
 
     region: str = ""
@@ -144,38 +146,41 @@ def market_offers(prices: Sequence[Price], wanted: Wanted) -> list[Offer]:
     """
     if not 1 <= wanted.count <= COUNT_MAX:
         raise UserError(f"--each {wanted.count} must be between 1 and {COUNT_MAX}.")
-    names = {gpu(name, "--gpus") for name in wanted.gpus}
-    cheapest = dict[tuple[str, str, bool], Price]()
+    named = [several(name, "--gpus") for name in wanted.gpus]
+    cheapest = dict[tuple[str, str, bool, int], Price]()
     for one in sorted(prices, key=lambda one: one.usd_per_hour):
-        if not wanted.takes(one) or (names and GPUS[one.gpu] not in names):
-            continue
-        cheapest.setdefault((one.provider, one.gpu, one.spot), one)
+        counts = [count for count, _, card in named if GPUS[one.gpu] == card] if named else [1]
+        if wanted.takes(one):
+            for count in counts:
+                cheapest.setdefault((one.provider, one.gpu, one.spot, count), one)
     if not cheapest:
         raise UserError(
             f"No machine of the market is left: {wanted}. It has {', '.join(sorted({one.gpu for one in prices}))} of "
             f"{', '.join(sorted({one.provider for one in prices}))}."
         )
-    return [_offer(one, wanted.count) for one in cheapest.values()]
+    return [_offer(one, wanted.count, cards) for (*_, cards), one in cheapest.items()]
 
 
-def _offer(one: Price, count: int) -> Offer:
+def _offer(one: Price, count: int, cards: int) -> Offer:
     kind = one.gpu.replace("RTX-", "RTX")
     where = _SKYPILOT.get(one.provider, one.provider) + ("" if one.region == "any" else f"/{one.region}")
     spot = "--use-spot" if one.spot else "--no-use-spot"
     mbps = HOME_MBPS if one.gpu.startswith("RTX") else CENTRE_MBPS
-    name = f"{one.gpu.lower().replace('-', '')}-{one.provider}" + ("-spot" if one.spot else "")
+    times, usd = f"{cards}x" if cards > 1 else "", cards * one.usd_per_hour
+    name = f"{times}{one.gpu.lower().replace('-', '')}-{one.provider}" + ("-spot" if one.spot else "")
+    together = f'--env ECHO2_WORKER_ARGS="{TOGETHER.format(cards)}" ' if cards > 1 else ""
     return Offer(
         name=name,
-        price_usd_per_hour=one.usd_per_hour,
-        gpu=one.gpu,
+        price_usd_per_hour=usd,
+        gpu=times + one.gpu,
         count=count,
         up_mbps=mbps,
         down_mbps=mbps,
         reliability=SPOT_RELIABILITY if one.spot else 1.0,
         mean_life_hours=SPOT_LIFE_HOURS if one.spot else 0.0,
         replace_seconds=SPOT_REPLACE_SECONDS,
-        rent=f"sky launch -d -y -c {{name}} --infra {where} --gpus {kind}:1 {spot} --env "
-        f"ECHO2_MACHINE={{name}} --env ECHO2_PRICE_USD_PER_HOUR={one.usd_per_hour:g} --secret ECHO2_TICKET "
+        rent=f"sky launch -d -y -c {{name}} --infra {where} --gpus {kind}:{cards} {spot} --env "
+        f"ECHO2_MACHINE={{name}} --env ECHO2_PRICE_USD_PER_HOUR={usd:g} {together}--secret ECHO2_TICKET "
         "launch/skypilot.yaml",
         release="sky down -y {name}",
     )

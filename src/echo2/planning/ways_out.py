@@ -17,7 +17,7 @@ from echo2.learner.core.fitting import learner_need, machine_with, model_shape, 
 from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.chosen_learner import with_learner
-from echo2.planning.estimates import GPUS, gpu, several
+from echo2.planning.estimates import GPUS, cards, several
 from echo2.planning.first_plan import FirstPlan
 from echo2.planning.market import COUNT
 from echo2.planning.memory_needs import (
@@ -35,6 +35,8 @@ from echo2.planning.repairs import CONFIG, repairs
 AT_ONCE = "sampling.groups_per_batch"
 #: A machine of which no memory is known is taken to hold any worker, as `offers_that_fit` does.
 UNKNOWN_GB = 1e6
+#: Cards of one machine, where one of them does not hold a worker.
+CARDS = (2, 4, 8)
 #: Flags that choose among the machines of the market.
 FILTERS = ("--gpus", "--region", "--spot", "--memory-gb", "--providers")
 #: What flags are that are not given, where it is not None.
@@ -118,7 +120,7 @@ def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -
         flag: "" for flag in FILTERS if getattr(options, flag[2:].replace("-", "_")) not in ("", None, "any")
     }
     memory = list[tuple[dict[str, str], float]]()
-    for flags in ({}, market, open_to_all):
+    for flags in ({}, *_more_cards(options), market, open_to_all):
         with contextlib.suppress(UserError):  # a filter leaves no machine
             memory.append((flags, max(map(_memory_gb, offered(_flagged(options, flags))[0]))))
     for settings, smaller in worker_savings(config):
@@ -132,8 +134,15 @@ def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -
     )
 
 
+def _more_cards(options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield machines with several of the GPUs of the market that were asked for."""
+    if options.offers in (None, MARKET) and options.gpus:
+        names = [several(name, "--gpus")[1] for name in options.gpus.split(",") if name]
+        yield from ({"--gpus": ",".join(f"{count}x{name}" for name in names)} for count in CARDS)
+
+
 def _memory_gb(offer: Offer) -> float:
-    return offer.memory_gb or (gpu(offer.gpu, offer.name).memory_gb if offer.gpu else UNKNOWN_GB)
+    return offer.memory_gb or (cards(offer.gpu, offer.name)[2].memory_gb if offer.gpu else UNKNOWN_GB)
 
 
 def _of_learner(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
@@ -199,7 +208,7 @@ def _flagged(options: argparse.Namespace, changes: dict[str, str]) -> argparse.N
             asked.config = Path(value)
         else:
             field = "source" if flag == "--from" else flag[2:].replace("-", "_")
-            kind = {"offers": Path, "learner": str}.get(field, float)
+            kind = {"offers": Path, "learner": str, "gpus": str}.get(field, float)
             setattr(asked, field, kind(value) if value else WITHOUT.get(field))
     return asked
 
