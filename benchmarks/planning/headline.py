@@ -3,7 +3,9 @@ prices. Published: 9.5 h and $425; the same job at Fireworks 124 h and $4,490, a
 
 The press release says neither how long answers are, nor how many steps, nor the size of a group. Taken here: one pass
 over 17,398 problems, 128 a step; groups of 16; answers of 4,000 tokens on average, 8,192 at most. Each is varied by
-20 %. Workers sample as many groups at once as their memory holds. Table 2 of the paper goes through the same planner.
+20 %, and so are the estimated seconds of a step and rates of machines, their prices, and how fast links are. Workers
+sample as many groups at once as their memory holds; of cards for games a machine has four, and one copy of the model.
+Table 2 of the paper goes through the same planner.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ from plots import COLOURS, INK, require_matplotlib
 from recording import save
 
 from echo2.cli import main as echo2
+from echo2.config import load
 from echo2.config.offers import Offer
 from echo2.head.fleet.decide import formulas
-from echo2.planning.market import known_prices
+from echo2.planning.first_plan import FirstPlan
+from echo2.planning.market import Wanted, known_prices, market_offers
 from echo2.planning.plan import make_plan
 from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs
 
@@ -46,11 +50,31 @@ MODEL = {
     "torch_dtype": "bfloat16",
 }
 PUBLISHED = {"ECHO-2": (9.5, 425.0), "Tinker": (23.5, 1122.0), "Fireworks": (124.0, 4490.0)}
-PROMPTS, GROUPS, ASSUMED = 17_398, 128, {"answer": 4000.0, "steps": 17_398 / 128, "group": 16.0, "price": 1.0}
+PROMPTS, GROUPS = 17_398, 128
+#: What is varied; the last six are factors of what is estimated or assumed.
+ASSUMED = {
+    "answer": 4000.0,
+    "steps": PROMPTS / GROUPS,
+    "group": 16.0,
+    **dict.fromkeys(("price", "train", "rate", "wage", "links", "uplink"), 1.0),
+}
+TOLD = {
+    "answer": "tokens of an answer",
+    "steps": "steps",
+    "group": "rollouts of a group",
+    "price": "learner's price",
+    "train": "seconds of a step",
+    "rate": "rate of a machine",
+    "wage": "price of a machine",
+    "links": "links of machines",
+    "uplink": "uplink of the head",
+}
 #: GPU, whether spot, and the groups that one samples at once: what fits beside the weights.
 WORKERS = {
     "H200": ("H200", "no", 4),
     "A100 80 GB, spot": ("A100-80GB", "yes", 1),
+    "4 x RTX 5090": ("4xRTX-5090", "any", 1),
+    "4 x RTX 4090": ("4xRTX-4090", "any", 1),
     "RTX 5090": ("RTX-5090", "any", 1),
     "RTX 4090": ("RTX-4090", "any", 1),
 }
@@ -79,12 +103,33 @@ def planned(model: Path, kind: str, values: dict[str, float], *flags: str) -> di
         "sampling.max_tokens": 8192,
         "schedule.groups_per_step": GROUPS,
     }
-    words += ["--answer-tokens", f"{values['answer']:g}", *flags]
-    words += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
+    words += ["--answer-tokens", f"{values['answer']:g}", "--uplink-mbps", f"{1000 * values['uplink']:g}", *flags]
+    overrides = {key: str(value) for key, value in settings.items()}
+    first = FirstPlan(load(CONFIG, overrides), "4xH200", values["answer"])
+    if values["train"] != 1.0:
+        words += ["--train-seconds", f"{first.train_seconds()[0] * values['train']:g}"]
+    if {values["rate"], values["wage"], values["links"]} != {1.0}:
+        offers, _ = first.offers(market_offers(known_prices()[0], Wanted(spot=spot, gpus=(name,), count=256)))
+        (model / "offers.toml").write_text("".join(varied_offer(one, values) for one in offers))
+        words += ["--offers", str(model / "offers.toml")]
+    words += [word for key, value in overrides.items() for word in (f"--{key}", value)]
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = echo2(words)
     return dict(json.loads(out.getvalue() if status == 0 else err.getvalue()))
+
+
+def varied_offer(offer: Offer, values: dict[str, float]) -> str:
+    """The offer with its estimated rate, for an offers file."""
+    changed = {
+        "rollouts_per_second": (offer.rollouts_per_second or 0.0) * values["rate"],
+        "price_usd_per_hour": offer.price_usd_per_hour * values["wage"],
+        "up_mbps": offer.up_mbps * values["links"],
+        "down_mbps": offer.down_mbps * values["links"],
+    }
+    kept = ("name", "gpu", "count", "memory_gb", "reliability", "mean_life_hours", "replace_seconds")
+    fields = {**{field: getattr(offer, field) for field in kept}, **changed}
+    return "[[offers]]\n" + "".join(f"{field} = {json.dumps(value)}\n" for field, value in fields.items())
 
 
 def in_short(plan: dict[str, Any]) -> dict[str, Any]:
@@ -139,16 +184,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     mpl.rcParams["svg.hashsalt"] = "echo2"
-    told = {
-        "answer": "tokens of an answer",
-        "steps": "steps",
-        "group": "rollouts of a group",
-        "price": "learner's price",
-    }
-    ends = [(*(found["varied"][f"{name} x {factor}"]["usd"] for factor in ("0.8", "1.2")), told[name]) for name in told]
-    ends.sort(key=lambda one: one[1] - one[0])
+    ends = [(*(found["varied"][f"{name} x {factor}"]["usd"] for factor in ("0.8", "1.2")), TOLD[name]) for name in TOLD]
+    ends.sort(key=lambda one: abs(one[1] - one[0]))
     middle = found["rows"]["H200"]["usd"]
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
     for place, (low, high, _) in enumerate(ends):
         axes.barh(place, low - middle, left=middle, color=COLOURS[0], label="20 % less" if not place else None)

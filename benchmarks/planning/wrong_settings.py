@@ -2,20 +2,25 @@
 
 In the simulator: the real planner and worker scheduler, a learner of 30 s a step (32 groups of 8), broadcasts of 6 s,
 machines of 1 rollout a second with four groups at once (32 s a group), about 9 of which are needed. Each family begins
-with wrong settings and lists others, which stay fixed; the best of these, by dollars a step, is the comparison. Idle
-ratio and step are of the second half of the steps; the learner costs $12.24 an hour, a machine $0.30.
+with wrong settings and lists others, which stay fixed; the best of these, by dollars a step, is the comparison. With
+`--search` the others are a grid, from which successive halving finds the best: each round has twice the seeds and the
+better half of the settings. Idle ratio and step are of the second half of the steps; the learner costs $12.24 an hour,
+a machine $0.30.
 
     make bench-wrong_settings                        # 20 seeds: ten minutes on two cores
     make bench-wrong_settings ARGS='--seeds 3 --only straggler'
+    make bench-wrong_settings ARGS='--seeds 8 --search'
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from multiprocessing import Pool
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +104,39 @@ FAMILIES: dict[str, tuple[World, dict[str, World]]] = {
 }
 
 
+#: By family, of those in which the planner does not reach the best: the settings that are searched.
+GRIDS: dict[str, dict[str, Sequence[int]]] = {
+    "straggler machines, S = 2": {"slow": (0, 1, 2, 4), "slots": (2, 4, 8), "publish_every": (1, 2)},
+    "straggler machines, S = 4": {"slow": (0, 1, 2, 4), "slots": (2, 4, 8), "publish_every": (1, 2)},
+    "slots too few": {"slots": (1, 2, 3, 4, 6, 8), "publish_every": (1, 2)},
+    "slots too many": {"slots": (1, 2, 3, 4, 6, 8, 16), "publish_every": (1, 2)},
+    "steps between snapshots": {"publish_every": (1, 2, 3, 4), "slots": (2, 4, 8)},
+}
+#: Settings that halving leaves for all seeds.
+LEFT = 2
+
+
+def searched(family: str, start: World, seeds: int, pool: Pool) -> list[dict[str, Any]]:
+    """Return every setting of the family's grid with what it gave, those of the most seeds first, and then the best."""
+    grid = GRIDS[family]
+    alive = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+    found: dict[str, list[tuple[float, float, int, bool]]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    num_seeds = 1
+    while True:
+        asked = [(one, seed) for one in alive for seed in range(len(found.get(str(one), ())), num_seeds)]
+        tasks = [(replace(start, **one), seed) for one, seed in asked]
+        for (one, _), result in zip(asked, pool.map(measure, tasks, chunksize=1), strict=True):
+            found.setdefault(str(one), []).append(result)
+        for one in alive:
+            rows[str(one)] = {**summed_up(str(one), found[str(one)]), "seeds": num_seeds}
+        alive.sort(key=lambda one: float(rows[str(one)]["usd_per_step"]))
+        if num_seeds == seeds:
+            return sorted(rows.values(), key=lambda row: (-row["seeds"], row["usd_per_step"]))
+        num_seeds = min(seeds, 2 * num_seeds)
+        alive = alive[: max(LEFT, len(alive) // 2)]
+
+
 def measure(task: tuple[World, int]) -> tuple[float, float, int, bool]:
     """Return idle ratio, dollars a step, leases that another overtook, and whether the run ended."""
     world, seed = task
@@ -126,20 +164,24 @@ def main() -> None:
     parser.add_argument(
         "--starts", action="store_true", help="only the wrong starts: for the planner of another commit"
     )
+    parser.add_argument("--search", action="store_true", help="find the best fixed settings in a grid")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     rows = []
-    with Pool(options.processes) as pool:
+    with get_context().Pool(options.processes) as pool:
         for family, (start, others) in FAMILIES.items():
-            if options.only not in family:
+            if options.only not in family or (options.search and family not in GRIDS):
                 continue
-            worlds = {"as started": start, **({} if options.starts else others)}
+            fixed = searched(family, start, options.seeds, pool) if options.search else []
+            worlds = {"as started": start, **({} if options.starts or options.search else others)}
             tasks = [(world, seed) for world in worlds.values() for seed in range(options.seeds)]
             found = pool.map(measure, tasks, chunksize=1)
             parts = [found[at : at + options.seeds] for at in range(0, len(found), options.seeds)]
-            started, *fixed = [summed_up(name, part) for name, part in zip(worlds, parts, strict=True)]
-            best = min((started, *fixed), key=lambda row: row["usd_per_step"])
+            started, *listed = [summed_up(name, part) for name, part in zip(worlds, parts, strict=True)]
+            fixed += listed
+            most = [row for row in fixed if row.get("seeds", options.seeds) == options.seeds]
+            best = min((started, *most), key=lambda row: row["usd_per_step"])
             above = started["usd_per_step"] / best["usd_per_step"] - 1
             rows.append({"family": family, "started": started, "fixed": fixed, "best": best, "above_best": above})
             print(

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,23 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Work:
     monkeypatch.setattr(forecast._Walk, "_free", counting)
     monkeypatch.setattr(forecast._Walk, "__init__", starting)
     return counted
+
+
+#: What may be wrong with a command.
+WRONG = (
+    *(["--learner", "3xH100"], ["--learner", "GTX 9090"], ["--answer-tokens", "0"], ["--max-idle", "7"]),
+    *(["--each", "0"], ["--from", "nowhere"], ["--offers", "nowhere.toml"], ["--model.path", "nobody/Nothing-7B"]),
+    *(["--gpus", "T4"], ["--here"], ["--learner.ranks", "7"], ["--sampling.group_size", "0"]),
+)
+
+
+def bare(seed: int, folder: Path) -> list[str]:
+    """The words of a plan without a learner, half of them without offers and a third of them wrong."""
+    draw, words = random.Random(seed), drawn(seed, folder)
+    for flag, share in (("--learner", 1.0), ("--offers", 0.5)):
+        if draw.random() < share:
+            del words[(at := words.index(flag)) : at + 2]
+    return words + (draw.choice(WRONG) if draw.random() < 0.3 else [])
 
 
 def drawn(seed: int, folder: Path) -> list[str]:
@@ -92,11 +110,17 @@ def remedy(told: str, offers: Path) -> list[str]:
     return [*shlex.split(found.group(2))[1:], "--json"]
 
 
-def check(seeds: range, folder: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> dict[str, int]:
+def check(
+    seeds: range,
+    folder: Path,
+    work: Work,
+    capsys: pytest.CaptureFixture[str],
+    draw: Callable[[int, Path], list[str]] = drawn,
+) -> dict[str, int]:
     """Plan each; return how many have a plan, a remedy that plans, and neither, for no machine can hold the model."""
     ends = {"plan": 0, "remedy": 0, "neither": 0}
     for seed in seeds:
-        words, work.events, work.forecasts = drawn(seed, folder / str(seed)), 0, 0
+        words, work.events, work.forecasts = draw(seed, folder / str(seed)), 0, 0
         status, told = main(words), capsys.readouterr().err
         assert work.forecasts <= FORECASTS_MAX, seed
         assert work.events <= work.forecasts * EVENTS_EACH, seed
@@ -125,6 +149,22 @@ def test_any_configuration_ends_in_a_plan_or_in_a_refusal_whose_remedy_plans(
     assert ends["remedy"]
 
 
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory without an offers file, and without newer prices than those that came with echo2."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_any_configuration_without_learner_or_offers_ends_so_too(
+    desk: Path, work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = check(range(3000, 3008), desk, work, capsys, bare)
+    assert ends["plan"]
+    assert ends["remedy"]
+
+
 def test_a_plan_in_which_the_learner_mostly_waits_is_not_said_to_work(
     tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -138,3 +178,12 @@ def test_a_plan_in_which_the_learner_mostly_waits_is_not_said_to_work(
 def test_a_thousand_configurations(tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]) -> None:
     ends = check(range(1000, 2000), tmp_path, work, capsys)
     assert ends["neither"] < 20, ends
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_five_hundred_configurations_without_learner_or_offers(
+    desk: Path, work: Work, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends = check(range(4000, 4500), desk, work, capsys, bare)
+    assert ends["neither"] < 10, ends

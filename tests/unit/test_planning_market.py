@@ -52,8 +52,16 @@ def test_a_catalogue_becomes_prices_of_gpus_that_are_known() -> None:
     norway = market_offers(prices, Wanted(region="norway"))
     assert [(one.price_usd_per_hour, "--infra vast/Norway" in one.rent) for one in norway] == [(0.4, True)]
     assert [one.gpu for one in market_offers(prices, Wanted(gpus=("a100",)))] == ["A100-80GB"]
-    for wanted in (Wanted(region="Mars"), Wanted(gpus=("B200",)), Wanted(count=0), Wanted(gpus=("GTX 1",))):
-        with pytest.raises(UserError, match=r"--region Mars|--gpus|--each 0"):
+    assert {one.gpu for one in market_offers(prices, Wanted(memory_gb=45))} == {"A100-80GB", "RTX-A6000"}
+    assert [one.name for one in market_offers(prices, Wanted(providers=("AWS", "vast")))] == ["a10040gb-aws"]
+    for wanted in (
+        Wanted(region="Mars"),
+        Wanted(gpus=("B200",)),
+        Wanted(count=0),
+        Wanted(gpus=("GTX 1",)),
+        Wanted(memory_gb=200),
+    ):
+        with pytest.raises(UserError, match=r"--region Mars|--gpus|--each 0|--memory-gb 200. It has"):
             market_offers(prices, wanted)
 
 
@@ -65,8 +73,10 @@ def test_the_newest_prices_that_are_here_are_used(own_cache: Path) -> None:
     assert known_prices()[1] == f"prices of 2026-11-20, {own_cache}"
     for text in ("", "date,gpu\n1,2\n", "\0", own_cache.read_text().replace("0.4", "nan")):
         own_cache.write_text(text)
-        with pytest.raises(UserError, match="delete it"):
-            known_prices()
+        prices, told = known_prices()
+        assert prices == shipped
+        assert told.startswith(f"prices of 2026-03-10 to 2026-06-30, with echo2; {own_cache} ")
+        assert told.endswith("; delete it")
 
 
 def test_a_plan_without_offers_file_uses_the_market_and_rents_it(

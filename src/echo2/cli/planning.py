@@ -40,8 +40,12 @@ def add_plan(add: Add) -> None:
     ):
         given.add_argument(flag, type=float, metavar=symbol, help=what)
     market = parser.add_argument_group("machines of the market")
-    market.add_argument("--gpus", metavar="NAMES", help="only these, as in RTX-4090,RTX-5090 (default: all)")
+    market.add_argument("--gpus", metavar="NAMES", help="only these, as in RTX-4090,4xRTX-5090 (default: all)")
     market.add_argument("--region", metavar="NAME", help="only regions with this in their name (default: all)")
+    text = "only GPUs with so much memory, at least (default: all)"
+    market.add_argument("--memory-gb", type=float, metavar="M", help=text)
+    text = "only these, as in runpod,vastai (default: all); price lists do not say how reliable machines are"
+    market.add_argument("--providers", metavar="NAMES", help=text)
     market.add_argument("--spot", choices=("any", "yes", "no"), default="any", help="only spot machines, or none")
     text = "how many of each kind there are taken to be (default: 64)"
     market.add_argument("--each", type=int, default=64, metavar="N", help=text)

@@ -43,10 +43,10 @@ class Offer:
     0: as the run has it. `reliability`: share of its rollouts that count. `mean_life_hours` 0: it stays until released;
     a lost one is back, or replaced, after `replace_seconds`. `memory_gb`: of the GPU that a worker has there, or of the
     machine without one; 0: not known. `parameters` and `max_tokens`: of the model that the rate is for, and of its
-    answers; 0: those of the run. `gpu`: its name in `echo2 plan`'s data sheet, from which a rate that is not known is
-    estimated. `form`: to which its workers round the weights (`values.FORMS`); empty: not at all. `rent` and `release`:
-    commands, without a shell, that get one machine, start `echo2 worker {ticket} --offer {name}` there, and give it
-    back.
+    answers; 0: those of the run. `gpu`: its name in `echo2 plan`'s data sheet, or 4xRTX-4090 for four that hold one
+    model together, from which a rate that is not known is estimated. `form`: to which its workers round the weights
+    (`values.FORMS`); empty: not at all. `rent` and `release`: commands, without a shell, that get one machine, start
+    `echo2 worker {ticket} --offer {name}` there, and give it back.
     """
 
     name: Annotated[str, Meta(min_length=1)]

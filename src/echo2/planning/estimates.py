@@ -36,6 +36,9 @@ STEP_SECONDS = {"vllm": 0.003, "compact": 0.02, "transformers": 0.048}
 STEP_SECONDS |= dict.fromkeys(FORMS, STEP_SECONDS["compact"])
 #: Share of the arithmetic that decoding and reading prompts use.
 DECODING_SHARE = 0.8
+#: What each of several cards adds that sample together (vLLM's `--tensor-parallel-size`), over PCIe. Assumed: no public
+#: measurement in the list has several.
+CARD_SHARE = 0.7
 #: Nine of ten public measurements are between an estimate divided by this and multiplied by it.
 SPREAD = 2.0
 #: Mean length of answers, as a share of the longest, where nothing has been sampled.
@@ -111,6 +114,17 @@ def several(text: str, where: str) -> tuple[int, str, Gpu]:
             "cores for a second, and forecasts the run on them."
         )
     return int(count or 1), name, gpu(name, f"{where} {text!r}")
+
+
+def cards(text: str, where: str) -> tuple[int, str, Gpu]:
+    """Read the GPUs of one machine, as `several` does, and return them as one GPU, which holds one copy of a model.
+
+    Raises:
+        UserError: as `several`.
+    """
+    count, name, one = several(text, where)
+    share = count * (CARD_SHARE if count > 1 else 1.0)
+    return count, name, Gpu(count * one.memory_gb, share * one.bandwidth_gb_per_second, share * one.tflops)
 
 
 def _plain(name: str) -> str:

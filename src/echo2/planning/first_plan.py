@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from echo2.config import Config
 from echo2.config.offers import Offer
 from echo2.config.values import FORMS, SELF
-from echo2.core.errors import UserError
+from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration
 from echo2.engines.registry import in_worker
-from echo2.learner.core.fitting import SnapshotSize, learner_need, machine_with, model_config, model_shape
+from echo2.learner.core.fitting import SnapshotSize, known_config, learner_need, machine_with, model_shape
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (
@@ -23,7 +23,7 @@ from echo2.planning.estimates import (
     STEP_SECONDS,
     Gpu,
     Workload,
-    gpu,
+    cards,
     rollouts_per_second,
     several,
     teacher_seconds,
@@ -44,11 +44,19 @@ STEPS_BESIDE = 32
 
 @dataclass(frozen=True, slots=True)
 class Basis:
-    """The value of an input and its origin, for the reader of the plan."""
+    """The value of an input and its origin, for the reader of the plan. `by_offer`: the value's parts."""
 
     name: str
     value: str
     origin: str
+    by_offer: Mapping[str, str] = field(default_factory=dict)
+
+    def of(self, deciding: Sequence[str]) -> str:
+        """Return the value, of these offers alone if it is of offers."""
+        told = [self.by_offer[name] for name in deciding if name in self.by_offer]
+        if not (others := len(self.by_offer) - len(told)):
+            return self.value
+        return ", ".join([*told, f"{counted(others, 'other' if told else 'offer')} (--json)"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +145,12 @@ class FirstPlan:
         Raises:
             UserError: a GPU, or the model's sizes, are not known.
         """
-        sampling, filled, told = self._config.sampling, list[Offer](), list[str]()
+        sampling, filled, told = self._config.sampling, list[Offer](), dict[str, str]()
         for offer in offers:
             if offer.form:
                 self._check_form(offer)
             if offer.gpu:
-                card = gpu(offer.gpu, f"offer {offer.name!r}: gpu")
+                card = cards(offer.gpu, f"offer {offer.name!r}: gpu")[2]
                 offer = replace(offer, memory_gb=offer.memory_gb or card.memory_gb)
                 if offer.rollouts_per_second is None:
                     at_once = (offer.groups_per_batch or sampling.groups_per_batch) * sampling.group_size
@@ -152,7 +160,7 @@ class FirstPlan:
                     rate = rollouts_per_second(self._work(offer.form), card, at_once)
                     offer = replace(offer, rollouts_per_second=rate)
                     in_form = f" in {offer.form}" if offer.form else ""
-                    told.append(f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}")
+                    told[offer.name] = f"{offer.name} {rate:.3g}/s with {at_once} at once{in_form}"
             filled.append(offer)
         if not told:
             return tuple(filled), []
@@ -161,11 +169,11 @@ class FirstPlan:
             f"estimated within a factor of {SPREAD:g} for {engines} ({self._told_length()}); `echo2 probe` "
             "measures them"
         )
-        return tuple(filled), [Basis("rates", ", ".join(told), why)]
+        return tuple(filled), [Basis("rates", ", ".join(told.values()), why, told)]
 
     def _check_form(self, offer: Offer) -> None:
         """Raise UserError if the engines that round do not know the model."""
-        config = model_config(self._config.model.path)
+        config = known_config(self._config.model.path)
         if config is not None and (known := in_worker(config)).name == "transformers":
             raise UserError(
                 f"offer {offer.name!r}: form = {offer.form!r}: the engines that round have the models of compact, and "
@@ -210,12 +218,13 @@ class FirstPlan:
 
 
 def fetched_shape(path: str) -> ModelShape:
-    """Return the sizes of a model from its config.json: in a directory, in the hub's cache, or from the hub.
+    """Return the sizes of a model from its config.json: in a directory, in the hub's cache, here (the examples'), or
+    from the hub.
 
     Raises:
         UserError: there is none, or it has layers of a kind that is not known.
     """
-    if model_config(path) is None and (reason := _fetch_config(path)):
+    if known_config(path) is None and (reason := _fetch_config(path)):
         raise UserError(
             f"model.path = {path!r}: {reason} For a plan the model's config.json is enough: put it into a directory, "
             "and name that: --model.path DIR."
@@ -243,7 +252,7 @@ def _fetch_config(path: str) -> str:
         return "there is no such directory, and a hub id needs `pip install huggingface_hub`."
     except OSError as error:
         return f"the hub did not send its config.json ({error})."
-    return "" if model_config(path) is not None else "the hub's config.json cannot be read."
+    return "" if known_config(path) is not None else "the hub's config.json cannot be read."
 
 
 def usual_delta_share(config: Config) -> float | None:

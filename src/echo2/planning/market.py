@@ -19,7 +19,7 @@ from echo2.config.offers import COUNT_MAX, Offer
 from echo2.config.rundir import write_atomically
 from echo2.core.errors import UserError, write_failed
 from echo2.head.fleet.machines import filled
-from echo2.planning.estimates import GPUS, gpu
+from echo2.planning.estimates import GPUS, several
 
 #: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
 SHIPPED = Path(__file__).with_name("market.csv")
@@ -30,6 +30,8 @@ COUNT = 64
 SPOT_LIFE_HOURS, SPOT_REPLACE_SECONDS, SPOT_RELIABILITY = 4.0, 600.0, 0.98
 #: Mbit/s of machines with GPUs for games, which stand anywhere, and of others.
 HOME_MBPS, CENTRE_MBPS = 100.0, 1000.0
+#: Arguments of a worker whose cards sample together (docs/engines.md); its machine needs vLLM.
+TOGETHER = "--engine vllm --device cuda --engine-args=--tensor-parallel-size={}"
 #: SkyPilot's names of providers that gpuhunt calls otherwise.
 _SKYPILOT = {"vastai": "vast", "lambdalabs": "lambda"}
 #: A GPU is the one of that name if its memory is, by this share.
@@ -50,14 +52,31 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus`: by
-    name; none: all. `count`: how many of each kind there are taken to be.
+    """Which machines of the market count. `region`: a part of its name; "": any. `spot`: yes, no or any. `gpus` and
+    `providers`: by name; none: all; 4xRTX-4090: machines with four of them, at four times the price of one.
+    `memory_gb`: of one GPU, at least. `count`: how many of each kind there are taken to be.
     """
 
     region: str = ""
     spot: str = "any"
     gpus: tuple[str, ...] = ()
     count: int = COUNT
+    memory_gb: float = 0.0
+    providers: tuple[str, ...] = ()
+
+    def takes(self, one: Price) -> bool:
+        """Whether a machine counts. A price list has no reliability; `providers` are what stands for it."""
+        return (
+            (not self.region or one.region == "any" or self.region.lower() in one.region.lower())
+            and self.spot in ("any", "yes" if one.spot else "no")
+            and GPUS[one.gpu].memory_gb >= self.memory_gb
+            and (not self.providers or one.provider.lower() in [name.strip().lower() for name in self.providers])
+        )
+
+    def __str__(self) -> str:
+        gpus, providers = ",".join(self.gpus) or "all", ",".join(self.providers) or "all"
+        memory = f", --memory-gb {self.memory_gb:g}" if self.memory_gb else ""
+        return f"--region {self.region or 'any'}, --spot {self.spot}, --gpus {gpus}, --providers {providers}{memory}"
 
 
 def cache_path() -> Path:
@@ -66,18 +85,18 @@ def cache_path() -> Path:
 
 
 def known_prices() -> tuple[list[Price], str]:
-    """Return the prices that are here, and where they are from.
-
-    Raises:
-        UserError: the file is not a price list.
+    """Return the prices that are here, and where they are from: those that were kept, or, if these are damaged or there
+    are none, those that came with echo2.
     """
-    path = cache_path()
-    if not path.is_file():
-        path = SHIPPED
-    found = _read(path)
+    path, why = cache_path(), "--offers market asks for today's"
+    try:
+        found, told = _read(path) if path.is_file() else [], str(path)
+    except UserError as error:
+        found, why = [], str(error)
+    if not found:
+        found, told = _read(SHIPPED), f"with echo2; {why}"
     days = sorted({one.seen for one in found})
     seen = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
-    told = "with echo2; --offers market asks for today's" if path == SHIPPED else str(path)
     return found, f"prices of {seen}, {told}"
 
 
@@ -127,40 +146,41 @@ def market_offers(prices: Sequence[Price], wanted: Wanted) -> list[Offer]:
     """
     if not 1 <= wanted.count <= COUNT_MAX:
         raise UserError(f"--each {wanted.count} must be between 1 and {COUNT_MAX}.")
-    names = {gpu(name, "--gpus") for name in wanted.gpus}
-    cheapest = dict[tuple[str, str, bool], Price]()
+    named = [several(name, "--gpus") for name in wanted.gpus]
+    cheapest = dict[tuple[str, str, bool, int], Price]()
     for one in sorted(prices, key=lambda one: one.usd_per_hour):
-        if wanted.region and one.region != "any" and wanted.region.lower() not in one.region.lower():
-            continue
-        if (names and GPUS[one.gpu] not in names) or wanted.spot not in ("any", "yes" if one.spot else "no"):
-            continue
-        cheapest.setdefault((one.provider, one.gpu, one.spot), one)
+        counts = [count for count, _, card in named if GPUS[one.gpu] == card] if named else [1]
+        if wanted.takes(one):
+            for count in counts:
+                cheapest.setdefault((one.provider, one.gpu, one.spot, count), one)
     if not cheapest:
         raise UserError(
-            f"No machine of the market is left: --region {wanted.region or 'any'}, --spot {wanted.spot}, --gpus "
-            f"{','.join(wanted.gpus) or 'all'}. It has {', '.join(sorted({one.gpu for one in prices}))}."
+            f"No machine of the market is left: {wanted}. It has {', '.join(sorted({one.gpu for one in prices}))} of "
+            f"{', '.join(sorted({one.provider for one in prices}))}."
         )
-    return [_offer(one, wanted.count) for one in cheapest.values()]
+    return [_offer(one, wanted.count, cards) for (*_, cards), one in cheapest.items()]
 
 
-def _offer(one: Price, count: int) -> Offer:
+def _offer(one: Price, count: int, cards: int) -> Offer:
     kind = one.gpu.replace("RTX-", "RTX")
     where = _SKYPILOT.get(one.provider, one.provider) + ("" if one.region == "any" else f"/{one.region}")
     spot = "--use-spot" if one.spot else "--no-use-spot"
     mbps = HOME_MBPS if one.gpu.startswith("RTX") else CENTRE_MBPS
-    name = f"{one.gpu.lower().replace('-', '')}-{one.provider}" + ("-spot" if one.spot else "")
+    times, usd = f"{cards}x" if cards > 1 else "", cards * one.usd_per_hour
+    name = f"{times}{one.gpu.lower().replace('-', '')}-{one.provider}" + ("-spot" if one.spot else "")
+    together = f'--env ECHO2_WORKER_ARGS="{TOGETHER.format(cards)}" ' if cards > 1 else ""
     return Offer(
         name=name,
-        price_usd_per_hour=one.usd_per_hour,
-        gpu=one.gpu,
+        price_usd_per_hour=usd,
+        gpu=times + one.gpu,
         count=count,
         up_mbps=mbps,
         down_mbps=mbps,
         reliability=SPOT_RELIABILITY if one.spot else 1.0,
         mean_life_hours=SPOT_LIFE_HOURS if one.spot else 0.0,
         replace_seconds=SPOT_REPLACE_SECONDS,
-        rent=f"sky launch -d -y -c {{name}} --infra {where} --gpus {kind}:1 {spot} --env "
-        f"ECHO2_MACHINE={{name}} --env ECHO2_PRICE_USD_PER_HOUR={one.usd_per_hour:g} --secret ECHO2_TICKET "
+        rent=f"sky launch -d -y -c {{name}} --infra {where} --gpus {kind}:{cards} {spot} --env "
+        f"ECHO2_MACHINE={{name}} --env ECHO2_PRICE_USD_PER_HOUR={usd:g} {together}--secret ECHO2_TICKET "
         "launch/skypilot.yaml",
         release="sky down -y {name}",
     )
@@ -172,9 +192,9 @@ def _read(path: Path) -> list[Price]:
             rows = list(csv.DictReader(file))
         found = [_price(row) for row in rows]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is no list of prices ({error}): delete it.") from error
+        raise UserError(f"{path} is no list of prices ({error}); delete it") from error
     if not found:
-        raise UserError(f"{path} has no prices: delete it.")
+        raise UserError(f"{path} has no prices; delete it")
     return found
 
 

@@ -113,7 +113,7 @@ def make_plan(inputs: PlanInputs, limit: SearchLimit | None = None) -> Plan:
 
 
 def _make_plan(inputs: PlanInputs, limit: SearchLimit) -> Plan:
-    _check(inputs)
+    check_inputs(inputs)
     limit.begin()
     best = _frugal(inputs, None, limit) if inputs.max_staleness == 0 else _search(inputs, limit)
     if inputs.budget_usd is None or best.usd <= inputs.budget_usd:
@@ -169,9 +169,17 @@ def by_staleness(inputs: PlanInputs) -> list[Plan]:
     return plans
 
 
-def _check(inputs: PlanInputs) -> None:
+def check_inputs(inputs: PlanInputs) -> None:
+    """Refuse what no plan can be made from.
+
+    Raises:
+        NoPlanError: there is a budget, and nothing has a price.
+        UserError: an input is wrong, or a rate is not known.
+    """
     if not inputs.offers:
         raise UserError("There are no machines on offer: add [[offers]] to the offers file.")
+    for offer in inputs.offers:
+        _ = offer.effective_rate
     if inputs.budget_usd is not None and not inputs.budget_usd > 0:
         raise UserError(f"--budget {inputs.budget_usd} must be above 0.")
     if inputs.learner_usd_per_hour < 0:

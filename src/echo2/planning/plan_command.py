@@ -17,14 +17,18 @@ from echo2.core.printable import duration, size
 from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.planning import here
+from echo2.planning.chosen_learner import with_learner
 from echo2.planning.first_plan import Basis, Range, open_range, told_range
 from echo2.planning.market import refresh, rent_commands
 from echo2.planning.memory_needs import Needs, needs_as_dict, needs_table
-from echo2.planning.plan import Plan, by_staleness, make_plan
-from echo2.planning.plan_inputs import PlanInputs, read_past_run
+from echo2.planning.plan import NoPlanError, Plan, by_staleness, make_plan
+from echo2.planning.plan_inputs import PastRun, PlanInputs, read_past_run
 from echo2.planning.plan_request import MARKET, configured, ready
 from echo2.planning.simulate import rehearse
 from echo2.planning.ways_out import way_out
+
+#: Inputs that have a row of the plan's table.
+ROWS = ("learner", "judge")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +51,26 @@ def run(options: argparse.Namespace) -> int:
         UserError: no plan exists, and the message has the nearest that does; or an input is missing.
     """
     if options.here is not None:
-        return _here(options)
+        try:
+            return _here(options)
+        except UserError as error:
+            raise _with_way_out(options, None, error) from error
     if options.offers is None and Path("offers.toml").is_file():
         options.offers = Path("offers.toml")
     if options.offers == MARKET and (reason := refresh()):
         print(reason, file=sys.stderr)
-    past = read_past_run(options.source) if options.source is not None else None
-    if options.config is None:
-        if options.source is None or not RunDir(options.source).config.is_file():
-            said = f"{options.source} has no config.json" if options.source else "No configuration was given"
-            raise UserError(f"{said}: name the run's configuration file, or --from DIR, a run's directory; or both.")
-        options.config = RunDir(options.source).config
+    asked, past, chosen = options, None, None
     try:
-        config = configured(options)
-        inputs, sources, estimated, needs = ready(config, options, past)
+        past = read_past_run(options.source) if options.source is not None else None
+        if options.config is None:
+            options.config = _config_of(options.source)
+        asked, chosen = with_learner(options, past)
+        config = configured(asked)
+        inputs, sources, estimated, needs = ready(config, asked, past)
         plan = make_plan(inputs)
     except UserError as error:
-        if not (proposed := way_out(options, past, error)):
-            raise
-        raise UserError(f"{error} {proposed}") from error
+        raise _with_way_out(asked if isinstance(error, NoPlanError) else options, past, error) from error
+    sources += [chosen] if chosen else []
     found = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
     if options.rent:
         print(rent_commands(inputs.offers, plan.machines))
@@ -93,6 +98,18 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _with_way_out(options: argparse.Namespace, past: PastRun | None, error: UserError) -> UserError:
+    return UserError(f"{error} {way_out(options, past, error)}".rstrip())
+
+
+def _config_of(source: Path | None) -> Path:
+    """Return the configuration of a run's directory. Raises UserError if there is none."""
+    if source is None or not RunDir(source).config.is_file():
+        said = f"{source} has no config.json" if source else "No configuration was given"
+        raise UserError(f"{said}: name the run's configuration file, or --from DIR, a run's directory; or both.")
+    return RunDir(source).config
+
+
 def _here(options: argparse.Namespace) -> int:
     """Forecast the run on this machine, and print that."""
     if options.config is None:
@@ -115,6 +132,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     plan, inputs, sources = found.plan, found.inputs, found.sources
     table = Table(title="Plan", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_row("machines", ", ".join(f"[bold]{n} x {name}[/bold]" for name, n in plan.machines.items()))
+    for one in (one for one in sources if one.name in ROWS):
+        table.add_row(one.name, f"{one.value}; {one.origin}")
     settings = f"schedule.max_staleness {plan.max_staleness}, publish_every {plan.publish_every}"
     settings += f", learner.ranks {ranks}" if ranks > 1 else ""
     table.add_row("settings", f"[bold]{settings}[/bold]")
@@ -137,8 +156,6 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     table.add_row(
         "cost", f"[bold]${plan.usd_per_step:.4g} a step, ${plan.usd:.2f} for {inputs.steps} steps[/bold]{share}"
     )
-    for one in (one for one in sources if one.name == "judge"):
-        table.add_row("judge", f"{one.value}; {one.origin}")
     if found.open is not None:
         table.add_row("once measured", told_range(found.open))
     workers_usd = plan.usd_per_step - inputs.usd_per_step(0.0, plan.prediction.step_seconds)
@@ -149,7 +166,8 @@ def show(found: _Decided, ranks: int, choices: list[Plan], console: Console) -> 
     console.print(table, highlight=False)
     if len(choices) > 1:
         console.print(_choices(choices), highlight=False)
-    rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in sources if one.name != "judge")
+    few = inputs.deciding(plan.machines)
+    rests = "; ".join(f"{one.name} {one.of(few)} ({one.origin})" for one in sources if one.name not in ROWS)
     console.print(f"[dim]Rests on: {rests}.[/dim]", highlight=False)
 
 

@@ -85,6 +85,11 @@ class PlanInputs:
     def offer(self, name: str) -> Offer:
         return next(offer for offer in self.offers if offer.name == name)
 
+    def deciding(self, machines: Mapping[str, int]) -> list[str]:
+        """Return the offers of these machines, and the cheapest for a rollout that was not taken."""
+        order = [offer.name for offer, _ in self.pool(self.max_staleness)]
+        return [*(name for name in order if name in machines), *[name for name in order if name not in machines][:1]]
+
     def batch(self, offer: Offer) -> int:
         """Return the number of groups that a machine of this offer samples at once."""
         return offer.groups_per_batch or self.groups_per_batch

@@ -16,7 +16,7 @@ from echo2.core.printable import duration, size
 from echo2.core.types import Hardware
 from echo2.engines.registry import chosen
 from echo2.head.fleet.machines import scaled_offers
-from echo2.learner.core.fitting import SnapshotSize, machine_with, model_config, model_shape, snapshot_size, worker_need
+from echo2.learner.core.fitting import SnapshotSize, known_config, machine_with, model_shape, snapshot_size, worker_need
 from echo2.learner.decide.memory import GB
 from echo2.planning.estimates import several
 from echo2.planning.first_plan import Basis, Estimated, FirstPlan, usual_delta_share
@@ -61,7 +61,9 @@ def ready(
     hardware = learner_machine(config, options.learner_memory_gb or first.learner_memory_gb)
     offers, left_out = offers_that_fit(config, shape, inputs.offers)
     if left_out:
-        sources.append(Basis("without", ", ".join(left_out), next(iter(left_out.values()))))
+        sources.append(
+            Basis("without", ", ".join(left_out), next(iter(left_out.values())), {one: one for one in left_out})
+        )
     needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
     return replace(inputs, offers=offers), sources, estimated, needs
 
@@ -90,7 +92,7 @@ def gather(
     known = _offers(config, options, sources)
     offers, estimates = first.offers(known)
     sources += estimates
-    engine = chosen(config, model_config(config.model.path), ())
+    engine = chosen(config, known_config(config.model.path), ())
     sources.append(Basis("engine", engine.name, engine.why))
     schedule, sampling = config.schedule, config.sampling
     inputs = PlanInputs(
@@ -138,8 +140,10 @@ def offered(options: argparse.Namespace) -> tuple[list[Offer], str]:
     if path is not None and path != MARKET:
         return load_offers(path), str(path)
     prices, origin = known_prices()
-    gpus = tuple(filter(None, (options.gpus or "").split(",")))
-    return market_offers(prices, Wanted(options.region or "", options.spot, gpus, options.each)), origin
+    gpus, providers = (tuple(filter(None, (names or "").split(","))) for names in (options.gpus, options.providers))
+    memory_gb = options.memory_gb or 0.0
+    wanted = Wanted(options.region or "", options.spot, gpus, options.each, memory_gb, providers)
+    return market_offers(prices, wanted), origin
 
 
 def are_estimated(options: argparse.Namespace) -> bool:
@@ -242,7 +246,8 @@ def _snapshot_size(config: configuration.Config, options: argparse.Namespace, fi
         return SnapshotSize(options.snapshot_bytes)
     try:
         return snapshot_size(config)
-    except UserError:  # no files of weights here
-        if options.learner is None:
-            raise
-        return first.snapshot_size()
+    except UserError as error:  # no files of weights here
+        try:
+            return first.snapshot_size()
+        except UserError:
+            raise error from None

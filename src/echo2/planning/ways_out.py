@@ -16,24 +16,31 @@ from echo2.core.errors import UserError
 from echo2.learner.core.fitting import learner_need, machine_with, model_shape, worker_need
 from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
-from echo2.planning.estimates import GPUS, gpu, several
+from echo2.planning.chosen_learner import with_learner
+from echo2.planning.estimates import GPUS, cards, several
 from echo2.planning.first_plan import FirstPlan
+from echo2.planning.market import COUNT
 from echo2.planning.memory_needs import (
     DoesNotFitError,
     largest_model,
     learner_savings,
     worker_savings,
 )
-from echo2.planning.plan import NoPlanError, Plan, SearchLimit, make_plan
+from echo2.planning.plan import NoPlanError, Plan, SearchLimit, check_inputs, make_plan
 from echo2.planning.plan_inputs import PastRun
 from echo2.planning.plan_request import MARKET, are_estimated, configured, learner_machine, offered, ready
 from echo2.planning.remedies import Remedy, remedies
+from echo2.planning.repairs import CONFIG, repairs
 
 AT_ONCE = "sampling.groups_per_batch"
 #: A machine of which no memory is known is taken to hold any worker, as `offers_that_fit` does.
 UNKNOWN_GB = 1e6
-#: Flags that choose among the machines of the market, with what they are without.
-FILTERS = {"--gpus": None, "--region": None, "--spot": "any"}
+#: Cards of one machine, where one of them does not hold a worker.
+CARDS = (2, 4, 8)
+#: Flags that choose among the machines of the market.
+FILTERS = ("--gpus", "--region", "--spot", "--memory-gb", "--providers")
+#: What flags are that are not given, where it is not None.
+WITHOUT: dict[str, Any] = {"spot": "any", "each": COUNT, "max_idle": 0.02}
 #: Forecasts for a way out of a refusal.
 WAYS_OUT = 16
 #: A plan in which the learner waits for more than this share of the time is not said to work.
@@ -52,59 +59,68 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"{_lead(more[1])}, with more rollouts at once: `{command}` ({_in_short(more[1])})."
         return _told(options, {}, remedies(error, are_estimated(options)))
-    changes = {} if isinstance(error, DoesNotFitError) else _fewer_ranks(options)
+    is_large = isinstance(error, DoesNotFitError) and options.here is None
+    changes = {} if is_large else _valid(options, past)
     if changes is None:
         return ""
+    past = past if options.source and "--from" not in changes else None
     try:
-        changes = _fitting(options, changes)
+        changes = _fitting(options, changes, past)
     except DoesNotFitError as refusal:
         return str(refusal)
-    config, asked = _with(options, changes)
+    config, asked = _with(options, changes, past)
     inputs = ready(config, asked, past)[0]
     try:
         plan = make_plan(inputs, SearchLimit(WAYS_OUT))
     except NoPlanError as refusal:
         return _told(asked, changes, remedies(refusal, are_estimated(asked)))
-    return f"{_lead(plan)}: `{_command(options, changes)}` ({_in_short(plan)})."
+    return f"{_lead(plan, changes)}: `{_command(options, changes)}` ({_in_short(plan)})."
 
 
-def _fewer_ranks(options: argparse.Namespace) -> dict[str, str] | None:
-    """Return flags with fewer GPUs of the learner, where the configuration is refused for their number."""
-    count, name, _ = several(options.learner or "H100", "--learner")
+def _valid(options: argparse.Namespace, past: PastRun | None) -> dict[str, str] | None:
+    """Return the nearest flags with which all inputs are there; None: no flag mends what was wrong."""
+    model = None
     with contextlib.suppress(UserError):
-        configured(options)
-        return None
-    while count > 1:
-        count //= 2
-        changes = {"--learner": f"{count}x{name}", "--learner.ranks": str(count)}
-        with contextlib.suppress(UserError):
-            _with(options, changes)
+        model = configured(_flagged(options, {"--learner": ""})).model.path if options.config else None
+    for changes in repairs(options, model):
+        asked = _flagged(options, changes)
+        if past is None if asked.source is not None else str(asked.config) not in asked.given:
+            continue  # that run cannot be read; or it had the configuration
+        left = None if "--from" in changes else past
+        try:
+            check_inputs(ready(*_with(options, changes, left), left)[0])
+        except (DoesNotFitError, NoPlanError):  # these are looked at next
             return changes
+        except UserError:
+            continue
+        return changes
     return None
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _fitting(options: argparse.Namespace, begun: dict[str, str]) -> dict[str, str]:
+def _fitting(options: argparse.Namespace, begun: dict[str, str], past: PastRun | None) -> dict[str, str]:
     """Return flags with which a worker fits an offer or a machine of the market, and the learner into its own.
 
     Raises:
         DoesNotFitError: there are none.
     """
-    config, asked = _with(options, begun)
+    config, asked = _with(options, begun, past)
     shape = model_shape(config.model.path)
     if shape is None:
         return begun
     changes = begun | _of_worker(config, asked, shape)
-    return changes | _of_learner(*_with(options, changes), shape)
+    return changes | _of_learner(*_with(options, changes, past), shape)
 
 
 def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
     market = {} if options.offers in (None, MARKET) else {"--offers": str(MARKET)}
-    open_to_all = market | {flag: "" for flag in FILTERS if getattr(options, flag[2:]) not in ("", None, "any")}
+    open_to_all = market | {
+        flag: "" for flag in FILTERS if getattr(options, flag[2:].replace("-", "_")) not in ("", None, "any")
+    }
     memory = list[tuple[dict[str, str], float]]()
-    for flags in ({}, market, open_to_all):
+    for flags in ({}, *_more_cards(options), market, open_to_all):
         with contextlib.suppress(UserError):  # a filter leaves no machine
             memory.append((flags, max(map(_memory_gb, offered(_flagged(options, flags))[0]))))
     for settings, smaller in worker_savings(config):
@@ -118,8 +134,15 @@ def _of_worker(config: Config, options: argparse.Namespace, shape: ModelShape) -
     )
 
 
+def _more_cards(options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """Yield machines with several of the GPUs of the market that were asked for."""
+    if options.offers in (None, MARKET) and options.gpus:
+        names = [several(name, "--gpus")[1] for name in options.gpus.split(",") if name]
+        yield from ({"--gpus": ",".join(f"{count}x{name}" for name in names)} for count in CARDS)
+
+
 def _memory_gb(offer: Offer) -> float:
-    return offer.memory_gb or (gpu(offer.gpu, offer.name).memory_gb if offer.gpu else UNKNOWN_GB)
+    return offer.memory_gb or (cards(offer.gpu, offer.name)[2].memory_gb if offer.gpu else UNKNOWN_GB)
 
 
 def _of_learner(config: Config, options: argparse.Namespace, shape: ModelShape) -> dict[str, str]:
@@ -164,25 +187,29 @@ def _in_words(settings: dict[str, Any]) -> str:
 # ---- commands --------------------------------------------------------------------------------------------------------
 
 
-def _with(options: argparse.Namespace, changes: dict[str, str]) -> tuple[Config, argparse.Namespace]:
+def _with(
+    options: argparse.Namespace, changes: dict[str, str], past: PastRun | None
+) -> tuple[Config, argparse.Namespace]:
     """Return configuration and flags with these changes, as the command line would give them."""
-    settings = {flag[2:]: value for flag, value in changes.items() if "." in flag}
-    asked = _flagged(options, changes)
-    asked.overrides = {**options.overrides, **settings}
+    asked = with_learner(_flagged(options, changes), past)[0]
     return configured(asked), asked
 
 
 def _flagged(options: argparse.Namespace, changes: dict[str, str]) -> argparse.Namespace:
-    """Return the flags with those of these changes that are no settings."""
+    """Return the flags with these changes, and the words that give them."""
     asked = argparse.Namespace(**vars(options))
-    if "--offers" in changes:
-        asked.offers = Path(changes["--offers"])
-    if "--learner" in changes:
-        asked.learner = changes["--learner"]
-    if "--learner-memory-gb" in changes:
-        asked.learner_memory_gb = float(changes["--learner-memory-gb"])
-    for flag in FILTERS.keys() & changes.keys():
-        setattr(asked, flag[2:], FILTERS[flag])
+    asked.given = _words(options, changes)
+    asked.overrides = dict(options.overrides)
+    for flag, value in changes.items():
+        if "." in flag:
+            asked.overrides.pop(flag[2:], None)
+            asked.overrides |= {flag[2:]: value} if value else {}
+        elif flag == CONFIG:
+            asked.config = Path(value)
+        else:
+            field = "source" if flag == "--from" else flag[2:].replace("-", "_")
+            kind = {"offers": Path, "learner": str, "gpus": str}.get(field, float)
+            setattr(asked, field, kind(value) if value else WITHOUT.get(field))
     return asked
 
 
@@ -196,7 +223,7 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator
         if limit.forecasts <= 0:
             return
         try:
-            yield value, make_plan(ready(*_with(options, {f"--{AT_ONCE}": value}), past)[0], limit)
+            yield value, make_plan(ready(*_with(options, {f"--{AT_ONCE}": value}, past), past)[0], limit)
         except UserError:
             continue
 
@@ -232,16 +259,26 @@ def _is_busy(plan: Plan) -> bool:
     return plan.prediction.steady_idle_ratio <= IDLE_MAX
 
 
-def _lead(plan: Plan) -> str:
+def _lead(plan: Plan, changes: dict[str, str] | None = None) -> str:
     works = "A plan that works"
+    if changes and "--model.path" in changes:
+        works += ", for a model whose sizes are known"
     return works if _is_busy(plan) else "In all plans found the learner waits most of the time; the nearest one"
 
 
 def _command(options: argparse.Namespace, changes: dict[str, str]) -> str:
     """Return the command that was given, with these flags changed; an empty value takes a flag away."""
+    return shlex.join(["echo2", *_words(options, changes)])
+
+
+def _words(options: argparse.Namespace, changes: dict[str, str]) -> list[str]:
     words = [word for word in options.given if word not in ("--json", "--rehearse")]
     for flag, value in changes.items():
+        if flag == CONFIG:
+            words = [*(word for word in words if word != str(options.config)), value]
+            continue
         for at in reversed([at for at, word in enumerate(words) if word.partition("=")[0] == flag]):
-            del words[at : at + (1 if "=" in words[at] else 2)]
+            is_alone = "=" in words[at] or (flag == "--here" and options.here == Path())
+            del words[at : at + (1 if is_alone else 2)]
         words += [flag, value] if value else []
-    return shlex.join(["echo2", *words])
+    return words

@@ -12,7 +12,7 @@ import json
 import logging
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+#: From the hub's config.json of each; of outputs/models, from what `echo2 demo` and examples/smollm make.
+KNOWN_MODELS = Path(__file__).with_name("known_models.json")
+#: What `read_shape` needs of a model with attention over all tokens, and what of which model types besides.
+STATED = frozenset(
+    {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+    | {"num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"}
+)
+MORE_STATED = {
+    "llama": frozenset[str](),
+    "qwen2": frozenset[str](),
+    "qwen3": frozenset({"head_dim"}),
+    "qwen3_moe": frozenset({"head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"}),
+}
 #: The head's memory, which does not grow with the model.
 HEAD_BYTES = 500_000_000
 #: Assumed memory of a machine whose GPUs alone are known, in that of one of them.
@@ -236,16 +249,34 @@ def model_config(path: str) -> dict[str, Any] | None:
     return values if isinstance(values, dict) else None
 
 
+@cache
+def known_models() -> dict[str, dict[str, Any]]:
+    """The sizes in config.json of the models of the examples, by hub id or by the path where they are made."""
+    return json.loads(KNOWN_MODELS.read_text(encoding="utf-8"))  # type: ignore[no-any-return]
+
+
+def known_config(path: str) -> dict[str, Any] | None:
+    """Return config.json as `model_config` does, or the sizes of a model of the examples that is not here yet."""
+    found = model_config(path)
+    return known_models().get(path) if found is None and not Path(path).exists() else found
+
+
 def model_shape(path: str) -> ModelShape | None:
-    """Return the shape of a model directory, or of a hub id in the local hub cache; None if it is unknown."""
-    config = model_config(path)
+    """Return the shape of a model directory, of a hub id in the local hub cache, or of a model of the examples; None if
+    it is unknown."""
+    config = known_config(path)
     return None if config is None else _shape_of(json.dumps(config, sort_keys=True))
 
 
 @lru_cache(maxsize=16)
 def _shape_of(config_json: str) -> ModelShape | None:
-    """A plan and its neighbours ask for the same one many times, and transformers takes long to answer."""
-    return read_shape(all_values(json.loads(config_json)))
+    """A plan and its neighbours ask for the same one many times, and transformers takes long to answer: two seconds of
+    computing, where torch is installed. It is not asked for values that config.json has.
+    """
+    values = json.loads(config_json)
+    needed = STATED | MORE_STATED.get(str(values.get("model_type")), {"transformers"})
+    stated = read_shape(values) if needed <= values.keys() and not values.get("use_sliding_window") else None
+    return stated or read_shape(all_values(values))
 
 
 @dataclass(frozen=True, slots=True)
