@@ -163,6 +163,8 @@ def test_any_configuration_without_learner_or_offers_ends_so_too(
     ends = check(range(3000, 3008), desk, work, capsys, bare)
     assert ends["plan"]
     assert ends["remedy"]
+    for seed in (4009, 4023, 4044):  # a remedy without the learner for which it was found; ranks without rollouts
+        assert check(range(seed, seed + 1), desk, work, capsys, bare)["remedy"]
 
 
 def test_a_plan_in_which_the_learner_mostly_waits_is_not_said_to_work(

@@ -205,7 +205,7 @@ def test_more_rollouts_at_once_are_proposed_where_there_is_no_plan(
 def test_a_gpu_of_an_offer_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write(tmp_path, QWEN3_8B, SETTINGS, OFFERS.replace("5090", "9090"))
     assert main([*words, "--learner", "4xA100-80GB"]) == 2
-    assert "offer 'card': gpu: the data sheet of 'RTX 9090' is not known" in capsys.readouterr().err
+    assert "offer 'card': gpu = 'RTX 9090': the data sheet of 'RTX 9090' is not known" in capsys.readouterr().err
     assert gpu("rtx3090", "x").memory_gb == 24
 
 

@@ -26,7 +26,7 @@ def add_plan(add: Add) -> None:
     parser.add_argument("--here", type=Path, nargs="?", const=Path(), metavar="PROBE", help=text)
     given = parser.add_argument_group("measured or estimated", "Flags override what --from DIR supplies.")
     text = "the learner's GPUs, as in 4xA100-80GB (sets learner.ranks, where the file does not): estimates what is not "
-    text += "given from their data sheet"
+    text += "given from their data sheet (default: the cheapest for a step that hold the model)"
     given.add_argument("--learner", metavar="GPUS", help=text)
     given.add_argument("--from", dest="source", type=Path, metavar="DIR", help="a similar run that was measured")
     for flag, symbol, what in (

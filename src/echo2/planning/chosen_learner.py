@@ -128,7 +128,7 @@ def _prices(options: argparse.Namespace) -> dict[str, tuple[float, str]]:
     if options.offers not in (None, MARKET):
         for offer in offered(options)[0]:
             if offer.gpu and not offer.mean_life_hours:
-                count, name, card = several(offer.gpu, f"offer {offer.name!r}: gpu")
+                count, name, card = several(offer.gpu, f"offer {offer.name!r}: gpu =")
                 name = next(name for name, one in GPUS.items() if one == card)
                 add(name, offer.price_usd_per_hour / count, f"offer {offer.name!r}")
     for one in known_prices()[0]:

@@ -150,7 +150,7 @@ class FirstPlan:
             if offer.form:
                 self._check_form(offer)
             if offer.gpu:
-                card = cards(offer.gpu, f"offer {offer.name!r}: gpu")[2]
+                card = cards(offer.gpu, f"offer {offer.name!r}: gpu =")[2]
                 offer = replace(offer, memory_gb=offer.memory_gb or card.memory_gb)
                 if offer.rollouts_per_second is None:
                     at_once = (offer.groups_per_batch or sampling.groups_per_batch) * sampling.group_size

@@ -24,6 +24,8 @@ DISPENSABLE = (
     *("--uplink-mbps", "--learner-memory-gb", "--max-idle", "--budget", "--each", "--region", "--spot", "--gpus"),
     *("--memory-gb", "--providers", "--from", "--learner"),
 )
+#: Ranks that are tried where no GPUs are named.
+COUNTS = (8, 4, 2, 1)
 #: So many changes are tried together.
 CHANGES_MAX = 3
 #: Groups of changes that are tried at most.
@@ -61,10 +63,11 @@ def _of_model(model: str | None) -> dict[str, str]:
 
 
 def _of_learner(options: argparse.Namespace) -> Iterator[dict[str, str]]:
-    """As many ranks as GPUs, or with fewer of both."""
+    """As many ranks as GPUs, or with fewer of both; without known GPUs, other ranks than the configuration has."""
     try:
         count, name, _ = several(options.learner or "", "--learner")
     except UserError:
+        yield from ({"--learner.ranks": str(count)} for count in COUNTS)
         return
     yield {"--learner.ranks": str(count)}
     while count > 1:

@@ -58,7 +58,7 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
         if more is not None:
             command = _command(options, {f"--{AT_ONCE}": more[0]})
             return f"{_lead(more[1])}, with more rollouts at once: `{command}` ({_in_short(more[1])})."
-        return _told(options, {}, remedies(error, are_estimated(options)))
+        return _told(options, remedies(error, are_estimated(options)))
     is_large = isinstance(error, DoesNotFitError) and options.here is None
     changes = {} if is_large else _valid(options, past)
     if changes is None:
@@ -73,7 +73,7 @@ def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError)
     try:
         plan = make_plan(inputs, SearchLimit(WAYS_OUT))
     except NoPlanError as refusal:
-        return _told(asked, changes, remedies(refusal, are_estimated(asked)))
+        return _told(asked, remedies(refusal, are_estimated(asked)))
     return f"{_lead(plan, changes)}: `{_command(options, changes)}` ({_in_short(plan)})."
 
 
@@ -228,13 +228,13 @@ def _more_at_once(options: argparse.Namespace, past: PastRun | None) -> Iterator
             continue
 
 
-def _told(options: argparse.Namespace, changes: dict[str, str], found: list[Remedy]) -> str:
+def _told(options: argparse.Namespace, found: list[Remedy]) -> str:
     found = sorted(found, key=lambda one: not _is_busy(one.plan))
     edits, others = _edits(found[0], options.offers), []
     for one in found[1:]:
         flags = [f"{flag} {value}" if value else f"no {flag}" for flag, value in _flags(one, options).items()]
         others.append(" and ".join([*flags, *_edits(one, options.offers)]))
-    first = f"`{_command(options, {**changes, **_flags(found[0], options)})}` ({_in_short(found[0].plan)})"
+    first = f"`{_command(options, _flags(found[0], options))}` ({_in_short(found[0].plan)})"
     before = f"with {' and '.join(edits)}: " if edits else ""
     return f"{_lead(found[0].plan)}: {before}{first}." + (f" Or: {'; or '.join(others)}." if others else "")
 
