@@ -13,7 +13,14 @@ from echo2.config.values import FORMS, SELF
 from echo2.core.errors import UserError
 from echo2.core.printable import duration
 from echo2.engines.registry import in_worker
-from echo2.learner.core.fitting import SnapshotSize, learner_need, machine_with, model_config, model_shape
+from echo2.learner.core.fitting import (
+    SnapshotSize,
+    frozen_bytes,
+    learner_need,
+    machine_with,
+    model_config,
+    model_shape,
+)
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (
@@ -33,6 +40,7 @@ from echo2.planning.estimates import (
 from echo2.planning.memory_needs import rollouts_held, sampling_need
 from echo2.planning.plan import NoPlanError, Plan, make_plan
 from echo2.planning.plan_inputs import PlanInputs
+from echo2.weights.format.adapter_files import EXPERTS
 from echo2.weights.format.model_files import hub_refusal
 from echo2.worker.decide.home import SLOTS_MIN
 
@@ -93,7 +101,7 @@ class FirstPlan:
     @property
     def answer_tokens(self) -> float:
         """Mean length of the answers."""
-        return self._given_tokens or ANSWER_SHARE * self._config.sampling.max_tokens
+        return answer_tokens(self._config, self._given_tokens)
 
     def train_seconds(self) -> tuple[float, Basis]:
         """Estimate the seconds of a training step.
@@ -178,7 +186,8 @@ class FirstPlan:
         width = BYTES_PER_VALUE[config.model.snapshot_dtype]
         if not config.lora.rank:
             return SnapshotSize(shape.parameters * width)
-        return SnapshotSize(shape.adapter_parameters(config.lora.rank) * width, shape.parameters * shape.stored_bytes)
+        trained = shape.adapter_parameters(config.lora.rank, EXPERTS in config.lora.targets)
+        return SnapshotSize(trained * width, shape.parameters * frozen_bytes(config, shape))
 
     def _told_length(self) -> str:
         if self._given_tokens:
@@ -203,6 +212,11 @@ class FirstPlan:
     @cached_property
     def _shape(self) -> ModelShape:
         return fetched_shape(self._config.model.path)
+
+
+def answer_tokens(config: Config, given: float | None) -> float:
+    """Return the mean length of the answers: as given, else half of the longest."""
+    return given or ANSWER_SHARE * config.sampling.max_tokens
 
 
 def fetched_shape(path: str) -> ModelShape:

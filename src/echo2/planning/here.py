@@ -27,8 +27,8 @@ from echo2.learner.core.fitting import num_parameters, snapshot_bytes
 from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning import on_cores
-from echo2.planning.estimates import ANSWER_SHARE
 from echo2.planning.first_plan import DELTA_SHARE, Basis, fetched_shape
+from echo2.planning.first_plan import answer_tokens as mean_answer
 from echo2.planning.lengths import SeenLengths
 from echo2.planning.memory_needs import Needs, learner_that_fits, needs_as_dict, worker_that_fits
 from echo2.planning.on_cores import Lengths
@@ -221,8 +221,7 @@ def _lengths(
         )
         lengths = Lengths(seen.prompt, answer, trained, max(seen.longest, answer))
         return lengths, seen.flat, (Basis("answers", f"{answer:.3g} tokens", told),)
-    prompt = _prompt_tokens(config)
-    answer = answer_tokens or ANSWER_SHARE * most
+    prompt, answer = _prompt_tokens(config), mean_answer(config, answer_tokens)
     origin = "--answer-tokens" if answer_tokens else f"half of sampling.max_tokens = {most}; `echo2 probe` measures"
     basis = (
         Basis("prompts", f"{prompt:.3g} tokens", f"the first {PROMPTS_READ} of {config.tasks.source}"),

@@ -23,6 +23,7 @@ from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE, Demand
 class BroadcastInputs:
     """Size and speed of a publication. `seconds`: measured time of transfer and reload, used instead of the formulas;
     `at_least_seconds`: measured in another run, a lower bound here. `delta_bytes`: size of one step's delta.
+    `base_bytes`: of the model under the adapter, which travels once. Without `full_bytes`, sizes are not known.
     """
 
     full_bytes: float = 0.0
@@ -30,6 +31,7 @@ class BroadcastInputs:
     head_up_bps: float = 1e9
     seconds: float | None = None
     at_least_seconds: float = 0.0
+    base_bytes: float = 0.0
 
     def num_bytes(self, publish_every: int) -> float:
         """Return the bytes of a publication: kappa deltas of one step at most, and never more than a full snapshot."""
@@ -96,6 +98,11 @@ class PlanInputs:
             for name, count in machines.items()
         ]
         return self.broadcast.seconds_to(links, publish_every)
+
+    def joins(self, machines: Mapping[str, int], hours: float) -> float:
+        """Return how many workers join in so many hours: these machines, and those that take the place of lost ones."""
+        lives = ((count, self.offer(name).mean_life_hours) for name, count in machines.items())
+        return math.fsum(count * (1 + (hours / life if life else 0.0)) for count, life in lives)
 
     def least_broadcast_seconds(self, publish_every: int) -> float:
         """Return T_bcast for a single machine, of the offer with the fastest broadcast."""

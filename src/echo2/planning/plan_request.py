@@ -211,9 +211,39 @@ def _broadcast(
     first: FirstPlan,
     sources: list[Basis],
 ) -> BroadcastInputs:
-    if options.broadcast_seconds is not None:
-        sources.append(Basis("T_bcast", duration(options.broadcast_seconds), "--broadcast-seconds"))
-        return BroadcastInputs(seconds=options.broadcast_seconds)
+    given = options.broadcast_seconds
+    if given is not None:
+        sources.append(Basis("T_bcast", duration(given), "--broadcast-seconds"))
+    try:
+        weights = _weights(config, options, past, first, sources)
+    except UserError:
+        if given is None:
+            raise
+        return BroadcastInputs(seconds=given)
+    if given is not None:
+        return replace(weights, seconds=given)
+    least = 0.0
+    if past is not None and past.broadcast_seconds is not None:
+        least = past.broadcast_seconds
+        sources.append(Basis("T_bcast, at least", duration(least), f"measured in {options.source}"))
+    uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
+    told = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
+    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", told))
+    return replace(weights, head_up_bps=uplink * 1e6, at_least_seconds=least)
+
+
+def _weights(
+    config: configuration.Config,
+    options: argparse.Namespace,
+    past: PastRun | None,
+    first: FirstPlan,
+    sources: list[Basis],
+) -> BroadcastInputs:
+    """Return the sizes of what travels for a version.
+
+    Raises:
+        UserError: they are not known.
+    """
     found = _snapshot_size(config, options, first)
     full = found.num_bytes
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
@@ -227,14 +257,7 @@ def _broadcast(
     elif past is None and options.learner is not None and (share := usual_delta_share(config)) is not None:
         delta = full * share
         sources.append(Basis("delta", size(delta), f"{share:.0%} of a snapshot, as is usual"))
-    least = 0.0
-    if past is not None and past.broadcast_seconds is not None:
-        least = past.broadcast_seconds
-        sources.append(Basis("T_bcast, at least", duration(least), f"measured in {options.source}"))
-    uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
-    given = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
-    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", given))
-    return BroadcastInputs(full, delta, uplink * 1e6, at_least_seconds=least)
+    return BroadcastInputs(full, delta, base_bytes=found.base_bytes)
 
 
 def _snapshot_size(config: configuration.Config, options: argparse.Namespace, first: FirstPlan) -> SnapshotSize:

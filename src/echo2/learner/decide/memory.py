@@ -57,6 +57,11 @@ OFFLOADED_BYTES = 12 << 24
 USABLE = 0.9
 
 
+def moments_bytes(quantised: str, trained: int) -> int:
+    """Bytes of AdamW's moments, by `learner.quantised`."""
+    return int((MOMENTS_8_BIT_BYTES if quantised == "moments" else 8) * trained)
+
+
 @dataclass(frozen=True, slots=True)
 class LearnerSetup:
     """What determines a learner's memory, apart from its micro-batch.
@@ -131,7 +136,7 @@ class LearnerSetup:
 
     @property
     def _moments(self) -> int:
-        return int((MOMENTS_8_BIT_BYTES if self.quantised == "moments" else 8) * self.trained)
+        return moments_bytes(self.quantised, self.trained)
 
     def needed(self, tokens: int, checkpointing: bool) -> int:
         """Total bytes of each rank."""
