@@ -82,7 +82,7 @@ class Here:
             "worker_rollouts_per_second": self.rollouts_per_second,
             "idle_ratio": self.prediction.idle_ratio,
             "steady_idle_ratio": self.prediction.steady_idle_ratio,
-            "memory": needs_as_dict(*self.needs),
+            "memory": needs_as_dict(self.needs),
             "lengths": asdict(self.lengths),
             "processor": asdict(self.processor),
             "inputs": {one.name: [one.value, one.origin] for one in self.basis},
@@ -146,7 +146,7 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
             "model and name its directory: --model.path DIR."
         )
     shape = fetched_shape(config.model.path)
-    needs = learner_that_fits(config, shape, hardware), worker_that_fits(config, shape, hardware)
+    needs = Needs(learner_that_fits(config, shape, hardware), worker_that_fits(config, shape, hardware))
     processor = this_processor(1 + config.workers.count)
     lengths, flat, basis = _lengths(config, probed, answer_tokens)
     return forecast_on(config, shape, processor, lengths, flat, needs, basis, probed)
@@ -185,7 +185,7 @@ def forecast_on(
         train,
         on_cores.broadcast_seconds(snapshot, DELTA_SHARE * snapshot),
     )
-    together = max(1, int(needs[0].microbatch.tokens / (lengths.prompt + group_size * lengths.trained)))
+    together = max(1, int(needs.learner.microbatch.tokens / (lengths.prompt + group_size * lengths.trained)))
     held_out = held_out_tasks(config.eval, config.run.seed)
     machine = OneMachine(
         processor.cores,
@@ -254,7 +254,7 @@ def show(found: Here, is_json: bool) -> None:
     made = found.rollouts_per_step / step
     table.add_row("rollouts", f"{made:.3g}/s; a worker makes {found.rollouts_per_second:.3g}/s on a core of its own")
     table.add_row("learner idle", f"{whole.steady_idle_ratio:.1%} once under way, {whole.idle_ratio:.1%} of the run")
-    learner, worker = found.needs
+    learner, worker = found.needs.learner, found.needs.worker
     table.add_row("memory", f"learner {size(learner.total)}, each worker {size(worker.total)}")
     console = Console()
     console.print(table, highlight=False)

@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
         rests = {one.name: [one.value, one.origin] for one in found.sources}
-        memory = needs_as_dict(*found.needs) if found.needs else None
+        memory = needs_as_dict(found.needs) if found.needs else None
         rehearsed, left_open = rehearsal and rehearsal.to_dict(), found.open and asdict(found.open)
         told = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
         print(json.dumps({**plan.to_dict(), **told, **(found.kept.to_dict() if found.kept else {})}))
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
     console = Console()
     show(found, config.learner.ranks, by_staleness(inputs), console)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
-    console.print(needs_table(*found.needs) if found.needs else unknown, highlight=False)
+    console.print(needs_table(found.needs) if found.needs else unknown, highlight=False)
     unknown = "Disk and network: unknown without the size of a snapshot. Give --snapshot-bytes."
     console.print(disk_and_network_table(found.kept) if found.kept else unknown, highlight=False)
     if rehearsal is not None:

@@ -62,7 +62,8 @@ def ready(
     offers, left_out = offers_that_fit(config, shape, inputs.offers)
     if left_out:
         sources.append(Basis("without", ", ".join(left_out), next(iter(left_out.values()))))
-    needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
+    workers = (worker_need(config, shape, hardware, keeps_both) for keeps_both in (False, True))
+    needs = Needs(learner_that_fits(config, shape, hardware), *workers)
     return replace(inputs, offers=offers), sources, estimated, needs
 
 
