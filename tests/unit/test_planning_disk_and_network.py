@@ -176,6 +176,8 @@ def test_lost_machines_are_replaced_by_ones_that_need_all_weights(
 def test_a_size_that_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write(tmp_path, QWEN3_8B, SETTINGS, OFFERS)
     words += ["--train-seconds", "600", "--broadcast-seconds", "3", "--learner-memory-gb", "900"]
+    assert "disk" in planned(words, capsys)
+    words += ["--model.path", str(tmp_path / "elsewhere")]
     assert "disk" not in planned(words, capsys)
     assert main(words) == 0
     assert "Disk and network: unknown without the size of a snapshot" in " ".join(capsys.readouterr().out.split())

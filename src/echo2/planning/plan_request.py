@@ -267,6 +267,6 @@ def _snapshot_size(config: configuration.Config, options: argparse.Namespace, fi
     try:
         return snapshot_size(config)
     except UserError:  # no files of weights here
-        if options.learner is None:
+        if options.learner is None and model_shape(config.model.path) is None:
             raise
         return first.snapshot_size()
