@@ -7,16 +7,21 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from echo2.config.offers import Offer
 from echo2.config.rundir import RunDir, read_metrics
-from echo2.core.documents import is_number
+from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import UserError, counted
 from echo2.head.fleet.decide import activation, formulas
+from echo2.head.fleet.decide.forecast import ScoringDelays
 from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE, Demand
+
+#: Of the times of rewards so many are kept, and an event's type is looked for in so many bytes of its line.
+DELAYS_MAX, EVENT_TYPE_BYTES = 512, 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +54,8 @@ class BroadcastInputs:
 class PlanInputs:
     """Inputs of a plan. `publish_every`: None lets the planner choose. `max_idle`: largest share of its time that the
     learner may wait for workers. `train_seconds`: from step to step; `waits_for_rewards`: share of that time in which
-    the learner waits for reward functions, which more machines do not change.
+    the learner waits for reward functions, which more machines do not change. `delays`: of a group's rewards; None:
+    not known, or within that share.
     """
 
     groups_per_step: int
@@ -67,6 +73,7 @@ class PlanInputs:
     max_idle: float = 0.02
     budget_usd: float | None = None
     waits_for_rewards: float = 0.0
+    delays: ScoringDelays | None = None
 
     def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
         return Demand(
@@ -126,7 +133,7 @@ class PastRun:
     """Measurements of an earlier run. `train_seconds`: median over steps. `broadcast_seconds`: quantile 1 / 1.1 over
     publications, or None. `delta_ratio`: bytes sent over bytes of the full snapshot, median, or None. `reward_seconds`:
     time of the reward functions, and of a judge, per group, median, or None. `judge_usd`: what a judge cost in a step,
-    mean, or None.
+    mean, or None. `delays`: seconds from a group's delivery to its rewards, ascending.
     """
 
     num_steps: int
@@ -135,6 +142,7 @@ class PastRun:
     delta_ratio: float | None
     reward_seconds: float | None = None
     judge_usd: float | None = None
+    delays: tuple[float, ...] = ()
 
 
 def read_past_run(directory: Path) -> PastRun:
@@ -169,7 +177,34 @@ def read_past_run(directory: Path) -> PastRun:
         delta_ratio=statistics.median(ratios) if ratios else None,
         reward_seconds=statistics.median(rewards) if rewards else None,
         judge_usd=_usd_per_step(rows),
+        delays=_delays(RunDir(directory).events),
     )
+
+
+def _delays(events: Path) -> tuple[float, ...]:
+    """Read how long groups waited for their rewards after their delivery, from the newest part of the event log: the
+    middle of each of `DELAYS_MAX` equal parts of them. Empty if there are none, as in logs that were deleted."""
+    delivered, found = dict[int, float](), list[float]()
+    try:
+        with events.open("rb") as file:
+            for line in file:
+                kind = next((one for one in (b"GroupDelivered", b"GroupScored") if one in line[:EVENT_TYPE_BYTES]), b"")
+                with suppress(ValueError, KeyError, TypeError):  # the last line may be half-written
+                    record = parse_json(line) if kind else {}
+                    if "options" in record or not kind:
+                        continue
+                    now, number = float(record["now"]), record["event"]["group"]["number"]
+                    if record["event"]["group"]["kind"] != "train":
+                        continue
+                    if kind == b"GroupDelivered":
+                        delivered[number] = now
+                    elif (since := delivered.pop(number, None)) is not None:
+                        found.append(max(0.0, now - since))
+    except OSError:
+        return ()
+    found.sort()
+    count = min(DELAYS_MAX, len(found))
+    return tuple(found[int((place + 0.5) * len(found) / count)] for place in range(count))
 
 
 def _usd_per_step(rows: list[dict[str, Any]]) -> float | None:

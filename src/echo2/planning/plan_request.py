@@ -15,6 +15,7 @@ from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration, size
 from echo2.core.types import Hardware
 from echo2.engines.registry import chosen
+from echo2.head.fleet.decide.forecast import ScoringDelays
 from echo2.head.fleet.machines import scaled_offers
 from echo2.learner.core.fitting import SnapshotSize, machine_with, model_config, model_shape, snapshot_size, worker_need
 from echo2.learner.decide.memory import GB
@@ -22,6 +23,7 @@ from echo2.planning.estimates import several
 from echo2.planning.first_plan import Basis, Estimated, FirstPlan, usual_delta_share
 from echo2.planning.market import Wanted, known_prices, market_offers
 from echo2.planning.memory_needs import Needs, learner_that_fits, offers_that_fit
+from echo2.planning.plan import LATE_SHARE
 from echo2.planning.plan_inputs import BroadcastInputs, PastRun, PlanInputs
 from echo2.reward.reward_processes import groups_at_once
 from echo2.reward.score import Scorer
@@ -94,7 +96,14 @@ def gather(
     engine = chosen(config, model_config(config.model.path), ())
     sources.append(Basis("engine", engine.name, engine.why))
     schedule, sampling = config.schedule, config.sampling
+    is_bound = pace_seconds > train_seconds  # by rewards: they are delayed because they wait for each other
+    delays = None
+    if past is not None and past.delays and not is_bound:
+        delays = ScoringDelays(past.delays)
+        told = f"{duration(delays.at(0.5))} after delivery, one of ten more than {duration(delays.at(LATE_SHARE))}"
+        sources.append(Basis("rewards known", told, f"{counted(len(past.delays), 'group')} of {options.source}"))
     inputs = PlanInputs(
+        delays=delays,
         groups_per_step=schedule.groups_per_step,
         group_size=sampling.group_size,
         steps=config.run.max_steps,
