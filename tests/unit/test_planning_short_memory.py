@@ -12,8 +12,9 @@ import pytest
 from echo2.cli import main
 from echo2.core.types import Hardware
 from echo2.learner.decide.memory import GB
-from echo2.planning import plan_request, ways_out
+from echo2.planning import here, plan_request, ways_out
 from first_plans import QWEN3_1_7B, QWEN3_8B, write
+from rollout_cases import tokenizer_files
 
 SETTINGS = """[run]
 max_steps = 20
@@ -61,6 +62,27 @@ def test_moments_are_held_in_eight_bits_where_there_is_no_gpu(
     assert command[len(words) :] == ["--learner.quantised", "moments"]
     parts = plan["memory"]["learner"]["parts"]
     assert parts["moments"] < 0.52 * parts["weights"]
+
+
+def test_a_run_on_this_machine_is_made_to_fit_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, QWEN3_1_7B, SETTINGS.replace("count = 0", "count = 1"), OFFERS)
+    model = tmp_path / "model"
+    for name, data in tokenizer_files().items():
+        if name != "config.json":
+            (model / name).write_bytes(data)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1000, 1000], "data_offsets": [0, 4_000_000]}}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4_000_000))
+    for module in (here, ways_out):
+        monkeypatch.setattr(module, "this_machine", lambda: Hardware(31 * GB))
+    words = ["plan", str(tmp_path / "run.toml"), "--here"]
+    command, _ = proposed(words, capsys)
+    assert command == [*words, "--learner.quantised", "moments"]
+    monkeypatch.setattr(here, "this_machine", lambda: Hardware(2 * GB))
+    monkeypatch.setattr(ways_out, "this_machine", lambda: Hardware(2 * GB))
+    assert main(words) == 2
+    assert "A plan that works" not in capsys.readouterr().err
 
 
 def test_a_gpu_first_puts_its_moments_into_the_machine_s_memory(

@@ -150,10 +150,9 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
             "--here knows nothing of how long an environment's turns take. Measure them: `echo2 probe CONFIG --json > "
             "probe.json`, then `echo2 plan CONFIG --here probe.json`."
         )
-    if config.learner.ranks > 1 or config.learner.quantised == "base":
-        many = "learner.ranks above 1" if config.learner.ranks > 1 else 'learner.quantised = "base"'
+    if what := here_refuses(config):
         raise UserError(
-            f"--here has no forecast for {many}. Measure five steps instead: `echo2 run CONFIG --run.max_steps 5 --out "
+            f"--here has no forecast for {what}. Measure five steps instead: `echo2 run CONFIG --run.max_steps 5 --out "
             "DIR`, then `echo2 status DIR`."
         )
     if not Path(config.model.path).is_dir():
@@ -166,6 +165,13 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
     processor = this_processor(1 + config.workers.count)
     lengths, flat, basis = _lengths(config, probed, answer_tokens)
     return forecast_on(config, shape, processor, lengths, flat, needs, basis, probed)
+
+
+def here_refuses(config: Config) -> str:
+    """Return the setting for which there is no forecast on cores; "" if there is none."""
+    if config.learner.ranks > 1:
+        return "learner.ranks above 1"
+    return 'learner.quantised = "base"' if config.learner.quantised == "base" else ""
 
 
 def forecast_on(

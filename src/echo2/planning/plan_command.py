@@ -21,12 +21,12 @@ from echo2.planning import here
 from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_and_network_table, kept_and_sent
 from echo2.planning.first_plan import Basis, Range, answer_tokens, open_range, told_range
 from echo2.planning.market import refresh, rent_commands
-from echo2.planning.memory_needs import Needs, needs_as_dict, needs_table
+from echo2.planning.memory_needs import DoesNotFitError, Needs, needs_as_dict, needs_table
 from echo2.planning.plan import Plan, by_staleness, make_plan
 from echo2.planning.plan_inputs import PlanInputs, read_past_run
 from echo2.planning.plan_request import MARKET, configured, ready
 from echo2.planning.simulate import rehearse
-from echo2.planning.ways_out import way_out
+from echo2.planning.ways_out import way_out, way_out_here
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,11 @@ def _here(options: argparse.Namespace) -> int:
             raise UserError(f"--here forecasts the run on this machine alone, without {name}. Leave one of them out.")
     config = configured(options)
     probed = here.read_probe(options.here, config) if options.here != Path() else None
-    here.show(here.forecast_here(config, probed, options.answer_tokens), options.json)
+    try:
+        found = here.forecast_here(config, probed, options.answer_tokens)
+    except DoesNotFitError as error:
+        raise UserError(f"{error}{way_out_here(options, config)}") from error
+    here.show(found, options.json)
     return 0
 
 
