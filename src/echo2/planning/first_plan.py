@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -119,10 +120,8 @@ class FirstPlan:
         need = learner_need(config, self._shape, machine_with(int(card.memory_gb * GB), count))
         work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
         rollouts = config.schedule.groups_per_step * config.sampling.group_size
-        # Each row asks one teacher; which, only rows say, so all count alike.
-        teachers = [self._shape if path == SELF else fetched_shape(path) for path in config.distill.teachers.values()]
-        taught = [teacher_seconds(shape, work, rollouts, card, count) / len(teachers) for shape in teachers]
-        seconds = training_seconds(work, rollouts, card, count) + sum(taught)
+        taught = mean_of_teachers(config, self._shape, lambda one: teacher_seconds(one, work, rollouts, card, count))
+        seconds = training_seconds(work, rollouts, card, count) + taught
         tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
         share = training_share(work.shape.hidden, card.tflops, work.is_mixture)
         why = (
@@ -130,7 +129,7 @@ class FirstPlan:
             f"{tokens:.3g} tokens ({self._told_length()}); five steps of a run measure it"
         )
         if taught:
-            why += f"; of it {duration(sum(taught))} for the teacher's logprobs"
+            why += f"; of it {duration(taught)} for the teacher's logprobs"
         if need.microbatch.offloaded or config.learner.quantised != "none":
             why += "; what is offloaded or decoded costs more"
         return seconds, Basis("T_train", duration(seconds), why)
@@ -212,6 +211,13 @@ class FirstPlan:
     @cached_property
     def _shape(self) -> ModelShape:
         return fetched_shape(self._config.model.path)
+
+
+def mean_of_teachers(config: Config, policy: ModelShape, seconds: Callable[[ModelShape], float]) -> float:
+    """Return the mean of what the run's teachers take; 0 without one. Each row asks one of them; which, only rows say,
+    so all count alike."""
+    teachers = [policy if path == SELF else fetched_shape(path) for path in config.distill.teachers.values()]
+    return math.fsum(map(seconds, teachers)) / max(1, len(teachers))
 
 
 def answer_tokens(config: Config, given: float | None) -> float:

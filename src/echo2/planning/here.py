@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 
 from echo2.config import Config
-from echo2.config.values import SELF
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration, size
@@ -29,7 +28,7 @@ from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning import on_cores
 from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_and_network_table, kept_and_sent
-from echo2.planning.first_plan import Basis, fetched_shape, usual_delta_share
+from echo2.planning.first_plan import Basis, fetched_shape, mean_of_teachers, usual_delta_share
 from echo2.planning.first_plan import answer_tokens as mean_answer
 from echo2.planning.lengths import SeenLengths
 from echo2.planning.memory_needs import Needs, learner_that_fits, needs_as_dict, worker_that_fits
@@ -247,11 +246,14 @@ def _learner_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of a core in which a step is trained, and in which teachers score its tokens."""
     groups, size = config.schedule.groups_per_step, config.sampling.group_size
-    teachers = [shape if path == SELF else fetched_shape(path) for path in config.distill.teachers.values()]
-    # Each row asks one teacher; which, only rows say, so all count alike. Groups of equal rewards have advantages, too.
-    taught = [on_cores.scoring_seconds(one, lengths, groups, size, processor) / len(teachers) for one in teachers]
-    trained = groups if teachers else (1.0 - flat) * groups
-    return on_cores.training_seconds(shape, lengths, trained, size, processor, config.lora.rank), sum(taught)
+
+    def scoring_seconds(teacher: ModelShape) -> float:
+        return on_cores.scoring_seconds(teacher, lengths, groups, size, processor)
+
+    # With a teacher, groups of equal rewards have advantages, too.
+    trained = groups if config.distill.teachers else (1.0 - flat) * groups
+    seconds = on_cores.training_seconds(shape, lengths, trained, size, processor, config.lora.rank)
+    return seconds, mean_of_teachers(config, shape, scoring_seconds)
 
 
 def _at_once(config: Config) -> int:
