@@ -51,3 +51,26 @@ def write(folder: Path, values: dict[str, object], settings: str, offers: str) -
     (folder / "run.toml").write_text(config + '[reward]\nfunctions = ["exact_match"]\n' + settings)
     (folder / "offers.toml").write_text(offers)
     return ["plan", str(folder / "run.toml"), "--offers", str(folder / "offers.toml")]
+
+
+def write_model(directory: Path, num_values: int) -> Path:
+    directory.mkdir(exist_ok=True)
+    header = json.dumps(
+        {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [num_values // 4, 4]}}
+    ).encode()
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return directory
+
+
+def write_files(tmp_path: Path) -> tuple[str, str]:
+    model = write_model(tmp_path / "model", 4_000_000)
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f'[model]\npath = "{model}"\n[tasks]\nsource = "digit_sorting"\n[reward]\nfunctions = ["exact_match"]\n'
+        "[schedule]\ngroups_per_step = 32\nmax_staleness = 2\n[run]\nmax_steps = 50\n"
+        "[learner]\nprice_usd_per_hour = 3.0\n",
+        encoding="utf-8",
+    )
+    offers = tmp_path / "offers.toml"
+    offers.write_text('[[offers]]\nname = "card"\nprice_usd_per_hour = 0.4\nrollouts_per_second = 6\ncount = 20\n')
+    return str(config), str(offers)

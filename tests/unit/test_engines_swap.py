@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +135,30 @@ def test_without_room_for_two_versions_the_old_one_stays_until_nothing_needs_it(
     found, installed = asyncio.run(cramped_one())
     assert installed == new.ref
     assert tokens_of(found) == tokens_of(run(engine_with("compact", old), requests(0, samples=4, max_tokens=40)))
+
+
+@pytest.mark.parametrize("names_version", [False, True])
+def test_rollouts_that_keep_their_weights_cost_a_second_set_from_the_first_swap_on(names_version: bool) -> None:
+    """As the forecast of a stranger's memory has it (`learner/core/fitting.py: worker_need`)."""
+    engine = DecodeLoop(TorchDecoder(BUILDERS["compact"], "cpu"))
+    load(engine, snapshot_of(tiny_module("qwen3"), 0))
+    held = [num_bytes_held(engine)]
+    for version in (0, 1):
+        asked = [replace(one, version=version) if names_version else one for one in requests(0)]
+        run(engine, asked)
+        load(engine, snapshot_of(tiny_module("qwen3", seed=1), version + 1))
+        held.append(num_bytes_held(engine))
+    assert held == [held[0], *(2 * [(1 + names_version) * held[0]])]
+
+
+def num_bytes_held(engine: DecodeLoop) -> int:
+    """Of weights, each tensor once."""
+    gc.collect()
+    decoders: list[Any] = engine._decoders()
+    models = [one[1] for decoder in decoders for one in (decoder._current, decoder._before) if one]
+    tensors = [tensor for model in models for several in model.places.values() for tensor in several]
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def engine_with(name: str, snapshot: Snapshot) -> DecodeLoop:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide import formulas
-from echo2.head.fleet.decide.forecast import OneMachine, WorkerKind, forecast, longest_of
+from echo2.head.fleet.decide.forecast import OneMachine, ScoringDelays, WorkerKind, forecast, longest_of
 from echo2.head.fleet.decide.formulas import Demand
 from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
 from invariants import run_scenario
@@ -171,6 +171,39 @@ def test_a_batch_that_is_not_full_takes_less_of_what_grows_with_it() -> None:
     for share, seconds in ((1.0, 6.0), (0.5, 4.5), (0.0, 3.0)):
         kind = WorkerKind(1.0, 1, 6, fixed_share=share)
         assert forecast(demand, [kind], 40).step_seconds == pytest.approx(1.0 + seconds)
+
+
+def hanging(usual: float, share: float, late: float) -> ScoringDelays:
+    """A judge that hangs for a share of the groups, and is asked again, when it hangs as often; `late`: mean of what
+    that takes."""
+    count, stall = 512, late * (1 - share)
+    shares = [(place + 0.5) / count for place in range(count)]
+    return ScoringDelays(tuple(usual + stall * int(math.log(1 - one) / math.log(share)) for one in shares))
+
+
+@pytest.mark.parametrize(
+    ("workers", "usual", "share", "late", "measured"),
+    [(2, 0.20, 0.135, 6.12, 0.381), (3, 0.42, 0.160, 6.05, 0.157), (4, 0.51, 0.156, 6.07, 0.098)],
+)
+def test_a_judge_that_hangs_is_forecast_from_its_own_times(
+    workers: int, usual: float, share: float, late: float, measured: float
+) -> None:
+    """Against real runs with paced workers (docs/log.md, "Faults together"), of which a seed is one draw."""
+    demand, kind = Demand(24, 4, 2, 3, 6.0, 1.0), WorkerKind(5.0, workers, 1, 0.28)
+    delays = hanging(usual, share, late)
+    walks = [forecast(demand, [kind], 20, seed, delays=delays).steady_idle_ratio for seed in range(16)]
+    assert statistics.fmean(walks) == pytest.approx(measured, abs=0.05)
+    assert forecast(demand, [kind], 20, delays=ScoringDelays()) == forecast(demand, [kind], 20)
+    if workers == 4:
+        assert forecast(demand, [kind], 20).steady_idle_ratio == 0.0
+
+
+def test_a_rare_stall_strikes_a_large_step_also_where_the_forecast_is_scaled_down() -> None:
+    """Of 8,192 groups that one of a thousand takes a minute: each step has some, and the window hides ten seconds."""
+    delays = ScoringDelays((*(999 * [0.0]), 60.0))
+    demand, kind = Demand(8192, 1, 1, 1, 20.0, 0.1), WorkerKind(2.0, 512, 8, 0.1)
+    idle = [forecast(demand, [kind], 200, delays=one).steady_idle_ratio for one in (None, delays)]
+    assert idle[0] < 0.02 < 0.4 < idle[1]
 
 
 def test_a_forecast_without_workers_is_refused() -> None:

@@ -165,6 +165,28 @@ def test_local_workers_take_their_memory_from_the_learners() -> None:
     assert learner_need(config, shape, two).available == 80 * GB
 
 
+@pytest.mark.parametrize(
+    ("machine", "own", "stranger"),
+    [
+        (Hardware(0, (80 * GB,)), 0, 1),  # on a GPU new weights take half of what is free
+        (Hardware(0, (40 * GB,)), 0, 0),  # no room for both: new weights wait until nothing is sampled
+        (Hardware(600 * GB), 1, 1),  # on a CPU a thirty-second of it, or an eighth
+        (Hardware(200 * GB), 0, 1),
+        (Hardware(100 * GB), 0, 0),
+    ],
+)
+def test_a_stranger_has_the_weights_that_its_rollouts_began_with(machine: Hardware, own: int, stranger: int) -> None:
+    config, shape = example("qwen3_8b"), shape_of("qwen3_8b")
+    config = replace(config, workers=replace(config.workers, engine="compact"))
+    one = 2 * shape.parameters
+    for keeps_both, sets in ((False, own), (True, stranger)):
+        need = worker_need(config, shape, machine, keeps_both)
+        assert need.parts["second and packed weights"] == sets * one
+        assert need.total <= need.available
+    adapter = replace(config, lora=replace(config.lora, rank=16))
+    assert worker_need(adapter, shape, A100, keeps_both=True).total == worker_need(adapter, shape, A100).total
+
+
 def test_plan_says_it_for_people_and_for_programs_and_refuses(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -181,6 +203,7 @@ def test_plan_says_it_for_people_and_for_programs_and_refuses(
     tokens = memory["learner"]["tokens_per_microbatch"]
     assert tokens >= 8192
     assert memory["worker"]["parts"]["weights"] == 2 * shape.parameters
+    assert memory["stranger"]["bytes"] == memory["worker"]["bytes"] + 2 * shape.parameters
     assert main([*words, "--learner-memory-gb", "80"]) == 0
     assert f"micro-batches of {tokens} tokens" in capsys.readouterr().out
     assert main([*words, "--learner-memory-gb", "16"]) == 2

@@ -211,9 +211,11 @@ def test_needs_grow_with_tokens_and_shrink_with_ranks(setup: LearnerSetup, token
 
 def test_what_an_engine_takes_for_speed_is_a_share_of_what_is_free() -> None:
     assert (memory.KEPT_SHARE, memory.COPY_SHARE) == (rows.KEPT_SHARE, torch_engine.CPU_SHARE)
+    assert (memory.BOTH_SHARE, memory.GPU_SHARE) == (torch_engine.CHECKING_SHARE, torch_engine.GPU_SHARE)
+    assert engine_parts(10, 80, 1, False, memory.BOTH_SHARE)["second and packed weights"] == 10
     assert set(engine_parts(10, 319, 3, False).values()) == {0}
-    assert engine_parts(10, 320, 3, True) == {"coming and packed weights": 30, "rows kept between turns": 20}
-    assert engine_parts(10, 320, 0, True) == {"coming and packed weights": 0, "rows kept between turns": 20}
+    assert engine_parts(10, 320, 3, True) == {"second and packed weights": 30, "rows kept between turns": 20}
+    assert engine_parts(10, 320, 0, True) == {"second and packed weights": 0, "rows kept between turns": 20}
 
 
 def test_a_worker_needs_its_weights_once_and_two_values_a_layer_of_every_token() -> None:

@@ -34,7 +34,14 @@ SIZES: dict[str, Any] = {
 }
 CORE = Processor(2, 100.0, Products(15.0, 500.0), Products(17.0, 90.0), 40.0, 3.0, 4.0, 5e-6, 2e-9)
 LENGTHS = Lengths(40.0, 20.0, 15.0, 30.0)
-PROBE = {"num_rollouts": 96, "core_seconds": 6.0, "group_size": 8, "groups_per_batch": 6, "max_tokens": 32}
+PROBE = {
+    "num_rollouts": 96,
+    "core_seconds": 6.0,
+    "seconds": 8.0,
+    "group_size": 8,
+    "groups_per_batch": 6,
+    "max_tokens": 32,
+}
 
 
 def shape() -> ModelShape:
@@ -139,12 +146,72 @@ def test_the_command_forecasts_a_run_before_and_after_a_probe(
     for more, why in (
         (["--offers", "offers.toml"], "without --offers"),
         (["--learner", "H100"], "without --learner"),
-        (["--lora.rank", "8"], "train all weights"),
+        (["--learner.ranks", "2"], "no forecast for learner.ranks above 1"),
+        (["--lora.rank", "8", "--learner.quantised", "base"], 'no forecast for learner.quantised = "base"'),
         (["--model.path", "owner/none"], "is no directory here"),
         (["--workers.count", "0"], r"workers.count = 0. Set it to 1"),
     ):
         assert main([*plan, *more]) == 2
         assert why in capsys.readouterr().err
+
+
+def test_adapters_have_no_gradients_of_the_weights_below_them() -> None:
+    of, model = on_cores.training_seconds, shape()
+    whole, adapter = of(model, LENGTHS, 6, 8, CORE), of(model, LENGTHS, 6, 8, CORE, lora_rank=16)
+    assert 2 / 3 * whole < adapter < 0.95 * whole  # products are two thirds; activations pass through memory as before
+    assert adapter < of(model, LENGTHS, 6, 8, CORE, lora_rank=64)
+
+
+def test_a_teacher_scores_a_step_in_a_forward_pass() -> None:
+    model = shape()
+    taught, trained = (of(model, LENGTHS, 6, 8, CORE) for of in (on_cores.scoring_seconds, on_cores.training_seconds))
+    assert 0.25 * trained < taught < 0.4 * trained  # measured: .33 to .46 of the rest (docs/capacity.md)
+
+
+ENVIRONMENT = """
+class Twice:
+    turn_tokens = 2
+    def __init__(self, columns, seed):
+        self.turns = 0
+    def step(self, action):
+        self.turns += 1
+        return "1=", float(len(action)), self.turns == 2
+"""
+
+
+def test_adapters_teachers_and_environments_are_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, toml = tiny_directory(tmp_path / "model"), tmp_path / "run.toml"
+    toml.write_text(
+        f'[run]\nmax_steps = 5\n[model]\npath = "{model}"\n[tasks]\nsource = "digit_sorting"\n'
+        '[reward]\nfunctions = ["exact_match"]\n[workers]\ncount = 1\n'
+        "[sampling]\ngroup_size = 4\ngroups_per_batch = 2\nmax_tokens = 12\n[schedule]\ngroups_per_step = 4\n"
+    )
+
+    def planned(*more: str) -> dict[str, Any]:
+        assert main(["plan", str(toml), "--here", *more, "--json"]) == 0
+        found: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return found
+
+    whole, adapter = planned(), planned("--lora.rank", "2")
+    assert adapter["network"]["first"] > whole["network"]["first"]  # the base model, and an adapter
+    assert adapter["network"]["version"] < whole["network"]["version"]
+    assert adapter["memory"]["worker"]["parts"]["adapter"] > 0
+    taught = planned("--distill.teacher", "self")
+    assert "the teacher's logprobs" in taught["inputs"]
+    assert "the teacher's logprobs" not in whole["inputs"]
+
+    own = tmp_path / "own.py"
+    own.write_text(ENVIRONMENT)
+    played = [str(toml), f"--tasks.environment={own}:Twice", "--sampling.max_turns=3", "--sampling.max_tokens=40"]
+    assert main(["plan", *played, "--here"]) == 2
+    assert "echo2 probe CONFIG --json > probe.json" in capsys.readouterr().err
+    assert main(["probe", *played, "--json", "--seconds", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "probe.json").write_text(printed)
+    assert main(["plan", *played, "--here", str(tmp_path / "probe.json"), "--json"]) == 0
+    found, probed = json.loads(capsys.readouterr().out), json.loads(printed)
+    assert found["worker_rollouts_per_second"] == pytest.approx(probed["num_rollouts"] / probed["seconds"])
+    assert found["lengths"]["answer"] == (probed["lengths"]["answer"] + probed["lengths"]["preferred"]) / 2 > 0
 
 
 def test_this_machine_s_core_is_measured() -> None:

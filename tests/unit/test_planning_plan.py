@@ -12,10 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from echo2 import config as configuration
 from echo2.cli import main
 from echo2.config.offers import Offer
-from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.activation import Candidate
 from echo2.learner.core.fitting import num_parameters, snapshot_bytes
@@ -25,6 +23,7 @@ from echo2.planning.plan_inputs import BroadcastInputs, PlanInputs, read_past_ru
 from echo2.planning.probe import Measured, as_offer
 from echo2.planning.remedies import Remedy, remedies
 from echo2.planning.simulate import rehearse
+from first_plans import write_files, write_model
 from greedy_choice import choose_greedy
 from seeds import examples
 
@@ -234,15 +233,6 @@ def test_impossible_inputs_are_refused(change: dict[str, object], message: str) 
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
-def write_model(directory: Path, num_values: int) -> Path:
-    directory.mkdir(exist_ok=True)
-    header = json.dumps(
-        {"__metadata__": {"format": "pt"}, "w": {"dtype": "F32", "shape": [num_values // 4, 4]}}
-    ).encode()
-    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
-    return directory
-
-
 def test_the_size_of_a_snapshot_is_read_from_the_headers_alone(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", 4000)
     assert snapshot_bytes(model, "bfloat16") == 8000
@@ -252,20 +242,6 @@ def test_the_size_of_a_snapshot_is_read_from_the_headers_alone(tmp_path: Path) -
         snapshot_bytes(model, "float32")
     with pytest.raises(UserError, match="--snapshot-bytes"):
         snapshot_bytes(tmp_path, "float32")
-
-
-def write_files(tmp_path: Path) -> tuple[str, str]:
-    model = write_model(tmp_path / "model", 4_000_000)
-    config = tmp_path / "run.toml"
-    config.write_text(
-        f'[model]\npath = "{model}"\n[tasks]\nsource = "digit_sorting"\n[reward]\nfunctions = ["exact_match"]\n'
-        "[schedule]\ngroups_per_step = 32\nmax_staleness = 2\n[run]\nmax_steps = 50\n"
-        "[learner]\nprice_usd_per_hour = 3.0\n",
-        encoding="utf-8",
-    )
-    offers = tmp_path / "offers.toml"
-    offers.write_text('[[offers]]\nname = "card"\nprice_usd_per_hour = 0.4\nrollouts_per_second = 6\ncount = 20\n')
-    return str(config), str(offers)
 
 
 def test_the_command_prints_a_plan_for_people_and_for_programs(
@@ -303,51 +279,6 @@ def test_slow_rewards_bound_the_rate_whatever_is_rented(
     idle = re.search(r"learner idle +([\d.]+)% once", text)
     assert idle is not None
     assert float(idle.group(1)) >= 87.0  # 140 of 160 s
-
-
-def test_the_command_takes_what_a_past_run_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, offers = write_files(tmp_path)
-    run = tmp_path / "run"
-    run.mkdir()
-    rows = [
-        {
-            "step": at,
-            "time/train": seconds,
-            "broadcast/t_bcast": None if at == 2 else 1.5,
-            "broadcast/delta_ratio": 0.05,
-        }
-        for at, seconds in ((1, 90.0), (2, 20.0), (3, 22.0), (4, 21.0))
-    ]
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (run / "metrics.jsonl").write_text(text + '{"step": 5, "time/tr', encoding="utf-8")
-    past = read_past_run(run)
-    assert (past.num_steps, past.train_seconds, past.broadcast_seconds, past.delta_ratio) == (4, 21.0, 1.5, 0.05)
-    assert main(["plan", config, "--offers", offers, "--from", str(run), "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["broadcast_seconds"] >= 1.5
-    assert plan["prediction"]["step_seconds"] >= 21.0
-    # The run's own settings will do, where it has them.
-    alone = ["plan", "--offers", offers, "--from", str(run), "--json"]
-    assert main(alone) == 2
-    assert "has no config.json: name the run's configuration file" in json.loads(capsys.readouterr().err)["error"]
-    RunDir(run).config.write_text(configuration.to_json(configuration.load(Path(config), {})))
-    assert main(alone) == 0
-    assert json.loads(capsys.readouterr().out) == plan
-    assert main([*alone, "--schedule.groups_per_step", "64"]) == 0
-    assert json.loads(capsys.readouterr().out)["needed_rate"] == pytest.approx(2 * plan["needed_rate"], rel=0.2)
-
-
-def test_steps_whose_groups_were_all_flat_say_nothing_of_what_training_takes(tmp_path: Path) -> None:
-    """They train nothing, in milliseconds: a plan from them said that no number of workers is enough."""
-    trained = {"time/train": 20.0, "loss/mean": -0.1, "reward/frac_zero_std": 0.8, "broadcast/delta_ratio": 0.05}
-    flat = {"time/train": 0.005, "reward/frac_zero_std": 1.0, "broadcast/delta_ratio": 0.0}
-    rows = [{"step": step + 1, **row} for step, row in enumerate([trained, flat, flat, trained, flat])]
-    RunDir(tmp_path).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    past = read_past_run(tmp_path)
-    assert (past.num_steps, past.train_seconds, past.delta_ratio) == (2, 20.0, 0.05)
-    RunDir(tmp_path).metrics.write_text("".join(json.dumps(row) + "\n" for row in rows[1:3]))
-    with pytest.raises(UserError, match="2 steps trained nothing: all rewards of each group were equal"):
-        read_past_run(tmp_path)
 
 
 JUDGE = """functions = ["judge"]

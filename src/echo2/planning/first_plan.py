@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,14 @@ from echo2.config.values import FORMS, SELF
 from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration
 from echo2.engines.registry import in_worker
-from echo2.learner.core.fitting import SnapshotSize, known_config, learner_need, machine_with, model_shape
+from echo2.learner.core.fitting import (
+    SnapshotSize,
+    frozen_bytes,
+    known_config,
+    learner_need,
+    machine_with,
+    model_shape,
+)
 from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (
@@ -33,6 +41,7 @@ from echo2.planning.estimates import (
 from echo2.planning.memory_needs import rollouts_held, sampling_need
 from echo2.planning.plan import NoPlanError, Plan, make_plan
 from echo2.planning.plan_inputs import PlanInputs
+from echo2.weights.format.adapter_files import EXPERTS
 from echo2.weights.format.model_files import hub_refusal
 from echo2.worker.decide.home import SLOTS_MIN
 
@@ -101,7 +110,7 @@ class FirstPlan:
     @property
     def answer_tokens(self) -> float:
         """Mean length of the answers."""
-        return self._given_tokens or ANSWER_SHARE * self._config.sampling.max_tokens
+        return answer_tokens(self._config, self._given_tokens)
 
     def train_seconds(self) -> tuple[float, Basis]:
         """Estimate the seconds of a training step.
@@ -119,12 +128,8 @@ class FirstPlan:
         need = learner_need(config, self._shape, machine_with(int(card.memory_gb * GB), count))
         work = replace(self._work(), checkpointing=need.microbatch.checkpointing)
         rollouts = config.schedule.groups_per_step * config.sampling.group_size
-        # Each row asks one teacher; which, only rows say, so all count alike. Endpoints compute elsewhere.
-        distill = config.distill
-        models = [path for name, path in distill.teachers.items() if name not in distill.endpoints]
-        teachers = [self._shape if path == SELF else fetched_shape(path) for path in models]
-        taught = [teacher_seconds(shape, work, rollouts, card, count) / len(distill.teachers) for shape in teachers]
-        seconds = training_seconds(work, rollouts, card, count) + sum(taught)
+        taught = mean_of_teachers(config, self._shape, lambda one: teacher_seconds(one, work, rollouts, card, count))
+        seconds = training_seconds(work, rollouts, card, count) + taught
         tokens = rollouts * (work.prompt_tokens + work.answer_tokens)
         share = training_share(work.shape.hidden, card.tflops, work.is_mixture)
         why = (
@@ -132,9 +137,9 @@ class FirstPlan:
             f"{tokens:.3g} tokens ({self._told_length()}); five steps of a run measure it"
         )
         if taught:
-            why += f"; of it {duration(sum(taught))} for the teacher's logprobs"
-        if distill.endpoints:
-            why += f"; {', '.join(distill.endpoints.values())} computes elsewhere, and is not in it"
+            why += f"; of it {duration(taught)} for the teacher's logprobs"
+        if endpoints := config.distill.endpoints:
+            why += f"; {', '.join(endpoints.values())} computes elsewhere, and is not in it"
         if need.microbatch.offloaded or config.learner.quantised != "none":
             why += "; what is offloaded or decoded costs more"
         return seconds, Basis("T_train", duration(seconds), why)
@@ -190,7 +195,8 @@ class FirstPlan:
         width = BYTES_PER_VALUE[config.model.snapshot_dtype]
         if not config.lora.rank:
             return SnapshotSize(shape.parameters * width)
-        return SnapshotSize(shape.adapter_parameters(config.lora.rank) * width, shape.parameters * shape.stored_bytes)
+        trained = shape.adapter_parameters(config.lora.rank, EXPERTS in config.lora.targets)
+        return SnapshotSize(trained * width, shape.parameters * frozen_bytes(config, shape))
 
     def _told_length(self) -> str:
         if self._given_tokens:
@@ -215,6 +221,20 @@ class FirstPlan:
     @cached_property
     def _shape(self) -> ModelShape:
         return fetched_shape(self._config.model.path)
+
+
+def mean_of_teachers(config: Config, policy: ModelShape, seconds: Callable[[ModelShape], float]) -> float:
+    """Return the mean of what the run's teachers take; 0 without one. Each row asks one of them; which, only rows say,
+    so all count alike. Endpoints compute elsewhere."""
+    distill = config.distill
+    models = [path for name, path in distill.teachers.items() if name not in distill.endpoints]
+    teachers = [policy if path == SELF else fetched_shape(path) for path in models]
+    return math.fsum(map(seconds, teachers)) / max(1, len(distill.teachers))
+
+
+def answer_tokens(config: Config, given: float | None) -> float:
+    """Return the mean length of the answers: as given, else half of the longest."""
+    return given or ANSWER_SHARE * config.sampling.max_tokens
 
 
 def fetched_shape(path: str) -> ModelShape:

@@ -23,15 +23,17 @@ from echo2.engines.processor import Processor, this_processor
 from echo2.engines.tokenizer import encode_prompt, load_tokenizer
 from echo2.head.fleet.decide.forecast import OneMachine, Prediction, WorkerKind, forecast
 from echo2.head.fleet.decide.formulas import Demand
-from echo2.learner.core.fitting import num_parameters, snapshot_bytes
+from echo2.learner.core.fitting import frozen_bytes, num_parameters, snapshot_size
 from echo2.learner.decide.memory import BYTES_PER_VALUE
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning import on_cores
-from echo2.planning.estimates import ANSWER_SHARE
-from echo2.planning.first_plan import DELTA_SHARE, Basis, fetched_shape
+from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_and_network_table, kept_and_sent
+from echo2.planning.first_plan import Basis, fetched_shape, mean_of_teachers, usual_delta_share
+from echo2.planning.first_plan import answer_tokens as mean_answer
 from echo2.planning.lengths import SeenLengths
 from echo2.planning.memory_needs import Needs, learner_that_fits, needs_as_dict, worker_that_fits
 from echo2.planning.on_cores import Lengths
+from echo2.planning.plan_inputs import BroadcastInputs
 from echo2.tasks.streams import held_out_tasks, training_tasks
 from echo2.weights.format.model_files import model_files
 
@@ -44,6 +46,7 @@ class Probed(msgspec.Struct):
 
     num_rollouts: int
     core_seconds: float
+    seconds: float
     group_size: int
     groups_per_batch: int
     max_tokens: int
@@ -53,8 +56,9 @@ class Probed(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Here:
-    """A run on this machine. `train_seconds`: of a step, and `rollouts_per_second`: of a worker, each on a core of its
-    own; `prediction`: of all on the machine's cores; `basis`: where the inputs are from.
+    """A run on this machine. `train_seconds`: of a step, with its teacher, and `rollouts_per_second`: of a worker, each
+    on a core of its own; `prediction`: of all on the machine's cores; `basis`: where the inputs are from; `kept`: what
+    disks and network take.
     """
 
     train_seconds: float
@@ -66,6 +70,7 @@ class Here:
     lengths: Lengths
     processor: Processor
     basis: tuple[Basis, ...]
+    kept: DiskAndNetwork
 
     @property
     def step_seconds(self) -> float:
@@ -82,9 +87,10 @@ class Here:
             "worker_rollouts_per_second": self.rollouts_per_second,
             "idle_ratio": self.prediction.idle_ratio,
             "steady_idle_ratio": self.prediction.steady_idle_ratio,
-            "memory": needs_as_dict(*self.needs),
+            "memory": needs_as_dict(self.needs),
             "lengths": asdict(self.lengths),
             "processor": asdict(self.processor),
+            **self.kept.to_dict(),
             "inputs": {one.name: [one.value, one.origin] for one in self.basis},
         }
 
@@ -102,8 +108,11 @@ def read_probe(path: Path, config: Config) -> Probed:
         raise UserError(f"--here {path}: {error.strerror}. {make}") from error
     except msgspec.MsgspecError as error:
         raise UserError(f"--here {path} is not what `echo2 probe --json` prints: {error}. {make}") from error
-    if not (found.num_rollouts > 0 and found.core_seconds > 0.0):
-        raise UserError(f"--here {path} counts {found.num_rollouts} rollouts in {found.core_seconds} s. {make}")
+    if not (found.num_rollouts > 0 and found.core_seconds > 0.0 and found.seconds > 0.0):
+        raise UserError(
+            f"--here {path} counts {found.num_rollouts} rollouts in {found.seconds} s, {found.core_seconds} s of a "
+            f"core. {make}"
+        )
     sampling = config.sampling
     for name, own in (
         ("group_size", sampling.group_size),
@@ -135,10 +144,15 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
         raise UserError("--here forecasts machines without a GPU. Name this one's: --learner, and its offers' gpu.")
     if not config.workers.count:
         raise UserError("--here forecasts the workers that `echo2 run` starts, and workers.count = 0. Set it to 1.")
-    if config.lora.rank or config.learner.ranks > 1 or config.distill.teachers or config.tasks.environment:
+    if config.tasks.environment and probed is None:
         raise UserError(
-            "--here forecasts runs that train all weights with one learner, without teachers and environments. "
-            "Measure five steps instead: `echo2 run CONFIG --run.max_steps 5 --out DIR`, then `echo2 status DIR`."
+            "--here knows nothing of how long an environment's turns take. Measure them: `echo2 probe CONFIG --json > "
+            "probe.json`, then `echo2 plan CONFIG --here probe.json`."
+        )
+    if what := here_refuses(config):
+        raise UserError(
+            f"--here has no forecast for {what}. Measure five steps instead: `echo2 run CONFIG --run.max_steps 5 --out "
+            "DIR`, then `echo2 status DIR`."
         )
     if not Path(config.model.path).is_dir():
         raise UserError(
@@ -146,10 +160,17 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
             "model and name its directory: --model.path DIR."
         )
     shape = fetched_shape(config.model.path)
-    needs = learner_that_fits(config, shape, hardware), worker_that_fits(config, shape, hardware)
+    needs = Needs(learner_that_fits(config, shape, hardware), worker_that_fits(config, shape, hardware))
     processor = this_processor(1 + config.workers.count)
     lengths, flat, basis = _lengths(config, probed, answer_tokens)
     return forecast_on(config, shape, processor, lengths, flat, needs, basis, probed)
+
+
+def here_refuses(config: Config) -> str:
+    """Return the setting for which there is no forecast on cores; "" if there is none."""
+    if config.learner.ranks > 1:
+        return "learner.ranks above 1"
+    return 'learner.quantised = "base"' if config.learner.quantised == "base" else ""
 
 
 def forecast_on(
@@ -164,8 +185,8 @@ def forecast_on(
 ) -> Here:
     """Forecast the run on the cores of such a machine. `flat`: share of groups that teach nothing."""
     groups, group_size, at_once = config.schedule.groups_per_step, config.sampling.group_size, _at_once(config)
-    train = on_cores.training_seconds(shape, lengths, (1.0 - flat) * groups, group_size, processor)
-    width = BYTES_PER_VALUE[config.model.snapshot_dtype]
+    train, taught = _learner_seconds(config, shape, processor, lengths, flat)
+    width = frozen_bytes(config, shape) if config.lora.rank else BYTES_PER_VALUE[config.model.snapshot_dtype]
 
     def batch_seconds(of: float) -> float:
         return on_cores.batch_seconds(shape, lengths, of, group_size, width, processor)
@@ -174,32 +195,65 @@ def forecast_on(
     fixed_share = max(0.0, (full - at_once * (full - batch_seconds(at_once / 2)) * 2 / at_once) / full)
     rate, origin = at_once * group_size / full, "estimated"
     if probed is not None:
-        rate = probed.num_rollouts / probed.core_seconds
+        # Turns of an environment take time in which the engine does not compute.
+        rate = probed.num_rollouts / (probed.seconds if config.tasks.environment else probed.core_seconds)
         origin = f"measured with {counted(probed.num_rollouts, 'rollout')}"
-    snapshot = snapshot_bytes(Path(config.model.path), config.model.snapshot_dtype)
+    snapshot, share = snapshot_size(config), usual_delta_share(config)
+    full = snapshot.num_bytes
+    weights = BroadcastInputs(full, None if share is None else share * full, base_bytes=snapshot.base_bytes)
+    schedule = config.schedule
     demand = Demand(
         groups,
         group_size,
-        config.schedule.publish_every,
-        config.schedule.max_staleness,
-        train,
-        on_cores.broadcast_seconds(snapshot, DELTA_SHARE * snapshot),
+        schedule.publish_every,
+        schedule.max_staleness,
+        train + taught,
+        on_cores.broadcast_seconds(full, weights.num_bytes(schedule.publish_every)),
     )
-    together = max(1, int(needs[0].microbatch.tokens / (lengths.prompt + group_size * lengths.trained)))
+    together = max(1, int(needs.learner.microbatch.tokens / (lengths.prompt + group_size * lengths.trained)))
     held_out = held_out_tasks(config.eval, config.run.seed)
     machine = OneMachine(
         processor.cores,
-        on_cores.first_broadcast_seconds(snapshot),
+        on_cores.first_broadcast_seconds(full + snapshot.base_bytes),
         -(-groups // together),
         0 if held_out is None else -(-len(held_out) * config.eval.samples // group_size),
         config.eval.every,
     )
     kind = WorkerKind(rate, config.workers.count, at_once, fixed_share=fixed_share)
     prediction = forecast(demand, [kind], config.run.max_steps, machine=machine)
-    told = Basis("a worker's rate", f"{rate:.3g} rollouts/s", origin)
+    told = [Basis("a worker's rate", f"{rate:.3g} rollouts/s", origin)]
+    if taught:
+        told.append(Basis("the teacher's logprobs", duration(taught), "a forward pass in each step (time/teacher)"))
+    count = config.workers.count
+    fleet = PlannedFleet(count, count, schedule.publish_every, schedule.max_staleness)
+    kept = kept_and_sent(config, weights, fleet, lengths.answer)
     return Here(
-        train, rate, prediction, config.run.max_steps, groups * group_size, needs, lengths, processor, (*basis, told)
+        train + taught,
+        rate,
+        prediction,
+        config.run.max_steps,
+        groups * group_size,
+        needs,
+        lengths,
+        processor,
+        (*basis, *told),
+        kept,
     )
+
+
+def _learner_seconds(
+    config: Config, shape: ModelShape, processor: Processor, lengths: Lengths, flat: float
+) -> tuple[float, float]:
+    """Return the seconds of a core in which a step is trained, and in which teachers score its tokens."""
+    groups, size = config.schedule.groups_per_step, config.sampling.group_size
+
+    def scoring_seconds(teacher: ModelShape) -> float:
+        return on_cores.scoring_seconds(teacher, lengths, groups, size, processor)
+
+    # With a teacher, groups of equal rewards have advantages, too.
+    trained = groups if config.distill.teachers else (1.0 - flat) * groups
+    seconds = on_cores.training_seconds(shape, lengths, trained, size, processor, config.lora.rank)
+    return seconds, mean_of_teachers(config, shape, scoring_seconds)
 
 
 def _at_once(config: Config) -> int:
@@ -221,8 +275,7 @@ def _lengths(
         )
         lengths = Lengths(seen.prompt, answer, trained, max(seen.longest, answer))
         return lengths, seen.flat, (Basis("answers", f"{answer:.3g} tokens", told),)
-    prompt = _prompt_tokens(config)
-    answer = answer_tokens or ANSWER_SHARE * most
+    prompt, answer = _prompt_tokens(config), mean_answer(config, answer_tokens)
     origin = "--answer-tokens" if answer_tokens else f"half of sampling.max_tokens = {most}; `echo2 probe` measures"
     basis = (
         Basis("prompts", f"{prompt:.3g} tokens", f"the first {PROMPTS_READ} of {config.tasks.source}"),
@@ -255,9 +308,10 @@ def show(found: Here, is_json: bool) -> None:
     made = found.rollouts_per_step / step
     table.add_row("rollouts", f"{made:.3g}/s; a worker makes {found.rollouts_per_second:.3g}/s on a core of its own")
     table.add_row("learner idle", f"{whole.steady_idle_ratio:.1%} once under way, {whole.idle_ratio:.1%} of the run")
-    learner, worker = found.needs
+    learner, worker = found.needs.learner, found.needs.worker
     table.add_row("memory", f"learner {size(learner.total)}, each worker {size(worker.total)}")
     console = Console()
     console.print(table, highlight=False)
+    console.print(disk_and_network_table(found.kept), highlight=False)
     rests = "; ".join(f"{one.name} {one.value} ({one.origin})" for one in found.basis)
     console.print(f"[dim]Rests on: {found.processor} (measured); {rests}.[/dim]", highlight=False)

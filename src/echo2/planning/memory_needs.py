@@ -6,7 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -27,8 +27,14 @@ CHANGES_MAX = 2
 TURNS = "learner and workers take turns on the GPU: a step takes the seconds of both, and those of moving their tensors"
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01
-#: Of the learner and of a worker.
-Needs = tuple[LearnerMemoryNeed, MemoryNeed]
+
+
+class Needs(NamedTuple):
+    """Of the learner, of a worker, and of a stranger's, or of one that checks strangers."""
+
+    learner: LearnerMemoryNeed
+    worker: MemoryNeed
+    stranger: MemoryNeed | None = None
 
 
 class DoesNotFitError(UserError):
@@ -210,8 +216,9 @@ def _halves(value: int) -> list[int]:
     return [value >> power for power in (1, 2, 4, 8) if value >> power]
 
 
-def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, Any]:
+def needs_as_dict(needs: Needs) -> dict[str, Any]:
     """Return the needs as plain values, in bytes, for `--json`."""
+    learner, workers = needs.learner, {"worker": needs.worker, "stranger": needs.stranger}
     return {
         "learner": {
             "parts": learner.parts,
@@ -223,12 +230,13 @@ def needs_as_dict(learner: LearnerMemoryNeed, worker: MemoryNeed) -> dict[str, A
             "host_bytes": learner.host,
             "in_turns": learner.microbatch.in_turns,
         },
-        "worker": {"parts": worker.parts, "bytes": worker.total},
+        **{name: {"parts": one.parts, "bytes": one.total} for name, one in workers.items() if one is not None},
     }
 
 
-def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
+def needs_table(needs: Needs) -> Table:
     """Return the needs as a table for people."""
+    learner, worker, stranger = needs
     table = Table(title="Memory", show_header=False, title_justify="left", box=None, padding=(0, 2, 0, 0))
     how = "computed again" if learner.microbatch.checkpointing else "kept"
     cut = f"micro-batches of {learner.microbatch.tokens} tokens, activations {how}"
@@ -239,6 +247,9 @@ def needs_table(learner: LearnerMemoryNeed, worker: MemoryNeed) -> Table:
     if learner.microbatch.in_turns:
         table.add_row("", TURNS)
     table.add_row("worker", f"[bold]{size(worker.total)}[/bold]: {_by_part(worker)}")
+    if stranger is not None and stranger.total > worker.total:
+        told = "has both old and new weights while rollouts began with the old ones; with less it waits for these"
+        table.add_row("stranger", f"[bold]{size(stranger.total)}[/bold]: it {told}")
     return table
 
 

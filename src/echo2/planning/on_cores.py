@@ -42,19 +42,37 @@ class Lengths:
     longest: float
 
 
-def training_seconds(shape: ModelShape, lengths: Lengths, groups: float, group_size: int, core: Processor) -> float:
-    """Return the seconds of a core for a step of so many groups that are trained on, all weights in float32. A group's
-    prompt is run once."""
+def training_seconds(
+    shape: ModelShape, lengths: Lengths, groups: float, group_size: int, core: Processor, lora_rank: int = 0
+) -> float:
+    """Return the seconds of a core for a step of so many groups that are trained on, in float32. A group's prompt is
+    run once. With adapters of `lora_rank`, the weights below them have no gradients."""
+    trained = shape.adapter_parameters(lora_rank) if lora_rank else shape.parameters
+    forward, head, passing = _passes(shape, lengths, groups, group_size, core)
+    products = (2.0 if lora_rank else 3.0) * forward + (3.0 if lora_rank else 4.0) * head  # logits are computed twice
+    return products + passing + UPDATE_BYTES * trained / (core.gb_per_second * 1e9)
+
+
+def scoring_seconds(teacher: ModelShape, lengths: Lengths, groups: float, group_size: int, core: Processor) -> float:
+    """Return the seconds of a core in which a teacher scores so many groups: a forward pass."""
+    forward, head, passing = _passes(teacher, lengths, groups, group_size, core)
+    return forward + head + passing / 3.0
+
+
+def _passes(
+    shape: ModelShape, lengths: Lengths, groups: float, group_size: int, core: Processor
+) -> tuple[float, float, float]:
+    """Return the seconds of the products of one forward pass, in the layers and of the logits, and those in which
+    activations of a forward and a backward pass pass through memory."""
     answers = groups * group_size * lengths.trained
     tokens = groups * lengths.prompt + answers
     layers = shape.active - shape.vocabulary * (1 if shape.tied else 2)
-    head = shape.vocabulary * 8.0 / 6.0  # logits are computed again in the backward pass
     row = lengths.prompt + group_size * lengths.trained
     attention = 2.0 * row * shape.hidden * sum(bool(layer.cache) for layer in shape.layers)
-    products = 6.0 * (tokens * (layers + attention) + answers * head) / (core.gflops * 1e9)
     kept = LearnerSetup(shape).token_bytes(checkpointing=False) * tokens
     passing = ACTIVATION_PASSES * kept / (core.fresh_gb_per_second * 1e9)
-    return products + passing + UPDATE_BYTES * shape.parameters / (core.gb_per_second * 1e9)
+    products = 2.0 / (core.gflops * 1e9)
+    return products * tokens * (layers + attention), products * answers * shape.vocabulary, passing
 
 
 def decoding_seconds(shape: ModelShape, length: float, rows: float, width: int, core: Processor) -> float:

@@ -38,6 +38,8 @@ WALKS = 3
 FORECASTS_MAX = 16
 #: Rates that are tried for one (S, kappa) lie between the needed one and this power of `RATE_STEP` of it.
 _MAX_TRIES = 50
+#: Of the times of rewards, the share beyond which they are said to be late.
+LATE_SHARE = 0.9
 #: Staleness bounds and periods are tried one by one up to this, then in steps of a third to a half.
 _ONE_BY_ONE = 8
 
@@ -238,10 +240,13 @@ def _search(inputs: PlanInputs, limit: SearchLimit) -> Plan:
         if idle <= inputs.max_idle and (best is None or plan.usd_per_step < best.usd_per_step * (1 - SAME_COST)):
             best = plan
     if best is None:
+        cause = f"batches of {inputs.groups_per_batch} groups take"
+        if inputs.delays is not None and inputs.delays.at(LATE_SHARE) > inputs.train_seconds * inputs.max_idle:
+            late = f"more than {inputs.delays.at(LATE_SHARE):.3g} s for its rewards"
+            cause += f", and one of {1 / (1 - LATE_SHARE):.0f} groups {late},"
         refused = NoPlanError(
             f"All the offers together reach the rate, and the learner would still wait {least_found:.1%} of the time, "
-            f"more than {inputs.max_idle:.1%}: batches of {inputs.groups_per_batch} groups take too long beside "
-            f"{inputs.train_seconds:.4g} s of training."
+            f"more than {inputs.max_idle:.1%}: {cause} too long beside {inputs.train_seconds:.4g} s of training."
         )
         refused.idle = least_found
         raise refused
@@ -382,12 +387,12 @@ def _walked(inputs: PlanInputs, draft: _Draft, limit: SearchLimit, most_idle: fl
     demand, machines = draft.demand, [(inputs.offer(name), count) for name, count in sorted(draft.machines.items())]
     kinds = [WorkerKind(one.effective_rate, count, inputs.batch(one), one.spread) for one, count in machines]
     # Which worker gets the last batch of a step is chance: the worst of a few forecasts counts.
-    prediction = forecast(demand, kinds, inputs.steps)
+    prediction = forecast(demand, kinds, inputs.steps, delays=inputs.delays)
     limit.spend()
     for seed in range(1, WALKS):
         if prediction.steady_idle_ratio <= most_idle:
             limit.spend()
-            walk = forecast(demand, kinds, inputs.steps, seed=seed)
+            walk = forecast(demand, kinds, inputs.steps, seed=seed, delays=inputs.delays)
             prediction = max(prediction, walk, key=lambda one: one.steady_idle_ratio)
     hourly = inputs.learner_usd_per_hour + draft.usd_per_hour
     return Plan(

@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from echo2.config import Config
 from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.core.printable import duration, size
@@ -18,14 +19,15 @@ from echo2.head.ledger.costs import check_costs
 from echo2.head.strangers.decide.checks import CHECK_SHARE
 from echo2.planning import here
 from echo2.planning.chosen_learner import with_learner
-from echo2.planning.first_plan import Basis, Range, open_range, told_range
+from echo2.planning.disk_and_network import DiskAndNetwork, PlannedFleet, disk_and_network_table, kept_and_sent
+from echo2.planning.first_plan import Basis, Range, answer_tokens, open_range, told_range
 from echo2.planning.market import refresh, rent_commands
-from echo2.planning.memory_needs import Needs, needs_as_dict, needs_table
+from echo2.planning.memory_needs import DoesNotFitError, Needs, needs_as_dict, needs_table
 from echo2.planning.plan import NoPlanError, Plan, by_staleness, make_plan
 from echo2.planning.plan_inputs import PastRun, PlanInputs, read_past_run
 from echo2.planning.plan_request import MARKET, configured, ready
 from echo2.planning.simulate import rehearse
-from echo2.planning.ways_out import way_out
+from echo2.planning.ways_out import way_out, way_out_here
 
 #: Inputs that have a row of the plan's table.
 ROWS = ("learner", "judge")
@@ -34,7 +36,8 @@ ROWS = ("learner", "judge")
 @dataclass(frozen=True, slots=True)
 class _Decided:
     """A plan with all that it was made from. `needs`: of memory; None if the model's shape is unknown. `open`: what the
-    plan may become once its estimates are measured; None if there are none.
+    plan may become once its estimates are measured; None if there are none. `kept`: what disks and network take; None
+    if the size of a snapshot is unknown.
     """
 
     plan: Plan
@@ -42,6 +45,7 @@ class _Decided:
     sources: list[Basis]
     needs: Needs | None
     open: Range | None
+    kept: DiskAndNetwork | None
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,22 +75,25 @@ def run(options: argparse.Namespace) -> int:
     except UserError as error:
         raise _with_way_out(asked if isinstance(error, NoPlanError) else options, past, error) from error
     sources += [chosen] if chosen else []
-    found = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated))
+    kept = _kept(config, plan, inputs, sources, answer_tokens(config, options.answer_tokens))
+    found = _Decided(plan, inputs, sources, needs, open_range(inputs, plan, estimated), kept)
     if options.rent:
         print(rent_commands(inputs.offers, plan.machines))
         return 0
     rehearsal = rehearse(plan, inputs) if options.rehearse else None
     if options.json:
         rests = {one.name: [one.value, one.origin] for one in found.sources}
-        memory = needs_as_dict(*found.needs) if found.needs else None
+        memory = needs_as_dict(found.needs) if found.needs else None
         rehearsed, left_open = rehearsal and rehearsal.to_dict(), found.open and asdict(found.open)
         told = {"inputs": rests, "rehearsal": rehearsed, "memory": memory, "range": left_open}
-        print(json.dumps({**plan.to_dict(), **told}))
+        print(json.dumps({**plan.to_dict(), **told, **(found.kept.to_dict() if found.kept else {})}))
         return 0
     console = Console()
     show(found, config.learner.ranks, by_staleness(inputs), console)
     unknown = f"Memory: unknown, because {config.model.path!r} is neither a directory here nor in the hub's cache."
-    console.print(needs_table(*found.needs) if found.needs else unknown, highlight=False)
+    console.print(needs_table(found.needs) if found.needs else unknown, highlight=False)
+    unknown = "Disk and network: unknown without the size of a snapshot. Give --snapshot-bytes."
+    console.print(disk_and_network_table(found.kept) if found.kept else unknown, highlight=False)
     if rehearsal is not None:
         console.print(
             f"Rehearsed: {rehearsal.steps} simulated steps, idle {rehearsal.steady_idle_ratio:.1%} once under way, "
@@ -110,6 +117,16 @@ def _config_of(source: Path | None) -> Path:
     return RunDir(source).config
 
 
+def _kept(config: Config, plan: Plan, inputs: PlanInputs, sources: list[Basis], tokens: float) -> DiskAndNetwork | None:
+    """Return what the planned run keeps and sends."""
+    if not inputs.broadcast.full_bytes:
+        return None
+    engine = next(one.value for one in sources if one.name == "engine")
+    joins = inputs.joins(plan.machines, plan.prediction.run_seconds / 3600)
+    fleet = PlannedFleet(sum(plan.machines.values()), joins, plan.publish_every, plan.max_staleness, engine)
+    return kept_and_sent(config, inputs.broadcast, fleet, tokens)
+
+
 def _here(options: argparse.Namespace) -> int:
     """Forecast the run on this machine, and print that."""
     if options.config is None:
@@ -120,7 +137,11 @@ def _here(options: argparse.Namespace) -> int:
             raise UserError(f"--here forecasts the run on this machine alone, without {name}. Leave one of them out.")
     config = configured(options)
     probed = here.read_probe(options.here, config) if options.here != Path() else None
-    here.show(here.forecast_here(config, probed, options.answer_tokens), options.json)
+    try:
+        found = here.forecast_here(config, probed, options.answer_tokens)
+    except DoesNotFitError as error:
+        raise UserError(f"{error}{way_out_here(options, config)}") from error
+    here.show(found, options.json)
     return 0
 
 

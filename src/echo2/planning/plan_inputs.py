@@ -7,22 +7,28 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from echo2.config.offers import Offer
 from echo2.config.rundir import RunDir, read_metrics
-from echo2.core.documents import is_number
+from echo2.core.documents import is_number, parse_json
 from echo2.core.errors import UserError, counted
 from echo2.head.fleet.decide import activation, formulas
+from echo2.head.fleet.decide.forecast import ScoringDelays
 from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE, Demand
+
+#: Of the times of rewards so many are kept, and an event's type is looked for in so many bytes of its line.
+DELAYS_MAX, EVENT_TYPE_BYTES = 512, 200
 
 
 @dataclass(frozen=True, slots=True)
 class BroadcastInputs:
     """Size and speed of a publication. `seconds`: measured time of transfer and reload, used instead of the formulas;
     `at_least_seconds`: measured in another run, a lower bound here. `delta_bytes`: size of one step's delta.
+    `base_bytes`: of the model under the adapter, which travels once. Without `full_bytes`, sizes are not known.
     """
 
     full_bytes: float = 0.0
@@ -30,6 +36,7 @@ class BroadcastInputs:
     head_up_bps: float = 1e9
     seconds: float | None = None
     at_least_seconds: float = 0.0
+    base_bytes: float = 0.0
 
     def num_bytes(self, publish_every: int) -> float:
         """Return the bytes of a publication: kappa deltas of one step at most, and never more than a full snapshot."""
@@ -47,7 +54,8 @@ class BroadcastInputs:
 class PlanInputs:
     """Inputs of a plan. `publish_every`: None lets the planner choose. `max_idle`: largest share of its time that the
     learner may wait for workers. `train_seconds`: from step to step; `waits_for_rewards`: share of that time in which
-    the learner waits for reward functions, which more machines do not change.
+    the learner waits for reward functions, which more machines do not change. `delays`: of a group's rewards; None:
+    not known, or within that share.
     """
 
     groups_per_step: int
@@ -65,6 +73,7 @@ class PlanInputs:
     max_idle: float = 0.02
     budget_usd: float | None = None
     waits_for_rewards: float = 0.0
+    delays: ScoringDelays | None = None
 
     def demand(self, max_staleness: int, publish_every: int, broadcast_seconds: float) -> Demand:
         return Demand(
@@ -102,6 +111,11 @@ class PlanInputs:
         ]
         return self.broadcast.seconds_to(links, publish_every)
 
+    def joins(self, machines: Mapping[str, int], hours: float) -> float:
+        """Return how many workers join in so many hours: these machines, and those that take the place of lost ones."""
+        lives = ((count, self.offer(name).mean_life_hours) for name, count in machines.items())
+        return math.fsum(count * (1 + (hours / life if life else 0.0)) for count, life in lives)
+
     def least_broadcast_seconds(self, publish_every: int) -> float:
         """Return T_bcast for a single machine, of the offer with the fastest broadcast."""
         return min(self.broadcast_seconds({offer.name: 1}, publish_every) for offer in self.offers)
@@ -124,7 +138,8 @@ class PastRun:
     """Measurements of an earlier run. `train_seconds`: median over steps. `broadcast_seconds`: quantile 1 / 1.1 over
     publications, or None. `delta_ratio`: bytes sent over bytes of the full snapshot, median, or None. `reward_seconds`:
     time of the reward functions, and of a judge, per group, median, or None. `judge_usd`: what a judge cost in a step,
-    mean, or None. `teacher_wait_seconds`: of a step for teachers that compute elsewhere, median, or None.
+    mean, or None. `teacher_wait_seconds`: of a step for teachers that compute elsewhere, median, or None. `delays`:
+    seconds from a group's delivery to its rewards, ascending.
     """
 
     num_steps: int
@@ -134,6 +149,7 @@ class PastRun:
     reward_seconds: float | None = None
     judge_usd: float | None = None
     teacher_wait_seconds: float | None = None
+    delays: tuple[float, ...] = ()
 
 
 def read_past_run(directory: Path) -> PastRun:
@@ -169,7 +185,34 @@ def read_past_run(directory: Path) -> PastRun:
         reward_seconds=statistics.median(rewards) if rewards else None,
         judge_usd=_usd_per_step(rows),
         teacher_wait_seconds=statistics.median(waits) if (waits := _numbers(warm, "time/teacher_wait")) else None,
+        delays=_delays(RunDir(directory).events),
     )
+
+
+def _delays(events: Path) -> tuple[float, ...]:
+    """Read how long groups waited for their rewards after their delivery, from the newest part of the event log: the
+    middle of each of `DELAYS_MAX` equal parts of them. Empty if there are none, as in logs that were deleted."""
+    delivered, found = dict[int, float](), list[float]()
+    try:
+        with events.open("rb") as file:
+            for line in file:
+                kind = next((one for one in (b"GroupDelivered", b"GroupScored") if one in line[:EVENT_TYPE_BYTES]), b"")
+                with suppress(ValueError, KeyError, TypeError):  # the last line may be half-written
+                    record = parse_json(line) if kind else {}
+                    if "options" in record or not kind:
+                        continue
+                    now, number = float(record["now"]), record["event"]["group"]["number"]
+                    if record["event"]["group"]["kind"] != "train":
+                        continue
+                    if kind == b"GroupDelivered":
+                        delivered[number] = now
+                    elif (since := delivered.pop(number, None)) is not None:
+                        found.append(max(0.0, now - since))
+    except OSError:
+        return ()
+    found.sort()
+    count = min(DELAYS_MAX, len(found))
+    return tuple(found[int((place + 0.5) * len(found) / count)] for place in range(count))
 
 
 def _usd_per_step(rows: list[dict[str, Any]]) -> float | None:

@@ -15,6 +15,7 @@ from echo2.core.errors import UserError, counted
 from echo2.core.printable import duration, size
 from echo2.core.types import Hardware
 from echo2.engines.registry import chosen
+from echo2.head.fleet.decide.forecast import ScoringDelays
 from echo2.head.fleet.machines import scaled_offers
 from echo2.learner.core.fitting import SnapshotSize, known_config, machine_with, model_shape, snapshot_size, worker_need
 from echo2.learner.decide.memory import GB
@@ -22,6 +23,7 @@ from echo2.planning.estimates import several
 from echo2.planning.first_plan import Basis, Estimated, FirstPlan, usual_delta_share
 from echo2.planning.market import Wanted, known_prices, market_offers
 from echo2.planning.memory_needs import Needs, learner_that_fits, offers_that_fit
+from echo2.planning.plan import LATE_SHARE
 from echo2.planning.plan_inputs import BroadcastInputs, PastRun, PlanInputs
 from echo2.reward.reward_processes import groups_at_once
 from echo2.reward.score import Scorer
@@ -64,7 +66,8 @@ def ready(
         sources.append(
             Basis("without", ", ".join(left_out), next(iter(left_out.values())), {one: one for one in left_out})
         )
-    needs = learner_that_fits(config, shape, hardware), worker_need(config, shape, hardware)
+    workers = (worker_need(config, shape, hardware, keeps_both) for keeps_both in (False, True))
+    needs = Needs(learner_that_fits(config, shape, hardware), *workers)
     return replace(inputs, offers=offers), sources, estimated, needs
 
 
@@ -95,7 +98,14 @@ def gather(
     engine = chosen(config, known_config(config.model.path), ())
     sources.append(Basis("engine", engine.name, engine.why))
     schedule, sampling = config.schedule, config.sampling
+    is_bound = pace_seconds > train_seconds  # by rewards: they are delayed because they wait for each other
+    delays = None
+    if past is not None and past.delays and not is_bound:
+        delays = ScoringDelays(past.delays)
+        told = f"{duration(delays.at(0.5))} after delivery, one of ten more than {duration(delays.at(LATE_SHARE))}"
+        sources.append(Basis("rewards known", told, f"{counted(len(past.delays), 'group')} of {options.source}"))
     inputs = PlanInputs(
+        delays=delays,
         groups_per_step=schedule.groups_per_step,
         group_size=sampling.group_size,
         steps=config.run.max_steps,
@@ -215,9 +225,39 @@ def _broadcast(
     first: FirstPlan,
     sources: list[Basis],
 ) -> BroadcastInputs:
-    if options.broadcast_seconds is not None:
-        sources.append(Basis("T_bcast", duration(options.broadcast_seconds), "--broadcast-seconds"))
-        return BroadcastInputs(seconds=options.broadcast_seconds)
+    given = options.broadcast_seconds
+    if given is not None:
+        sources.append(Basis("T_bcast", duration(given), "--broadcast-seconds"))
+    try:
+        weights = _weights(config, options, past, first, sources)
+    except UserError:
+        if given is None:
+            raise
+        return BroadcastInputs(seconds=given)
+    if given is not None:
+        return replace(weights, seconds=given)
+    least = 0.0
+    if past is not None and past.broadcast_seconds is not None:
+        least = past.broadcast_seconds
+        sources.append(Basis("T_bcast, at least", duration(least), f"measured in {options.source}"))
+    uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
+    told = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
+    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", told))
+    return replace(weights, head_up_bps=uplink * 1e6, at_least_seconds=least)
+
+
+def _weights(
+    config: configuration.Config,
+    options: argparse.Namespace,
+    past: PastRun | None,
+    first: FirstPlan,
+    sources: list[Basis],
+) -> BroadcastInputs:
+    """Return the sizes of what travels for a version.
+
+    Raises:
+        UserError: they are not known.
+    """
     found = _snapshot_size(config, options, first)
     full = found.num_bytes
     origin = "--snapshot-bytes" if options.snapshot_bytes else f"{config.model.path}, {config.model.snapshot_dtype}"
@@ -231,14 +271,7 @@ def _broadcast(
     elif past is None and options.learner is not None and (share := usual_delta_share(config)) is not None:
         delta = full * share
         sources.append(Basis("delta", size(delta), f"{share:.0%} of a snapshot, as is usual"))
-    least = 0.0
-    if past is not None and past.broadcast_seconds is not None:
-        least = past.broadcast_seconds
-        sources.append(Basis("T_bcast, at least", duration(least), f"measured in {options.source}"))
-    uplink = options.uplink_mbps or DEFAULT_UPLINK_MBPS
-    given = "--uplink-mbps" if options.uplink_mbps else "assumed; --uplink-mbps"
-    sources.append(Basis("head's uplink", f"{uplink:.4g} Mbit/s", given))
-    return BroadcastInputs(full, delta, uplink * 1e6, at_least_seconds=least)
+    return BroadcastInputs(full, delta, base_bytes=found.base_bytes)
 
 
 def _snapshot_size(config: configuration.Config, options: argparse.Namespace, first: FirstPlan) -> SnapshotSize:

@@ -170,9 +170,7 @@ async def _measure(
     groups, took = [group for batch, _ in batches for group in batch], sum(took for _, took in batches)
     num_rollouts = sum(group.num_rollouts for group in groups)
     rates = [sum(group.num_rollouts for group in batch) / took for batch, took in batches]
-    rewards, seen = None, list[SeenGroup]()
-    if not config.tasks.environment:
-        rewards, seen = await _scored(config, sampler, groups)
+    rewards, seen = await _scored(config, sampler, groups)
     return Measured(
         rollouts_per_second=num_rollouts / took,
         standard_error=statistics.stdev(rates) / math.sqrt(len(rates)),
@@ -183,7 +181,7 @@ async def _measure(
         num_rollouts=num_rollouts,
         seconds=took,
         group_size=config.sampling.group_size,
-        rewards=rewards,
+        rewards=rewards if not config.tasks.environment else None,
         parameters=num_parameters(config.model.path) or 0,
         max_tokens=config.sampling.max_tokens,
         lengths=seen_lengths(seen, size) if seen else None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -23,7 +24,7 @@ from echo2.planning.sim.fleet import Cut, SimWorker
 from echo2.planning.sim.head import MortalLedger, SimHead
 from echo2.planning.sim.learner import SimLearner
 from echo2.planning.sim.report import History, Report, make_report
-from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, Study, WorkersSpec, load_study
+from echo2.planning.sim.scenario import BroadcastSpec, HeadSpec, LearnerSpec, Scenario, Study, WorkersSpec, load_study
 from echo2.planning.sim.world import HEAD, LEARNER, Kill, SimLink, SimNetwork, SimWorld, Start
 
 #: Maximum number of simulated steps.
@@ -32,6 +33,8 @@ MAX_STEPS = 60
 HEARTBEATS_PER_STEP = 20
 #: Time limit, as a multiple of the predicted time; longer than any plan takes.
 TIME_LIMIT_FACTOR = 5.0
+#: Rewards that take longer than so many times the usual, and so much more, waited for a judge that hung.
+LATE_FACTOR, LATE_SECONDS = 4.0, 1.0
 #: The learner runs close to the head.
 LEARNER_LATENCY_SECONDS = 0.001
 LEARNER_BYTES_PER_SECOND = 1e9
@@ -77,7 +80,20 @@ def scenario_of(plan: Plan, inputs: PlanInputs) -> Scenario:
             price_usd_per_hour=inputs.learner_usd_per_hour,
         ),
         broadcast=BroadcastSpec(scheme="fixed", seconds=plan.broadcast_seconds),
+        head=_head(inputs),
     )
+
+
+def _head(inputs: PlanInputs) -> HeadSpec:
+    """Return a head whose rewards take as long as was measured. Those that are late waited for a judge that hung, and
+    may have hung again."""
+    if inputs.delays is None:
+        return HeadSpec()
+    usual = inputs.delays.at(0.5)
+    late = [seconds - usual for seconds in inputs.delays.seconds if seconds > LATE_FACTOR * usual + LATE_SECONDS]
+    share = min(0.9, len(late) / len(inputs.delays.seconds))
+    stall_seconds = statistics.fmean(late) * (1.0 - share) if late else 0.0
+    return HeadSpec(usual, stalled_rewards=share, stall_seconds=stall_seconds)
 
 
 def _workers(plan: Plan, inputs: PlanInputs, name: str) -> WorkersSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.chosen_learner import with_learner
 from echo2.planning.estimates import GPUS, cards, several
 from echo2.planning.first_plan import FirstPlan
+from echo2.planning.here import here_refuses
 from echo2.planning.market import COUNT
 from echo2.planning.memory_needs import (
     DoesNotFitError,
@@ -139,6 +141,22 @@ def _more_cards(options: argparse.Namespace) -> Iterator[dict[str, str]]:
     if options.offers in (None, MARKET) and options.gpus:
         names = [several(name, "--gpus")[1] for name in options.gpus.split(",") if name]
         yield from ({"--gpus": ",".join(f"{count}x{name}" for name in names)} for count in CARDS)
+
+
+def way_out_here(options: argparse.Namespace, config: Config) -> str:
+    """Return a command with which the run on this machine fits into its memory; "" if none was found. Its probe, if it
+    has one, stays that of the run."""
+    shape, machine = model_shape(config.model.path), this_machine()
+    if shape is None:
+        return ""
+    for settings, smaller in itertools.chain(learner_savings(config), worker_savings(config)):
+        is_other_run = options.here != Path() and any(name.startswith("sampling.") for name in settings)
+        if is_other_run or not smaller.workers.count or here_refuses(smaller):
+            continue
+        needs = learner_need(smaller, shape, machine), worker_need(smaller, shape, machine)
+        if all(need.total <= need.available for need in needs):
+            return f" A plan that works: `{_command(options, _as_flags(settings))}`."
+    return ""
 
 
 def _memory_gb(offer: Offer) -> float:

@@ -67,6 +67,11 @@ def is_sparse(values: Mapping[str, Any], number: int) -> bool:
     return (number + 1) % int(values.get("decoder_sparse_step") or 1) == 0
 
 
+def routed_layers(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the numbers of the layers that have a router."""
+    return tuple(number for number in range(int(values.get("num_hidden_layers") or 0)) if is_sparse(values, number))
+
+
 def _ends_of_short_ropes(config: Mapping[str, Any]) -> Iterator[Any]:
     """Yield where the first set of frequencies ends, for each LongRoPE: layers of one type may share one."""
     ropes = config.get("rope_parameters") or config.get("rope_scaling")

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from echo2.core.decide.model_config import context_length, has_two_ropes, is_sparse, num_chosen, num_experts
+from echo2.core.decide.model_config import context_length, has_two_ropes, num_chosen, num_experts, routed_layers
 from echo2.core.documents import safetensors_pieces
 from echo2.core.errors import PeerError, UserError, write_failed
 from echo2.core.types import Snapshot, SnapshotRef, StoredTensor, TensorSource
@@ -76,11 +76,10 @@ class ServedModel:
         """The layers of a mixture that have a router; None: a dense model, or one that does not say which they are."""
         values = read_text_values({"config.json": self.config})
         experts, chosen = num_experts(values), num_chosen(values)
-        num_layers = int(values.get("num_hidden_layers") or 0)
-        places = tuple(number for number in range(num_layers) if is_sparse(values, number))
+        places = routed_layers(values)
         if not places or not 0 < chosen < experts:
             return None
-        return RoutedLayers(RouteShape(len(places), chosen, experts), places, num_layers)
+        return RoutedLayers(RouteShape(len(places), chosen, experts), places, int(values["num_hidden_layers"]))
 
     @property
     def has_experts(self) -> bool:

@@ -24,8 +24,11 @@ from echo2.core.errors import UserError
 from echo2.core.types import Hardware
 from echo2.engines.model_values import all_values, values_of
 from echo2.learner.decide.memory import (
+    BOTH_SHARE,
     BYTES_PER_VALUE,
+    COPY_SHARE,
     CPU_MICROBATCH_TOKENS_MAX,
+    GPU_SHARE,
     OFFLOADS,
     PROCESS_BYTES,
     USABLE,
@@ -199,8 +202,10 @@ def learner_bytes(config: Config, shape: ModelShape, machine: Hardware, in_turns
     return min(machine.gpus) - sharing * local
 
 
-def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryNeed:
-    """Return a worker's need on such a machine. If two copies of the weights don't fit, it loads new ones in place."""
+def worker_need(config: Config, shape: ModelShape, machine: Hardware, keeps_both: bool = False) -> MemoryNeed:
+    """Return a worker's need on such a machine. If two copies of the weights don't fit, it loads new ones in place.
+    `keeps_both`: it is a stranger, whose rollouts keep the weights that they began with while others have newer ones
+    (`Config.swap_of`), or checks strangers; if both don't fit, new ones wait until nothing is sampled."""
     sampling = config.sampling
     rollouts, length = sampling.groups_per_batch * sampling.group_size, row_tokens(config, shape)
     available = min(machine.gpus, default=machine.memory_bytes)
@@ -212,8 +217,9 @@ def worker_need(config: Config, shape: ModelShape, machine: Hardware) -> MemoryN
     if config.workers.engine in (AUTO, "compact"):
         free = max(0, available - sum(parts.values()))
         packs, swaps = bytes_per_value == 4, not config.lora.rank
-        copies = 0 if machine.gpus else packs + swaps * (1 + packs)
-        parts |= engine_parts(parts["weights"], free, copies, bool(config.tasks.environment))
+        copies = swaps * keeps_both if machine.gpus else packs + swaps * (1 + packs)
+        share = GPU_SHARE if machine.gpus else BOTH_SHARE if keeps_both else COPY_SHARE
+        parts |= engine_parts(parts["weights"], free, copies, bool(config.tasks.environment), share)
     return MemoryNeed(parts, available, "a GPU" if machine.gpus else "the machine")
 
 

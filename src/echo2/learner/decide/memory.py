@@ -41,9 +41,11 @@ CPU_MICROBATCH_TOKENS_MAX, GPU_MICROBATCH_TOKENS_MAX = 2048, 16_384
 CPU_ACTIVATIONS_BYTES, CPU_TOKENS_MIN = GB, 256
 #: If fewer tokens than this fit, activations are checkpointed where that makes more tokens fit.
 CHECKPOINT_BELOW_TOKENS = 2048
-#: Shares of a worker's free memory: on a CPU, weights are copied if they take no more than the first
-#: (`engines/torch_engine.py`); rows kept between turns take at most the second (`engines/rows.py`).
-COPY_SHARE, KEPT_SHARE = 1 / 32, 1 / 16
+#: Shares of a worker's free memory: new weights are loaded beside the old ones if they take no more than this on a CPU,
+#: on one whose rollouts keep the weights that they began with, and on a GPU (`engines/torch_engine.py`).
+COPY_SHARE, BOTH_SHARE, GPU_SHARE = 1 / 32, 1 / 8, 1 / 2
+#: Rows kept between turns take at most this (`engines/rows.py`).
+KEPT_SHARE = 1 / 16
 #: Bytes of a weight in 4 bits, and of two moments of 8 bits, with the factors of their blocks (`learner/core/`).
 NF4_BYTES, MOMENTS_8_BIT_BYTES = 0.5 + 4 / 64, 2 + 8 / 256
 #: Bits of a matrix's weight in a form (`engines/forms.py`), with the numbers of its block.
@@ -55,6 +57,11 @@ LLAMACPP_TOKENS, LLAMACPP_VALUE_BYTES, LLAMACPP_CELLS = 512, 2, 3
 OFFLOADED_BYTES = 12 << 24
 #: Share of a device's memory that a forecast may fill. The rest is for fragmentation and unknown consumers.
 USABLE = 0.9
+
+
+def moments_bytes(quantised: str, trained: int) -> int:
+    """Bytes of AdamW's moments, by `learner.quantised`."""
+    return int((MOMENTS_8_BIT_BYTES if quantised == "moments" else 8) * trained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +138,7 @@ class LearnerSetup:
 
     @property
     def _moments(self) -> int:
-        return int((MOMENTS_8_BIT_BYTES if self.quantised == "moments" else 8) * self.trained)
+        return moments_bytes(self.quantised, self.trained)
 
     def needed(self, tokens: int, checkpointing: bool) -> int:
         """Total bytes of each rank."""
@@ -205,8 +212,8 @@ def settle_microbatch(setup: LearnerSetup, memory_bytes: float, longest: int, gi
 
 
 def worker_parts(shape: ModelShape, bytes_per_value: int, rollouts: int, length: int) -> dict[str, int]:
-    """Bytes by part of a worker that decodes `rollouts` rollouts of `length` tokens, prompts included. Not counted: on
-    a GPU a swap takes the weights a second time if there is room, and nothing if it works in place.
+    """Bytes by part of a worker that decodes `rollouts` rollouts of `length` tokens, prompts included. A second set of
+    weights: `engine_parts`. Not counted: on a GPU a swap takes one if there is room, and nothing if it works in place.
     """
     weights, length = bytes_per_value * shape.parameters, min(length, shape.max_positions)
     kept = (layer.cache * min(length, layer.window or length) for layer in shape.layers)
@@ -239,11 +246,12 @@ def rounded_parts(shape: ModelShape, form: str, has_adapter: bool, rollouts: int
     }
 
 
-def engine_parts(weights: int, free: int, copies: int, is_in_turns: bool) -> dict[str, int]:
+def engine_parts(weights: int, free: int, copies: int, is_in_turns: bool, share: float = COPY_SHARE) -> dict[str, int]:
     """Bytes of the `free` memory that an engine in the worker uses for speed, at most all of it. `copies`: sets of
-    weights that it has on a CPU beside the installed one while new ones arrive: these, and packed ones of both.
+    weights that it has beside the installed one, if one of them takes at most this `share`: those that arrive, or that
+    rollouts began with, and packed ones of both.
     """
     return {
-        "coming and packed weights": copies * weights if weights <= COPY_SHARE * free else 0,
+        "second and packed weights": copies * weights if weights <= share * free else 0,
         "rows kept between turns": int(KEPT_SHARE * free) if is_in_turns else 0,
     }

@@ -84,10 +84,31 @@ class Prediction:
         return max(self.staleness, default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringDelays:
+    """Seconds from a group's delivery to its rewards, ascending, as they were measured: of a judge that hangs now and
+    then, the last ones are long. A walk draws one for each group. `groups`: how many groups of the run one of a run
+    that is scaled down stands for, of which the slowest counts."""
+
+    seconds: tuple[float, ...] = ()
+    groups: float = 1.0
+
+    def at(self, share: float) -> float:
+        """Return the delay below which this share of them lies."""
+        place = int(share ** (1.0 / self.groups) * len(self.seconds))
+        return self.seconds[min(place, len(self.seconds) - 1)]
+
+
 def forecast(
-    demand: Demand, kinds: Sequence[WorkerKind], steps: int, seed: int = 0, machine: OneMachine | None = None
+    demand: Demand,
+    kinds: Sequence[WorkerKind],
+    steps: int,
+    seed: int = 0,
+    machine: OneMachine | None = None,
+    delays: ScoringDelays | None = None,
 ) -> Prediction:
     """Predict a run of so many steps. `machine`: the one on which all of it happens; None: everybody has their own.
+    `delays`: of rewards; None: there are none.
 
     Raises:
         UserError: there is no worker, or one without a rate.
@@ -98,8 +119,10 @@ def forecast(
     least = max(LEAST_STEPS, 6 * demand.publish_every)
     num_walked = min(steps, max(least, min(MAX_STEPS, WORK // size)))
     if machine is None:
-        demand, kinds = _scaled(demand, kinds, num_walked * size / (2 * WORK))
-    walk = _Walk(demand, kinds, steps, seed, machine)
+        factor = num_walked * size / (2 * WORK)
+        demand, kinds = _scaled(demand, kinds, factor)
+        delays = replace(delays, groups=max(1.0, factor)) if delays else None
+    walk = _Walk(demand, kinds, steps, seed, machine, delays)
     for step in range(num_walked):
         walk.step(step)
     ends, half = walk.ended, num_walked // 2
@@ -159,7 +182,9 @@ class _Walk:
         steps: int,
         seed: int,
         machine: OneMachine | None = None,
+        delays: ScoringDelays | None = None,
     ) -> None:
+        self.delays = delays
         self.demand, self.steps, self.seed, self.travel_seconds = demand, steps, seed, demand.broadcast_seconds
         self.machine = machine or OneMachine(0, demand.broadcast_seconds)
         self.evals: dict[int, int] = {0: self.machine.eval_groups} if self.machine.eval_groups else {}
@@ -286,7 +311,7 @@ class _Walk:
                 done = self._thawed(start, filled * worker.median_seconds * self._draw(kind.spread))
                 longest = max(longest, done)
                 if step != EVALUATION:
-                    self.arrived.setdefault(step, []).append(done)
+                    self.arrived.setdefault(step, []).append(done + self._delay())
             if step == EVALUATION:
                 continue
             self.unstarted[step] = self.unstarted.get(step, self.demand.groups_per_step) - count
@@ -332,6 +357,13 @@ class _Walk:
     def _published(self, version: int) -> float:
         return self.ended[version - 1] if version > 0 else 0.0
 
+    def _delay(self) -> float:
+        """Draw the seconds until a delivered group has its rewards."""
+        if self.delays is None or not self.delays.seconds:
+            return 0.0
+        self.num_draws += 1
+        return self.delays.at(uniform(self.seed, self.num_draws))
+
     def _draw(self, spread: float) -> float:
         """Draw a log-normal factor with median 1."""
         if spread <= 0:
@@ -342,7 +374,12 @@ class _Walk:
 
 def normal(seed: int, number: int) -> float:
     """Return the `number`-th value of a stream of standard normal values."""
-    return _NORMAL.inv_cdf(((mix(mix(seed) ^ number) >> 11) + 0.5) / 2**53)
+    return _NORMAL.inv_cdf(uniform(seed, number))
+
+
+def uniform(seed: int, number: int) -> float:
+    """Return the `number`-th value of a stream of values between 0 and 1."""
+    return ((mix(mix(seed) ^ number) >> 11) + 0.5) / 2**53
 
 
 @lru_cache(maxsize=256)
