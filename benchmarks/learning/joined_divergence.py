@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from echo2.learner.core.losses import LOG_RATIO_LIMIT
-from echo2.learner.grpo.pulls import TAIL_LEAST, joined_divergence
+from echo2.learner.grpo.teachers import TAIL_LEAST, joined_divergence
 
 BETAS = (1.0, 0.5, 0.0)
 TOP_KS = (16, 64, 256, 1024)

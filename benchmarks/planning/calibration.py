@@ -31,7 +31,7 @@ from echo2.core.errors import UserError
 from echo2.learner.core.fitting import PROMPT_TOKENS, model_shape
 from echo2.learner.decide.model_shape import LayerShape, ModelShape
 from echo2.planning import estimates
-from echo2.planning.estimates import Gpu, gpu
+from echo2.planning.gpus import Gpu, cards, gpu
 
 POINTS = Path(__file__).with_name("public_speeds.json")
 #: Constants that are fitted together, and the values that are tried.
@@ -112,7 +112,7 @@ def step_seconds(point: Point, card: Gpu) -> float:
     trains = estimates.training_seconds(work, rollouts, card, count)
     scores = estimates.teacher_seconds(work.shape, work, rollouts, card, count)
     engines = count // together
-    machine = estimates.cards(f"{together}x{point['gpu']}", "point")[2]
+    machine = cards(f"{together}x{point['gpu']}", "point")[2]
     samples = rollouts / engines / estimates.rollouts_per_second(work, machine, -(-rollouts // engines))
     return trains + scores + samples
 

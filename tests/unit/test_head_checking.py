@@ -28,7 +28,7 @@ from echo2.transport.base import Peer
 from echo2.transport.identity import PeerIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
-from echo2.views.display import show_trust, trust_rows
+from echo2.views.status import show_trust, trust_rows
 from echo2.worker.sampling import check
 from head_cases import OpenHead, rows, settings, until
 from rollout_cases import plain_tokenizer, snapshot_of, tiny_module

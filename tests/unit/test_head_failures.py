@@ -15,7 +15,7 @@ from echo2.head.serve import report
 from echo2.sandbox.plugins import TRACEBACK_CHARS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PROTOCOL_VERSION
-from echo2.views.display import FAILURE_WORDS, failure_lines
+from echo2.views.status import FAILURE_WORDS, failure_lines
 from head_cases import OpenHead, delivery, rows, sample, settings, until
 from rollout_cases import END
 

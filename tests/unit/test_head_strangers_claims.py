@@ -19,7 +19,7 @@ from echo2.head.ledger.costs import CostBook, itemise
 from echo2.head.serve.claims import PID_MAX, check_price, most_paid, process_id
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.limits import PRICE_MAX_USD_PER_HOUR
-from echo2.views.display import strangers_lines
+from echo2.views.status import strangers_lines
 
 
 def config(price: float = 0.0, budget: float = 0.0) -> Config:

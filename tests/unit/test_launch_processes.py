@@ -19,8 +19,8 @@ from echo2.core.logs import last_error
 from echo2.launch.supervisor import START_FAILURES_MAX, ProcessFailed, Supervisor
 from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.tickets import Ticket
-from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView, read_status
+from echo2.views.status import failure_lines
 from echo2.views.watch import run_data
 
 #: A grandchild that holds on, says its pid, and would stay for ever; its parent holds the pipe's writing end.

@@ -60,7 +60,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("echo2.learner.grpo.pulls.TeacherEndpoint", partial(TeacherEndpoint, **QUICK))
+    monkeypatch.setattr("echo2.learner.grpo.teachers.TeacherEndpoint", partial(TeacherEndpoint, **QUICK))
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_fault_costs_a_request_and_no_word(
 ) -> None:
     if fault == "hang":
         short = partial(TeacherEndpoint, **QUICK | {"seconds": 2.0})
-        monkeypatch.setattr("echo2.learner.grpo.pulls.TeacherEndpoint", short)
+        monkeypatch.setattr("echo2.learner.grpo.teachers.TeacherEndpoint", short)
     groups = some_groups()
     spoils = lambda path, n: fault if path == "/v1/completions" and n == 3 else ""  # noqa: E731
     with standin_of(teacher, fault=spoils) as standin:

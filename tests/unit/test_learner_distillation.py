@@ -23,7 +23,7 @@ from echo2.learner.core.losses import LOG_RATIO_LIMIT, make_loss
 from echo2.learner.core.model import load_policy
 from echo2.learner.core.output_layer import OutputLayer, plain_likely, tiled_likely
 from echo2.learner.grpo.loop import GrpoClient, GrpoLoss
-from echo2.learner.grpo.pulls import TAIL_LEAST, joined_divergence, towards_teacher
+from echo2.learner.grpo.teachers import TAIL_LEAST, joined_divergence, towards_teacher
 from learner_cases import (
     VOCAB,
     config_of,
@@ -166,7 +166,7 @@ hostile = st.lists(st.floats(-1e4, 1e4, width=32) | st.sampled_from([0.0, 30.0, 
 def test_no_logits_make_the_divergence_negative_or_its_gradient_large(
     own: list[float], theirs: list[float], top_k: int, beta: float
 ) -> None:
-    """In float32, in which it is computed: by the logprobs within the bound that `pulls.py` states."""
+    """In float32, in which it is computed: by the logprobs within the bound that `teachers.py` states."""
     logp = torch.tensor([own]).log_softmax(-1)
     top, ids = torch.tensor([theirs]).log_softmax(-1).topk(top_k)
     policy = logp.gather(1, ids).requires_grad_()

@@ -20,8 +20,8 @@ from echo2.config.values import LOSS_PARAMS
 from echo2.core.errors import InvariantError, UserError
 from echo2.learner.core.losses import LOG_RATIO_LIMIT, LOSSES, RATIO_LIMIT, LossTokens, make_loss
 from echo2.learner.grpo.data import group_advantages
-from echo2.learner.grpo.pulls import token_kl
 from echo2.learner.grpo.step_meter import LossStats, measure
+from echo2.learner.grpo.teachers import token_kl
 from echo2.transport import limits
 from learner_cases import loss_tokens
 from seeds import examples

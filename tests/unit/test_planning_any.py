@@ -14,7 +14,7 @@ import pytest
 
 from echo2.cli import main
 from echo2.head.fleet.decide import forecast
-from echo2.planning.estimates import GPUS
+from echo2.planning.gpus import GPUS
 from first_plans import MIXTURE, QWEN3_8B, write
 
 #: Forecasts of one command at most. A refusal has two searches for the plan (34), tries of more at once (18), and five

@@ -17,18 +17,15 @@ from echo2.learner.decide.memory import GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape, read_shape
 from echo2.planning import first_plan
 from echo2.planning.estimates import (
-    GPUS,
-    Gpu,
     Workload,
-    gpu,
     rollouts_per_second,
-    several,
     tokens_per_second,
     touched_weights,
     training_flops_per_token,
     training_seconds,
 )
 from echo2.planning.first_plan import FirstPlan
+from echo2.planning.gpus import GPUS, Gpu, gpu, several
 from echo2.planning.memory_needs import rollouts_held
 from echo2.worker.decide.home import SamplingNeed
 from first_plans import MIXTURE, QWEN3_8B, write

@@ -13,7 +13,7 @@ from echo2.core.types import Backoff, Rollout, Score, Task
 from echo2.head.ledger.books import Failures
 from echo2.reward.reward_processes import BACKOFF, TRIES_MAX, RewardProcesses
 from echo2.reward.score import RewardFailure
-from echo2.views.display import failure_lines
+from echo2.views.status import failure_lines
 
 AT_ONCE = Backoff(0.0, 0.0)
 OWN = """

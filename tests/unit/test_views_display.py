@@ -23,8 +23,9 @@ from echo2.config import Config
 from echo2.config.rundir import RunDir, claimed, create
 from echo2.core.errors import UserError
 from echo2.views import display
-from echo2.views.display import RunDisplay, fleet_words, next_steps, show_status, show_summary, sparkline
+from echo2.views.display import RunDisplay, next_steps, show_summary, sparkline
 from echo2.views.run_view import read_status
+from echo2.views.status import fleet_words, show_status
 
 HERE = socket.gethostname()
 WIDTHS = (20, 40, 80, 200)

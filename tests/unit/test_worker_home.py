@@ -24,7 +24,7 @@ from echo2.engines import forms
 from echo2.engines import registry as engines
 from echo2.learner.decide.memory import FORM_BITS, GB
 from echo2.learner.decide.model_shape import ModelShape, read_shape
-from echo2.planning.estimates import GPUS
+from echo2.planning.gpus import GPUS
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.worker import joining

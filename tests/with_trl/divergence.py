@@ -7,7 +7,7 @@ import json
 import torch
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from echo2.learner.grpo.pulls import joined_divergence
+from echo2.learner.grpo.teachers import joined_divergence
 
 NUM_TOKENS, VOCAB = 5, 40
 

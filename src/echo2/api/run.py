@@ -23,8 +23,8 @@ from echo2.core.child import ChildProcess
 from echo2.core.errors import Echo2Error, UserError
 from echo2.core.logs import TAIL_BYTES, last_error
 from echo2.head.ledger import rollout_log
-from echo2.views.display import failure_lines
 from echo2.views.run_view import RunView
+from echo2.views.status import failure_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -48,7 +48,7 @@ def add_tickets(add: Add) -> None:
     parser = add("doctor", text, module_command("echo2.planning.doctor"), has_json=True)
     parser.add_argument("ticket", nargs="?", default="", metavar="TICKET", help="a ticket, or @FILE that contains it")
     text = "Show what checks of strangers' rollouts found, by ticket, and which tickets are in quarantine."
-    add("trust", text, module_command("echo2.views.display", "trust_command"), directory=where, has_json=True)
+    add("trust", text, module_command("echo2.views.status", "trust_command"), directory=where, has_json=True)
     text = "Shut a worker, or all that joined with a ticket, out of a run for good; others get their leases."
     parser = add("revoke", text, revoke, directory=where, has_json=True)
     parser.add_argument(
@@ -74,7 +74,7 @@ def _status(options: argparse.Namespace) -> int:
         return 0
     from rich.console import Console
 
-    from echo2.views.display import show_status
+    from echo2.views.status import show_status
 
     show_status(status, Console())
     return 0

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from echo2.config import Config
 from echo2.core.errors import UserError
 from echo2.learner.core.fitting import learner_need
-from echo2.planning.estimates import GPUS, several
 from echo2.planning.first_plan import Basis, FirstPlan, fetched_shape
+from echo2.planning.gpus import GPUS, several
 from echo2.planning.market import known_prices
 from echo2.planning.memory_needs import DoesNotFitError
 from echo2.planning.plan import least_idle, may_have_plan

@@ -26,18 +26,15 @@ from echo2.learner.decide.memory import BYTES_PER_VALUE, GB, form_bytes
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.estimates import (
     ANSWER_SHARE,
-    GPUS,
     SPREAD,
     STEP_SECONDS,
-    Gpu,
     Workload,
-    cards,
     rollouts_per_second,
-    several,
     teacher_seconds,
     training_seconds,
     training_share,
 )
+from echo2.planning.gpus import GPUS, Gpu, cards, several
 from echo2.planning.memory_needs import rollouts_held, sampling_need
 from echo2.planning.plan import NoPlanError, Plan, make_plan
 from echo2.planning.plan_inputs import PlanInputs

@@ -19,7 +19,7 @@ from echo2.config.offers import COUNT_MAX, Offer
 from echo2.config.rundir import write_atomically
 from echo2.core.errors import UserError, write_failed
 from echo2.head.fleet.machines import filled
-from echo2.planning.estimates import GPUS, several
+from echo2.planning.gpus import GPUS, several
 
 #: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
 SHIPPED = Path(__file__).with_name("market.csv")

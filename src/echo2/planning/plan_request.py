@@ -19,8 +19,8 @@ from echo2.head.fleet.decide.forecast import ScoringDelays
 from echo2.head.fleet.machines import scaled_offers
 from echo2.learner.core.fitting import SnapshotSize, known_config, machine_with, model_shape, snapshot_size, worker_need
 from echo2.learner.decide.memory import GB
-from echo2.planning.estimates import several
 from echo2.planning.first_plan import Basis, Estimated, FirstPlan, usual_delta_share
+from echo2.planning.gpus import several
 from echo2.planning.market import Wanted, known_prices, market_offers
 from echo2.planning.memory_needs import Needs, learner_that_fits, offers_that_fit
 from echo2.planning.plan import LATE_SHARE

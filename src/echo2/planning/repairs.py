@@ -12,7 +12,7 @@ import echo2
 from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
 from echo2.learner.core.fitting import known_models, model_shape
-from echo2.planning.estimates import several
+from echo2.planning.gpus import several
 
 #: A change of this name is the configuration file, which is no flag.
 CONFIG = "CONFIG"

@@ -18,8 +18,8 @@ from echo2.learner.core.fitting import learner_need, machine_with, model_shape, 
 from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.chosen_learner import with_learner
-from echo2.planning.estimates import GPUS, cards, several
 from echo2.planning.first_plan import FirstPlan
+from echo2.planning.gpus import GPUS, cards, several
 from echo2.planning.here import here_refuses
 from echo2.planning.market import COUNT
 from echo2.planning.memory_needs import (

@@ -21,8 +21,8 @@ import msgspec
 from echo2.core.background import spawn
 from echo2.core.errors import UserError
 from echo2.head.fleet.decide.measurements import CAUSES
-from echo2.views.display import failure_lines, fleet_words, strangers_lines, trust_rows
 from echo2.views.run_view import Row, RunView
+from echo2.views.status import failure_lines, fleet_words, strangers_lines, trust_rows
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ K rollouts of one group:
     grpo     (R_i - mean) / (std + 1e-6)      std is the sample standard deviation (K - 1), as in TRL and verl
     dr_grpo  R_i - mean
     rloo     R_i - mean of the other K - 1  =  K / (K - 1) * (R_i - mean)
-    none     0: a teacher's part alone is trained on (`pulls.py`), which is added in the pass over the tokens
+    none     0: a teacher's part alone is trained on (`teachers.py`), which is added in the pass over the tokens
 
 A rollout of several rows counts as one: K, mean, std and B count rollouts, and each row has its rollout's advantage.
 

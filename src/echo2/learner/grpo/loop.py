@@ -5,7 +5,7 @@ bound to it, which the versions t - S to t sampled, and makes version t + 1. Eve
 as a snapshot. Settings: R = `groups_per_step` times `group_size`, S = `max_staleness`, kappa = `publish_every`.
 
 `feed.py` waits for groups, checks them, and cuts them into micro-batches; `data.py` has their advantages, `losses.py`
-the losses, `pulls.py` a reference and teachers, `trained_policy.py` what a step changes.
+the losses, `teachers.py` a reference and teachers, `trained_policy.py` what a step changes.
 
 Four rules of order must hold:
 
@@ -37,9 +37,9 @@ from echo2.learner.core.trainer import AdamParams
 from echo2.learner.grpo.card import LearnerCard
 from echo2.learner.grpo.data import divisor_of
 from echo2.learner.grpo.feed import Feed
-from echo2.learner.grpo.pulls import joined_divergence, token_kl, towards_teacher
 from echo2.learner.grpo.saving import Checkpoints
 from echo2.learner.grpo.step_meter import LossStats, StepStats, measure, merged
+from echo2.learner.grpo.teachers import joined_divergence, token_kl, towards_teacher
 from echo2.learner.grpo.trained_policy import POLICY, REFERENCE, TrainedPolicy
 from echo2.learner.link.session import HeadSession
 
@@ -132,7 +132,7 @@ class GrpoClient(TrainedPolicy):
         # Advantages: each rollout's reward against its group's (`data.py`). Tokens of environments are masked.
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
-        if self.teachers is not None:  # each token's part of the advantage, or of the loss (`pulls.py`)
+        if self.teachers is not None:  # each token's part of the advantage, or of the loss (`teachers.py`)
             data = self.teachers.taught(groups, parts)
         if learner.reference_kl > 0.0:
             own_routes = [replace(datum, routes=None) for datum in data]  # the reference is a policy of its own
@@ -171,7 +171,7 @@ class GrpoClient(TrainedPolicy):
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
     """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
-    plus beta = `reference_kl` times KL(pi || pi_ref) (`pulls.py`), and what a teacher adds (`pulls.py`).
+    plus beta = `reference_kl` times KL(pi || pi_ref) (`teachers.py`), and what a teacher adds (`teachers.py`).
     Its output for each micro-batch: statistics.
 
     Shape suffixes: n = loss tokens, S = sequences.

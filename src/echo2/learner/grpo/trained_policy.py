@@ -30,8 +30,8 @@ from echo2.learner.core.publication import BorrowedWeights
 from echo2.learner.core.state import Saving
 from echo2.learner.core.trainer import ForwardBackward, OptimStep, Trainer
 from echo2.learner.grpo.data import GroupData, group_data
-from echo2.learner.grpo.pulls import Teachers, reference_of
 from echo2.learner.grpo.step_meter import LossStats, StepStats, Taught
+from echo2.learner.grpo.teachers import Teachers, reference_of
 from echo2.transport.limits import LOGGED_GROUPS
 from echo2.transport.message_bytes import logged_tokens
 
