@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import re
 from array import array
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from disk_cases import no_file_beyond
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Backoff
 from echo2.learner.core.adapters import load_base
@@ -31,7 +31,6 @@ from echo2_service.backend import (
 )
 from echo2_service.decide.order import FairQueue
 from echo2_service.learner import models as models_module
-from echo2_service.learner.journal import Journal
 from echo2_service.learner.models import Models, learner_data
 from echo2_service.learner.tenants import Tenants
 from learner_cases import model_directory
@@ -214,17 +213,16 @@ def test_what_a_power_failure_left_unwritten_is_cut_off(client: Client, tmp_path
         assert client.train("m", range(3, 4)) == before[2:]
 
 
-def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = client.train("same", range(1, 7))
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, tmp_path: Path, is_restarted: bool) -> None:
+    expected, path = client.train("same", range(1, 7)), tmp_path / "models" / "m" / "journal"
     assert client.train("m", range(1, 4)) == expected[:3]
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no room")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "append", full)
-        with pytest.raises(OSError, match="no room"):
-            client.train("m", range(4, 5))
+    whole = path.read_bytes()
+    with no_file_beyond(len(whole) + 10), pytest.raises(UserError, match=r"Cannot write .*journal: File too large"):
+        client.train("m", range(4, 5))
+    assert path.read_bytes() == whole, "no half of a record"
+    if is_restarted:
+        client.restart()
     assert client.train("m", range(4, 7)) == expected[3:]
 
 
