@@ -73,8 +73,9 @@ quick: $(INSTALLED)
 
 # Other projects' packages against ours; `make test-foreign FOREIGN='vllm docs'` takes some of them. A package that can't
 # be installed here is named, and its tests are skipped.
-FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser
+FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser s3
 IN_BROWSER := tests/foreign/in_browser tests/unit/test_head_rollout_log.py
+ON_S3 := tests/unit/test_core_objects.py tests/unit/test_head_store.py -k s3
 SELDOM := tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstack skypilot
 
 test-foreign: $(INSTALLED)
@@ -82,6 +83,7 @@ test-foreign: $(INSTALLED)
 	$(if $(filter docs,$(FOREIGN)),[ ! -e .venv-docs/.installed ] || $(MAKE) docs)
 	$(PY) -m pytest -m "not slow" tests/foreign --ignore tests/foreign/in_browser
 	$(if $(filter browser,$(FOREIGN)),[ ! -e .venv-browser/.installed ] || .venv-browser/bin/python -m pytest $(IN_BROWSER))
+	$(if $(filter s3,$(FOREIGN)),[ ! -e .venv-s3/.installed ] || .venv-s3/bin/python -m pytest $(ON_S3))
 
 # What is too long for every commit: thousands of random worlds more, the papers' tables, every example, every package.
 test-all: export HYPOTHESIS_PROFILE := all
@@ -163,6 +165,10 @@ COOKBOOK := chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
 .venv-browser/.installed: PACKAGES = selenium==4.51.0 nbclient ipykernel matplotlib wandb==0.31.0 trackio==0.43.0
 .venv-browser/.installed: BORROWS = ours
 .venv-browser/.installed: AFTERWARDS = -cd $(@D) && npm pack --silent axe-core@4.14.1 && tar xzf axe-core-4.14.1.tgz package/axe.min.js
+
+# An object store: moto's server, and what speaks to it.
+.venv-s3/.installed: PACKAGES = s3fs==2026.9.0 moto[s3]==5.2.5 flask flask-cors
+.venv-s3/.installed: BORROWS = ours
 
 # What reads the file of `make smollm`'s model, and what reads the recipes of launch/.
 .venv-gguf/.installed: ALONE = gguf==0.19.0
