@@ -31,7 +31,7 @@ from echo2_service.backend import (
 )
 from echo2_service.decide.order import FairQueue
 from echo2_service.learner import models as models_module
-from echo2_service.learner.models import Models, learner_data
+from echo2_service.learner.models import IDLE_SECONDS, UNLOADED_AT_ONCE, Models, learner_data
 from echo2_service.learner.tenants import Tenants
 from learner_cases import model_directory
 from service_cases import some_data
@@ -43,7 +43,7 @@ class Client:
     """Calls `Models` directly, as the process does."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.now = root, 0.0
         self.models: Any = None
         self.restart()
 
@@ -54,7 +54,8 @@ class Client:
         path = self.root / "base"
         if not path.is_dir():
             model_directory(path)
-        self.models = Models({"tiny": Tenants(load_base(str(path), "cpu"))}, self.root / "models")
+        self.tenants = Tenants(load_base(str(path), "cpu"))
+        self.models = Models({"tiny": self.tenants}, self.root / "models", lambda: self.now)
 
     def call(self, call: ModelCall) -> Answer:
         turn = self.models.carry_out(call)
@@ -140,6 +141,30 @@ def test_a_model_moved_out_of_memory_comes_back(client: Client, monkeypatch: pyt
     assert found["m"] == found["same"]
     client.call(UnloadCall("m"))
     assert client.train("m", range(8, 11)) == client.train("same", range(8, 11))
+
+
+def test_models_that_rest_leave_memory_a_few_at_a_time_and_come_back_the_same(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_module, "KEPT_MODELS", 2)
+    names = [f"idle{number}" for number in range(2 * UNLOADED_AT_ONCE)]
+    for name in names:
+        client.call(CreateModelCall(name, ModelSpec("tiny", rank=2, seed=3)))
+        client.train(name, range(1, 4))
+    client.call(CreateModelCall("half", ModelSpec("tiny", rank=2, seed=3)))
+    client.train("half", range(1, 6))  # gradients, and no step yet
+    expected = client.train(names[-1], range(4, 7))
+    client.now += IDLE_SECONDS
+    client.train("m", range(1, 2))
+    assert all(name in client.tenants for name in names), "not yet"
+    client.now += 1.0
+    client.train("m", range(2, 3))
+    assert [name in client.tenants for name in names] == [False] * (UNLOADED_AT_ONCE - 1) + [True] * 5
+    assert "same" not in client.tenants, "the one that rested longest"
+    client.train("m", range(3, 7))
+    assert [name for name in [*names, "half", "m"] if name in client.tenants] == [names[-1], "half", "m"]
+    assert client.train(names[0], range(4, 7)) == expected
+    assert client.train("half", range(6, 7)) == client.train(names[1], range(4, 7))[2:]
 
 
 def test_a_state_that_was_loaded_survives_without_its_files(client: Client, tmp_path: Path) -> None:
