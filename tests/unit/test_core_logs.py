@@ -220,7 +220,7 @@ def test_what_a_process_of_a_run_writes_is_its_owners_alone(tmp_path: Path, umas
         from pathlib import Path
         os.umask(int(sys.argv[2]))
         from echo2.core import logs
-        logs.start()
+        logs.start("head")
         from echo2.head.ledger.ledger import Ledger
         from echo2.config import Config
         from echo2.head.decide.state import PlannerOptions
