@@ -73,11 +73,13 @@ quick: $(INSTALLED)
 
 # Other projects' packages against ours; `make test-foreign FOREIGN='vllm docs'` takes some of them. A package that can't
 # be installed here is named, and its tests are skipped.
-FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser extras
-# Tests that run in an environment: the dashboard; what needs the wheels of extras; what needs llama.cpp compiled.
+FOREIGN := vllm verifiers openenv agents humaneval tinker-038 logits trl wheel docs browser extras s3
+# Tests that run in an environment: the dashboard; what needs the wheels of extras; what needs llama.cpp compiled; an
+# object store.
 IN_browser := tests/foreign/in_browser tests/unit/test_head_rollout_log.py
 IN_extras := tests/unit/test_engines_home_files.py tests/unit/test_engines_forms.py tests/unit/test_planning_market.py
 IN_llamacpp := tests/unit/test_engines_llamacpp.py tests/unit/test_engines_home_files.py
+IN_s3 := tests/unit/test_core_objects.py tests/unit/test_head_store.py -k s3
 RUN_IN = $(if $(filter $(1),$(FOREIGN)),[ ! -e .venv-$(1)/.installed ] || .venv-$(1)/bin/python -m pytest $(IN_$(1)))
 SELDOM := llamacpp tinker-025 tinker-029 tinker-cookbook logits-cookbook kubernetes dstack skypilot
 
@@ -88,6 +90,7 @@ test-foreign: $(INSTALLED)
 	$(call RUN_IN,browser)
 	$(call RUN_IN,extras)
 	$(call RUN_IN,llamacpp)
+	$(call RUN_IN,s3)
 
 # What is too long for every commit: thousands of random worlds more, the papers' tables, every example, every package.
 test-all: export HYPOTHESIS_PROFILE := all
@@ -173,7 +176,9 @@ COOKBOOK := chz blobfile cloudpickle termcolor tiktoken pylatexenc pillow
 # Extras. llama-cpp-python compiles llama.cpp, for a quarter of an hour or more on two cores; xllamacpp's wheel has it.
 .venv-extras/.installed: PACKAGES = gguf==0.19.0 gpuhunt==0.1.34 xllamacpp==2026.10.11549
 .venv-llamacpp/.installed: PACKAGES = llama-cpp-python==0.3.36 gguf==0.19.0
-.venv-extras/.installed .venv-llamacpp/.installed: BORROWS = ours
+# An object store: moto's server, and what speaks to it.
+.venv-s3/.installed: PACKAGES = s3fs==2026.9.0 moto[s3]==5.2.5 flask flask-cors
+.venv-extras/.installed .venv-llamacpp/.installed .venv-s3/.installed: BORROWS = ours
 
 # What reads the file of `make smollm`'s model, and what reads the recipes of launch/.
 .venv-gguf/.installed: ALONE = gguf==0.19.0

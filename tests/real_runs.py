@@ -106,10 +106,10 @@ class Run:
     def start(self, *more: str) -> Run:
         return self._run(str(self.config), *self.settings, *more)
 
-    def start_from(self, store: Path, out: Path) -> Run:
-        """Go on from the store, in another directory."""
+    def start_from(self, store: Path, out: Path, *settings: str) -> Run:
+        """Go on from the store, in another directory, with these settings changed."""
         self.out = out
-        return self._run("--resume-from", str(store))
+        return self._run("--resume-from", str(store), *settings)
 
     def _run(self, *arguments: str) -> Run:
         self.process = subprocess.Popen(

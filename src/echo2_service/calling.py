@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from echo2.core import frames
+from echo2.core import frames, logs
 from echo2.core.background import spawn
 from echo2.core.child import ChildProcess, child_environment, ending, take_pipes
 from echo2.core.errors import InvariantError, NoRoomError, PeerError, UserError
@@ -243,7 +243,7 @@ def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
     logged goes to stderr, under this name.
     """
     inbox, outbox = take_pipes()
-    logging.basicConfig(level=logging.INFO, stream=sys.stderr, format=f"%(asctime)s {name} %(message)s")
+    logs.start(name)
 
     def tell(answer: Answer) -> None:
         try:

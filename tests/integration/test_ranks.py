@@ -1,4 +1,6 @@
-"""A run whose learner is two processes, each of them killed for real: nothing is lost, nothing is doubled."""
+"""A run whose learner is two processes, each killed for real, or lost with the machine: nothing is lost, nothing
+is doubled.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +50,29 @@ def test_a_run_of_two_ranks_survives_the_death_of_each(
     assert len(set(joined)) == 1, "all ranks are one member"
     newest = max((run.out / "checkpoints").iterdir(), key=lambda path: path.stat().st_mtime)
     assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors"} <= {path.name for path in newest.iterdir()}
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_whose_machine_is_lost_goes_on_from_the_store_with_one(
+    tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(real_runs, "STUCK_SECONDS", 150.0)
+    store, steps = tmp_path / "store", ("--run.max_steps=12", "--learner.checkpoint_every=2")
+    run = Run(tmp_path / "two", sort_model, *steps, "--learner.ranks=2", "--head.store", str(store)).start()
+    run.wait_version(5)
+    other = rank_pids(run)[-1]
+    os.kill(other, signal.SIGSTOP)  # it must not write into a directory that is being deleted
+    run.burn()
+    os.kill(other, signal.SIGKILL)
+    run.start_from(store, tmp_path / "one", "--learner.ranks=1")
+    summary = run.finish(300.0)
+    audit = run.command("audit")
+    assert audit["trained"] == summary["groups"]["trained"] == 12 * 16
+    assert audit["lost"] == audit["doubled"] == 0
+    assert [row["step"] for row in run.rows() if "reward/mean" in row] == list(range(1, 13))
+    log = (run.out / "logs" / "learner.log").read_text(encoding="utf-8")
+    assert "of 2 is process" not in log
+    names = {path.name for path in (run.out / "checkpoints" / "step_12").iterdir()}
+    assert "model.safetensors" in names
+    assert not any("-of-" in name for name in names)
+    assert int(re.findall(r"resumed at version (\d+)", log)[0]) >= 2

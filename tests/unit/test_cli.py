@@ -387,7 +387,7 @@ def test_a_worker_takes_its_leave_when_it_is_told_to_end(
 
     before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
     signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where a script runs the tests with "&"
-    monkeypatch.setattr("echo2.cli.running.begin_process", lambda: None)
+    monkeypatch.setattr("echo2.cli.running.begin_process", lambda name: None)
     monkeypatch.setattr(joining, "run_worker", run_worker)
     try:
         assert main(["worker", ticket, *(["--json"] if as_json else [])]) == status

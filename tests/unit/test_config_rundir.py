@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 import random
-import resource
-import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from disk_cases import no_file_beyond
 from echo2 import cli
 from echo2.config import Config, build
 from echo2.config.rundir import RunDir, claimed, create, newest_run, read_json, read_metrics, write_atomically
@@ -31,19 +29,6 @@ from echo2.head.ledger.eventlog import PARTS_KEPT, VERSION, EventLog, from_plain
 from echo2.head.ledger.metrics import ROWS_MAX, Metrics, Row, Sink, TensorBoardSink, WandbSink
 
 OPTIONS = PlannerOptions(groups_per_step=2, group_size=2, max_steps=3)
-
-
-@contextmanager
-def full_disk(max_bytes: int) -> Iterator[None]:
-    """No file can grow beyond `max_bytes`, as on a disk that fills up."""
-    old_limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    old_handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, old_limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, old_limits)
-        signal.signal(signal.SIGXFSZ, old_handler)
 
 
 # ---- the run directory -----------------------------------------------------------------------------------------------
@@ -92,7 +77,7 @@ def test_what_is_no_run_directory_says_so(tmp_path: Path) -> None:
 def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path: Path) -> None:
     path = tmp_path / "status.json"
     write_atomically(path, "old")
-    with full_disk(100), pytest.raises(UserError, match=r"Cannot write .*status\.json: .*Free some space"):
+    with no_file_beyond(100), pytest.raises(UserError, match=r"Cannot write .*status\.json: .*Free some space"):
         write_atomically(path, "n" * 1000)
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["status.json"], "no half-written file is left"
@@ -182,11 +167,24 @@ def test_a_row_torn_by_a_kill_is_passed_over_and_never_glued_to_the_next(
 def test_a_full_disk_stops_the_metrics_with_advice(tmp_path: Path) -> None:
     metrics = Metrics(tmp_path / "metrics.jsonl")
     metrics.write(row(1))
-    with full_disk(50), pytest.raises(UserError, match=r"Cannot write .*metrics\.jsonl: .*--resume"):
-        metrics.write(row(2, **{f"name/{number}": 0.0 for number in range(20)}))
+    refused = row(2, **{f"name/{number}": 0.0 for number in range(20)})
+    with no_file_beyond(50), pytest.raises(UserError, match=r"Cannot write .*metrics\.jsonl: .*--resume"):
+        metrics.write(refused)
+    assert read_metrics(tmp_path / "metrics.jsonl", refuses_damage=True) == [row(1)]
+    metrics.write(row(3))
+    assert read_metrics(tmp_path / "metrics.jsonl", refuses_damage=True) == [row(1), refused, row(3)]
     again = Metrics(tmp_path / "metrics.jsonl")
-    again.write(row(2))
-    assert read_metrics(tmp_path / "metrics.jsonl") == [row(1), row(2)]
+    again.write(row(4))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row(1), refused, row(3), row(4)]
+
+
+def test_a_row_that_could_not_be_amended_is_written_with_the_next_one(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write(row(1))
+    with no_file_beyond(10), pytest.raises(UserError, match="Cannot write"):
+        metrics.amend(1, {"eval/accuracy": 0.5})
+    metrics.write(row(2))
+    assert read_metrics(tmp_path / "metrics.jsonl") == [row(1) | {"eval/accuracy": 0.5}, row(2)]
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
@@ -374,17 +372,60 @@ def test_a_missing_event_log_is_the_users_mistake(tmp_path: Path) -> None:
         replay(tmp_path / "events.jsonl")
 
 
-def test_a_full_disk_stops_the_event_log_and_the_rest_can_be_replayed(tmp_path: Path) -> None:
-    path, events = tmp_path / "events.jsonl", some_events()
+def test_lines_that_a_full_disk_refused_are_written_when_there_is_room(tmp_path: Path) -> None:
+    path, events, planner = tmp_path / "events.jsonl", some_events(), Planner(OPTIONS)
     log = EventLog(path, OPTIONS)
-    planner = Planner(OPTIONS)
-    log.write(0.0, events[0], planner.handle(events[0], 0.0))
+
+    def write(number: int) -> None:
+        log.write(float(number), events[number], planner.handle(events[number], float(number)))
+
+    write(0)
     log.flush()
-    log.write(1.0, events[1], planner.handle(events[1], 1.0))
-    with full_disk(path.stat().st_size + 10), pytest.raises(UserError, match=r"Cannot write .*events\.jsonl: "):
+    whole = path.read_bytes()
+    write(1)
+    with no_file_beyond(len(whole) + 10), pytest.raises(UserError, match=r"Cannot write .*events\.jsonl: "):
         log.flush()
+    assert path.read_bytes() == whole, "no half of a line"
+    write(2)
+    log.flush()
+    write(3)
     log.close()
-    assert replay(path).num_events == 1
+    found = replay(path)
+    assert (found.num_events, found.num_different) == (4, 0)
+
+
+def test_a_part_of_the_log_that_cannot_begin_leaves_the_old_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, planner = tmp_path / "events.jsonl", Planner(OPTIONS)
+    log = EventLog(path, OPTIONS, part_bytes_max=2500)
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EACCES, "denied")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(logs, "shift", refused)
+        for second in range(200):
+            log.write(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
+            if second in (99, 199):
+                with pytest.raises(UserError, match="Cannot write"):
+                    log.flush()
+    log.close()
+    assert (len(logs.parts(path)), replay(path).num_events) == (2, 200)
+
+
+def test_a_log_that_is_closed_on_a_full_disk_says_how_many_events_it_lacks(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path, planner = tmp_path / "events.jsonl", Planner(OPTIONS)
+    log = EventLog(path, OPTIONS)
+    with no_file_beyond(path.stat().st_size + 10):
+        for second in range(3):
+            log.write(float(second), ev.Tick(), planner.handle(ev.Tick(), float(second)))
+        log.close()
+    assert [record.getMessage()[:35] for record in caplog.records] == ["3 events are not in the event log, "]
+    log_life(path, some_events())
+    assert (replay(path).num_events, replay(path).num_different) == (len(some_events()), 0)
 
 
 def test_a_log_in_parts_is_replayed_as_one(tmp_path: Path) -> None:

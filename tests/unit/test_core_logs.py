@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import subprocess
 import sys
 import unicodedata
@@ -15,7 +17,18 @@ from hypothesis import strategies as st
 
 from echo2.core import logs
 from echo2.core.child import child_environment
-from echo2.core.logs import BURST_LINES, KINDS_MAX, WINDOW_SECONDS, CountingHandler, SafeFormatter
+from echo2.core.errors import LinkError
+from echo2.core.logs import (
+    BURST_LINES,
+    FORMAT_VARIABLE,
+    KINDS_MAX,
+    WINDOW_SECONDS,
+    CountingHandler,
+    JsonLines,
+    SafeFormatter,
+    last_error,
+    last_words,
+)
 from echo2.core.printable import LINE_CHARS_MAX, printable, printable_lines
 
 HOSTILE = "\x1b[2J\x1b]0;title\x07\x9b31mred\u202e\u2066\r\nerror: forged\x00\x7f"
@@ -49,10 +62,10 @@ def test_escape_sequences_go_whole() -> None:
 class Log:
     """A process's log as `core.logs` writes it, at times that the test says."""
 
-    def __init__(self) -> None:
+    def __init__(self, formatter: logging.Formatter | None = None) -> None:
         self.stream = io.StringIO()
         self.handler = CountingHandler(self.stream)
-        self.handler.setFormatter(SafeFormatter("%(levelname)s %(name)s: %(message)s"))
+        self.handler.setFormatter(formatter or SafeFormatter("%(levelname)s %(name)s: %(message)s"))
 
     def write(self, at: float, text: str, *values: object, **also: object) -> None:
         record = logging.LogRecord("echo2.x", logging.INFO, "x.py", 1, text, values, None)
@@ -126,6 +139,66 @@ def test_what_a_peer_wrote_is_one_safe_line_of_bounded_length() -> None:
     assert len(log.stream.getvalue()) < 30_000
 
 
+# ---- as JSON ---------------------------------------------------------------------------------------------------------
+
+
+def failing(log: Log, words: str) -> None:
+    try:
+        raise LinkError(words)
+    except LinkError:
+        log.write(1.0, "failed", exc_info=sys.exc_info())
+
+
+def test_a_line_is_an_object_with_the_words_of_the_text_and_nothing_else() -> None:
+    log = Log(JsonLines("head"))
+    for _ in range(3):
+        log.write(0.0, "refused: %s", HOSTILE)
+    failing(log, f"gone {HOSTILE}" + "x" * 50_000)
+    log.handler.close()
+    first, error, count = map(json.loads, log.lines)
+    known = {"level": "INFO", "process": "head", "pid": os.getpid(), "logger": "echo2.x"}
+    assert first == known | {"time": "1970-01-01T00:00:00.000+00:00", "message": f"refused: {printable(HOSTILE)}"}
+    assert error.keys() - first.keys() == {"error", "traceback"}
+    assert error["error"].startswith("echo2.core.errors.LinkError: gone ")
+    assert error["traceback"].startswith("Traceback (most recent call last):\n")
+    assert count["message"].endswith("(repeated 2 times)")
+    assert all(is_harmless(line) and line.isascii() for line in log.lines)
+    assert all(is_harmless(line) for line in error["traceback"].split("\n"))
+    assert max(map(len, log.lines)) < 40_000
+
+
+@pytest.mark.parametrize("behind", ["", "error: no room\n", "Killed by something\n", '{"time": "2026-11'])
+def test_the_last_words_are_those_of_the_text_format(behind: str) -> None:
+    logs_ = [Log(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")), Log(JsonLines("head"))]
+    for log in logs_:
+        log.write(0.0, "joined")
+        failing(log, "gone for good")
+        log.write(2.0, "the run stops")
+    text, as_json = ((log.stream.getvalue() + behind).encode() for log in logs_)
+    assert last_words(as_json) == last_words(text)
+    assert last_error(as_json) == last_error(text)
+    if not behind.startswith("error"):
+        assert last_words(as_json).endswith(("LinkError: gone for good", "Killed by something"))
+        forged = Log(JsonLines("head"))
+        failing(forged, f"gone {HOSTILE}")
+        assert last_error(forged.stream.getvalue().encode()) is None
+
+
+@pytest.mark.parametrize(("kind", "status"), [("json", 0), ("text", 0), ("", 0), ("yaml", 1)])
+def test_the_environment_chooses_the_format(kind: str, status: int) -> None:
+    code = "import logging; from echo2.core import logs; logs.start('worker'); logging.getLogger('x').info('joined')"
+    environment = {**child_environment(), FORMAT_VARIABLE: kind}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    if kind == "json":
+        told = json.loads(done.stderr)
+        assert (told["process"], told["message"]) == ("worker", "joined")
+    elif status:
+        assert "ECHO2_LOG_FORMAT = 'yaml' in the environment: set it to text or json." in done.stderr
+    else:
+        assert done.stderr.endswith(" INFO x: joined\n")
+
+
 def test_a_log_that_is_too_long_begins_anew_under_the_process_that_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "head.log"
     with open(path, "ab", buffering=0) as log:
@@ -147,7 +220,7 @@ def test_what_a_process_of_a_run_writes_is_its_owners_alone(tmp_path: Path, umas
         from pathlib import Path
         os.umask(int(sys.argv[2]))
         from echo2.core import logs
-        logs.start()
+        logs.start("head")
         from echo2.head.ledger.ledger import Ledger
         from echo2.config import Config
         from echo2.head.decide.state import PlannerOptions

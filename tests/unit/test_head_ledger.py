@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import resource
 import signal
 import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from disk_cases import no_file_beyond
 from echo2.core.errors import InvariantError, UserError
 from echo2.head.decide.events import HeadStarted, RecoveredGroup, RecoveredLease
 from echo2.head.ledger import ledger as ledger_module
@@ -297,21 +296,10 @@ def test_a_strangers_numbers_are_recorded_even_when_absurd(ledger: Ledger, path:
     assert (audit(path).issued, audit(path).lost) == (0, 0)
 
 
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """The operating system refuses to let any file grow beyond `num_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_is_one_clear_error_and_loses_nothing(ledger: Ledger, path: Path) -> None:
     bring_to(ledger, "delivered")
     before = ledger.recover(), audit(path)
-    with full_disk(200_000), pytest.raises(UserError) as caught:
+    with no_file_beyond(200_000), pytest.raises(UserError) as caught:
         ledger.score(0, b"x" * 500_000, is_flat=False, now=3.0)
     assert str(path) in str(caught.value)
     assert "Nothing that was recorded is lost" in str(caught.value)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from disk_cases import no_file_beyond
 from echo2.core.types import LOGGED_ROLLOUTS, Message, Task
 from echo2.head.ledger.metrics import (
     COLUMNS,
@@ -94,6 +95,19 @@ def test_long_rollouts_share_the_room_that_a_steps_tokens_have(tmp_path: Path) -
     lengths = [len(each["tokens"]) for each in found]
     assert lengths == [LOGGED_TOKENS // (LOGGED_GROUPS * 4)] * 4
     assert [each["num_tokens"] for each in found] == [LOGGED_TOKENS + 1] * 4
+
+
+def test_a_group_that_a_full_disk_refused_does_not_damage_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, groups = RolloutLog(tmp_path, "grpo"), [random_group(random.Random(number), number) for number in range(3)]
+    log.write("step_1", groups[0], TASK)
+    with no_file_beyond((tmp_path / "step_1.jsonl").stat().st_size + 50):
+        log.write("step_1", groups[1], TASK)
+    log.write("step_1", groups[2], TASK)
+    assert [each["group"] for each in read_groups(tmp_path, "step_1")] == [0, 2]
+    assert len((tmp_path / "step_1.jsonl").read_bytes().splitlines()) == 2
+    assert len(caplog.records) == 1
 
 
 def test_a_tasks_columns_are_there_as_text_and_bounded(tmp_path: Path) -> None:

@@ -87,17 +87,26 @@ def _deliveries(lease: wire.Lease) -> wire.Deliveries:
     return wire.Deliveries(items=[delivery(lease, [sample([3, 4, 1])] * 2)])
 
 
-def test_a_followed_head_says_nothing_more(tmp_path: Path) -> None:
-    """Whether it had something on its way to the store or not."""
+@pytest.fixture(params=["directory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{tmp_path.name}"
+    return str(tmp_path / "store")
+
+
+def test_a_followed_head_says_nothing_more(tmp_path: Path, store: str) -> None:
+    """Whether it had something on its way to the store or not. The store has what it acknowledged before."""
 
     async def live() -> None:
-        async with run_with(tmp_path, str(tmp_path / "store")) as opened, opened.attending() as leases:
-            await until(lambda: leases)
-            rundir = fetch_run(str(tmp_path / "store"), tmp_path / "other")
-            await asyncio.to_thread(Mirror.open, rundir, str(tmp_path / "store"), 0.0)
+        async with run_with(tmp_path, store) as opened, opened.attending() as leases:
+            await until(lambda: len(leases) > 1)
             deliver = opened.service.handlers()["Deliver"]
+            assert (await deliver(opened.peer("w-1"), _deliveries(leases[0]))).items[0].accepted
+            rundir = await asyncio.to_thread(fetch_run, store, tmp_path / "other")
+            assert leases[0].number in delivered(rundir.path)
+            await asyncio.to_thread(Mirror.open, rundir, store, 0.0)
             with pytest.raises(PeerError, match="taken over"):
-                await deliver(opened.peer("w-1"), _deliveries(leases[0]))
+                await deliver(opened.peer("w-1"), _deliveries(leases[1]))
             kind, reason = opened.head.ending.outcome or ("", "")
             assert kind == "user_error"
             assert "Another head has taken this run over (head 2" in reason

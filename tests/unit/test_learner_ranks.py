@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 import mixture_cases
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
+from echo2.core.objects import open_objects
 from echo2.core.types import RolloutGroup, Teaching
 from echo2.learner.core import checkpoint
 from echo2.learner.core.adapters import load_base
@@ -249,6 +250,20 @@ def test_one_process_goes_on_where_two_were_and_two_where_one_was(pair: tuple[Pa
     names = {path.name for path in (where / "of_one_by_all").iterdir()}
     assert {"model.0-of-2.safetensors", "model.1-of-2.safetensors", "state.json", "chat_template.jinja"} <= names
     assert "model.safetensors" not in names
+
+
+def test_one_process_goes_on_from_a_store_in_an_empty_directory_where_two_were(
+    pair: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    where, found = pair
+    objects = open_objects(str(tmp_path / "store"))
+    checkpoint.upload(objects, where / "of_one_by_all")
+    assert checkpoint.fetch(objects, tmp_path / "empty", STEPS) == 5
+    client = fresh(where)
+    assert client.load_state(tmp_path / "empty" / "step_5").version == 5
+    assert digests(client) == found["loaded"]
+    for mine, theirs in zip(train(client, range(5, 7)), found["resumed_rows"], strict=True):
+        assert theirs == pytest.approx(mine, rel=1e-5, abs=1e-6)
 
 
 def test_a_checkpoint_of_two_ranks_is_exported_as_one_model(pair: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from echo2.core.errors import UserError
 from echo2.learner.core.adapters import load_base
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.trainer import AdamParams
+from echo2_service.decide.pass_size import PATIENCE_PASSES_MAX, PATIENCE_PASSES_MIN, PassSize
 from echo2_service.learner.losses import CLIENT_LOSSES
 from echo2_service.learner.tenants import Tenants
 from learner_cases import VOCAB, model_directory
@@ -189,3 +190,63 @@ def test_a_forward_pass_alone_adds_nothing(tenants: Tenants) -> None:
     assert not tenants.optim_step("a", ADAM).updated
     assert first == tenants.forward_backward("a", data, "cross_entropy", {})
     assert tenants.optim_step("a", ADAM).updated
+
+
+# ---- memory that runs out --------------------------------------------------------------------------------------------
+
+
+def test_one_tenants_passes_become_smaller_where_memory_runs_out_and_nobody_elses(tenants: Tenants) -> None:
+    """What one tenant's data take changes no bit of another's results, and does not last."""
+    rng, asked = random.Random(3), list[int]()
+    data = [datum(rng) for _ in range(6)]
+    tenants.add("greedy", LoraConfig(rank=2), 0)
+    tenants.add("other", LoraConfig(rank=2), 0)
+    before = tenants.forward_backward("other", data, "cross_entropy", {})
+
+    def ask(_module: object, args: tuple[torch.Tensor]) -> None:
+        asked.append(args[0].numel())
+        if is_short and asked[-1] > 20:
+            raise MemoryError
+
+    def sizes(name: str) -> list[int]:
+        asked.clear()
+        tenants.forward_backward(name, data, "cross_entropy", {})
+        return list(asked)
+
+    embedding = dict(tenants._base.policy.module.named_modules())["model.embed_tokens"]
+    embedding.register_forward_pre_hook(ask)
+    is_short = False
+    whole = sizes("greedy")
+    assert len(whole) == 1
+    is_short = True
+    tenants.forward_backward("greedy", data, "cross_entropy", {})
+    is_short = False
+    assert len(sizes("greedy")) > 1
+    assert sizes("other") == whole
+    assert tenants.forward_backward("other", data, "cross_entropy", {}) == before
+    assert any(sizes("greedy") == whole for _ in range(40 * PATIENCE_PASSES_MIN))
+
+
+@pytest.mark.parametrize("fits", [1, 100, 2048, 4096])
+def test_trials_of_larger_passes_become_rare_and_the_size_returns_when_there_is_memory(fits: int) -> None:
+    size, failures = PassSize(4096), list[int]()
+
+    def make(number: int, memory: int) -> None:
+        tokens = size.tokens
+        while tokens > memory:
+            tokens //= 2
+        if tokens < size.tokens:
+            failures.append(number)
+        size.passed(tokens)
+        assert 1 <= size.tokens <= 4096
+
+    for number in range(20_000):
+        make(number, fits)
+    assert len(failures) <= 8 + 20_000 // PATIENCE_PASSES_MAX
+    for number in range(14 * PATIENCE_PASSES_MAX):
+        make(number, 4096)
+    assert size.tokens == 4096
+    make(0, 2048)
+    for number in range(2 * PATIENCE_PASSES_MIN):
+        make(number, 4096)
+    assert size.tokens == 4096, "after a long time without failures the first patience holds again"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import re
 from array import array
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from disk_cases import no_file_beyond
 from echo2.core.errors import InvariantError, UserError
 from echo2.core.types import Backoff
 from echo2.learner.core.adapters import load_base
@@ -31,8 +31,7 @@ from echo2_service.backend import (
 )
 from echo2_service.decide.order import FairQueue
 from echo2_service.learner import models as models_module
-from echo2_service.learner.journal import Journal
-from echo2_service.learner.models import Models, learner_data
+from echo2_service.learner.models import IDLE_SECONDS, UNLOADED_AT_ONCE, Models, learner_data
 from echo2_service.learner.tenants import Tenants
 from learner_cases import model_directory
 from service_cases import some_data
@@ -44,7 +43,7 @@ class Client:
     """Calls `Models` directly, as the process does."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.now = root, 0.0
         self.models: Any = None
         self.restart()
 
@@ -55,7 +54,8 @@ class Client:
         path = self.root / "base"
         if not path.is_dir():
             model_directory(path)
-        self.models = Models({"tiny": Tenants(load_base(str(path), "cpu"))}, self.root / "models")
+        self.tenants = Tenants(load_base(str(path), "cpu"))
+        self.models = Models({"tiny": self.tenants}, self.root / "models", lambda: self.now)
 
     def call(self, call: ModelCall) -> Answer:
         turn = self.models.carry_out(call)
@@ -143,6 +143,30 @@ def test_a_model_moved_out_of_memory_comes_back(client: Client, monkeypatch: pyt
     assert client.train("m", range(8, 11)) == client.train("same", range(8, 11))
 
 
+def test_models_that_rest_leave_memory_a_few_at_a_time_and_come_back_the_same(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_module, "KEPT_MODELS", 2)
+    names = [f"idle{number}" for number in range(2 * UNLOADED_AT_ONCE)]
+    for name in names:
+        client.call(CreateModelCall(name, ModelSpec("tiny", rank=2, seed=3)))
+        client.train(name, range(1, 4))
+    client.call(CreateModelCall("half", ModelSpec("tiny", rank=2, seed=3)))
+    client.train("half", range(1, 6))  # gradients, and no step yet
+    expected = client.train(names[-1], range(4, 7))
+    client.now += IDLE_SECONDS
+    client.train("m", range(1, 2))
+    assert all(name in client.tenants for name in names), "not yet"
+    client.now += 1.0
+    client.train("m", range(2, 3))
+    assert [name in client.tenants for name in names] == [False] * (UNLOADED_AT_ONCE - 1) + [True] * 5
+    assert "same" not in client.tenants, "the one that rested longest"
+    client.train("m", range(3, 7))
+    assert [name for name in [*names, "half", "m"] if name in client.tenants] == [names[-1], "half", "m"]
+    assert client.train(names[0], range(4, 7)) == expected
+    assert client.train("half", range(6, 7)) == client.train(names[1], range(4, 7))[2:]
+
+
 def test_a_state_that_was_loaded_survives_without_its_files(client: Client, tmp_path: Path) -> None:
     before = client.train("m", range(1, 4))
     assert client.call(SaveStateCall("m", 4, str(tmp_path / "saved"))) == Answer()
@@ -214,17 +238,16 @@ def test_what_a_power_failure_left_unwritten_is_cut_off(client: Client, tmp_path
         assert client.train("m", range(3, 4)) == before[2:]
 
 
-def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = client.train("same", range(1, 7))
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, tmp_path: Path, is_restarted: bool) -> None:
+    expected, path = client.train("same", range(1, 7)), tmp_path / "models" / "m" / "journal"
     assert client.train("m", range(1, 4)) == expected[:3]
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "no room")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Journal, "append", full)
-        with pytest.raises(OSError, match="no room"):
-            client.train("m", range(4, 5))
+    whole = path.read_bytes()
+    with no_file_beyond(len(whole) + 10), pytest.raises(UserError, match=r"Cannot write .*journal: File too large"):
+        client.train("m", range(4, 5))
+    assert path.read_bytes() == whole, "no half of a record"
+    if is_restarted:
+        client.restart()
     assert client.train("m", range(4, 7)) == expected[3:]
 
 

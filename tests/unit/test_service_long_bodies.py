@@ -8,7 +8,7 @@ import signal
 from typing import Any
 
 from echo2_service.front.given import LONG_JSON_BYTES
-from front_service import Service
+from front_service import PROTO, Service, protobuf
 
 
 def body(model: str, number: int, count: int, token: Any = 7) -> dict[str, Any]:
@@ -60,3 +60,19 @@ def test_a_long_body_that_was_not_kept_is_read_again_after_a_restart(service: Se
     answer = service.result(future)
     assert len(answer["loss_fn_outputs"]) == 2500
     assert reader(service) is not None
+
+
+def test_a_long_body_is_written_to_the_store_once(service: Service) -> None:
+    """A change of the row that has it would write it again, and the event loop waits for that."""
+    model = service.model(service.session())
+    log = service.folder / "service.sqlite-wal"
+    service.backend.gate.clear()
+    with service.database._engine.connect() as connection:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)")
+    text = protobuf(model, 1, [1] * 100_000)
+    future = service.post("forward_backward", text, headers=PROTO)
+    assert len(text) < log.stat().st_size < 1.2 * len(text)
+    assert service.in_front(service.front.dispatcher._open_bytes.__getitem__, "ada") == len(text)
+    service.backend.gate.set()
+    service.result(future)
+    assert service.in_front(service.front.dispatcher._open_bytes.get, "ada") is None

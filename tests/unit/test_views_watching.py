@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import tarfile
 from pathlib import Path
@@ -14,6 +15,7 @@ import yaml
 import view_cases
 from echo2.config.rundir import RunDir
 from echo2.core.errors import UserError
+from echo2.core.logs import JsonLines
 from echo2.transport.tickets import TICKET_PREFIX
 from echo2.views.run_files import pack
 from echo2.views.run_view import RunView
@@ -70,6 +72,10 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret_or_text_of_a_rollout(run
     (rundir.logs / "head.log").write_text(
         f"joined with {TICKET}\nlog in at https://me:{SECRET}@example.org\n{SECRET}\n"
     )
+    record = logging.LogRecord(
+        "x", logging.INFO, "", 1, f"{TICKET}, https://me:{SECRET}@example.org {SECRET}", (), None
+    )
+    (rundir.logs / "learner.log").write_text(JsonLines("learner").format(record) + "\n")
     (rundir.logs / "reward.log").write_text("the completion is: PROMPT")
     event = {
         "event": {"type": "GroupFailed", "detail": "PROMPT", "traceback": "PROMPT"},
@@ -89,5 +95,7 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret_or_text_of_a_rollout(run
     prompts = [prompt for prompt in (view_cases.HOSTILE, "PROMPT", "77123") if prompt in everything]
     assert (prompts, SECRET in everything, TICKET in everything) == ([], False, False)
     assert "a ticket" in texts["echo2-bundle/logs/head.log"]
+    told = json.loads(texts["echo2-bundle/logs/learner.log"])["message"]
+    assert told == f"{TICKET_PREFIX}(a ticket), https://(credentials)@example.org ($WANDB_API_KEY)"
     with pytest.raises(UserError, match="Choose another --to"):
         pack(rundir, to, {})

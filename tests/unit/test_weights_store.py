@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from weights_cases import bytes_of, decode, encode, encode_delta, new_content, spoil, stored_hashes
 
+from disk_cases import no_file_beyond
 from echo2.core.errors import InvariantError, PeerError, UserError
 from echo2.core.types import RUN_POLICY, PayloadId, Snapshot, SnapshotRef, TensorBytes
 from echo2.weights.format.manifest import MAX_DELTAS, Manifest, compose
@@ -40,17 +38,6 @@ def fill(store: ChunkStore, version: int, weights: bytes) -> Manifest:
 
 def files_under(directory: Path) -> set[str]:
     return {path.name for path in directory.rglob("*") if path.is_file()}
-
-
-@contextmanager
-def full_disk(num_bytes: int) -> Iterator[None]:
-    """The operating system refuses to let any file grow beyond `num_bytes`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_what_is_put_is_got_also_after_opening_again(tmp_path: Path) -> None:
@@ -216,7 +203,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path: Path) -> Non
     manifest = fill(store, 1, b"abcdefghij")
     before = files_under(tmp_path)
     big = b"x" * 1000
-    with full_disk(100), pytest.raises(UserError) as caught:
+    with no_file_beyond(100), pytest.raises(UserError) as caught:
         store.put(blake3(big).digest(), big)
     assert str(tmp_path) in str(caught.value)
     assert "1000 bytes" in str(caught.value)

@@ -51,14 +51,18 @@ def module_command(name: str, function: str = "run") -> Command:
     return lambda options: int(getattr(import_module(name), function)(options))
 
 
-def begin_process() -> None:
-    """Do what head, learner and worker do before anything else."""
+def begin_process(name: str) -> None:
+    """Do what head, learner, worker and service do before anything else. `name`: of the process, in its log.
+
+    Raises:
+        UserError: the environment names an unknown format of logs.
+    """
     from echo2.core import child, logs
     from echo2.transport.door import raise_descriptor_limit
 
     child.end_with_supervisor()
     raise_descriptor_limit()
-    logs.start()
+    logs.start(name)
 
 
 def add_service(add: Add) -> None:

@@ -224,7 +224,7 @@ def _head(options: argparse.Namespace) -> int:
     from echo2.head.serve.head_process import run_head
     from echo2.launch import start as launch
 
-    begin_process()
+    begin_process("head")
     target = _target(options, options.target)
     if target is None:
         return 0
@@ -238,7 +238,7 @@ def _learner(options: argparse.Namespace) -> int:
     from echo2.config.rundir import RunDir
     from echo2.learner.learner_process import run_learner
 
-    begin_process()
+    begin_process("learner")
     return run_learner(RunDir(options.directory), options.ticket, options.card)
 
 
@@ -260,7 +260,7 @@ def _worker(options: argparse.Namespace) -> int:
         signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run in good order
 
     signal.signal(signal.SIGTERM, end)
-    begin_process()
+    begin_process("worker")
     names = [entry.name for entry in fields(WorkerOptions)]
     worker_options = WorkerOptions(**{name: getattr(options, name) for name in names})
     try:

@@ -2,7 +2,8 @@
 open leases, two snapshots, one more checkpoint.
 
 If the disk fills up all the same (with other files), a process ends with `NoRoomError`, between two transactions or
-within one that is rolled back; the supervisor restarts the process when there is space.
+within one that is rolled back; the supervisor restarts the process when there is space. Files that grow record by
+record grow by `append_whole`, so that no half of a record is left for the next one to be glued to.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
 #: Reserved for ledger, logs, metrics and the results of open leases.
@@ -24,6 +26,22 @@ RESUME_FACTOR = 1.25
 def free_bytes(path: Path) -> int:
     """Return the bytes that this user may still write on the disk of `path`."""
     return shutil.disk_usage(path).free
+
+
+def append_whole(file: FileIO, data: bytes) -> None:
+    """Append `data` to a file without a buffer, opened for appending, or leave the file as it was. No other process may
+    append to it meanwhile.
+
+    Raises:
+        OSError: it was not written.
+    """
+    end, rest = os.fstat(file.fileno()).st_size, memoryview(data)
+    try:
+        while rest:  # a disk that fills up accepts part of a write before it refuses the next
+            rest = rest[file.write(rest) :]
+    except OSError:
+        os.ftruncate(file.fileno(), end)
+        raise
 
 
 def num_bytes(directory: Path) -> int:

@@ -1,4 +1,4 @@
-"""The logs of the processes of a run: one sanitised line per event, in files that are rotated.
+"""The logs of the processes of a run: one sanitised line per event, as text or JSON, in files that are rotated.
 
 A misbehaving peer or a failing disk can cause log lines without end. So at most BURST_LINES lines of one kind are
 written per window, followed by the number of further ones. A file that grows is kept in parts of bounded size and
@@ -7,17 +7,22 @@ number: `x` (the newest), `x.1`, `x.2` ... Older parts are deleted.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
 import shutil
 import signal
 import sys
+import traceback
 from collections import OrderedDict
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TextIO
 
+from echo2.core.documents import parse_json
+from echo2.core.errors import UserError
 from echo2.core.printable import printable, printable_lines
 
 #: Maximum number of lines of one kind (logger and unformatted message) written per window; equal lines only once.
@@ -28,6 +33,8 @@ KINDS_MAX = 64
 #: Maximum characters of a line, and of the traceback below it.
 LINE_CHARS_MAX = 2000
 TRACEBACK_CHARS_MAX = 20_000
+#: The environment variable that chooses between text (the default) and a JSON object a line.
+FORMAT_VARIABLE = "ECHO2_LOG_FORMAT"
 #: Lets only the owner read and write files: weights, rollouts, ledger, keys.
 PRIVATE_UMASK = 0o077
 #: Maximum bytes of a process's log, and the number of its old parts that are kept.
@@ -40,8 +47,9 @@ ERROR_PREFIX = "error: "
 #: Exit statuses of a process that had no error of its own.
 WORDLESS = (0, -signal.SIGKILL, -signal.SIGTERM)
 _TRACEBACK = "Traceback (most recent call last):"
+_JSON_BEGINNING = '{"time": '
 #: A line of the log that is no error: it begins with a time.
-_LOGGED = re.compile(r"\d{4}-\d\d-\d\d ")
+_LOGGED = re.compile(rf"\d{{4}}-\d\d-\d\d |{_JSON_BEGINNING}")
 
 
 def keep_private() -> None:
@@ -49,11 +57,20 @@ def keep_private() -> None:
     os.umask(PRIVATE_UMASK)
 
 
-def start() -> None:
-    """Set up a process of a run: it logs to stderr, and only the owner can access its files."""
+def start(process: str) -> None:
+    """Set up a process of a run or service: it logs to stderr, and only the owner can access its files. `process`: what
+    JSON lines call it.
+
+    Raises:
+        UserError: the format that the environment names is unknown.
+    """
     keep_private()
+    formatters = {"text": SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"), "json": JsonLines(process)}
+    kind = os.environ.get(FORMAT_VARIABLE) or "text"
+    if kind not in formatters:
+        raise UserError(f"{FORMAT_VARIABLE} = {printable(kind)!r} in the environment: set it to text or json.")
     handler = CountingHandler(sys.stderr)
-    handler.setFormatter(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(formatters[kind])
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 
@@ -66,6 +83,30 @@ class SafeFormatter(logging.Formatter):
 
     def formatException(self, ei: object) -> str:
         return printable_lines(super().formatException(ei), TRACEBACK_CHARS_MAX)  # type: ignore[arg-type]
+
+
+class JsonLines(SafeFormatter):
+    """Formats a record as one JSON object: `time` (UTC), `level`, `process`, `pid`, `logger`, `message`; for an error
+    also `error`, its type and words, and `traceback`. They are the words of the text format, and bounded as there.
+    """
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        told = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "process": self._process,
+            "pid": os.getpid(),
+            "logger": record.name,
+            "message": printable(record.getMessage(), LINE_CHARS_MAX),
+        }
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            told["error"] = printable(" ".join(traceback.format_exception_only(error)).strip(), LINE_CHARS_MAX)
+            told["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(told)
 
 
 @dataclass(slots=True)
@@ -175,7 +216,18 @@ def last_words(log: bytes) -> str:
 
 
 def _lines(log: bytes) -> list[str]:
-    return log.decode("utf-8", errors="replace").splitlines()
+    """Return the lines of a log as the text format has them, whatever its format."""
+    lines = log.decode("utf-8", errors="replace").splitlines()
+    return [told for line in lines for told in (_as_text(line) if line.startswith(_JSON_BEGINNING) else (line,))]
+
+
+def _as_text(line: str) -> list[str]:
+    try:
+        told = parse_json(line.encode())
+        first = f"{told['time']} {told['level']} {told['logger']}: {told['message']}".replace("T", " ", 1)
+        return [first, *((_TRACEBACK, str(told["error"])) if "error" in told else ())]
+    except (ValueError, KeyError, TypeError):
+        return [line]  # torn, or not ours
 
 
 def _part(path: Path, number: int) -> Path:

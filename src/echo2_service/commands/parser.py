@@ -38,5 +38,5 @@ def _serve(options: argparse.Namespace) -> int:
         return module_command("echo2_service.commands.status")(options)
     from echo2_service.commands.serve import serve
 
-    begin_process()
+    begin_process("serve")
     return serve(options.config, options.out, options.port)

@@ -31,6 +31,8 @@ from echo2_service.front.work import Done, Work
 
 log = logging.getLogger(__name__)
 
+#: Kinds whose bodies are training data, of megabytes.
+TRAINING = ("forward", "forward_backward")
 #: What is read of a request that is carried out, beside its body, and of one that is stopped.
 CARRIED = ("id", "tenant", "session", "target", "kind", "number", "operation", "state", "error", "body_bytes")
 STOPPED = ("id", "tenant", "state", "kind", "target", "body_bytes")
@@ -124,6 +126,8 @@ class Dispatcher:
         self._check_open(caller.tenant, len(body))
         self._bills.check(caller.tenant)
         request, body = "req_" + secrets.token_hex(16), b"" if refusal else body
+        # A database writes a whole row again for each change. So training data come last, once the turn is fixed.
+        last = body if kind in TRAINING else b""
         if body:
             self._given.add(request, given, len(body))  # now: its turn may come in this transaction
         try:
@@ -137,16 +141,17 @@ class Dispatcher:
                     kind=kind,
                     number=number,
                     digest=digest,
-                    body=body or None,
+                    body=(body if not last else b"") or None,
                     error=refusal or None,
                     state="queued" if kind == "sample" else "held",
                     created=self._clock(),
                 )
-                self._database.when_stored(partial(self._count, caller.tenant, 1, len(body)))
-                self._database.when_stored(partial(self._work.storage.stored, caller.tenant, len(body) + ROW_BYTES))
+                self._stored(caller.tenant, 1, len(body) - len(last), ROW_BYTES)
                 if kind != "sample":
                     self._database.update(models, {"id": target}, used=self._clock())
                     self._arrive(request, target, number)
+                if last and self._database.update(requests, {"id": request, "state": OPEN}, body=last):
+                    self._stored(caller.tenant, 0, len(last))
         except BaseException:
             self._given.drop(request)
             raise
@@ -154,6 +159,11 @@ class Dispatcher:
             self._add_sample(caller.tenant, request)
             self._start_samples()
         return request
+
+    def _stored(self, tenant: str, num_new: int, body_bytes: int, row_bytes: int = 0) -> None:
+        """Count what the open transaction stores."""
+        self._database.when_stored(partial(self._count, tenant, num_new, body_bytes))
+        self._database.when_stored(partial(self._work.storage.stored, tenant, body_bytes + row_bytes))
 
     def _check_open(self, tenant: str, num_bytes: int) -> None:
         self._work.storage.check_refusals(tenant)

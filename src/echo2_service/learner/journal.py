@@ -3,7 +3,8 @@
 A record is appended when its operation has been carried out, before the answer is sent. So every answered operation is
 in the journal; an operation that was in progress at a kill is not, and is requested again. Records are written but not
 synced: a killed process loses nothing, but a power failure may lose the last second. So an incomplete last record is
-cut off. Any other damage is an error, because what stands behind it was answered.
+cut off. Any other damage is an error, because what stands behind it was answered. A record that could not be written
+is cut off at once: its operation has failed, and may be requested again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-from echo2.core.errors import InvariantError
+from echo2.core.disk import append_whole
+from echo2.core.errors import InvariantError, write_failed
 from echo2.core.frames import HEADER
 from echo2_service.backend import Answer, JournalRecord
 from echo2_service.calling import RECORD_BEGINNING, RECORDS, frame
@@ -46,7 +48,7 @@ class Journal:
             self._remember(record)
             if record.call is not None:
                 self._to_redo.append(record)
-        self._file = path.open("ab")
+        self._file = path.open("ab", buffering=0)
         self._file.truncate(whole)
 
     def take_to_redo(self, after: int) -> list[JournalRecord]:
@@ -63,9 +65,15 @@ class Journal:
         return found
 
     def append(self, record: JournalRecord) -> None:
-        """Record that an operation has been carried out."""
-        self._file.write(_checked(record))
-        self._file.flush()
+        """Record that an operation has been carried out.
+
+        Raises:
+            UserError: it could not be recorded, as a `NoRoomError` where the disk is full.
+        """
+        try:
+            append_whole(self._file, _checked(record))
+        except OSError as error:
+            raise write_failed(error, f"Cannot write {self._path}: {error.strerror}. Nothing was lost.") from error
         self._remember(record)
 
     def answer(self, operation: int) -> Answer | None:
@@ -93,12 +101,12 @@ class Journal:
         os.replace(partial, self._path)
         self._recent = deque(answers, maxlen=ANSWERS_KEPT)
         self._file.close()
-        self._file = self._path.open("ab")
+        self._file = self._path.open("ab", buffering=0)
 
     @property
     def num_bytes(self) -> int:
         """Size of the file."""
-        return self._file.tell()
+        return os.fstat(self._file.fileno()).st_size
 
     def close(self) -> None:
         self._file.close()

@@ -5,19 +5,21 @@
     root/<model>/journal      the operations since
 
 To load a model into memory, its checkpoint is read and the operations since are carried out again; they give the same
-numbers, because they depend on nothing else (`tenants.py`). A model is unloaded when others need the
-memory.
+numbers, because they depend on nothing else (`tenants.py`). A model is unloaded when others need the memory, and where
+there are many, when it rests.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import math
 import re
 import shutil
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,10 +52,18 @@ from echo2_service.learner.journal import Journal
 from echo2_service.learner.losses import CLIENT_LOSSES, HIGH, LOW
 from echo2_service.learner.tenants import Tenants
 
+log = logging.getLogger(__name__)
+
 #: Seconds of work since the last checkpoint beyond which a new one is written; writing takes 5 to 60 ms (small models).
 REDO_SECONDS = 10.0
 #: Maximum memory of all loaded adapters, with their gradients and moments.
 MEMORY_BYTES = limits.ADAPTER_MEMORY_BYTES
+#: A model without a call for so long is unloaded, but for the most recently used ones. Each model that is loaded makes
+#: the creation of another one slower, and takes a megabyte at least.
+IDLE_SECONDS = 60.0
+KEPT_MODELS = 32
+#: Models that one call unloads at most, because each of them may write a checkpoint.
+UNLOADED_AT_ONCE = 4
 _MODEL_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,200}")
 
 
@@ -159,13 +169,15 @@ Slices = Generator[None, None, Answer]
 @dataclass(slots=True)
 class _Model:
     """A model in memory. `redo_seconds`: time to repeat the operations since the last checkpoint. `has_gradients`: it
-    has gradients, which a checkpoint does not hold. `is_busy`: an operation or the loading is in progress.
+    has gradients, which a checkpoint does not hold. `is_busy`: an operation or the loading is in progress. `used`: when
+    it was called last, in ticks.
     """
 
     spec: ModelSpec
     tenants: Tenants
     journal: Journal
     directory: Path
+    used: float
     redo_seconds: float = 0.0
     has_gradients: bool = False
     is_busy: bool = False
@@ -174,8 +186,9 @@ class _Model:
 class Models:
     """All models of a service. For one thread."""
 
-    def __init__(self, bases: Mapping[str, Tenants], root: Path) -> None:
-        self._bases, self._root = bases, root
+    def __init__(self, bases: Mapping[str, Tenants], root: Path, ticks: Callable[[], float] = time.monotonic) -> None:
+        """`ticks`: seconds that never step."""
+        self._bases, self._root, self._ticks = bases, root, ticks
         self._in_memory: OrderedDict[str, _Model] = OrderedDict()  # least recently used first
 
     def owner(self, call: ModelCall) -> str:
@@ -196,6 +209,7 @@ class Models:
         Raises:
             UserError: the tenant's mistake. If an operation itself fails, the fault is recorded and in the answer.
         """
+        self._unload_idle()
         if isinstance(call, CreateModelCall):
             return self._create(call)
         if isinstance(call, UnloadCall):
@@ -306,6 +320,7 @@ class Models:
         model = self._in_memory.get(name)
         if model is not None:
             self._in_memory.move_to_end(name)
+            model.used = self._ticks()
             return model
         model = self._add(name, self._spec(name))
         model.is_busy = True
@@ -351,7 +366,7 @@ class Models:
         except Exception:
             tenants.remove(name)
             raise
-        model = _Model(spec, tenants, journal, directory)
+        model = _Model(spec, tenants, journal, directory, self._ticks())
         self._in_memory[name] = model
         self._make_room(name)
         return model
@@ -365,6 +380,23 @@ class Models:
                 break
             excess -= sizes[other]
             self._unload(other)
+
+    def _unload_idle(self) -> None:
+        """Unload some of the models that rest. One with gradients stays: to load it again, its data would be run."""
+        since = self._ticks() - IDLE_SECONDS
+        longest = itertools.islice(self._in_memory.items(), max(0, len(self._in_memory) - KEPT_MODELS))
+        idle = itertools.takewhile(lambda each: each[1].used < since, longest)
+        resting = (name for name, model in idle if not (model.is_busy or model.has_gradients))
+        for name in list(itertools.islice(resting, UNLOADED_AT_ONCE)):
+            try:
+                self._unload(name)
+            except (
+                UserError,
+                OSError,
+            ) as error:  # it has no room for its checkpoint, which is not this caller's affair
+                log.warning("%s stays in memory: %s", name, error)
+                self._in_memory[name].used = self._ticks()
+                self._in_memory.move_to_end(name)
 
     def _check_journal(self, name: str, model: _Model) -> None:
         if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:

@@ -22,6 +22,7 @@ from echo2.learner.core.checkpoint import write_checkpoint
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.trainer import AdamParams, OptimStep, Trainer
 from echo2.weights.format.adapter_files import ADAPTER_CONFIG
+from echo2_service.decide.pass_size import PassSize
 from echo2_service.learner.losses import client_loss
 
 #: Tokens in one pass: the longest work that another adapter's request waits for.
@@ -43,6 +44,7 @@ class Tenants:
         self._base = base
         self._trainer = Trainer(TOKENS_PER_PASS)
         self._adapters: dict[str, Adapter] = {}
+        self._sizes: dict[str, PassSize] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._adapters
@@ -57,11 +59,13 @@ class Tenants:
         adapter.files = {ADAPTER_CONFIG: adapter.files[ADAPTER_CONFIG]}  # the other files are the base model's
         self._trainer.add(name, adapter)
         self._adapters[name] = adapter
+        self._sizes[name] = PassSize(TOKENS_PER_PASS)
 
     def remove(self, name: str) -> None:
         """Forget an adapter, its gradients and its optimizer."""
         self._trainer.remove(name)
         self._base.remove(self._adapters.pop(name))
+        del self._sizes[name]
 
     def warm_up(self) -> None:
         """Do the slow work of a first request (seconds of imports) now."""
@@ -99,8 +103,12 @@ class Tenants:
             UserError: there is no such adapter, loss or parameter, or memory does not hold a datum. Then gradients of
                 only a part of the data may have been added.
         """
-        function = client_loss(loss, params)
-        done = self._trainer.forward_backward(name, data, function, adds_gradients=adds_gradients)
+        function, size = client_loss(loss, params), self._sizes.get(name, PassSize(TOKENS_PER_PASS))
+        self._trainer.tokens_per_microbatch = size.tokens
+        try:
+            done = self._trainer.forward_backward(name, data, function, adds_gradients=adds_gradients)
+        finally:
+            size.passed(self._trainer.tokens_per_microbatch)
         return Losses(done.logprobs, sum(done.outputs))
 
     def gradients(self, name: str) -> list[Tensor | None]:

@@ -8,6 +8,7 @@ with the first head that started after it.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -19,12 +20,15 @@ from blake3 import blake3
 
 from echo2 import __version__
 from echo2.core import logs
+from echo2.core.disk import append_whole
 from echo2.core.errors import UserError, write_failed
 from echo2.core.types import Attachment
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.planner import Planner
 from echo2.head.decide.state import PlannerOptions
+
+log = logging.getLogger(__name__)
 
 #: Maximum bytes of a part, and number of old parts that are kept: half a gigabyte in all.
 PART_BYTES_MAX = 64 << 20
@@ -71,7 +75,9 @@ def from_plain(plain: dict[str, Any]) -> ev.Event:
 
 
 class EventLog:
-    """Appends to events.jsonl: `write` buffers a line until `flush`."""
+    """Appends to events.jsonl: `write` buffers a line until `flush`. A line waits until it is written, at the latest
+    when the log is closed: the head ends at the first `flush` that fails, so that few lines wait.
+    """
 
     def __init__(self, path: Path, options: PlannerOptions, part_bytes_max: int = PART_BYTES_MAX) -> None:
         self._path, self._part_bytes_max = path, part_bytes_max
@@ -95,20 +101,29 @@ class EventLog:
             NoRoomError: the disk is full.
             UserError: the log can't be written for another reason.
         """
-        lines, self._waiting = memoryview(self._waiting), b""
         try:
-            while lines:  # a disk that fills up accepts part of a write before it raises
-                lines = lines[self._file.write(lines) :]
+            append_whole(self._file, self._waiting)
+            self._waiting = b""
             if self._file.tell() > self._part_bytes_max:
-                self._file.close()
-                logs.shift(self._path, PARTS_KEPT)
-                self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115
+                self._begin_part()
         except OSError as error:
             message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
             raise write_failed(error, message) from error
 
+    def _begin_part(self) -> None:
+        logs.shift(self._path, PARTS_KEPT)
+        full, self._file = self._file, open(self._path, "ab", buffering=0)  # noqa: SIM115
+        full.close()
+
     def close(self) -> None:
-        self._file.close()
+        """Write what waits. Lines for which there is still no room are counted in the log, and lost."""
+        try:
+            self.flush()
+        except UserError as error:
+            num_lines = self._waiting.count(b"\n")
+            log.error("%d events are not in the event log, which `replay` reads: %s", num_lines, error)
+        finally:
+            self._file.close()
 
 
 def _ends_with_newline(path: Path) -> bool:

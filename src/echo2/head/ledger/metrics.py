@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from echo2.config.rundir import accuracies, read_metrics, write_atomically
+from echo2.core.disk import append_whole
 from echo2.core.errors import UserError, write_failed
 from echo2.head.ledger.rollout_log import Group, read_groups
 
@@ -211,6 +212,7 @@ class Metrics:
         self.recent: list[Row] = []
         self._on_row: Callable[[Row], None] = lambda row: None
         self._older_bytes = 0  # of the file, before the rows in memory
+        self._is_behind = False  # the file is older than the rows: a write of it failed
         self._read()
         self.accuracies = accuracies(self.recent)  # by version
         if path.is_file() and path.stat().st_size != self._older_bytes + sum(map(len, map(_line, self.recent))):
@@ -229,19 +231,21 @@ class Metrics:
 
     def write(self, row: Row) -> None:
         """Add a step's row. Delete rows of the same and later steps: a fall-back trains these steps again."""
-        if self.last_step >= row["step"]:
+        if self.last_step >= row["step"] or self._is_behind:
             self._reach(row["step"])
             self._forget_from(row["step"])
             self.recent.append(row)
             self._rewrite()
         else:
             self.recent.append(row)
+            self._is_behind = True
             try:
-                with open(self._path, "ab") as file:
-                    file.write(_line(row))
+                with open(self._path, "ab", buffering=0) as file:
+                    append_whole(file, _line(row))
             except OSError as error:
                 message = f"Cannot write {self._path}: {error.strerror}. Free some space, then --resume."
                 raise write_failed(error, message) from error
+            self._is_behind = False
         self._keep_recent()
         self._on_row(row)
         for copy in self._copies:
@@ -290,11 +294,12 @@ class Metrics:
 
     def _rewrite(self) -> None:
         """Rewrite the file with the rows in memory; its older rows are unchanged."""
-        older = b""
+        self._is_behind, older = True, b""
         if self._older_bytes:
             with open(self._path, "rb") as file:
                 older = file.read(self._older_bytes)
         write_atomically(self._path, (older + b"".join(map(_line, self.recent))).decode())
+        self._is_behind = False
 
 
 def _line(row: Row) -> bytes:

@@ -16,6 +16,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypedDict
 
+from echo2.core.disk import append_whole
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 from echo2.core.printable import CUT_OFF, printable
@@ -206,8 +207,8 @@ class RolloutLog:
         record = group_record(group, task, self._advantage, pieces)
         path = self._path(name)
         try:
-            with open(path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            with open(path, "ab", buffering=0) as file:
+                append_whole(file, json.dumps(record, ensure_ascii=False).encode() + b"\n")
         except OSError as error:
             log.warning("no rollouts written to %s: %s", path, error.strerror)
 
