@@ -84,7 +84,7 @@ def with_engines(run: Path, training: subprocess.Popen[bytes], engines: Sequence
         time.sleep(POLL_SECONDS)
         trained = sum("time/train" in row for row in read_metrics(RunDir(run).metrics))
         for row in (read_json(RunDir(run).status) or {}).get("workers", []):
-            if row.get("useful_groups"):
+            if row.get("engine") and row.get("useful_groups"):
                 seen[row["engine"]] = {name: row.get(name) for name in SHOWN}
         for engine in [one for one in engines if one not in killed and trained >= due[one]]:
             killed[engine] = trained

@@ -7,6 +7,7 @@ their query and key matrices are in another order than Hugging Face's.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
@@ -24,6 +25,9 @@ from echo2.engines.adapter import LowRank
 from echo2.engines.compact import rope_frequencies
 from echo2.engines.model_values import Architecture, Rope
 from echo2.engines.snapshot_tensors import fill, pieces_of
+
+#: It would log three lines for each version.
+logging.getLogger("gguf").setLevel(logging.WARNING)
 
 QUERY, KEY = "self_attn.q_proj", "self_attn.k_proj"
 #: The rotary frequencies of a Llama model that are not the default ones; llama.cpp's name.
