@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from array import array
 from copy import copy
 from typing import Any
@@ -22,6 +25,7 @@ from echo2.engines.tokenizer import (
     tokens_with,
 )
 from echo2.rollouts.logged import logged_rollouts
+from house import REPOSITORY
 
 
 def test_a_vocabulary_may_have_holes() -> None:
@@ -188,3 +192,33 @@ def letters() -> Any:
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split(Regex(r"."), "isolated"), decoders.Fuse()
     settings = b'{"tokenizer_class": "PreTrainedTokenizerFast"}'
     return load_tokenizer({"tokenizer.json": core.to_str().encode(), "tokenizer_config.json": settings})
+
+
+#: Eight threads of a process that has imported nothing of transformers yet.
+AT_ONCE = """
+import threading
+from echo2.engines.tokenizer import load_tokenizer
+from house import REPOSITORY
+from rollout_cases import tokenizer_files
+
+files, gate, loaded = tokenizer_files(), threading.Barrier(8), []
+
+def load():
+    gate.wait()
+    loaded.append(load_tokenizer(files))
+
+threads = [threading.Thread(target=load) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(loaded))
+"""
+
+
+def test_threads_of_a_new_process_may_load_tokenizers_at_once() -> None:
+    """transformers imports its classes when they are first used, which failed in two of three such processes."""
+    folders = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY / "tests")])
+    environment = {**os.environ, "PYTHONPATH": folders}
+    done = subprocess.run([sys.executable, "-c", AT_ONCE], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["8"]), done.stderr[-2000:]

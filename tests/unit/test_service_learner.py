@@ -443,3 +443,12 @@ def test_a_call_that_kills_is_failed_and_others_are_answered(tmp_path: Path, mon
         await process.close()
 
     asyncio.run(run())
+
+
+def test_a_full_disk_is_told_in_one_line_and_a_mistake_of_ours_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+    """A full disk fails at each retry."""
+    full, ours = OSError(28, "No space left on device"), ValueError("ours")
+    assert calling.failed(1, full, "save").is_ours
+    assert calling.failed(2, ours, "save").is_ours
+    assert [bool(record.exc_info) for record in caplog.records] == [False, True]
+    assert "No space left on device" in caplog.records[0].getMessage()
