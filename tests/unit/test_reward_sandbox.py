@@ -206,7 +206,7 @@ def counted():
 os.fork = counted
 def scorer(text):
     while text == hangs_on: pass
-    if text == "long": sum(range(1_000_000))
+    if text == "long": sum(range(20_000_000))
     return 1.0
 try:
     print(json.dumps([sandbox_child._scores(scorer, texts), len(forks)]))
