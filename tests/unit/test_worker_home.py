@@ -290,7 +290,7 @@ def test_what_the_workers_own_programs_use_is_not_the_owners() -> None:
     subprocess.run([sys.executable, "-c", burn], check=True)
     total, busy, own = (now - then for now, then in zip(programs._read(), before, strict=True))
     assert own >= 0.25
-    assert total >= busy
+    assert total >= busy - 1e-6  # sums of seconds: on a full machine both are the same but for rounding
     assert 0.0 <= programs.share() <= 1.0
 
 
