@@ -20,6 +20,7 @@ from echo2.config.rundir import RunDir
 from echo2.config.sections import LoraConfig
 from echo2.core.errors import UserError
 from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
+from echo2.engines import compact
 from echo2.engines.hf_engine import make_engine
 from echo2.engines.hub_layout import text_module
 from echo2.engines.model_values import MODEL_TYPES, read_architecture
@@ -99,17 +100,20 @@ def saved(path: Path, client: GrpoClient) -> RunDir:
 
 
 def sampled_as_the_learner_computes(policy: Policy, *snapshots: Snapshot) -> None:
-    """Tokens of the engine `transformers` have the logprobs that the learner gives."""
-    engine = make_engine("cpu", 3)
-    asyncio.run(engine.update_weights(*snapshots))
-    asked = [one for seed, length in enumerate((2, 9)) for one in requests(seed, length, 2, max_tokens=5)]
-    for request, completion in zip(asked, run(engine, asked), strict=True):
-        tokens = torch.tensor([[*request.prompt_tokens, *completion.tokens]])
-        with torch.no_grad(), policy.engaged():
-            logprobs_TV = policy.module(tokens, use_cache=False).logits[0].log_softmax(-1)
-        start = len(request.prompt_tokens) - 1
-        expected = [float(logprobs_TV[start + at, token]) for at, token in enumerate(completion.tokens)]
-        assert list(completion.logprobs) == pytest.approx(expected, abs=5e-5)
+    """Tokens of the engine `transformers`, and of `compact` where it knows the family, have the logprobs that the
+    learner gives."""
+    engines = [make_engine, *([compact.make_engine] if policy.module.config.model_type in MODEL_TYPES else [])]
+    for make in engines:
+        engine = make("cpu", 3)
+        asyncio.run(engine.update_weights(*snapshots))
+        asked = [one for seed, length in enumerate((2, 9)) for one in requests(seed, length, 2, max_tokens=5)]
+        for request, completion in zip(asked, run(engine, asked), strict=True):
+            tokens = torch.tensor([[*request.prompt_tokens, *completion.tokens]])
+            with torch.no_grad(), policy.engaged():
+                logprobs_TV = policy.module(tokens, use_cache=False).logits[0].log_softmax(-1)
+            start = len(request.prompt_tokens) - 1
+            expected = [float(logprobs_TV[start + at, token]) for at, token in enumerate(completion.tokens)]
+            assert list(completion.logprobs) == pytest.approx(expected, abs=5e-5)
 
 
 @pytest.mark.parametrize("family", TABLE)
