@@ -63,6 +63,17 @@ SMALL = {
 }
 
 
+def odd_tasks(own: Path) -> tuple[str, ...]:
+    """Settings of a run on the rows and the environment of a test's own file, whose classes are `Rows` and `Odd`."""
+    return (
+        f"--tasks.source={own}:Rows",
+        "--tasks.params={}",
+        f"--tasks.environment={own}:Odd",
+        "--sampling.max_turns=4",
+        "--sampling.max_tokens=20",
+    )
+
+
 def free_port() -> int:
     """For a process that is to have the same port when it starts again: below the ports that the system gives to other
     tests' sockets meanwhile.

@@ -59,18 +59,21 @@ def started(run: Path, words: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def answer(*words: str) -> Found:
-    """What a command says as JSON; empty if it fails."""
-    told = subprocess.run([*ECHO2, *words, "--json"], capture_output=True, text=True, check=False)
-    return json.loads(told.stdout) if told.returncode == 0 else {}
+    """What a command says as JSON. Raises CalledProcessError: it failed."""
+    told = subprocess.run([*ECHO2, *words, "--json"], stdout=subprocess.PIPE, text=True, check=True).stdout
+    found: Found = json.loads(told)
+    return found
 
 
 def with_stranger(run: Path, training: subprocess.Popen[bytes]) -> int:
     """Invite a worker, and wait for the run; its exit status."""
     ticket = answer("invite", str(run))["ticket"]
     stranger = subprocess.Popen([*ECHO2, "worker", ticket, "--state", str(run.with_name("stranger"))])
-    status = training.wait()
-    stranger.terminate()
-    stranger.wait()
+    try:
+        status = training.wait()
+    finally:
+        stranger.terminate()
+        stranger.wait()
     run.with_name("trust.json").write_text(json.dumps(answer("trust", str(run))))
     return status
 
@@ -80,24 +83,30 @@ def with_engines(run: Path, training: subprocess.Popen[bytes], engines: Sequence
     crew = {engine: _worker(run, engine) for engine in engines}
     due = {engine: num_steps * (place + 1) // (len(engines) + 1) for place, engine in enumerate(engines)}
     killed, seen = dict[str, int](), dict[str, Found]()
-    while training.poll() is None:
-        time.sleep(POLL_SECONDS)
-        trained = sum("time/train" in row for row in read_metrics(RunDir(run).metrics))
-        for row in (read_json(RunDir(run).status) or {}).get("workers", []):
-            if row.get("engine") and row.get("useful_groups"):
-                seen[row["engine"]] = {name: row.get(name) for name in SHOWN}
-        for engine in [one for one in engines if one not in killed and trained >= due[one]]:
-            killed[engine] = trained
-            os.killpg(crew[engine].pid, signal.SIGKILL)
-            crew[engine].wait()
-            crew[engine] = _worker(run, engine)
-    for worker in crew.values():
-        with suppress(ProcessLookupError):
-            os.killpg(worker.pid, signal.SIGTERM)
-        worker.wait()
+    try:
+        while training.poll() is None:
+            time.sleep(POLL_SECONDS)
+            trained = sum("time/train" in row for row in read_metrics(RunDir(run).metrics))
+            for row in (read_json(RunDir(run).status) or {}).get("workers", []):
+                if row.get("engine") and row.get("useful_groups"):
+                    seen[row["engine"]] = {name: row.get(name) for name in SHOWN}
+            for engine in [one for one in engines if one not in killed and trained >= due[one]]:
+                killed[engine] = trained
+                _end(crew[engine], signal.SIGKILL)
+                crew[engine] = _worker(run, engine)
+    finally:
+        for worker in crew.values():
+            _end(worker, signal.SIGTERM)
     told = {"workers": seen, "killed_after_step": killed, "audit": answer("audit", str(run))}
     run.with_name("crew.json").write_text(json.dumps(told))
     return training.returncode
+
+
+def _end(worker: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    """Send a signal to a worker and what it started, and wait until it has ended."""
+    with suppress(ProcessLookupError):
+        os.killpg(worker.pid, number)
+    worker.wait()
 
 
 def _worker(run: Path, engine: str) -> subprocess.Popen[bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from echo2.transport.limits import LOGGED_GROUPS
-from real_runs import ENDLESS, REPOSITORY, Run, is_running
+from real_runs import ENDLESS, REPOSITORY, Run, is_running, odd_tasks
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -40,11 +40,7 @@ def settings(own: Path) -> tuple[str, ...]:
     return (
         "--run.max_steps=2",
         "--workers.count=1",
-        f"--tasks.source={own}:Rows",
-        "--tasks.params={}",
-        f"--tasks.environment={own}:Odd",
-        "--sampling.max_turns=4",
-        "--sampling.max_tokens=20",
+        *odd_tasks(own),
         "--schedule.groups_per_step=9",
     )
 

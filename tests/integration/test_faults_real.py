@@ -15,7 +15,7 @@ import pytest
 from echo2.sandbox import containers
 from echo2.transport.limits import LOGGED_GROUPS
 from judge_standin import PROBE, judge_standin
-from real_runs import Run
+from real_runs import Run, odd_tasks
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -123,11 +123,7 @@ def test_faults_of_environments_containers_and_the_judge_cost_rollouts_and_time_
             sort_model,
             f"--run.max_steps={STEPS}",
             "--workers.count=1",
-            f"--tasks.source={own}:Rows",
-            "--tasks.params={}",
-            f"--tasks.environment={own}:Odd",
-            "--sampling.max_turns=4",
-            "--sampling.max_tokens=20",
+            *odd_tasks(own),
             f"--sampling.group_size={SIZE}",
             f"--sampling.min_group={SMALLEST}",
             f"--schedule.groups_per_step={GROUPS}",

@@ -73,6 +73,7 @@ class Endpoint:
         url: str,
         name: str,
         waiting: str,
+        *,
         seconds: float,
         limit: str,
         key: str = "",

@@ -97,9 +97,10 @@ class CompactModel(Model):
             self.places["lm_head.weight"] = self.places["model.embed_tokens.weight"]
         self._layers = [weights.layer(f"model.layers.{layer}.") for layer in range(arch.num_layers)]
         self._attention = arch.layers or (Attention(0, arch.rope),) * arch.num_layers
-        self._ropes = sorted({one.rope for one in self._attention if one.rope is not None}, key=repr)
-        self._frequencies = [rope_frequencies(one, arch.head_dim).to(device).repeat(2) for one in self._ropes]
-        self._rope_at = [None if one.rope is None else self._ropes.index(one.rope) for one in self._attention]
+        self._windows = {one.window for one in self._attention}
+        ropes = list(dict.fromkeys(one.rope for one in self._attention if one.rope is not None))
+        self._frequencies = [rope_frequencies(one, arch.head_dim).to(device).repeat(2) for one in ropes]
+        self._rope_at = [None if one.rope is None else ropes.index(one.rope) for one in self._attention]
         self.limits = Limits(arch.vocab_size, arch.max_positions, end)
         self.dtype = self._embed_VD.dtype
         self.architecture: tuple[Architecture, torch.dtype] = (arch, self.dtype)
@@ -309,10 +310,6 @@ class CompactModel(Model):
         """In the computing dtype; the angles are float32, as in transformers."""
         angles = [position_BT[..., None, None].float() * frequency_E for frequency_E in self._frequencies]
         return [(one.cos().to(self.dtype), one.sin().to(self.dtype)) for one in angles]
-
-    @property
-    def _windows(self) -> set[int]:
-        return {one.window for one in self._attention}
 
     def _causal(self, layer: int, q_BTHE: Tensor, k_BTKE: Tensor, v_BTKE: Tensor) -> Tensor:
         """Self-attention of sequences that are read from their beginning."""

@@ -209,22 +209,15 @@ def read_architecture(config: Mapping[str, Any], known: Sequence[str] = MODEL_TY
 def _check_variant(config: Mapping[str, Any]) -> None:
     model_type, is_gemma = config["model_type"], config["model_type"] == "gemma3_text"
     activation = "hidden_activation" if is_gemma else "hidden_act"
-    _require(
-        config.get(activation, "silu") == ("gelu_pytorch_tanh" if is_gemma else "silu"),
-        activation,
-        config.get(activation),
-    )
+    told = config.get(activation, "silu")
+    _require(told == ("gelu_pytorch_tanh" if is_gemma else "silu"), activation, told)
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         _require(not config.get(key), key, config.get(key))
-    if model_type in WITH_DEFAULTS:
-        kinds = set(config.get("layer_types") or ["full_attention"])
-        _require(kinds <= {"full_attention", "sliding_attention"}, "layer_types", sorted(kinds))
-    else:
-        _require(
-            set(config.get("layer_types") or ["full_attention"]) == {"full_attention"}, "layer_types", "not all full"
-        )
-        has_window = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
-        _require(not has_window, "sliding_window", config.get("sliding_window"))
+    may_slide = model_type in WITH_DEFAULTS
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    _require(kinds <= {"full_attention", *(["sliding_attention"] if may_slide else [])}, "layer_types", sorted(kinds))
+    slides = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
+    _require(may_slide or not slides, "sliding_window", config.get("sliding_window"))
     _require(not config.get("quantization_config"), "quantization_config", "set")
 
 

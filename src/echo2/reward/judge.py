@@ -107,12 +107,12 @@ class Judge:
             judge.base_url,
             "the judge",
             "scoring",
-            seconds,
-            "reward.timeout_seconds",
-            read_key(judge),
-            f"the key is that of ${name}" if name else "reward.judge.api_key_env names no key",
-            judge.max_concurrency,
-            backoff,
+            seconds=seconds,
+            limit="reward.timeout_seconds",
+            key=read_key(judge),
+            about_key=f"the key is that of ${name}" if name else "reward.judge.api_key_env names no key",
+            max_concurrency=judge.max_concurrency,
+            backoff=backoff,
         )
         self._requests, self._tokens = MinuteLimit(judge.requests_per_minute), MinuteLimit(judge.tokens_per_minute)
         self._verdicts: dict[bytes, asyncio.Task[tuple[float, float]]] = {}

@@ -390,10 +390,8 @@ class Models:
         for name in list(itertools.islice(resting, UNLOADED_AT_ONCE)):
             try:
                 self._unload(name)
-            except (
-                UserError,
-                OSError,
-            ) as error:  # it has no room for its checkpoint, which is not this caller's affair
+            except (UserError, OSError) as error:
+                # There is no room for its checkpoint, which is not this caller's affair.
                 log.warning("%s stays in memory: %s", name, error)
                 self._in_memory[name].used = self._ticks()
                 self._in_memory.move_to_end(name)

@@ -95,7 +95,15 @@ class TeacherEndpoint:
         key = os.environ.get(KEY_VARIABLE, "").strip()
         about_key = f"the key is that of ${KEY_VARIABLE}" if key else f"${KEY_VARIABLE} has no key"
         self._endpoint = Endpoint(
-            url, "the teacher", "training", seconds, "the limit", key, about_key, REQUESTS_MAX, backoff
+            url,
+            "the teacher",
+            "training",
+            seconds=seconds,
+            limit="the limit",
+            key=key,
+            about_key=about_key,
+            max_concurrency=REQUESTS_MAX,
+            backoff=backoff,
         )
         self.max_positions: int | None = None
 
