@@ -40,8 +40,6 @@ class Needs(NamedTuple):
 class DoesNotFitError(UserError):
     """A process, the learner or a worker, needs more memory than its machine has."""
 
-    is_learner = False
-
 
 def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> LearnerMemoryNeed:
     """Return the memory that the learner needs on this hardware.
@@ -50,11 +48,7 @@ def learner_that_fits(config: Config, shape: ModelShape, hardware: Hardware) -> 
         UserError: the learner does not fit.
     """
     need = learner_need(config, shape, hardware)
-    try:
-        _check_fits("The learner", need, _learner_remedies(config))
-    except DoesNotFitError as error:
-        error.is_learner = True
-        raise
+    _check_fits("The learner", need, _learner_remedies(config))
     return need
 
 
