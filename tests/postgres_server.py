@@ -63,9 +63,16 @@ class PostgresServer:
 
     def _call(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
-        if os.geteuid() == 0:
-            command = ["runuser", "-u", "postgres", "--", *command]
+        name = "postgres" if os.geteuid() == 0 else None  # it does not run as root
         done = subprocess.run(
-            command, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
+            command,
+            cwd="/",
+            user=name,
+            group=name,
+            extra_groups=[] if name else None,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr

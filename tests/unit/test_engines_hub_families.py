@@ -102,7 +102,8 @@ def saved(path: Path, client: GrpoClient) -> RunDir:
 def sampled_as_the_learner_computes(policy: Policy, *snapshots: Snapshot) -> None:
     """Tokens of the engine `transformers`, and of `compact` where it knows the family, have the logprobs that the
     learner gives."""
-    engines = [make_engine, *([compact.make_engine] if policy.module.config.model_type in MODEL_TYPES else [])]
+    model_type = json.loads(bytes(snapshots[0].files["config.json"]))["model_type"]
+    engines = [make_engine, *([compact.make_engine] if model_type in MODEL_TYPES else [])]
     for make in engines:
         engine = make("cpu", 3)
         asyncio.run(engine.update_weights(*snapshots))
