@@ -1,7 +1,7 @@
-"""The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, how much of
-the weights changes, how far engines are from the learner, what processes take of the memory, three workloads after a
-warm-up, an adapter, strangers, what few bits cost at the learner and at workers, engines side by side, a teacher, and
-TRL beside it.
+"""The figures of a pretrained model, SmolLM2-135M-Instruct, on a CPU or on one GPU: what staleness costs, what overlap
+within a step saves, how much of the weights changes, how far engines are from the learner, what processes take of the
+memory, three workloads after a warm-up, an adapter, strangers, what few bits cost at the learner and at workers,
+engines side by side, a teacher, and TRL beside it.
 
     make outputs/models/smollm2/config.json                                                     # once
     make bench-real_model ARGS='--only staleness --at-once 6 --budget-seconds 240'
@@ -59,6 +59,13 @@ FORMS = {
     "q8_0": ("llamacpp-q8_0", "float32"),
     "q4_0": ("llamacpp-q4_0", "float32"),
 }
+#: Of part overlap: staleness bound, tokens of a micro-batch (one holds all of a step, one two or three groups), order.
+OVERLAP = {
+    "sequential": (0, "65536", "any"),
+    "complete-groups": (0, "1024", "any"),
+    "frontier": (0, "1024", "frontier"),
+    "one-ahead": (1, "1024", "any"),
+}
 FORMS_STALENESS = (1, 4)
 #: Of part low-memory: the file of settings, and `learner.quantised`.
 LOW_MEMORY = {
@@ -114,6 +121,21 @@ class Bench:
             for bound in STALENESS:
                 flags = {"schedule.max_staleness": bound, "run.seed": seed}
                 yield self.facts_job("staleness", f"staleness-{bound}-{seed}", {"S": bound, "seed": seed}, flags)
+
+    def overlap(self) -> Iterable[Job]:
+        """What a learner waits, by how much of a step's sampling and training may overlap."""
+        for seed in self.options.seeds:
+            for variant, (bound, tokens, order) in OVERLAP.items():
+                flags: Flags = {
+                    "run.seed": seed,
+                    "schedule.max_staleness": bound,
+                    "schedule.order": order,
+                    "schedule.groups_per_step": 12,
+                    "sampling.groups_per_batch": 12,
+                    "learner.tokens_per_microbatch": tokens,
+                    "eval.source": "",
+                }
+                yield self.facts_job("overlap", f"overlap-{variant}-{seed}", {"variant": variant, "seed": seed}, flags)
 
     def workloads(self) -> Iterable[Job]:
         for seed in self.options.seeds:
@@ -259,6 +281,7 @@ class Bench:
 #: In the order in which they are made when none is named.
 PARTS: dict[str, Callable[[Bench], Iterable[Job]]] = {
     "staleness": Bench.staleness,
+    "overlap": Bench.overlap,
     "workloads": Bench.workloads,
     "trl": Bench.trl,
     "mismatch": Bench.mismatch,

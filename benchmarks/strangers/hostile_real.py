@@ -16,6 +16,8 @@ import itertools
 import json
 import math
 import random
+import statistics
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -69,23 +71,29 @@ def leased(number: int, prompt: array[int], temperature: float = 1.0) -> Assignm
 async def honest(
     pairs: Sequence[tuple[Snapshot, Snapshot]], told: Sequence[array[int]], num_groups: int
 ) -> dict[str, Any]:
-    """The spread of what checks find in honest groups, and how many rollouts had a swap inside."""
+    """The spread of what checks find in honest groups, how many rollouts had a swap inside, and what checks cost."""
     rng, verdicts, number, num_swapped = random.Random(0), list[Verdict](), 0, 0
+    prices = list[float]()
     for old, new in pairs:
         reader = await checker_of("compact", old, new)
         for _ in range(num_groups // (GROUPS_AT_ONCE * len(pairs))):
             asked = [leased(number + at, rng.choice(told)) for at in range(GROUPS_AT_ONCE)]
             number += GROUPS_AT_ONCE
             engine = swapping("compact", old, {rng.randrange(2, MAX_TOKENS - 4): new}, rng.choice((64, 40)))
+            began = time.process_time()
             groups = await sampled(engine, asked)
+            between = time.process_time()
             await engine.close()
+            checked = time.process_time()
             verdicts += [await check_group(reader, old.ref, *pair) for pair in zip(asked, groups, strict=True)]
+            prices.append((time.process_time() - checked) / (between - began))
             num_swapped += sum(len(one.version_spans) > 1 for group in groups for one in group.rollouts)
         print(f"{len(verdicts)} groups, {sum(bool(one.fault) for one in verdicts)} false alarms", flush=True)
     num_skipped, typical = sum(one.num_skipped for one in verdicts), max(one.typical_interval for one in verdicts)
     together = sum(one.surprise for one in verdicts) / math.sqrt(len(verdicts))
     found = {"swapped_rollouts": num_swapped, "skipped": num_skipped, "typical_max": typical}
-    return {**spread(verdicts), **found, "surprise_of_all": together}
+    price = {"check_per_sampled_second": [min(prices), statistics.median(prices), max(prices)]}
+    return {**spread(verdicts), **found, **price, "surprise_of_all": together}
 
 
 async def cheats(old: Snapshot, new: Snapshot, told: Sequence[array[int]], num_groups: int) -> list[dict[str, Any]]:
