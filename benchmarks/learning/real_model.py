@@ -44,7 +44,14 @@ EXAMPLES = REPOSITORY / "examples" / "smollm"
 HERE = Path(__file__).resolve().parent
 STALENESS = (0, 1, 2, 4, 8, 16)
 RATES = ("1e-6", "1e-5", "1e-4")
-WORKLOADS = ("arithmetic", "knights", "sokoban")
+THREE_PEOPLE = "{ people = 3 }"
+#: Name -> the file of settings, and others on top.
+WORKLOADS: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "arithmetic": ("arithmetic.toml", {}),
+    "knights": ("knights.toml", {}),
+    "knights-3": ("knights.toml", {"tasks.params": THREE_PEOPLE, "eval.params": THREE_PEOPLE}),
+    "sokoban": ("sokoban.toml", {}),
+}
 ENGINES = ("compact", "transformers")
 #: Name -> precision of the snapshots, and of the learner's products.
 PRECISIONS = {
@@ -144,17 +151,18 @@ class Bench:
 
     def _workload(self, name: str, seed: int) -> Job:
         """The held-out reward of the untrained model (with the first seed), a warm-up, and a run."""
-        config, steps = str(EXAMPLES / f"{name}.toml"), WORKLOAD_STEPS * self.options.steps
+        file, own = WORKLOADS[name]
+        config, steps = str(EXAMPLES / file), WORKLOAD_STEPS * self.options.steps
         directory = self.work / f"{name}-{seed}"
-        warm, base = directory / "warm", {"model.path": self.options.model}
+        warm, base = directory / "warm", {"model.path": self.options.model, **own}
         chain: dict[str, list[str]] = {}
         if seed == self.options.seeds[0]:
             chain["before"] = [*ECHO2, "eval", config, "--json", *words(base)]
         chain["warm-up"] = [*ECHO2, "sft", config, "--to", str(warm), "--column", "answer", "--json"]
         chain["warm-up"] += ["--steps", str(steps), "--rows-per-step", "8"]
         chain["warm-up"] += words({**base, "run.seed": seed, "learner.lr": "2e-5"})
-        flags = {"model.path": warm, "run.seed": seed, "run.max_steps": steps, "eval.every": 10}
-        chain["run"] = self.run_words(f"{name}.toml", directory / "run", flags)
+        flags = {**own, "model.path": warm, "run.seed": seed, "run.max_steps": steps, "eval.every": 10}
+        chain["run"] = self.run_words(file, directory / "run", flags)
 
         def read(directory: Path) -> Found:
             told = {step: last_json(directory / f"{step}.out") for step in ("before", "warm-up")}
