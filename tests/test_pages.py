@@ -101,7 +101,7 @@ def unknown_flags(page: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_names_on_a_page_exist(page: Path) -> None:
     found = (missing_names(page), missing_scripts(page), unknown_settings(page), unknown_flags(page))
     assert [name for names in found for name in names] == []
 
@@ -200,7 +200,7 @@ def literals(folder: Path) -> Iterator[str]:
                 yield node.value
 
 
-def test_what_the_symptoms_quote_is_said() -> None:
+def test_the_code_contains_the_messages_quoted_by_the_symptoms_page() -> None:
     """What is in backquotes in a first column is a text of ours, in that order, or a metric of docs/operations.md."""
     page = (REPOSITORY / "docs" / "symptoms.md").read_text()
     quotes = re.findall("`([^`]+)`", "\n".join(re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)))

@@ -239,7 +239,7 @@ class LinkCases(ABC):
 
         run(scenario())
 
-    def test_what_nobody_serves(self) -> None:
+    def test_unserved_method(self) -> None:
         async def scenario() -> None:
             async with self.linked(Desk(), "learner") as link:
                 with pytest.raises(PeerError) as caught:

@@ -187,7 +187,7 @@ def test_verifiers_keeps_one_client_however_many_rollouts_there_are(sort_model: 
 
 
 @pytest.mark.usefixtures("letters")
-def test_what_verifiers_cannot_load_is_named() -> None:
+def test_the_error_names_what_verifiers_cannot_load() -> None:
     with pytest.raises(UserError, match="no_such_taskset"):
         load_tasks("verifiers:no_such_taskset", {}, 0)
     with pytest.raises(UserError, match="lettres"):

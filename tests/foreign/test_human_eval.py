@@ -32,7 +32,7 @@ WRONG = (
 SCRIPT = REPOSITORY / "examples" / "terminal" / "write_human_eval.py"
 
 
-def test_its_own_solutions_pass_and_others_do_not(tmp_path: Path) -> None:
+def test_canonical_solutions_pass_and_others_fail(tmp_path: Path) -> None:
     os.chdir(REPOSITORY)  # where `make` puts it
     try:
         python, runtime = own_python("humaneval"), find_runtime()

@@ -141,7 +141,7 @@ def test_an_adapter_learns_from_another_one_on_its_own_samples(served: Served, c
 
 
 @pytest.mark.parametrize("cookbook", ["logits"], indirect=True)
-def test_a_loop_goes_on_from_what_another_taught(served: Served, cookbook: str, tmp_path: Path) -> None:
+def test_a_client_continues_from_the_weights_of_an_earlier_one(served: Served, cookbook: str, tmp_path: Path) -> None:
     """`sl_loop` shows the answer to a question, and `rl_loop` rewards it."""
     write_data_sets(served.folder / "models")
     log = tmp_path / "loops"

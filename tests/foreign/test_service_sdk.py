@@ -47,7 +47,7 @@ def served(sdk: str, tmp_path: Path) -> Iterator[Served]:
 @pytest.mark.parametrize(
     "sdk", [pytest.param(sdk, marks=() if sdk in NEWEST else pytest.mark.slow) for sdk in SDKS], indirect=True
 )
-def test_what_clients_count_on(served: Served, sdk: str) -> None:
+def test_clients_of_the_sdk_get_what_they_rely_on(served: Served, sdk: str) -> None:
     database = open_database(served.folder)
     other = ApiKeys(database, time.time).add_key("other")
     database.close()

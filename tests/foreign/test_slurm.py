@@ -30,7 +30,7 @@ def attending(run: Run) -> dict[str, int]:
     return {entry["id"]: entry["pid"] for entry in entries if entry["attends"]}
 
 
-def test_jobs_train_with_the_run_hand_back_when_cancelled_and_come_again_when_preempted(
+def test_jobs_return_leases_when_cancelled_and_rejoin_after_preemption(
     tmp_path: Path, sort_model: Path, cluster: SlurmCluster
 ) -> None:
     clone = tmp_path / "clone"

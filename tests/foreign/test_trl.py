@@ -89,7 +89,7 @@ def test_trl_trains_on_what_the_fleet_samples(tmp_path: Path, sort_model: Path) 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_what_ends_the_run_ends_the_training(tmp_path: Path, sort_model: Path) -> None:
+def test_the_trainer_stops_when_the_run_ends(tmp_path: Path, sort_model: Path) -> None:
     with trainer(sort_model, tmp_path / "run", "failing") as running:
         _, said = running.communicate()
     assert running.returncode == 1

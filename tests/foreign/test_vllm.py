@@ -256,7 +256,7 @@ def command(pid: int) -> bytes:
 
 
 @pytest.mark.slow
-def test_a_mixture_is_served_and_why_its_weights_are_not_swapped_on_a_cpu(
+def test_vllm_serves_a_mixture_and_cannot_swap_its_weights_on_a_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under the hub's names, a tensor for each expert, as the learner publishes them. If the last line fails, vLLM

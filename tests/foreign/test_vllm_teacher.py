@@ -79,7 +79,7 @@ def said(url: str, tokenizer: Tokenizer, top_k: int, rows: list[tuple[list[int],
 
 
 @pytest.mark.parametrize("top_k", [0, 7])
-def test_it_says_of_each_token_what_transformers_says(url: str, top_k: int) -> None:
+def test_a_vllm_teacher_gives_the_logprobs_of_transformers(url: str, top_k: int) -> None:
     rng, module = random.Random(3), tiny_module("qwen3", **SIZES)
     rows = []
     for length in (1, 2, 9, 60):
@@ -100,7 +100,7 @@ def test_it_says_of_each_token_what_transformers_says(url: str, top_k: int) -> N
         np.testing.assert_allclose(np.take_along_axis(logp[counts], likely, 1), best, atol=1e-4)
 
 
-def test_what_it_cannot_do_is_named_before_a_step(url: str) -> None:
+def test_an_unsupported_teacher_is_refused_before_the_first_step(url: str) -> None:
     assert asyncio.run(greeted(url, 20, plain_tokenizer(), 60.0)) == ""
     with pytest.raises(UserError, match="it serves tiny"):
         asyncio.run(greeted(f"{url}#large", 0, plain_tokenizer(), 60.0))

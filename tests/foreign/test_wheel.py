@@ -29,7 +29,7 @@ def echo2(where: Path, *arguments: str, borrowed: str = "") -> subprocess.Comple
     return subprocess.run(command, cwd=where, env=environment, capture_output=True, text=True, check=False)
 
 
-def test_everything_that_is_no_module_is_in_the_wheel() -> None:
+def test_the_wheel_contains_all_data_files() -> None:
     (package,) = VENV.glob("lib/python*/site-packages/echo2")
     source = REPOSITORY / "src" / "echo2"
     here, there = ({str(path.relative_to(root)) for path in root.rglob("*.*")} for root in (source, package))
@@ -49,7 +49,7 @@ def test_the_service_is_a_wheel_of_its_own(tmp_path: Path) -> None:
     assert {name for name in here - there if "__pycache__" not in name and not name.endswith((".pyi", ".pyc"))} == set()
 
 
-def test_without_torch_it_plans_and_says_what_training_needs(tmp_path: Path) -> None:
+def test_echo2_plans_without_torch_and_says_what_training_needs(tmp_path: Path) -> None:
     assert echo2(tmp_path, "--version").stdout == f"echo2 {__version__}\n"
     done = echo2(tmp_path, "demo")
     assert done.returncode == 2
@@ -74,7 +74,7 @@ def test_an_extra_can_be_installed_beside_it(extra: str, brought: set[str]) -> N
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_with_torch_the_demo_learns(tmp_path: Path) -> None:
+def test_the_demo_learns_where_torch_is_installed(tmp_path: Path) -> None:
     done = echo2(tmp_path, "demo", "--json", borrowed=sysconfig.get_path("purelib"))
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout)

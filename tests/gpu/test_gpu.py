@@ -99,7 +99,7 @@ def test_the_engine_and_the_learner_have_the_same_logprobs(engine: str, narrow: 
     assert np.abs(forward(policy, wanted, done) - of_engine(done)).max() < 1e-4
 
 
-def test_in_bfloat16_they_are_near() -> None:
+def test_tiled_scores_in_bfloat16_are_close() -> None:
     policy, wanted = policy_on(CUDA), requests(12)
     done = sampled("compact", "cuda", snapshot_of(policy, dtype="bfloat16"), wanted)
     policy.computes_in_bfloat16 = True
@@ -238,14 +238,14 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
         assert np.abs(one - other).max() < 1e-5, name
 
 
-def test_devices_and_memory_are_told() -> None:
+def test_doctor_reports_devices_and_memory() -> None:
     assert pick_device("auto") == pick_device("cuda") == pick_device("auto:0") == CUDA
     total = torch.cuda.get_device_properties(0).total_memory
     assert this_machine().gpus[0] == total
     assert 0 < free_memory_bytes(CUDA) <= total
 
 
-def test_memory_that_runs_out_is_known_for_what_it_is() -> None:
+def test_out_of_memory_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 45, dtype=torch.int8, device=CUDA)
     assert is_out_of_memory(caught.value)

@@ -37,7 +37,7 @@ def large_policy() -> Policy:
 
 
 @pytest.mark.parametrize("offloaded", ["", "moments", "moments and gradients"])
-def test_a_learner_that_is_away_leaves_the_gpu_and_trains_to_the_same_bits(offloaded: str) -> None:
+def test_a_learner_that_sleeps_frees_the_gpu_and_trains_to_the_same_bits(offloaded: str) -> None:
     def trained(turns: bool) -> list[torch.Tensor]:
         policy, rng, trainer = large_policy(), random.Random(1), Trainer(256)
         trainer.add("it", policy, offloaded=offloaded)
@@ -59,7 +59,7 @@ def test_a_learner_that_is_away_leaves_the_gpu_and_trains_to_the_same_bits(offlo
 
 
 @pytest.mark.parametrize("name", ["compact", "transformers"])
-def test_an_engine_that_is_away_leaves_the_gpu_and_goes_on(name: str) -> None:
+def test_an_engine_that_sleeps_frees_the_gpu_and_resumes(name: str) -> None:
     policy = large_policy()
     snapshot = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), policy.tensors(), policy.files)
     del policy

@@ -115,7 +115,7 @@ def test_the_cheapest_works_and_a_standby_takes_over_when_it_is_killed(
 
 
 @pytest.mark.slow
-def test_with_nobody_there_a_machine_is_rented_and_given_back_when_the_budget_is_spent(
+def test_a_run_without_workers_rents_a_machine_and_returns_it_when_the_budget_is_spent(
     tmp_path: Path, sort_model: Path
 ) -> None:
     path = f"PATH={Path(sys.executable).parent}:$PATH"

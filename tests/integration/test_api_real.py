@@ -51,7 +51,7 @@ def script(where: Path, text: str, *arguments: Path) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_what_the_pages_show_in_python_runs(tmp_path: Path, sort_model: Path) -> None:
+def test_python_code_on_the_pages_runs(tmp_path: Path, sort_model: Path) -> None:
     """Of the README and of docs/from-trl.md, as they stand, where `make demo` has made its model; plots aside."""
     (tmp_path / "outputs" / "models").mkdir(parents=True)
     (tmp_path / "outputs" / "models" / "digit_sorting").symlink_to(sort_model)

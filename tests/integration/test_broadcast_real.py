@@ -118,9 +118,7 @@ class Liar:
 
 
 @pytest.mark.slow
-def test_a_peer_that_serves_wrong_bytes_is_named_and_the_learner_waits_for_nobody(
-    tmp_path: Path, sort_model: Path
-) -> None:
+def test_a_peer_with_wrong_bytes_is_named_and_delays_no_learner(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--run.max_steps", "40", "--workers.count", "2").start()
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")
     liar, suspects = Liar(), set[str]()

@@ -48,7 +48,7 @@ def test_a_run_that_takes_turns_trains_the_same_policy(tmp_path: Path, sort_mode
     assert not any("time/card_move" in row for row in read_metrics(without.metrics))
 
 
-def test_if_one_process_on_the_card_dies_the_other_goes_on(tmp_path: Path, sort_model: Path) -> None:
+def test_the_death_of_a_process_on_the_card_does_not_stop_the_other(tmp_path: Path, sort_model: Path) -> None:
     steps = 16  # the status may show every third version only, on a machine that is busy
     rundir, supervisor = supervised(tmp_path / "run", sort_model, True, run__max_steps=str(steps))
     killed: dict[str, int] = {}

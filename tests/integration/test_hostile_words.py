@@ -60,7 +60,7 @@ def judge(run: Run, worker_id: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_workers_words_are_harmless_wherever_people_read_them(tmp_path: Path, sort_model: Path) -> None:
+def test_text_from_workers_is_harmless_wherever_people_read_it(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *ENDLESS).start()
     run.wait_version(1)
     asyncio.run(talk(run, tmp_path / "state"))

@@ -68,7 +68,7 @@ def test_a_disk_that_fills_up_after_some_steps_loses_no_group(sort_model: Path, 
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_path: Path) -> None:
+def test_the_error_names_a_port_in_use_and_another_port_works(sort_model: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", port := free_port())):
         run = Run(tmp_path / "run", sort_model, *SMALL, f"--head.listen=127.0.0.1:{port}").start()
         error = run.refused()
@@ -78,7 +78,7 @@ def test_a_port_in_use_is_named_and_another_one_goes_on(sort_model: Path, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_head_alone_tells_its_users_the_same(sort_model: Path, tmp_path: Path) -> None:
+def test_echo2_head_reports_the_same_mistakes_as_echo2_run(sort_model: Path, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", sort_model, *SMALL)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -111,7 +111,7 @@ def test_the_commands_of_a_page_work(page: Path, desk: Path) -> None:
         assert done.returncode == 0 or is_told_wrong, f"{page.name}: echo2 {' '.join(words)}\n{done.stderr}"
 
 
-def test_every_reason_is_somebodys() -> None:
+def test_every_excluded_pattern_matches_a_command() -> None:
     commands = [command for page in COMMANDS.values() for command in page]
     unused = [pattern for pattern in NOT_RUN if not any(re.match(pattern, command) for command in commands)]
     assert unused == []

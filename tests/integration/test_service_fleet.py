@@ -146,7 +146,7 @@ def test_a_fleet_answers_as_one_process_does_whatever_is_killed(tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_mistakes_of_a_tenant_are_told_and_other_tickets_are_refused(tmp_path: Path) -> None:
+def test_a_tenants_mistakes_raise_errors_and_tickets_of_others_are_refused(tmp_path: Path) -> None:
     async def check(service: Service) -> None:
         await service.door.open()
         service.start_machine("a")

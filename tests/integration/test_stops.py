@@ -102,7 +102,7 @@ def test_the_outcome_says_which_signal_stopped_a_run(tmp_path: Path, signum: sig
 
 
 @pytest.mark.slow
-def test_a_learner_that_was_killed_while_it_saved_is_said_in_the_outcome(tmp_path: Path, sort_model: Path) -> None:
+def test_the_outcome_says_that_the_learner_was_killed_while_saving(tmp_path: Path, sort_model: Path) -> None:
     run = Run(tmp_path / "run", sort_model, "--learner.checkpoint_every", "1000", "--run.max_steps", "1000")
     run.start()
     run.wait_version(2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 
 
-def test_a_script_is_told_the_address_as_json(tmp_path: Path) -> None:
+def test_a_script_gets_the_address_as_json(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "echo2", "view", str(tmp_path), "--json"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -39,7 +39,7 @@ def attending(run: Run) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_worker_steps_back_for_its_owner_and_comes_again_as_the_same_worker(
+def test_a_worker_pauses_for_its_owner_and_returns_as_the_same_worker(
     tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine()

@@ -91,7 +91,7 @@ class Run:
     st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["acts", "acts", "acts", "dies"])), max_size=120),
     st.lists(st.permutations(range(4)), min_size=1, max_size=8),
 )
-def test_nobody_is_on_the_card_beside_the_learner_and_nobody_waits_for_ever(
+def test_no_process_shares_the_card_with_the_learner_or_waits_forever(
     staleness: int, num_workers: int, history: list[tuple[int, str]], orders: list[list[int]]
 ) -> None:
     run = Run(staleness, [Process() for _ in range(num_workers)])

@@ -48,27 +48,27 @@ def test_strangers_that_mean_harm_never_stop_a_run_and_supply_a_bounded_share() 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(200_000, 201_000, SEEDS_A_BLOCK))
-def test_nor_do_they_in_more_worlds(first: int) -> None:
+def test_harmful_strangers_never_stop_a_run_in_more_worlds(first: int) -> None:
     judge_block(first, judge_hostile)
 
 
-def test_what_strangers_forge_is_not_trained_and_the_honest_stay() -> None:
+def test_forged_groups_are_not_trained_on_and_honest_strangers_stay() -> None:
     judge_block(0, judge_forging, 8)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(300_000, 301_000, SEEDS_A_BLOCK))
-def test_nor_is_it_in_more_worlds(first: int) -> None:
+def test_forged_groups_are_not_trained_on_in_more_worlds(first: int) -> None:
     judge_block(first, judge_forging)
 
 
-def test_no_lie_drawn_at_random_gets_past_the_checks_and_the_honest_are_found_honest() -> None:
+def test_random_lies_do_not_pass_the_checks_and_honest_groups_do() -> None:
     judge_block(0, judge_lying, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(400_000, 400_200, SEEDS_A_BLOCK))
-def test_nor_does_any_in_more_worlds(first: int) -> None:
+def test_random_lies_do_not_pass_the_checks_in_more_worlds(first: int) -> None:
     judge_block(first, judge_lying)
 
 

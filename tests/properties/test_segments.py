@@ -176,7 +176,7 @@ def test_a_worker_that_installs_a_version_has_the_learners_weights_of_it(
     asyncio.run(story())
 
 
-def test_the_stories_take_every_path(tmp_path: Path) -> None:
+def test_random_stories_take_every_path(tmp_path: Path) -> None:
     async def paths() -> set[str]:
         found: set[str] = set()
         for seed in range(4):

@@ -204,7 +204,7 @@ class World:
 
 @pytest.mark.parametrize("lag_seconds", [0.0, 4.0])
 @pytest.mark.parametrize("seed", seeds(15, 400))
-def test_what_was_acknowledged_is_there_once(lag_seconds: float, seed: int) -> None:
+def test_every_acknowledged_record_is_in_the_log_once(lag_seconds: float, seed: int) -> None:
     world = World(Random(seed), lag_seconds)
     for _ in range(STEPS):
         world.act()
@@ -321,7 +321,7 @@ def settled(world: World) -> Records:
 
 
 @pytest.mark.parametrize("seed", seeds(15, 400))
-def test_of_a_head_and_its_standbys_one_acknowledges(seed: int) -> None:
+def test_only_one_of_a_head_and_its_standbys_acknowledges(seed: int) -> None:
     world = Standbys(Random(seed))
     for _ in range(3 * STEPS):
         world.act()
@@ -356,7 +356,7 @@ def test_a_head_that_gives_signs_is_not_taken_over_and_a_silent_one_is(rate: flo
     assert SILENT_SECONDS <= (now - died_at) * rate < SILENT_SECONDS + 4 * rate
 
 
-def test_a_standby_that_saw_nothing_has_seen_nobody_be_silent() -> None:
+def test_a_standby_that_slept_counts_no_silence() -> None:
     """It slept, or the store was away, for the head as well."""
     watch = SignWatch()
     for now in (0.0, 2.0, 1e6, 2e6, 2e6 + 2.0):
@@ -364,7 +364,7 @@ def test_a_standby_that_saw_nothing_has_seen_nobody_be_silent() -> None:
     assert not watch.is_silent
 
 
-def test_last_words_count_if_no_other_head_has_followed() -> None:
+def test_a_final_sign_of_life_counts_unless_another_head_followed() -> None:
     objects = FaultyObjects(Random(0))
     objects.fault_rate = 0.0
     assert why_over(objects, None) == ""

@@ -26,7 +26,7 @@ def changes(story: list[Measured]) -> list[tuple[float, bool]]:
 
 @given(stories)
 @example([(1.0, 0.0, True), (61.0, 0.0, False), (61.0, 0.0, False), (0.1, 0.0, True)])
-def test_it_never_begins_again_before_a_while_of_calm(story: list[Measured]) -> None:
+def test_sampling_resumes_only_after_a_calm_period(story: list[Measured]) -> None:
     found = changes(story)
     assert [stopped for _, stopped in found] == [at % 2 == 0 for at in range(len(found))]
     for (stopped_at, _), (began_at, _) in zip(found[::2], found[1::2], strict=False):
@@ -41,7 +41,7 @@ def test_between_the_thresholds_nothing_changes(story: list[tuple[float, float]]
 
 
 @given(stories)
-def test_what_is_clear_is_followed(story: list[Measured]) -> None:
+def test_a_clear_signal_pauses_or_resumes_the_worker(story: list[Measured]) -> None:
     for share, on_battery, paused in ((1.0, False, True), (0.0, True, True), (0.0, False, False)):
         presence, now = Presence(), 0.0
         for seconds, *one in [*story, *[(1.0, share, on_battery)] * int(max(BUSY_SECONDS, CALM_SECONDS) + 2)]:
@@ -50,7 +50,7 @@ def test_what_is_clear_is_followed(story: list[Measured]) -> None:
         assert bool(presence.paused) == paused
 
 
-def test_a_short_peak_stops_nothing_and_a_long_one_is_named() -> None:
+def test_a_short_peak_does_not_pause_and_a_long_one_is_named_as_the_reason() -> None:
     presence = Presence()
     for now in range(9):
         presence.measured(0.9, False, float(now))

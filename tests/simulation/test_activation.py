@@ -39,7 +39,7 @@ def peaceful() -> Report:
     return run_scenario(peace(), 1)
 
 
-def test_in_peace_the_cheapest_that_suffice_are_chosen_once() -> None:
+def test_a_stable_fleet_chooses_the_cheapest_sufficient_workers_once() -> None:
     report = peaceful()
     activated, released = changes(report)
     assert report.finished
@@ -59,7 +59,7 @@ def test_a_zone_that_dies_is_replaced_and_its_cheaper_machines_come_back() -> No
     assert report.idle_ratio < peaceful().idle_ratio + 0.05
 
 
-def test_machines_ten_times_slower_than_they_look_are_let_go_and_delay_nobody() -> None:
+def test_machines_ten_times_slower_than_advertised_are_released_without_delay_to_others() -> None:
     scenario = peace()
     slow = replace(scenario.workers[2], count=12)
     report = run_scenario(replace(scenario, max_steps=30, workers=(*scenario.workers[:2], slow)), 2)
@@ -77,7 +77,7 @@ def released_soon(report: Report) -> list[tuple[float, str]]:
 
 
 @pytest.mark.slow
-def test_connections_that_break_every_minute_make_nobody_come_and_go() -> None:
+def test_links_that_break_every_minute_cause_no_flapping() -> None:
     """Of the cheap zone, which does all the work in peace: each is cut off every minute, for 6 s in the median."""
     scenario = peace()
     flapping = replace(scenario.workers[0], cut_every_seconds=60.0, cut_seconds=6.0)

@@ -49,7 +49,7 @@ def test_the_audit_counts_what_was_replaced(tmp_path: Path) -> None:
     assert 30 < found.retired["uninformative"] < 80  # at a share of 0.6 half as many again as are trained
 
 
-def test_where_every_group_is_flat_the_run_goes_on() -> None:
+def test_a_run_in_which_every_group_is_flat_goes_on() -> None:
     report = run_scenario(replace(RESAMPLING, flat_share=1.0), 1)
     assert report.finished
     assert set(report.history.replaced.values()) == {12}

@@ -33,7 +33,7 @@ ALONE = send(1).last_seconds
 
 
 @pytest.mark.parametrize("count", [2, 4, 8, 9, 16, 40])
-def test_everybody_has_it_almost_as_soon_as_one_alone_and_the_origin_sends_it_once(count: int) -> None:
+def test_many_workers_get_a_snapshot_almost_as_fast_as_one_and_the_origin_sends_it_once(count: int) -> None:
     outcome = send(count)
     assert outcome.last_seconds <= 1.10 * ALONE
     assert outcome.origin_bytes <= 1.01 * 64 * MIB
@@ -46,14 +46,14 @@ def test_a_star_grows_with_the_workers_and_a_chain_with_its_length() -> None:
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
-def test_a_slow_member_delays_nobody_else(count: int) -> None:
+def test_a_slow_member_does_not_delay_others(count: int) -> None:
     outcome = send(count, w2=SLOW)
     assert outcome.finished[-2] <= 1.15 * ALONE
     assert outcome.last_seconds <= 10.5 * ALONE
 
 
 @pytest.mark.parametrize("count", [4, 8, 16])
-def test_a_third_that_can_not_be_dialled_costs_little(count: int) -> None:
+def test_undialable_members_cost_little_up_to_a_third(count: int) -> None:
     hidden = {f"w{at}": {"is_dialable": False} for at in range(0, count, 3)}
     outcome = send(count, "trees", **hidden)
     assert outcome.last_seconds <= 1.15 * ALONE
@@ -70,7 +70,7 @@ def test_a_relay_that_drops_out_costs_its_detection_and_little_more(
     assert outcome.last_seconds <= 1.15 * send(count).last_seconds + noticed_seconds
 
 
-def test_a_liar_is_named_and_everybody_gets_the_right_bytes() -> None:
+def test_a_lying_peer_is_named_and_all_workers_get_the_right_bytes() -> None:
     outcome = send(8, w1={"trouble": "lies", "trouble_at_seconds": 1.0})
     assert outcome.suspects == ["w00001"]
     assert len(outcome.finished) == 8  # the liar, too, has all of it
@@ -88,14 +88,14 @@ def test_unequal_uplinks_are_used_from_the_beginning(ups: tuple[float, ...]) -> 
     assert outcome.last_seconds < 1.13 * bound
 
 
-def test_one_that_joins_late_is_fed_by_the_others() -> None:
+def test_a_late_worker_is_fed_by_the_others() -> None:
     outcome = send(8, w3={"joins_at_seconds": 30.0})
     assert outcome.origin_bytes <= 1.01 * 64 * MIB
     assert outcome.seconds[3] is not None
     assert outcome.seconds[3] <= 1.2 * ALONE
 
 
-def test_a_slow_uplink_that_nobody_measured_is_found_out() -> None:
+def test_an_unmeasured_slow_uplink_is_detected() -> None:
     unknown = {f"w{at}": {"is_probed": False} for at in range(8)}
     outcome = send(8, "trees", **{**unknown, "w2": {"is_probed": False, "up": UP / 10}})
     assert outcome.last_seconds <= 2.5 * ALONE  # as a root that nobody relieves it would take 10 / 8 * 7 times as long

@@ -36,7 +36,7 @@ def commands_of(report: Report) -> list[do.Command]:
 
 @pytest.mark.parametrize("count", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("hostile", ["holds", "holds_some", "fails", "malformed", "junk", "claims"])
-def test_beside_two_own_workers_any_number_of_one_ticket_costs_less_than_a_third_of_the_time(
+def test_workers_of_one_ticket_cost_less_than_a_third_of_the_time_beside_two_own_workers(
     hostile: Any, count: int
 ) -> None:
     report = run(OWN, HostileSpec(count=count, ticket="t", hostile=hostile))
@@ -48,7 +48,7 @@ def test_beside_two_own_workers_any_number_of_one_ticket_costs_less_than_a_third
 
 
 @pytest.mark.slow
-def test_where_there_are_no_second_leases_holding_costs_a_few_deadlines_in_all() -> None:
+def test_without_second_leases_withholding_costs_a_few_deadlines_in_total() -> None:
     """Batches of fixed shape: the n-th rest is 2^n deadlines long, so that holding gets rarer."""
     report = run(OWN, HostileSpec(count=20, ticket="t", hostile="holds"), deterministic=True, max_steps=200)
     assert report.finished

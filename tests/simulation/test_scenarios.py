@@ -26,7 +26,7 @@ def simulate(name: str, **changes: object) -> Report:
     return report
 
 
-def test_in_the_steady_scenario_nothing_is_wasted() -> None:
+def test_the_steady_scenario_wastes_nothing() -> None:
     report = simulate("steady")
     assert (report.refused, report.retired, report.killed, report.fallbacks) == ({}, {}, {}, 0)
     assert set(report.leases) <= {"accepted", "superseded"}
@@ -102,7 +102,7 @@ def test_a_wrong_scenario_file_says_what_is_wrong(tmp_path: Path, text: str, mes
         load_study(path)
 
 
-def test_a_missing_scenario_file_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_missing_scenario_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read the scenario .*none\.toml"):
         load_study(tmp_path / "none.toml")
 

@@ -70,7 +70,7 @@ def score(completions: list[str], answer, **columns: Any) -> "list[float]":
 """
 
 
-def test_a_function_of_a_notebook_is_scored_with_by_another_process(tmp_path: Path) -> None:
+def test_a_function_of_a_notebook_scores_in_another_process(tmp_path: Path) -> None:
     names = session("score", CELL)
     spec = named_code(names["score"], tmp_path)
     score = load_named(spec)
@@ -165,7 +165,7 @@ def judged(completions: Sequence[str]) -> list[float]:
     return JUDGE(completions)
 
 
-def test_what_cannot_be_written_down_is_refused_by_name(tmp_path: Path) -> None:
+def test_the_error_names_the_value_that_cannot_be_stored(tmp_path: Path) -> None:
     unfit: list[tuple[Any, str]] = [
         (lambda completions: [0.0], "no name of its own"),
         (functools.partial(twice, 1.0), "no name of its own"),
@@ -215,7 +215,7 @@ def written(folder: Path, **given: Any) -> Config:
     return config.load(write_run(folder, **(arguments | given)))
 
 
-def test_what_python_gives_becomes_a_configuration(tmp_path: Path) -> None:
+def test_python_values_become_a_configuration(tmp_path: Path) -> None:
     found = written(
         tmp_path / "inputs",
         model=(Saved("config.json"), Saved("tokenizer.json")),
@@ -245,14 +245,14 @@ def test_an_environment_has_its_own_reward(tmp_path: Path) -> None:
     assert found.tasks.environment == f"{tmp_path}/Guess.py:Guess"
 
 
-def test_a_teacher_stands_in_for_a_reward(tmp_path: Path) -> None:
+def test_a_teacher_replaces_a_reward(tmp_path: Path) -> None:
     settings = {"teacher": tmp_path / "large", "advantage": "none"}
     made = config.load(write_run(tmp_path, "model", ROWS, [], None, None, settings))
     assert made.distill.teachers == {"": str(tmp_path / "large")}
     assert made.reward.functions == []
 
 
-def test_what_is_given_wrongly_is_said(tmp_path: Path) -> None:
+def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
     for given, message in (
         ({"tasks": ["a", {"prompt": "b"}]}, "Row 0 of tasks is 'a'"),
         ({"tasks": 3}, "tasks = 3: give rows"),
@@ -366,7 +366,7 @@ def test_a_mistaken_call_makes_no_directory(tmp_path: Path, monkeypatch: pytest.
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
-def test_what_is_no_name_of_the_package() -> None:
+def test_an_unknown_attribute_of_the_package_raises() -> None:
     assert {"train", "start", "load", "Run"} <= set(dir(echo2))
     with pytest.raises(AttributeError, match="tain"):
         echo2.tain  # noqa: B018

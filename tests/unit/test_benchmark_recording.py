@@ -25,7 +25,7 @@ def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
     assert done.stdout.startswith("usage: count_house.py")
 
 
-def test_what_a_benchmark_is_to_read_and_is_not_there_is_told_in_one_line(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_input_of_a_benchmark_is_one_line(tmp_path: Path) -> None:
     assert there(str(tmp_path)) == tmp_path
     with pytest.raises(argparse.ArgumentTypeError, match=r"there is no .*/missing$"):
         there(str(tmp_path / "missing"))
@@ -35,7 +35,7 @@ def test_a_soak_without_a_trained_step_has_figures() -> None:
     assert soak.waits([]) == {"steps": 0, "idle": None, "idle_predicted": None, "wait_seconds": {}}
 
 
-def test_the_last_words_of_a_command_that_fails_are_told() -> None:
+def test_the_error_of_a_failing_command_has_its_last_lines() -> None:
     said = "import sys; print('figures'); print('first\\n\\nerror: no such thing\\n', file=sys.stderr); sys.exit({})"
     assert output_of([sys.executable, "-c", said.format(0)]) == "figures"
     with pytest.raises(SystemExit, match=r"ended with status 2: first\nerror: no such thing$"):
@@ -43,7 +43,7 @@ def test_the_last_words_of_a_command_that_fails_are_told() -> None:
     assert last("") == "it said nothing"
 
 
-def test_why_a_run_did_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_says_why_a_run_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = 'print(\'{"error": "fleet is no fleet"}\'); raise SystemExit(2)'
     monkeypatch.setattr(hostile, "ECHO2", (sys.executable, "-c", said))
     with pytest.raises(SystemExit, match=r"the run did not start \(status 2\): .*fleet is no fleet"):

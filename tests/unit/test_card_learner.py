@@ -37,7 +37,7 @@ class WaitingHead(ScriptedHead):
 
 
 @pytest.mark.parametrize("staleness", [0, 3])
-def test_it_trains_the_same_weights_and_says_what_it_waited(
+def test_a_learner_that_shares_the_card_trains_the_same_weights_and_reports_its_waits(
     tmp_path: Path, undisturbed: dict[str, bytes], staleness: int
 ) -> None:
     card, trainer = LearnerCard(tmp_path / "card"), GrpoClient(tiny_policy(), OPTIONS)

@@ -141,7 +141,7 @@ TORCHLESS = {
 }
 
 
-def test_what_computes_says_that_torch_is_not_installed(tmp_path: Path) -> None:
+def test_commands_that_compute_report_that_torch_is_missing(tmp_path: Path) -> None:
     """One command after the other, in one process without torch."""
     code = """if True:
         import json, sys
@@ -259,7 +259,7 @@ def test_a_directory_in_use_is_left_alone(
         (["export", "NOWHERE", "--to", "x"], "NOWHERE is not a run directory"),
     ],
 )
-def test_what_is_not_there_is_named(
+def test_the_error_names_the_missing_path(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], words: str
 ) -> None:
     nowhere = str(tmp_path / "nowhere")
@@ -371,7 +371,7 @@ def test_status_takes_the_newest_run(
 
 @pytest.mark.parametrize("as_json", [False, True])
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_a_worker_takes_its_leave_when_it_is_told_to_end(
+def test_a_worker_leaves_in_order_on_sigterm(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -420,9 +420,7 @@ def test_slots_that_no_worker_can_have_are_refused(capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize(("given", "expected"), [("", "1"), ("6", "6")])
-def test_a_worker_takes_one_thread_unless_it_is_told_otherwise(
-    given: str, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_uses_one_thread_by_default(given: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside other work, threads that wait for each other make it many times slower (docs/log.md, 24 November)."""
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     if not given:

@@ -420,12 +420,12 @@ SCENARIOS = [
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_closing_in_a_few_orders(scenario: Callable[[random.Random], None]) -> None:
+def test_closing_works_in_a_few_orders(scenario: Callable[[random.Random], None]) -> None:
     search(scenario, FEW)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_closing_in_many_orders(scenario: Callable[[random.Random], None]) -> None:
+def test_closing_works_in_many_orders(scenario: Callable[[random.Random], None]) -> None:
     search(scenario, MANY)

@@ -35,7 +35,7 @@ def test_every_setting_is_described() -> None:
     assert len(NAMES) == len(rows)
 
 
-def test_nothing_given_is_the_defaults() -> None:
+def test_an_empty_configuration_has_the_defaults() -> None:
     assert build({}, "my.toml") == Config()
 
 
@@ -49,7 +49,7 @@ def test_nothing_given_is_the_defaults() -> None:
         ({"run": {"group_size": 8}}, "sampling.group_size"),  # a key in the wrong section
     ],
 )
-def test_an_unknown_key_is_named_with_the_nearest_known_one(raw: dict[str, object], near: str) -> None:
+def test_the_error_about_an_unknown_key_suggests_the_nearest_one(raw: dict[str, object], near: str) -> None:
     message = refusal(raw)
     assert message.startswith("my.toml: unknown ")
     assert message.endswith(f"Did you mean {near}?")
@@ -105,7 +105,9 @@ def test_no_unknown_key_passes(section: str, name: str) -> None:
         ({"run": 3}, "my.toml: 'run' is a section, but holds 3. Write [run] and its keys below."),
     ],
 )
-def test_a_wrong_value_is_named_with_its_path_and_what_is_allowed(raw: dict[str, object], message: str) -> None:
+def test_the_error_about_a_wrong_value_has_its_path_and_the_allowed_values(
+    raw: dict[str, object], message: str
+) -> None:
     assert refusal(raw) == message
 
 
@@ -182,12 +184,12 @@ def test_flags_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> N
         ("learner.loss_params", "{cap = true}", "`float`, got `bool`"),
     ],
 )
-def test_a_flag_that_is_no_such_value_is_refused(tmp_path: Path, flag: str, value: str, wanted: str) -> None:
+def test_a_flag_with_a_wrong_value_is_refused(tmp_path: Path, flag: str, value: str, wanted: str) -> None:
     with pytest.raises(UserError, match=f"--{flag} {value}: expected .*{wanted}"):
         load(write(tmp_path / "my.toml", ""), {flag: value})
 
 
-def test_flags_that_are_impossible_together_are_named(tmp_path: Path) -> None:
+def test_the_error_names_contradictory_flags(tmp_path: Path) -> None:
     path = write(tmp_path / "my.toml", "[schedule]\nmax_staleness = 1\n")
     with pytest.raises(UserError, match=r"my\.toml --schedule\.publish_every 3: schedule\.max_staleness = 1 with"):
         load(path, {"schedule.publish_every": "3"})
@@ -203,7 +205,7 @@ def test_flags_that_are_impossible_together_are_named(tmp_path: Path) -> None:
         ("a.toml", b"run = 3\n", "'run' is a section"),  # with a flag for that section: see the call
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_a_file_without_a_valid_configuration_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(data)
     with pytest.raises(UserError, match=message):
@@ -248,7 +250,7 @@ def test_config_json_is_read_like_the_file_it_came_from(tmp_path: Path) -> None:
             configuration.parse_flag(name, text)
 
 
-def test_what_samplers_get_follows_from_the_settings() -> None:
+def test_sampling_parameters_follow_from_the_settings() -> None:
     config = build({"sampling": {"temperature": 0.5, "top_k": 3, "max_tokens": 9}}, "x")
     train, held_out = config.sampling_params, config.eval_params
     assert (train.temperature, train.top_k, train.max_tokens) == (0.5, 3, 9)
@@ -265,12 +267,12 @@ def test_weights_change_during_a_generation_where_that_may_be(staleness: int, de
     assert config.swap_of(is_own=False, draws=True) == ("apart" if swap == "during" else swap)
 
 
-def test_where_the_head_listens() -> None:
+def test_the_listening_address_of_the_head() -> None:
     assert Config().head.address == ("127.0.0.1", 0)
     assert build({"head": {"listen": "[::]:7341"}}, "x").head.address == ("::", 7341)
 
 
-def test_which_addresses_tickets_name() -> None:
+def test_tickets_name_reachable_addresses() -> None:
     assert Config().head.advertised(7) == "127.0.0.1:7"
     for listed, written in (
         ("a.example", "a.example:7"),

@@ -63,13 +63,13 @@ def test_resuming_takes_the_new_configuration_and_forgets_how_the_last_part_ende
     assert again.metrics.exists()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/run cannot be a run directory: .*/file is a file\. Choose another"):
         create(tmp_path / "file" / "run", Config(), resume=False)
 
 
-def test_what_is_no_run_directory_says_so(tmp_path: Path) -> None:
+def test_the_error_says_that_a_directory_has_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is not a run directory: it has no config\.json"):
         RunDir(tmp_path).read_config()
 
@@ -228,7 +228,7 @@ def test_a_sink_that_fails_costs_its_copy_alone(tmp_path: Path, caplog: pytest.L
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [*range(1, 3000)]
 
 
-def test_a_sink_that_stalls_holds_up_nobody(
+def test_a_stalled_sink_does_not_block_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo2.head.ledger.metrics.CLOSE_SECONDS", 0.01)
@@ -244,7 +244,7 @@ def test_a_sink_that_stalls_holds_up_nobody(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed here")
-def test_a_missing_logger_package_is_named_with_the_setting_that_wants_it(tmp_path: Path) -> None:
+def test_the_error_about_a_missing_logger_package_names_its_setting(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"run\.log_to has wandb, which needs the package wandb: pip install wandb"):
         WandbSink("project", "id", tmp_path, {})
 
@@ -340,7 +340,7 @@ def test_damage_in_the_middle_is_not_passed_over(tmp_path: Path) -> None:
         ('OPTIONS{"now": 0, "event": {"type": "LearnerJoined"}, "commands": []}\n', ":2 holds no event"),
     ],
 )
-def test_what_is_no_event_log_says_so(tmp_path: Path, text: str, message: str) -> None:
+def test_the_error_says_that_a_file_has_no_event_log(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "events.jsonl"
     EventLog(path, OPTIONS).close()
     path.write_text(text.replace("OPTIONS", path.read_text()))
@@ -443,7 +443,7 @@ def test_a_log_in_parts_is_replayed_as_one(tmp_path: Path) -> None:
     assert found.num_different == 0
 
 
-def test_once_the_oldest_part_is_gone_the_heads_after_it_are_replayed_and_the_rest_is_said(
+def test_a_log_without_its_oldest_part_is_replayed_from_the_next_head_with_a_note(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, planner, ticks = tmp_path / "events.jsonl", Planner(OPTIONS), 4000
@@ -481,7 +481,7 @@ def test_a_run_directory_has_one_run_and_one_head(tmp_path: Path, monkeypatch: p
         pass
 
 
-def test_a_model_s_directory_is_no_run_s(tmp_path: Path) -> None:
+def test_a_models_directory_is_not_taken_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}')
     with pytest.raises(UserError, match=r"is a model's directory\. Name the directory of a run"):
         RunDir(tmp_path).read_config()

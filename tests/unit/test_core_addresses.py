@@ -33,7 +33,7 @@ from transport_cases import SECONDS, Desk, attend, run
         ("fe80::1%eth0", 65535, "[fe80::1%eth0]:65535"),
     ],
 )
-def test_what_is_joined_can_be_split(host: str, port: int, address: str) -> None:
+def test_joined_addresses_can_be_split(host: str, port: int, address: str) -> None:
     assert addresses.join(host, port) == address
     assert addresses.split(address) == (host.strip("[]"), port)
 
@@ -58,7 +58,7 @@ def test_what_is_joined_can_be_split(host: str, port: int, address: str) -> None
         ("head.example.org", False, False),
     ],
 )
-def test_which_hosts_are_near(host: str, is_loopback: bool, is_private: bool) -> None:
+def test_hosts_nearby(host: str, is_loopback: bool, is_private: bool) -> None:
     assert (addresses.is_loopback(host), addresses.is_private(host)) == (is_loopback, is_private)
 
 
@@ -130,7 +130,7 @@ def test_links_find_the_head_that_took_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("whose", ["another run", "a web server", "nobody"])
-def test_an_address_that_belongs_to_somebody_else_is_passed(tmp_path: Path, whose: str) -> None:
+def test_a_foreign_server_gets_no_ticket_and_the_next_address_is_called(tmp_path: Path, whose: str) -> None:
     """It hears no ticket, for it cannot prove to be the head, and the next one is called."""
 
     async def scenario() -> None:
@@ -160,7 +160,7 @@ def test_an_address_that_belongs_to_somebody_else_is_passed(tmp_path: Path, whos
     run(scenario())
 
 
-def test_links_leave_a_head_that_may_not_answer(tmp_path: Path) -> None:
+def test_links_leave_a_head_that_must_not_answer(tmp_path: Path) -> None:
     """It is alive, and its streams are open; its store has another head."""
 
     async def scenario() -> None:

@@ -69,7 +69,7 @@ def test_the_first_error_of_several_works_ends_the_others_and_leaves_no_mark_on_
     asyncio.run(run())
 
 
-def test_work_that_nobody_refers_to_is_not_collected() -> None:
+def test_background_work_without_references_is_not_garbage_collected() -> None:
     done: list[int] = []
 
     async def work(event: asyncio.Event) -> None:
@@ -88,7 +88,7 @@ def test_work_that_nobody_refers_to_is_not_collected() -> None:
     assert done == [1]
 
 
-def test_an_owner_hears_of_all_of_its_work_and_ends_it() -> None:
+def test_an_owner_learns_of_the_end_of_its_work_and_cancels_it() -> None:
     errors: list[Exception] = []
 
     async def fail(number: int) -> None:
@@ -112,7 +112,7 @@ def test_an_owner_hears_of_all_of_its_work_and_ends_it() -> None:
     assert [str(error) for error in errors] == ["0", "1", "2"]
 
 
-def test_a_value_is_made_once_for_all_that_ask_and_again_after_a_failure() -> None:
+def test_a_value_is_computed_once_for_all_callers_and_again_after_a_failure() -> None:
     """Memory was short the first time; nobody can be told so for ever."""
     made: list[str] = []
 

@@ -44,7 +44,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_the_end_is_heard_and_the_last_words_are_kept(tmp_path: Path) -> None:
+def test_the_owner_learns_of_the_childs_end_with_its_last_output(tmp_path: Path) -> None:
     log, heard = tmp_path / "log", Future[int]()
     log.write_text("of an earlier process\n")
     code = "import sys; print('x' * 1000, file=sys.stderr); print('last words', file=sys.stderr); sys.exit(3)"
@@ -123,7 +123,7 @@ def test_a_fork_of_the_parent_kills_nothing() -> None:
         assert child.wait(60.0) == -signal.SIGKILL
 
 
-def test_what_a_child_with_pipes_started_ends_with_it() -> None:
+def test_processes_of_a_child_with_pipes_end_with_it() -> None:
     child = ChildProcess((*PYTHON, STARTS), has_pipes=True)
     child.pipes[1].readline()
     child.signal(signal.SIGKILL)  # the child alone
@@ -132,7 +132,7 @@ def test_what_a_child_with_pipes_started_ends_with_it() -> None:
         assert output.read() == b""  # the other had it open, too
 
 
-def test_an_owner_that_fails_to_hear_of_the_end_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_owner_that_fails_in_its_end_callback_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail(status: int) -> None:
         raise RuntimeError("nobody foresaw this")
 

@@ -52,7 +52,7 @@ def test_json_is_read_as_the_standard_library_reads_it(value: Any) -> None:
 
 
 @pytest.mark.parametrize("depth", [DEPTH_MAX + 1, 500, 100_000])
-def test_what_is_nested_too_deep_is_refused(depth: int) -> None:
+def test_deeply_nested_documents_are_refused(depth: int) -> None:
     assert parse_json(deep_json(DEPTH_MAX))
     assert parse_toml("a = " + deep_json(DEPTH_MAX - 1))
     for text in (deep_json(depth), '{"a": ' * depth + "1" + "}" * depth):

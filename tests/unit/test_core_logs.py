@@ -49,7 +49,7 @@ def test_printable_text_is_one_harmless_line_of_bounded_length(text: str) -> Non
 
 
 @given(st.text(st.characters(categories=["L", "N", "P", "Sm", "Sc"]), max_size=LINE_CHARS_MAX))
-def test_what_is_printable_is_left_as_it_is(text: str) -> None:
+def test_printable_text_is_unchanged(text: str) -> None:
     assert printable(text) == text
 
 
@@ -126,7 +126,7 @@ def test_kinds_are_bounded_and_no_count_is_lost() -> None:
     assert sum(line.endswith("(repeated 2 times)") for line in log.lines) == 10 * KINDS_MAX
 
 
-def test_what_a_peer_wrote_is_one_safe_line_of_bounded_length() -> None:
+def test_text_from_a_peer_becomes_one_safe_line_of_bounded_length() -> None:
     log = Log()
     log.write(0.0, "refused: %s", HOSTILE + "x" * 100_000)
     try:
@@ -149,7 +149,7 @@ def failing(log: Log, words: str) -> None:
         log.write(1.0, "failed", exc_info=sys.exc_info())
 
 
-def test_a_line_is_an_object_with_the_words_of_the_text_and_nothing_else() -> None:
+def test_a_json_line_has_the_text_of_the_plain_format() -> None:
     log = Log(JsonLines("head"))
     for _ in range(3):
         log.write(0.0, "refused: %s", HOSTILE)
@@ -168,7 +168,7 @@ def test_a_line_is_an_object_with_the_words_of_the_text_and_nothing_else() -> No
 
 
 @pytest.mark.parametrize("behind", ["", "error: no room\n", "Killed by something\n", '{"time": "2026-11'])
-def test_the_last_words_are_those_of_the_text_format(behind: str) -> None:
+def test_the_plain_format_ends_with_the_message(behind: str) -> None:
     logs_ = [Log(SafeFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s")), Log(JsonLines("head"))]
     for log in logs_:
         log.write(0.0, "joined")
@@ -213,7 +213,7 @@ def test_a_log_that_is_too_long_begins_anew_under_the_process_that_writes_it(tmp
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022])
-def test_what_a_process_of_a_run_writes_is_its_owners_alone(tmp_path: Path, umask: int) -> None:
+def test_files_of_a_run_are_private_to_its_owner(tmp_path: Path, umask: int) -> None:
     """Every process of a run (`logs.start`), and `echo2 run` before it makes the directory."""
     code = """if True:
         import os, sys

@@ -26,7 +26,7 @@ def test_work_ends_with_its_result_or_its_error() -> None:
     thread.close()
 
 
-def test_after_the_end_nothing_begins() -> None:
+def test_no_work_begins_after_the_end() -> None:
     thread, called = LoopThread("a loop"), list[int]()
     thread.close()
     future = thread.start(answer(3))

@@ -42,7 +42,7 @@ def test_large_objects_come_in_pieces(url: str) -> None:
     assert objects.keys("copies") == []
 
 
-def test_a_place_that_cannot_be_used_is_away(tmp_path: Path) -> None:
+def test_an_unusable_location_counts_as_unreachable(tmp_path: Path) -> None:
     objects = open_objects((tmp_path / "store").as_uri())
     (tmp_path / "store" / "log").write_text("no folder")
     with pytest.raises(LinkError, match="cannot be used"):

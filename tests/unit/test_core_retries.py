@@ -39,7 +39,7 @@ def test_patience_begins_again_after_a_success(monkeypatch: pytest.MonkeyPatch) 
     assert not never.failed()
 
 
-def test_a_spread_shortens_pauses_and_lengthens_none() -> None:
+def test_jitter_shortens_pauses_and_lengthens_none() -> None:
     waited: list[float] = []
 
     class Loop(asyncio.SelectorEventLoop):

@@ -32,7 +32,7 @@ def own_heads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in sorted({path.parent.name for path in CORPUS})])
-def test_what_was_found_once_is_refused_with_a_typed_error(name: str) -> None:
+def test_every_input_of_the_corpus_is_refused_with_a_typed_error(name: str) -> None:
     fuzz.outcome_of(TARGETS[name], TARGETS[name].seeds[0])  # the first read imports: seconds on a busy machine
     for path in CORPUS:
         if path.parent.name == name:
@@ -81,7 +81,9 @@ def _refuses(data: bytes) -> None:
         (_refuses, ""),
     ],
 )
-def test_the_fuzzer_finds_it(reader: Callable[[bytes], None], found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fuzzer_finds_a_planted_bug(
+    reader: Callable[[bytes], None], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(fuzz, "HANG_SECONDS", 0.02)
     figures = fuzz.fuzz(fuzz_target.Target("planted", reader, (b"{}", b"[1]")), 30, seed=0)
     assert {kind for kind, _, _ in figures["findings"]} == ({found} if found else set())

@@ -34,7 +34,7 @@ def test_rows_are_right_in_their_split_and_repeatable(
     assert DigitSorting(split, shortest, shortest + more, seed=seed, size=1000)[row] == task
 
 
-def test_it_is_a_sequence() -> None:
+def test_the_digit_tasks_are_a_sequence() -> None:
     tasks = DigitSorting(size=5)
     assert len(tasks) == 5
     assert list(tasks) == [tasks[i] for i in range(5)]
@@ -45,7 +45,7 @@ def test_it_is_a_sequence() -> None:
     assert DigitSorting(seed=1)[0] != DigitSorting(seed=0)[0]
 
 
-def test_rows_never_change() -> None:
+def test_a_row_keeps_its_values() -> None:
     """Frozen: a resumed run must see the tasks it saw before."""
     assert DigitSorting()[0] == {"prompt": "2123592540=", "answer": "0122234559"}
     assert DigitSorting("heldout")[0] == {"prompt": "25503646=", "answer": "02345566"}
@@ -55,6 +55,6 @@ def test_rows_never_change() -> None:
     "arguments",
     [{"split": "test"}, {"min_digits": 1}, {"min_digits": 6, "max_digits": 5}, {"size": 0}, {"max_digits": 10**6}],
 )
-def test_impossible_arguments_are_named(arguments: dict[str, Any]) -> None:
+def test_the_error_names_impossible_arguments(arguments: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=next(iter(arguments))):
         DigitSorting(**arguments)

@@ -37,7 +37,7 @@ LLAMA = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attentio
 LLAMA |= {"intermediate_size": 8, "max_position_embeddings": 8}
 
 
-def test_the_default_is_open() -> None:
+def test_the_default_leaves_everything_open() -> None:
     assert Config().workers.engine == "auto"
 
 
@@ -115,7 +115,7 @@ def test_a_start_says_which_strangers_the_run_s_engine_cannot_check(
     assert re.search(told, said) if told else not said, said
 
 
-def test_where_nothing_keeps_a_machine_from_vllm_a_start_says_that_nobody_checks() -> None:
+def test_a_start_with_vllm_warns_that_strangers_are_not_checked() -> None:
     for require_checks in (True, False):
         config = build({"workers": {"require_checks": require_checks}}, "my.toml")
         said = unchecked(config, LLAMA, chosen(config, LLAMA, ("vllm",)))
@@ -168,7 +168,7 @@ def test_the_first_snapshot_decides_and_the_worker_says_so_once(
     assert said[0].startswith(f"engine {name}: ")
 
 
-def test_a_server_that_nobody_named_and_that_does_not_start_gives_way(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_default_server_that_does_not_start_is_replaced_by_an_engine(caplog: pytest.LogCaptureFixture) -> None:
     snapshot = snapshot_of(tiny_module("qwen3"))
     place = ServerPlace(sys.executable)  # a Python without vLLM
 

@@ -172,7 +172,7 @@ def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits(family: s
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "0.5"),
     ],
 )
-def test_what_it_does_not_compute_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
+def test_the_error_names_the_unsupported_architecture(changes: dict[str, Any], named: str) -> None:
     config = json.loads(tiny_module("qwen3").config.to_json_string(use_diff=False))
     with pytest.raises(UserError, match=r"workers.engine = \"auto\" or \"transformers\"") as caught:
         read_architecture(config | changes)
@@ -184,7 +184,7 @@ def test_a_config_without_sizes_is_refused() -> None:
         read_architecture({"model_type": "qwen3"})
 
 
-def test_old_style_rope_keys_mean_the_same() -> None:
+def test_old_rope_keys_are_read_like_new_ones() -> None:
     config = json.loads(tiny_module("llama", rope_parameters=LLAMA3).config.to_json_string(use_diff=False))
     old = {key: value for key, value in config.items() if key != "rope_parameters"}
     old |= {"rope_theta": 10000.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}

@@ -93,7 +93,7 @@ def test_logprobs_are_those_of_transformers_from_scratch(name: str, family: str,
 
 @pytest.mark.parametrize("slots", [1, 3, 64])
 @pytest.mark.parametrize("name", ENGINES)
-def test_what_else_is_in_the_batch_changes_nothing(name: str, slots: int) -> None:
+def test_other_rows_of_the_batch_change_nothing(name: str, slots: int) -> None:
     groups = [requests(seed, length=2 + seed % 7, max_tokens=4 + seed) for seed in range(12)]
     engine = loaded(name, slots=slots)
     together = run(engine, [request for group in groups for request in group])
@@ -111,7 +111,7 @@ def test_all_engines_draw_the_same_tokens() -> None:
     assert all(one == found[0] for one in found)
 
 
-def test_samples_differ_and_seeds_matter() -> None:
+def test_samples_differ_and_depend_on_seeds() -> None:
     engine = loaded("compact")
     first = run(engine, requests(0, samples=8))
     assert len({c.tokens.tobytes() for c in first}) > 4
@@ -121,7 +121,7 @@ def test_samples_differ_and_seeds_matter() -> None:
 
 @examples(25)
 @given(data=st.data())
-def test_whenever_requests_come_and_go_the_others_are_what_they_are_alone(data: st.DataObject) -> None:
+def test_requests_that_come_and_go_change_no_others(data: st.DataObject) -> None:
     """Requests arrive at any token, some are aborted at any token: every other one is as if it had run alone."""
     engine = loaded("compact", slots=data.draw(st.integers(1, 6), "slots"))
     groups = st.tuples(st.integers(0, 9), st.integers(1, 9), st.integers(1, 14))
@@ -243,7 +243,7 @@ def test_a_request_that_cannot_be_sampled_fails_alone(name: str) -> None:
     assert len(near_the_end.tokens) <= 4  # 60 + 4 = the model's context
 
 
-def test_what_breaks_the_engine_is_told_to_those_in_it_and_the_engine_goes_on() -> None:
+def test_an_error_that_breaks_the_engine_reaches_its_requests_and_the_engine_recovers() -> None:
     def out_of_memory(step: int) -> None:
         if step == 3:
             raise RuntimeError("CUDA out of memory")
@@ -419,7 +419,7 @@ def test_processes_of_one_machine_share_its_gpus_in_turn() -> None:
 
 
 @pytest.mark.parametrize(("name", "device"), [("llama", "cpu"), ("compact", "cuda:99"), ("compact", "gpu")])
-def test_unknown_engines_and_devices_are_named(name: str, device: str) -> None:
+def test_the_error_names_unknown_engines_and_devices(name: str, device: str) -> None:
     with pytest.raises(UserError, match=name if device == "cpu" else device):
         make_engine(name, device)
 

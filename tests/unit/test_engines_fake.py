@@ -64,7 +64,7 @@ def test_a_torn_snapshot_is_refused_and_the_old_one_stays(config: bytes) -> None
     assert engine.installed == SnapshotRef(RUN_POLICY, 1, 3)
 
 
-def test_it_needs_no_torch() -> None:
+def test_the_fake_engine_needs_no_torch() -> None:
     code = "import sys, echo2.rollouts.generate, echo2.engines.fake_engine; sys.exit('torch' in sys.modules)"
     assert (
         subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=False).returncode

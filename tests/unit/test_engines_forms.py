@@ -83,7 +83,7 @@ def reads(request: SampleRequest, found: Completion, form: str) -> PrefillReques
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
-def test_compact_reads_a_form_as_it_reads_what_it_stands_for(family: str) -> None:
+def test_compact_reads_a_form_as_its_dequantised_weights(family: str) -> None:
     snapshot = snapshot_of(tiny_module(family, **FITS))
     checker, asked = DecodeLoop(TorchDecoder(build_compact, "cpu")), requests(0)
     load(checker, snapshot)
@@ -103,7 +103,7 @@ def test_compact_reads_a_form_as_it_reads_what_it_stands_for(family: str) -> Non
             assert abs(torch.tensor(one.logprobs) - torch.tensor(as_published.logprobs)).max() > 1e-4
 
 
-def test_a_form_is_of_the_weights_that_are_there_now() -> None:
+def test_a_form_belongs_to_the_current_weights() -> None:
     """Weights that are copied over the old ones leave no form of these behind."""
     old, new = (snapshot_of(tiny_module("qwen3", seed=seed, **FITS), seed) for seed in (0, 1))
     decoder = TorchDecoder(build_compact, "cpu")

@@ -196,7 +196,7 @@ def test_a_tokenizer_may_have_several_templates(tmp_path: Path) -> None:
 
 @needs_gguf
 @pytest.mark.parametrize("said", ["[]", "{", '{"eos_token_id": "</s>"}', '{"eos_token_id": [1, "x"]}'])
-def test_ends_that_are_no_tokens_are_told(tmp_path: Path, said: str) -> None:
+def test_invalid_end_tokens_are_refused(tmp_path: Path, said: str) -> None:
     _, snapshot = model("llama", "gpt-2", MODELS[2][1])
     files = {**snapshot.files, "generation_config.json": said.encode()}
     with pytest.raises(UserError, match=r"--gguf: .*generation_config\.json"):
@@ -206,7 +206,7 @@ def test_ends_that_are_no_tokens_are_told(tmp_path: Path, said: str) -> None:
 
 
 @needs_gguf
-def test_a_weight_that_is_too_large_for_float16_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_weight_too_large_for_float16(tmp_path: Path) -> None:
     _, snapshot = model("qwen3", "qwen2", {})
     big = dict(snapshot.tensors)
     big["model.layers.0.mlp.up_proj.weight"] = TensorBytes(
@@ -299,7 +299,7 @@ def test_a_directory_for_mlx_holds_nothing_that_transformers_takes_for_weights(t
 
 
 @pytest.mark.parametrize(("name", "program"), [("model-q8_0.gguf", "llama.cpp"), (MLX_WEIGHTS, "MLX")])
-def test_what_was_written_for_a_program_at_home_is_no_model_for_a_run(name: str, program: str, tmp_path: Path) -> None:
+def test_files_for_a_program_at_home_are_refused_as_a_model(name: str, program: str, tmp_path: Path) -> None:
     """Nor is a GGUF of another base: each worker rounds the run's weights itself, and takes no file."""
     (tmp_path / name).write_text("weights")
     for path in (tmp_path, *([tmp_path / name] if name.endswith(".gguf") else [])):

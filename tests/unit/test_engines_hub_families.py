@@ -224,7 +224,7 @@ def test_the_engine_compact_takes_a_family_or_names_another(family: str, tmp_pat
             read_architecture(values)
 
 
-def test_the_page_tells_of_each_family_what_is_tested_here() -> None:
+def test_the_page_lists_what_is_tested_of_each_family() -> None:
     import transformers
 
     page = (REPOSITORY / "docs" / "engines.md").read_text()

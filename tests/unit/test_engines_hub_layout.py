@@ -77,7 +77,7 @@ def test_experts_of_the_hub_and_fused_ones_are_one_model(tmp_path: Path) -> None
         ("mlp.experts.3.up_proj.weight", r"do not make up the qwen3_moe .* download the model again"),
     ],
 )
-def test_a_tensor_that_is_missing_is_said_and_not_drawn_at_random(tmp_path: Path, stored: str, said: str) -> None:
+def test_a_missing_tensor_is_an_error_and_not_drawn_at_random(tmp_path: Path, stored: str, said: str) -> None:
     hub = hub_model(tmp_path / "hub", "qwen3_moe")
     weights = load_file(hub / "model.safetensors")
     del weights[f"model.layers.1.{stored}"]
@@ -86,7 +86,7 @@ def test_a_tensor_that_is_missing_is_said_and_not_drawn_at_random(tmp_path: Path
         load_policy(str(hub), "float32", "cpu")
 
 
-def test_tensors_of_no_part_of_the_model_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_error_names_tensors_that_the_model_lacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     hub = hub_model(tmp_path / "hub", "qwen3_moe")
     weights = load_file(hub / "model.safetensors")
     weights["mtp.norm.weight"] = torch.ones(32)

@@ -155,7 +155,7 @@ def test_a_model_that_llama_cpp_has_no_place_for_is_refused(family: str, changes
     assert engine.installed is None
 
 
-def test_an_engine_with_rounded_weights_checks_nobody() -> None:
+def test_an_engine_with_rounded_weights_checks_no_rollouts() -> None:
     engine: Any = DecodeLoop(LlamaCppDecoder("q8_0", "cpu"))
     load(engine, snapshot_of(tiny_module("qwen3", **FITS)))
     asked = requests(0)

@@ -217,7 +217,7 @@ def test_a_model_that_has_no_form_or_that_mlx_does_not_compute_is_refused(
     assert engine.installed is None
 
 
-def test_an_engine_with_rounded_weights_checks_nobody_and_one_with_others_rounds_none() -> None:
+def test_an_engine_with_rounded_weights_checks_no_rollouts_and_an_exact_one_rounds_no_weights() -> None:
     snapshot = snapshot_of(tiny_module("qwen3", **FITS))
     engine: Any = DecodeLoop(decoder_of())
     load(engine, snapshot)
@@ -232,7 +232,7 @@ def test_an_engine_with_rounded_weights_checks_nobody_and_one_with_others_rounds
             verdict_of(by, asked, group, read_as)
 
 
-def test_the_engine_auto_builds_it_where_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_auto_builds_the_chosen_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("echo2.engines.registry.in_worker", lambda config: EngineChoice("mlx", "this is a Mac"))
     engine = DecodeLoop(TorchDecoder(builder := AutoBuilder("cpu"), "cpu"))
     load(engine, snapshot := snapshot_of(tiny_module("qwen3", **FITS)))

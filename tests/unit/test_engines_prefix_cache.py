@@ -86,7 +86,7 @@ def assert_same(found: Told, wanted: Told) -> None:
 
 @examples(15)
 @given(data=st.data())
-def test_many_conversations_are_what_they_are_when_everything_is_read(data: st.DataObject) -> None:
+def test_many_cached_conversations_equal_those_without_a_cache(data: st.DataObject) -> None:
     """They take turns in few slots, some are aborted at any moment, and some rows find no room to be kept."""
     share = data.draw(st.sampled_from([0.0, 1e-6, 1 / 16]), "share of the memory")
     seeds = data.draw(st.lists(st.integers(0, 999), min_size=1, max_size=7, unique=True), "seeds")
@@ -123,7 +123,7 @@ def test_many_conversations_are_what_they_are_when_everything_is_read(data: st.D
 
 @examples(15)
 @given(seed=st.integers(0, 999), swaps=st.sets(st.integers(1, 25), max_size=3))
-def test_after_new_weights_all_is_read_again(seed: int, swaps: set[int]) -> None:
+def test_every_prompt_is_read_again_after_new_weights(seed: int, swaps: set[int]) -> None:
     """They come before any token, within turns and between them."""
     found: list[Told] = []
     for in_turns in (True, False):

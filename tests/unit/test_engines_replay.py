@@ -306,7 +306,7 @@ def with_true_logprobs(assignment: Assignment, group: RolloutGroup) -> RolloutGr
 @pytest.mark.parametrize(
     ("claim", "params"), pairs(CLAIMS, ({"temperature": 0.9}, {"temperature": 0.7}, {"top_p": 0.9}))
 )
-def test_a_claimed_swap_does_not_loosen_the_check(claim: str, params: dict[str, Any]) -> None:
+def test_a_claimed_swap_does_not_weaken_the_check(claim: str, params: dict[str, Any]) -> None:
     """The weights are so near to each other that honest tokens of one pass as the other's."""
     old, new = near(0, 1e-7), near(1, 1e-7)
     engine, sampler = two_weights("compact", old, new), two_weights("compact", old, old)
@@ -319,7 +319,7 @@ def test_a_claimed_swap_does_not_loosen_the_check(claim: str, params: dict[str, 
         assert "random numbers" in judged(engine, asked, cheat).fault
 
 
-def test_a_swap_that_was_not_where_it_is_claimed_is_seen() -> None:
+def test_a_swap_claimed_at_the_wrong_token_is_detected() -> None:
     engine = two_weights("compact", weights(0), weights(1))
     asked = leased(3, num_samples=8)
     (group,) = sampled(swapping("compact", {8: weights(1)}, weights(0)), asked)

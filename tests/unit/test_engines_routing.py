@@ -138,7 +138,7 @@ def test_each_row_has_the_routes_of_its_tokens_while_others_join_and_end() -> No
         assert np.array_equal(routes, live_routes(module, tokens)[:-1])
 
 
-def test_a_row_goes_on_across_a_swap_with_the_routes_of_the_weights_that_read() -> None:
+def test_a_row_keeps_the_routes_of_the_weights_that_read_each_token_across_a_swap() -> None:
     before, after = mixture(0), mixture(1)
     engine, _ = hooked("transformers", lambda step: None, snapshot(before))
     swapped, _ = hooked(

@@ -147,13 +147,13 @@ def test_an_answer_that_cannot_be_is_refused(tmp_path: Path, wrong: str) -> None
 
 
 @pytest.mark.parametrize("wrong", ["text", "no logprob", "raw logprobs", "refuses /inference/v1/generate"])
-def test_a_server_that_does_not_give_what_is_needed_is_named_at_the_start(tmp_path: Path, wrong: str) -> None:
+def test_a_server_without_a_needed_feature_is_refused_at_the_start(tmp_path: Path, wrong: str) -> None:
     with pytest.raises(UserError, match=r"vLLM 0.32|processed_logprobs|could not be started"):
         on_standin(tmp_path, lambda engine, state: asyncio.sleep(0), wrong=wrong)
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.5, "top_k": 3}, {"top_p": 0.5}])
-def test_what_a_narrowed_token_was_drawn_from_comes_back(tmp_path: Path, params: dict[str, Any]) -> None:
+def test_the_distribution_of_a_narrowed_token_is_returned(tmp_path: Path, params: dict[str, Any]) -> None:
     async def doing(engine: Engine, state: vllm_standin.Served) -> None:
         completion = completed(await engine.submit(request(2, **params)))
         width = params.get("top_k", VOCAB)
@@ -301,7 +301,7 @@ def test_rollouts_under_way_go_on_with_the_next_adapter(tmp_path: Path) -> None:
         asyncio.run(run(state, url))
 
 
-def test_what_is_asked_while_weights_come_reads_nothing_of_the_old_ones(tmp_path: Path) -> None:
+def test_requests_that_arrive_during_a_load_use_the_new_weights_only(tmp_path: Path) -> None:
     """It is sampled by the new weights only: under the old salt it would take its prompt's keys and values from the
     cache of the old ones."""
 
@@ -330,7 +330,7 @@ def test_what_is_asked_while_weights_come_reads_nothing_of_the_old_ones(tmp_path
     on_standin(tmp_path, doing)
 
 
-def test_an_adapter_that_an_earlier_worker_left_is_not_taken_for_the_own(tmp_path: Path) -> None:
+def test_an_adapter_left_by_an_earlier_worker_is_not_used(tmp_path: Path) -> None:
     """A server of the user's own outlives workers, and one that was started again has lost its adapters."""
     base = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0))
     write_model(tmp_path / "old", "adapter_model.safetensors", 5)
@@ -371,7 +371,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_server_is_told_that_an_adapter_has_experts(tmp_path: Path, python: str) -> None:
+def test_a_server_starts_with_the_flags_for_adapters_on_experts(tmp_path: Path, python: str) -> None:
     """vLLM takes PEFT's factors of all experts only when it is started for them, and asked to."""
     base, plain = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0)), adapter(10, 0, snapshot(7))
     (tensor,) = plain.tensors.values()
@@ -470,7 +470,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, python: str) -> Non
         asyncio.run(start(""))
 
 
-def test_what_a_guard_runs_ends_with_its_parent() -> None:
+def test_processes_under_a_guard_end_with_its_parent() -> None:
     command = [sys.executable, "-S", "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(120)"]
     child = ChildProcess([sys.executable, "-S", guard.__file__, *command], has_pipes=True, has_lifeline=True)
     with child.pipes[0], child.pipes[1] as output:

@@ -41,7 +41,7 @@ def byte_tokenizer() -> Any:
 
 
 @given(st.lists(st.sampled_from(STRINGS), min_size=1, max_size=3), st.integers(0, 1 << 30))
-def test_the_end_is_where_the_whole_text_first_holds_a_string(strings: list[str], seed: int) -> None:
+def test_sampling_ends_at_the_first_stop_string_of_the_whole_text(strings: list[str], seed: int) -> None:
     tokenizer, rng = byte_tokenizer(), random.Random(seed)
     pieces = [rng.choice([*STRINGS, "A", "two", "\n", "日", "Quest", "ion"]) for _ in range(rng.randrange(1, 12))]
     cut = [tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]

@@ -38,7 +38,7 @@ def cramped(name: str, error: Exception, from_version: int = 1) -> TorchDecoder:
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")])
-def test_no_room_for_a_first_policy_is_said(error: Exception) -> None:
+def test_a_first_policy_that_does_not_fit_raises_out_of_memory(error: Exception) -> None:
     engine = DecodeLoop(cramped("compact", error, from_version=0))
     with pytest.raises(OutOfMemoryError, match="no room"):
         load(engine, snapshot_of(tiny_module("qwen3"), 0))

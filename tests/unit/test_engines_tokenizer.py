@@ -110,7 +110,7 @@ SPACED = (
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
 @pytest.mark.parametrize("pads", [0, 1])
-def test_what_goes_on_begins_with_no_space_that_is_not_there(scheme: str, pads: int) -> None:
+def test_a_continuation_has_no_added_space(scheme: str, pads: int) -> None:
     """SentencePiece's tokenizers put a space before the first word of a text; some put one behind each special token,
     and there it stays."""
     tokenizer = spaced(scheme)

@@ -44,7 +44,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_there_is_an_example_for_each_way() -> None:
+def test_every_way_has_an_example() -> None:
     ways = {
         "sort",
         "jsonl",

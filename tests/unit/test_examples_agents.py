@@ -52,7 +52,7 @@ def test_a_warm_up_shows_each_of_the_three_calls() -> None:
     assert kinds == {(2, True), (4, True), (2, False)}
 
 
-def test_it_is_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_agent_example_is_a_valid_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     settings = config.load(Path("examples/agents.toml"))
     assert is_harness(settings.tasks.environment)

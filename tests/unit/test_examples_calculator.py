@@ -23,7 +23,7 @@ def calculator() -> ModuleType:
     return module
 
 
-def test_it_calculates_and_runs_no_code(calculator: ModuleType) -> None:
+def test_the_calculator_computes_and_runs_no_code(calculator: ModuleType) -> None:
     asked = {
         "7*8": "56",
         "7+8": "15",

@@ -33,7 +33,7 @@ def hands(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_what_hands_pay(kuhn: Any) -> None:
+def test_the_payoff_of_poker_hands(kuhn: Any) -> None:
     for moves, chips in {
         ("check", "check"): 1,
         ("bet", "call"): 2,
@@ -52,7 +52,7 @@ def test_chips_are_neither_made_nor_lost(kuhn: Any) -> None:
             assert kuhn.payoff(cards, moves, 0) + kuhn.payoff(cards, moves, 1) == 0
 
 
-def test_the_log_agrees_with_what_moves_are_worth(kuhn: Any, hands: Path) -> None:
+def test_the_log_agrees_with_the_values_of_moves(kuhn: Any, hands: Path) -> None:
     """Means of what was logged against values computed from the rules: within four standard errors, seed 5."""
     paid = defaultdict(list)
     for line in map(json.loads, hands.read_text().splitlines()):
@@ -67,7 +67,7 @@ def test_the_log_agrees_with_what_moves_are_worth(kuhn: Any, hands: Path) -> Non
     assert not paid
 
 
-def test_best_moves(kuhn: Any) -> None:
+def test_the_best_moves_of_poker(kuhn: Any) -> None:
     best = {
         row["prompt"]: max(row["values"], key=row["values"].get) for row in map(kuhn.Decisions().__getitem__, range(12))
     }

@@ -56,12 +56,12 @@ def test_moves_solve_the_level_in_one_turn() -> None:
         assert reward == 1.0
 
 
-def test_a_level_that_nobody_solves_is_an_error() -> None:
+def test_a_level_without_solution_is_an_error() -> None:
     with pytest.raises(UserError, match="no moves solve"):
         solution("#####\n#$-@#\n#--.#\n#####")
 
 
-def test_sums_of_the_splits_share_no_name() -> None:
+def test_the_splits_share_no_sums() -> None:
     train, held_out = Arithmetic("train"), Arithmetic("heldout")
     for index in range(100):
         for tasks, others in ((train, NAMES["heldout"]), (held_out, NAMES["train"])):

@@ -114,7 +114,7 @@ def test_moves_and_pushes() -> None:
     assert on.text() == "#####\n#.@$#\n#####"
 
 
-def test_a_turn_is_any_number_of_moves_and_ends_when_solved() -> None:
+def test_a_turn_has_any_number_of_moves_and_ends_when_solved() -> None:
     game = SokobanGame(columns(), 0)
     assert game.step("x? L\t") == (ROOM + "\n", 0.0, False)
     text, reward, done = game.step("lzl")

@@ -35,12 +35,12 @@ def example() -> Iterator[ModuleType]:
 
 
 @given(rewards=st.lists(st.floats(-10, 10), min_size=2, max_size=16))
-def test_its_advantages_are_those_of_the_framework(example: ModuleType, rewards: list[float]) -> None:
+def test_the_examples_advantages_equal_the_frameworks(example: ModuleType, rewards: list[float]) -> None:
     assert example.advantages(rewards) == pytest.approx(group_advantages(rewards, "grpo"), rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_its_loss_is_ppo_of_the_framework(example: ModuleType, seed: int) -> None:
+def test_the_examples_loss_equals_the_frameworks_ppo(example: ModuleType, seed: int) -> None:
     random_numbers = torch.Generator().manual_seed(seed)
     count = 200
     logp_n = -3 * torch.rand(count, generator=random_numbers, dtype=torch.float64)
@@ -75,7 +75,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tiny_directory(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-def test_it_trains(example: ModuleType, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_trains(example: ModuleType, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(example, "GROUPS", 4)
     monkeypatch.setattr(example, "reward", lambda text, task: float(len(text) % 2))
     asyncio.run(example.main(model, num_steps=3, staleness=1))

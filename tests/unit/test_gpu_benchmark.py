@@ -69,7 +69,7 @@ def test_a_section_that_fails_costs_no_other_one(tmp_path: Path) -> None:
     assert tuple(sections) == SECTIONS
 
 
-def test_a_section_without_time_is_named(tmp_path: Path) -> None:
+def test_the_report_names_a_section_that_got_no_time(tmp_path: Path) -> None:
     flags = "--tiny", "--sections", "head", "--budget-seconds", "0"
     status, result, told = measured(tmp_path / "gpu.json", *flags)
     assert "s were left" in result["sections"]["head"]["not_run"]

@@ -80,7 +80,7 @@ def test_a_lost_lease_of_a_worker_without_results_costs_what_it_lasted() -> None
     assert costs.wasted_usd(60.0) == pytest.approx(0.007)
 
 
-def test_waste_is_no_more_than_what_was_paid() -> None:
+def test_waste_never_exceeds_the_cost() -> None:
     """Six leases side by side, which a head that was stopped for a while finds lost when it is resumed."""
     costs = CostBook()
     costs.joined("w1", 3.6, now=0.0)

@@ -84,14 +84,16 @@ def test_without_any_search_the_cost_is_at_most_twice_the_optimum(pairs: list[tu
     assert found.usd_per_hour <= 2 * cheapest(pool, target * (1 - 1e-9)) + 1e-9
 
 
-def test_greedy_alone_can_cost_any_multiple() -> None:
+def test_the_greedy_choice_alone_can_cost_any_multiple_of_the_optimum() -> None:
     pool = [Candidate("huge", 1000.0, 1000.0), *(Candidate(f"s{at}", 1.0, 1.01) for at in range(20))]
     assert choose_greedy(pool, 10.0).usd_per_hour == 1000.0
     assert choose(pool, 10.0).usd_per_hour == pytest.approx(10.1)
 
 
 @given(pairs=POOLS, share=st.floats(0.05, 1.0), seed=st.integers(0, 99))
-def test_the_order_of_the_pool_does_not_matter(pairs: list[tuple[int, int]], share: float, seed: int) -> None:
+def test_the_choice_does_not_depend_on_the_order_of_the_pool(
+    pairs: list[tuple[int, int]], share: float, seed: int
+) -> None:
     pool = pool_of(pairs)
     target = share * sum(one.rate for one in pool)
     shuffled = pool[:]
@@ -104,7 +106,7 @@ def test_a_tiny_target_takes_the_cheapest_machine() -> None:
     assert choose(pool, 1e-9).worker_ids == ("cheap",)
 
 
-def test_nobody_is_chosen_for_nothing() -> None:
+def test_a_rate_of_zero_activates_no_worker() -> None:
     assert choose([Candidate("w", 1.0, 1.0)], 0.0).worker_ids == ()
     assert choose([Candidate("idle", 0.0, 0.0), Candidate("w", 1.0, 1.0)], 1.0).worker_ids == ("w",)
 
@@ -284,7 +286,7 @@ def test_a_worker_that_slows_down_is_helped_after_the_patience_of_a_deficit() ->
     assert len(fleet.active) == 6
 
 
-def test_what_no_worker_can_fill_is_said() -> None:
+def test_the_missing_rate_is_reported() -> None:
     loop = ActivationLoop()
     change = loop.update(0.0, 10.0, [Candidate("a", 1.0, 1.0), Candidate("b", 2.0, 1.0)])
     assert set(change.activate) == {"a", "b"}

@@ -153,7 +153,7 @@ def test_honest_groups_pass_and_a_liar_ends_in_quarantine_and_is_expelled(tmp_pa
     asyncio.run(go())
 
 
-def test_what_is_no_check_is_refused_and_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+def test_a_malformed_verdict_is_refused_and_an_unreadable_group_is_reported(tmp_path: Path) -> None:
     async def go() -> None:
         async with scene(tmp_path) as here:
             head, engine = here.head, here.engine
@@ -219,7 +219,7 @@ def test_copies_are_what_honest_workers_do_not_draw_twice(monkeypatch: pytest.Mo
     copies.check(grouped(4, (5, -6.0)), "t")  # forgotten
 
 
-def test_nobody_can_have_the_rollouts_of_others_taken_for_copies() -> None:
+def test_copying_the_rollouts_of_others_does_not_incriminate_them() -> None:
     """With the run's seed and the tasks a stranger can sample what others will deliver, and deliver it before them."""
     copies = CopiedRollouts()
     copies.check(grouped(0, (5, -6.0), (6, -6.0)), "liar")

@@ -37,7 +37,7 @@ def test_a_newcomers_first_groups_are_checked_and_not_fed_before_the_verdict() -
     assert not desk.planner.trust.of("ticket-s").is_new
 
 
-def test_later_a_share_is_drawn_that_does_not_wait_for_the_verdict() -> None:
+def test_a_share_of_later_groups_is_checked_without_waiting_for_the_verdict() -> None:
     desk = desk_with("s", groups_per_step=1200)  # of which a ticket supplies half at most
     honest(desk, "s", NEWCOMER_CHECKS)
     num_checks = 0
@@ -106,7 +106,7 @@ def test_rollouts_that_the_head_reads_from_a_log_need_no_check() -> None:
     assert desk.planner.trust.of("ticket-s").is_new
 
 
-def test_a_run_that_does_not_require_checks_trains_strangers_unchecked_while_nobody_can_check() -> None:
+def test_without_required_checks_strangers_are_trained_unchecked_while_no_checker_is_there() -> None:
     desk = desk_with("s", own=False, require_checks=False)
     assert of(do.FeedGroup, brings(desk, "s"))
     joins(desk, "own")
@@ -321,7 +321,7 @@ NAMED = [(1, 1, 1, ()), (0, 1, 1, ()), (0, 2, 1, (1,)), (0, 0, 2, ())]
 
 
 @pytest.mark.parametrize(("oldest", "newest", "lineage", "between"), NAMED)
-def test_of_a_stranger_no_weights_are_taken_that_are_not_published(
+def test_a_stranger_may_not_name_unpublished_weights(
     oldest: int, newest: int, lineage: int, between: tuple[int, ...]
 ) -> None:
     """Nobody could sample such a group again: who names them would escape every check. The owner's word counts."""
@@ -402,7 +402,7 @@ def test_a_stranger_that_delivered_with_new_weights_has_them_whatever_it_reports
     assert [one.refusal for one in of(do.RefuseDelivery, refused)] == ["malformed"]
 
 
-def test_what_a_stranger_had_before_the_learner_fell_back_is_not_held_against_it() -> None:
+def test_weights_from_before_the_fall_back_are_not_held_against_a_stranger() -> None:
     """It could deliver nothing until the next version, for which its groups may be the only ones."""
     desk = desk_with("s", **ALONE)
     for step in range(2):

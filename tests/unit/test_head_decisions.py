@@ -61,7 +61,7 @@ def test_another_number_of_groups_at_once_is_a_decision_with_a_reason() -> None:
     assert limits[0].reason.startswith("a trial: with 8 a step takes ")
 
 
-def test_the_status_has_them_and_so_has_the_next_head(tmp_path: Path) -> None:
+def test_failures_are_in_the_status_and_known_to_the_next_head(tmp_path: Path) -> None:
     raw = settings(rows(tmp_path / "rows.jsonl", "53=", "27="))
 
     async def scenario() -> None:

@@ -49,7 +49,7 @@ def endlessly(act: Callable[[int], object]) -> None:
 # ---- who notices -----------------------------------------------------------------------------------------------------
 
 
-def test_the_watch_says_when_to_pause_and_not_at_once_that_it_is_over(tmp_path: Path) -> None:
+def test_the_disk_watch_pauses_at_once_and_resumes_later(tmp_path: Path) -> None:
     free = FLOOR_BYTES
     watch = DiskWatch(tmp_path, lambda _: free)
     assert (watch.look(), watch.reason) == (False, "")
@@ -165,7 +165,7 @@ def test_a_ledger_on_a_full_disk_undoes_the_transaction_and_goes_on_when_there_i
     assert (found.lost, found.doubled, found.issued) == (0, 0, state.next_number + 1)
 
 
-def test_every_file_of_a_run_says_that_there_is_no_room_and_is_whole_afterwards(small_disk: Path) -> None:
+def test_every_file_of_a_run_reports_a_full_disk_and_stays_whole(small_disk: Path) -> None:
     options = PlannerOptions(1, 2, 3)
     log, metrics, store = EventLog(small_disk / "e", options), Metrics(small_disk / "m"), ChunkStore(small_disk / "s")
     metrics.write({"step": 0})
@@ -198,7 +198,7 @@ def test_every_file_of_a_run_says_that_there_is_no_room_and_is_whole_afterwards(
     assert store.get(blake3(chunk).digest()) == chunk
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_looked_at_does_not_matter(tmp_path: Path) -> None:
+def test_a_checkpoint_may_be_deleted_while_it_is_read(tmp_path: Path) -> None:
     (tmp_path / "step_1").mkdir()
     (tmp_path / "step_1" / "model.safetensors").symlink_to(tmp_path / "gone")
     (tmp_path / "step_2").mkdir()

@@ -62,7 +62,7 @@ def delivered(lease_id: int, number: int, rollouts: Attachment | None) -> ev.Gro
     return ev.GroupDelivered("w", lease_id, group, 4, 0, 0, 10, 2.0, rollouts)
 
 
-def test_leases_are_in_the_ledger_before_any_of_them_is_sent(ledger: MortalLedger) -> None:
+def test_leases_are_recorded_before_they_are_sent(ledger: MortalLedger) -> None:
     driver, effects = begun(ledger)
     driver.handle(JOINED, 1.0)
     sent = [place for place, command in enumerate(effects.carried_out) if isinstance(command, do.GrantLeases)]
@@ -134,7 +134,7 @@ def test_a_result_without_its_rollouts_is_a_bug_and_leaves_no_trace(ledger: Mort
     assert (ledger.recover(), len(effects.carried_out)) == (before, num_sent)
 
 
-def test_what_records_nothing_opens_no_transaction(ledger: MortalLedger) -> None:
+def test_commands_without_records_open_no_transaction(ledger: MortalLedger) -> None:
     driver, _ = begun(ledger)
     driver.handle(JOINED, 1.0)
     ledger.statements_left = 0
@@ -163,7 +163,7 @@ def test_leases_of_evaluations_use_up_their_ids(ledger: MortalLedger) -> None:
 
 
 @pytest.mark.parametrize("change", [{"group_size": 8}, {"max_steps": 0}])
-def test_a_run_that_cannot_go_on_so_is_refused(ledger: MortalLedger, change: dict[str, int]) -> None:
+def test_a_run_that_cannot_continue_with_its_settings_is_refused(ledger: MortalLedger, change: dict[str, int]) -> None:
     driver, _ = begun(ledger)
     driver.handle(JOINED, 1.0)
     options = replace(OPTIONS, **change)  # type: ignore[arg-type]
@@ -173,7 +173,7 @@ def test_a_run_that_cannot_go_on_so_is_refused(ledger: MortalLedger, change: dic
         Driver(Planner(options), ledger, Effects(ledger), Stored((SNAPSHOT,)), 9.0)
 
 
-def test_what_was_found_of_strangers_is_what_the_next_head_is_told(ledger: MortalLedger) -> None:
+def test_the_next_head_knows_the_faults_of_strangers(ledger: MortalLedger) -> None:
     """A check under way, then a fault; a second one expels and lets the ticket rest."""
     options = replace(OPTIONS, groups_per_step=16, check_seed=1)
     driver = Driver(Planner(options), ledger, Effects(ledger), Stored((SNAPSHOT,)), 0.0)

@@ -33,7 +33,7 @@ ENDINGS: dict[str, tuple[str, wire.Rollout]] = {
 
 
 @pytest.mark.parametrize(("word", "attempt"), ENDINGS.values(), ids=ENDINGS)
-def test_an_rollout_ends_as_sampling_ends_it(tmp_path: Path, word: str, attempt: wire.Rollout) -> None:
+def test_a_rollout_ends_where_sampling_ends(tmp_path: Path, word: str, attempt: wire.Rollout) -> None:
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw, tokenizer_files() | ENDS) as open_head, open_head.attending() as leases:

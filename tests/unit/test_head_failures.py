@@ -58,7 +58,7 @@ def test_a_reward_that_raises_is_counted_with_its_traceback_and_a_restart_keeps_
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_what_leases_say_counts_by_kind_and_what_is_nobodys_mistake_does_not() -> None:
+def test_failed_leases_count_by_kind_and_harmless_ones_do_not_count() -> None:
     failures = Failures()
     group = GroupRef(RUN_POLICY, "train", 0)
     closed = do.CloseLease(
@@ -78,7 +78,7 @@ def test_what_leases_say_counts_by_kind_and_what_is_nobodys_mistake_does_not() -
     assert found == [("environment_failed", 2, "w: environment_failed here"), ("engine_failed", 1, "w: made_up here")]
 
 
-def test_what_fails_after_a_restart_is_told_in_the_place_of_what_failed_before() -> None:
+def test_a_failure_after_a_restart_replaces_the_older_one() -> None:
     """Whoever mends a reward and resumes the run sees the next mistake, not the mended one."""
     first = Failures()
     for message in ("old", "older"):
@@ -98,14 +98,14 @@ def test_what_fails_after_a_restart_is_told_in_the_place_of_what_failed_before()
         (9, "lost to your reward function; logs/reward.log has all. The first since the head was started again: it"),
     ],
 )
-def test_failures_of_before_a_restart_are_told_apart(num_before: int, words: str) -> None:
+def test_failures_before_a_restart_are_counted_apart(num_before: int, words: str) -> None:
     failure = {"kind": "reward_failed", "count": 10, "message": "it", "traceback": "", "num_before": num_before}
     (line,) = failure_lines({"failures": [failure]})
     assert words in line
 
 
 @pytest.mark.parametrize("kind", [*FAILURE_WORDS, "of_another_release"])
-def test_one_failure_is_told_as_one(kind: str) -> None:
+def test_one_failure_is_written_in_the_singular(kind: str) -> None:
     one, two = (
         failure_lines({"failures": [{"kind": kind, "count": count, "message": "it", "traceback": ""}]})[0]
         for count in (1, 2)
@@ -137,7 +137,7 @@ def test_a_lease_that_its_worker_does_not_hold_counts_nothing(tmp_path: Path) ->
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_words_are_bounded_and_harmless() -> None:
+def test_failure_messages_are_bounded_and_harmless() -> None:
     failures = Failures()
     failures.see(
         ev.GroupUnfit(

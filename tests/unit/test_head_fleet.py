@@ -141,7 +141,7 @@ def lively(**options: Any) -> Hall:
     return hall
 
 
-def test_everybody_works_until_something_is_measured_and_then_the_cheapest_that_suffice() -> None:
+def test_all_workers_work_until_a_measurement_and_then_the_cheapest_sufficient_ones() -> None:
     hall = Hall(8, groups_per_step=16, max_staleness=50, activation=True)
     assert hall.planner.fleet.num_active == 8
     hall.train_a_step()
@@ -154,7 +154,7 @@ def test_everybody_works_until_something_is_measured_and_then_the_cheapest_that_
     assert rate >= activation.needed_rate
 
 
-def test_without_activation_everybody_works() -> None:
+def test_without_activation_all_workers_work() -> None:
     hall = Hall(8, groups_per_step=16, max_staleness=50)
     for _ in range(3):
         hall.train_a_step()
@@ -188,7 +188,7 @@ def test_a_lost_worker_is_replaced_at_the_next_look() -> None:
     assert sum(worker.speed.rate for worker in hall.planner.fleet.active()) >= (hall.planner.rentals.needed_rate or 1e9)
 
 
-def test_a_worker_that_joins_later_stands_by_and_keeps_its_place_when_it_comes_back() -> None:
+def test_a_worker_that_joins_later_stands_by_and_keeps_its_place_when_it_returns() -> None:
     hall = lively()
     assert of(do.AnnounceSnapshot, hall.join("late")) == []
     late = hall.planner.fleet.get("late")
@@ -230,7 +230,7 @@ def test_a_worker_that_lost_its_leases_is_measured_from_its_return() -> None:
     assert 0.4 <= worker.speed.rate <= 0.5  # .4, and what was under way at the first reading counts half
 
 
-def test_machines_are_rented_when_all_are_too_few_and_returned_when_nobody_needs_them() -> None:
+def test_machines_are_rented_while_the_fleet_is_too_small_and_returned_when_spare() -> None:
     hall = lively(offers=(RentableOffer("spot", 0.3, 0.1, 3),))
     rented: list[str] = []
     for worker in list(hall.planner.fleet):
@@ -304,7 +304,7 @@ def test_a_rented_machine_that_never_joins_and_one_that_lost_its_worker_are_give
     assert [(verb, worker) for _, verb, worker in asked].count(("return", "r0")) == 1
 
 
-def test_with_nobody_there_the_learners_wait_rents_the_cheapest_machine() -> None:
+def test_without_workers_the_learners_wait_rents_the_cheapest_machine() -> None:
     hall = Hall(
         0,
         groups_per_step=4,
@@ -368,7 +368,7 @@ def test_a_rented_worker_is_returned_after_the_restart_only_if_it_stays_away(lea
     assert asked[0][0] == pytest.approx(300, abs=6)
 
 
-def test_no_more_machines_are_out_than_the_offer_has_those_included_whose_worker_is_lost() -> None:
+def test_rented_machines_never_exceed_the_offer_even_with_lost_workers() -> None:
     hall = restarted((ev.RecoveredMachine("spot", "r0"), ev.RecoveredMachine("spot", "r1")))
     found = [c for _, c in ticks(hall, 280) if isinstance(c, do.RentMachine)]
     assert found == []  # nobody is there, but both machines are still out
@@ -387,7 +387,7 @@ def test_a_lost_worker_that_comes_back_is_not_taken_for_a_machine_that_is_on_its
 # ---- outlook ---------------------------------------------------------------------------------------------------------
 
 
-def test_before_a_step_is_trained_the_outlook_knows_nothing_but_heads() -> None:
+def test_before_the_first_step_the_forecast_counts_workers_only() -> None:
     found = fleet_need(Hall(3).planner, 0.0)
     assert (found.active, found.standby, found.needed_rate, found.short) == (3, 0, None, None)
     assert found.text == "how many workers are needed is known after the first step"
@@ -413,7 +413,7 @@ def test_the_fleet_need_counts_surplus_and_missing_workers_and_the_forecast_agre
     assert waits == pytest.approx(1 - alone.rate * 30.0 / 32, abs=0.05)  # it sets the pace
 
 
-def test_on_policy_no_rate_is_enough_and_nobody_is_over() -> None:
+def test_on_policy_no_rate_is_sufficient_and_no_worker_is_surplus() -> None:
     hall = Hall(4, groups_per_step=8, max_staleness=0)
     hall.train_a_step()
     found = fleet_need(hall.planner, hall.now)
@@ -433,7 +433,7 @@ def slow_broadcast(seconds: float) -> str:
     return fleet_need(hall.planner, hall.now).text
 
 
-def test_where_the_staleness_bound_is_the_limit_status_says_so_as_a_plan_does() -> None:
+def test_status_and_plan_name_the_staleness_bound_as_the_limit() -> None:
     closed = "The learner is faster than weights travel: a step takes 30 s, new weights and the first rollouts 32 s"
     assert slow_broadcast(22.0).startswith(closed)
     assert slow_broadcast(22.0).endswith("or max_staleness >= 2 help")
@@ -445,7 +445,7 @@ def test_where_the_staleness_bound_is_the_limit_status_says_so_as_a_plan_does() 
     )
 
 
-def test_a_rate_that_changes_has_a_variance_and_a_steady_one_has_none() -> None:
+def test_a_changing_rate_has_a_variance_and_a_steady_one_has_zero() -> None:
     steady, changing = [Throughput(share=1.0, busy_since=0.0) for _ in range(2)]
     now = 0.0
     for turn in range(40):
@@ -489,7 +489,7 @@ def test_steps_that_trained_nothing_ask_for_no_more_machines() -> None:
     assert hall.planner.measurements.typical_train_seconds() == 30.0
 
 
-def test_weights_of_another_policy_count_as_none() -> None:
+def test_weights_of_another_policy_do_not_count() -> None:
     """Whether a worker joins with them or says later that it has installed them."""
     hall, other = Hall(1), SnapshotRef("other", 1, 0)
     told = [*hall.tell(ev.WorkerJoined("new", 4, 1.0, other)), *hall.tell(ev.WorkerReported("w0", other))]

@@ -115,7 +115,7 @@ def test_a_forecast_keeps_the_bound_and_never_beats_the_fluid(
         assert found.step_seconds >= formulas.step_seconds(demand, mu) * 0.93  # of 30 steps with random durations
 
 
-def test_very_many_very_quick_workers_are_a_fluid() -> None:
+def test_very_many_quick_workers_behave_like_the_fluid_model() -> None:
     for bound, kappa, broadcast in ((0, 1, 0.3), (1, 1, 0.3), (2, 2, 0.5), (3, 2, 0.2)):
         demand = Demand(400, 1, kappa, bound, 1.0, broadcast)
         found = forecast(demand, [WorkerKind(rate=0.9 * 400 / 10, count=10, groups_per_batch=1)], 80)

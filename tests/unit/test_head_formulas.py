@@ -51,7 +51,9 @@ def test_vector_1_the_smallest_rate_and_fleet() -> None:
         (10, 1640, 1.369, 1.506, 11),
     ],
 )
-def test_the_table_of_section_3(publish_every: int, train_seconds: float, mu: float, target: float, bound: int) -> None:
+def test_the_table_of_section_3_is_reproduced(
+    publish_every: int, train_seconds: float, mu: float, target: float, bound: int
+) -> None:
     demand = replace(PAPER, publish_every=publish_every, max_staleness=bound, train_seconds=train_seconds)
     assert formulas.mu_min(demand) == pytest.approx(mu, abs=6e-4)
     assert formulas.mu_target(demand) == pytest.approx(target, abs=6e-4)
@@ -153,7 +155,7 @@ DEMANDS = st.builds(
 
 @examples(100)
 @given(demand=DEMANDS, rate=st.floats(0.2, 4.0))
-def test_the_closed_form_is_the_fluid_s_pace(demand: Demand, rate: float) -> None:
+def test_the_closed_form_equals_the_pace_of_the_fluid_model(demand: Demand, rate: float) -> None:
     mu = rate * demand.rollouts_per_step
     seconds, _ = play(demand, mu, 240)
     formula = formulas.step_seconds(demand, mu)
@@ -165,7 +167,7 @@ def test_the_closed_form_is_the_fluid_s_pace(demand: Demand, rate: float) -> Non
 
 @examples(100)
 @given(demand=DEMANDS.filter(lambda demand: demand.max_staleness > 0))
-def test_at_the_needed_rate_the_learner_never_waits_and_below_it_does(demand: Demand) -> None:
+def test_the_learner_never_waits_at_the_needed_rate_and_waits_below_it(demand: Demand) -> None:
     try:
         mu = formulas.mu_needed(demand)
     except UserError:
@@ -240,7 +242,7 @@ def test_a_window_that_closes_too_early_is_refused_with_fixes_that_work(
         formulas.mu_needed(replace(demand, train_seconds=0.99 * larger))
 
 
-def test_a_learner_that_is_faster_than_weights_travel_is_told_so_in_plain_words() -> None:
+def test_status_says_that_the_learner_is_faster_than_weights_travel() -> None:
     """A newcomer's demo: steps of .07 s, and weights and a batch that take .47 s."""
     with pytest.raises(UserError) as refused:
         formulas.mu_needed(Demand(8, 4, 1, 1, 0.07026, 0.4699))

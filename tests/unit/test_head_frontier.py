@@ -21,7 +21,7 @@ def play(frontier: WidthSearch, seconds_of: Callable[[int], float], steps: int) 
     return widths
 
 
-def test_it_begins_with_whole_batches_and_narrows_while_steps_get_shorter() -> None:
+def test_a_frontier_starts_with_whole_batches_and_narrows_as_steps_get_shorter() -> None:
     widths = play(WidthSearch(8), lambda width: 10.0 + abs(width - 3), 8)
     assert widths == [8, 8, 5, 3, 2, 1, 3, 3]
 
@@ -41,7 +41,7 @@ def test_one_bad_step_does_not_end_the_search() -> None:
     assert play(WidthSearch(8), seconds_of, 8)[-1] == 3
 
 
-def test_of_steps_with_one_best_width_it_is_found_and_tried_against_its_neighbours() -> None:
+def test_a_single_best_width_is_found_and_compared_with_its_neighbours() -> None:
     for seed in range(50):
         rng = random.Random(seed)
         frontier = WidthSearch(rng.randint(1, 40))
@@ -55,7 +55,7 @@ def test_of_steps_with_one_best_width_it_is_found_and_tried_against_its_neighbou
         assert len(frontier.widths) == 1 or others, f"seed {seed}: no other width was tried again"
 
 
-def test_when_the_fleet_changes_another_width_becomes_the_best() -> None:
+def test_another_width_becomes_best_when_the_fleet_changes() -> None:
     frontier = WidthSearch(8)
     assert play(frontier, lambda width: float(width), 10)[-1] == 1
     later = play(frontier, lambda width: 10.0 - width, 60)

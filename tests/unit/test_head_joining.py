@@ -122,7 +122,7 @@ def test_a_stranger_joins_with_an_engine_that_can_be_checked(
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_a_worker_is_turned_away_that_does_not_run_the_environment_or_is_not_trusted_with_a_harness(
+def test_a_worker_without_the_environment_or_without_trust_for_a_harness_is_turned_away(
     tmp_path: Path,
 ) -> None:
     async def scenario() -> None:
@@ -204,7 +204,7 @@ def test_a_stranger_that_returns_with_another_form_has_lost_its_leases(tmp_path:
         ({"engine": "compact"}, False, True, ""),
     ],
 )
-def test_a_token_server_is_taken_where_the_run_leaves_the_engine_open_and_nobody_must_check(
+def test_a_token_server_is_chosen_if_the_run_leaves_the_engine_open_and_needs_no_checks(
     tmp_path: Path, workers: dict[str, Any], deterministic: bool, is_own: bool, server: str
 ) -> None:
     async def scenario() -> None:

@@ -33,7 +33,7 @@ def rewards(open_head: OpenHead) -> list[list[float | None]]:
     return sorted([one.reward for one in group.rollouts] for group in open_head.fed)
 
 
-def test_faults_of_a_judge_cost_no_rollout_and_are_no_zeros(tmp_path: Path) -> None:
+def test_a_failing_judge_costs_no_rollout_and_gives_no_zeros(tmp_path: Path) -> None:
     kinds = ("500", "garbage", "429 0", "no json", "400", "oversized", "404", "429")
 
     def fault(question: str, n: int) -> str:
@@ -72,7 +72,7 @@ def test_a_rollout_that_cannot_be_judged_is_lost_by_its_cause(tmp_path: Path, mo
         asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_a_judge_that_is_down_is_in_the_status_and_scoring_goes_on_by_itself(tmp_path: Path) -> None:
+def test_a_judge_that_is_down_is_shown_in_the_status_and_scoring_resumes_by_itself(tmp_path: Path) -> None:
     is_down = True
 
     async def scenario() -> None:
@@ -126,7 +126,7 @@ def test_a_spent_budget_stops_the_run_and_a_larger_one_continues_it(tmp_path: Pa
     assert (found.lost, found.doubled) == (0, 0)
 
 
-def test_what_a_group_cost_that_the_budget_ended_is_not_forgotten(tmp_path: Path) -> None:
+def test_the_cost_of_a_group_that_exceeded_the_budget_is_kept(tmp_path: Path) -> None:
     prices = {"usd_per_mtok": [0.0, 2.0], "params": {"max_tokens": 100_000}, "max_concurrency": 1}
 
     async def scenario() -> None:

@@ -70,7 +70,7 @@ def test_a_worker_that_delivers_or_fails_a_lease_need_not_report() -> None:
 # ---- workers that come back ------------------------------------------------------------------------------------------
 
 
-def test_nobody_is_lost_while_the_others_of_a_large_fleet_come_back() -> None:
+def test_no_worker_is_lost_while_others_of_a_large_fleet_return() -> None:
     hall = Hall(300, heartbeat_seconds=SECONDS)
     for number in range(300):
         assert at(hall, 1.0, ev.WorkerDetached(f"w{number}", "the head's link was cut")) == []
@@ -82,7 +82,7 @@ def test_nobody_is_lost_while_the_others_of_a_large_fleet_come_back() -> None:
     assert len(at(hall, 1.0 + 2 * GRACE)) == 298  # nobody has come since
 
 
-def test_those_who_stay_away_are_lost_although_one_comes_and_goes() -> None:
+def test_absent_workers_are_lost_although_another_comes_and_goes() -> None:
     hall = Hall(300, heartbeat_seconds=SECONDS)
     for number in range(300):
         at(hall, 1.0, ev.WorkerDetached(f"w{number}", "the head's link was cut"))
@@ -94,7 +94,7 @@ def test_those_who_stay_away_are_lost_although_one_comes_and_goes() -> None:
     assert num_lost >= 300 - RETURNS_AT_ONCE
 
 
-def test_one_of_many_that_is_gone_is_lost_after_its_grace() -> None:
+def test_one_of_many_absent_workers_is_lost_after_its_grace() -> None:
     hall = Hall(300, heartbeat_seconds=SECONDS)
     at(hall, 1.0, ev.WorkerDetached("w7", "cut"))
     assert at(hall, 0.9 + GRACE) == []

@@ -60,7 +60,7 @@ class Story:
         return {cause: seconds for cause, seconds in self.planner.measurements.waits[-1].seconds.items() if seconds}
 
 
-def test_a_wait_is_told_by_what_the_last_group_went_through() -> None:
+def test_a_wait_is_explained_by_the_stages_of_the_last_group() -> None:
     story = Story()
     story.joins(3.0)
     group = story.delivers(13.0)
@@ -69,7 +69,7 @@ def test_a_wait_is_told_by_what_the_last_group_went_through() -> None:
     assert story.waits == {"lease": 3.0, "sampling": 10.0, "rewards": 7.0}
 
 
-def test_a_lease_that_brought_nothing_is_told_apart() -> None:
+def test_time_of_a_lost_lease_is_a_cause_of_its_own() -> None:
     story = Story()
     story.joins(0.0)
     story.at(8.0, ev.WorkerLeft("w", "its machine is gone"))
@@ -79,7 +79,7 @@ def test_a_lease_that_brought_nothing_is_told_apart() -> None:
     assert story.planner.measurements.waits[-1].worker_id == "other"
 
 
-def test_a_flat_group_that_is_sampled_anew_is_told_apart() -> None:
+def test_time_of_a_resampled_flat_group_is_a_cause_of_its_own() -> None:
     story = Story(dynamic_sampling=True)
     story.joins(0.0)
     story.at(5.0, ev.GroupScored(story.delivers(5.0), is_flat=True))
@@ -87,7 +87,7 @@ def test_a_flat_group_that_is_sampled_anew_is_told_apart() -> None:
     assert story.waits == {"replaced": 5.0, "sampling": 2.0}
 
 
-def test_what_came_before_the_learner_asked_is_no_wait() -> None:
+def test_time_before_the_learners_request_is_not_a_wait() -> None:
     story = Story(max_staleness=1)
     story.joins(0.0)
     first = story.delivers(1.0)
@@ -123,7 +123,7 @@ def trained(seconds_by_steps: dict[str, float], **options: Any) -> Story:
 OFFERS = (RentableOffer("spot", 1.0, 1.0, 4),)
 
 
-def test_where_the_reward_is_slow_no_worker_is_asked_for_or_rented() -> None:
+def test_slow_rewards_cause_no_demand_for_workers() -> None:
     story = trained({"sampling": 1.0, "rewards": 6.0}, max_staleness=20, activation=True, offers=OFFERS)
     found = fleet_need(story.planner, story.planner.now)
     assert found.text == "the learner waits for rewards (6 s a group): more workers would not help"

@@ -42,7 +42,7 @@ def reasons(desk: Desk, name: str) -> str:
     return "; ".join(one.reason for one in desk.planner.waits(desk.now) if name in (one.waiter, one.waits_for))
 
 
-def test_a_slow_worker_that_is_alone_keeps_its_groups_and_the_status_says_so() -> None:
+def test_a_slow_single_worker_keeps_its_groups_and_the_status_says_so() -> None:
     desk = running(QUIET)
     held = desk.open()
     assert "longer than schedule.lease_seconds" not in reasons(desk, "a")
@@ -83,7 +83,7 @@ def test_a_worker_that_hangs_loses_its_groups_all_the_same() -> None:
     assert not {3, 4} & set(desk.open())
 
 
-def test_a_free_worker_samples_the_groups_of_a_slow_one_too_and_the_first_result_counts() -> None:
+def test_an_idle_worker_also_samples_groups_of_a_slow_one_and_the_first_result_counts() -> None:
     desk = running(QUIET)
     wait_until(desk, 0.5 * SECONDS)
     assert of(do.GrantLeases, desk.join("b")) == []

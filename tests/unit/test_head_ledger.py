@@ -70,7 +70,7 @@ class Watched(Ledger):
         return super()._execute(sql, parameters)
 
 
-def test_what_this_process_was_given_is_not_read_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_of_this_process_are_not_read_back_from_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the oldest groups beyond the limit, and groups that were trained on, which a fall-back may feed again."""
     monkeypatch.setattr(ledger_module, "RECENT_BYTES_MAX", 7)
     ledger = Watched(path)
@@ -87,7 +87,7 @@ def test_what_this_process_was_given_is_not_read_back(path: Path, monkeypatch: p
     assert ledger.num_reads == 2
 
 
-def test_what_was_rolled_back_is_not_there(ledger: Ledger) -> None:
+def test_a_rolled_back_transaction_leaves_nothing(ledger: Ledger) -> None:
     ledger.issue(0, step=0, cursor=0, now=1.0)
 
     def fail() -> None:
@@ -105,7 +105,7 @@ def test_a_new_ledger_is_empty(path: Path) -> None:
     assert Ledger(path).recover() == HeadStarted(lineage=0)
 
 
-def test_the_life_of_a_group(ledger: Ledger, path: Path) -> None:
+def test_a_group_goes_through_its_states(ledger: Ledger, path: Path) -> None:
     ledger.issue(0, step=0, cursor=5, now=1.0)
     ledger.grant(1, 0, "w1", now=1.5, deadline=121.5, num_samples=4)
     opened = RecoveredGroup(0, 0, "open")
@@ -164,7 +164,7 @@ def test_every_event_in_every_state_follows_the_table(ledger: Ledger, path: Path
         assert audit(path) == before
 
 
-def test_the_story_tells_all(ledger: Ledger) -> None:
+def test_the_error_tells_the_groups_history(ledger: Ledger) -> None:
     ledger.issue(0, step=0, cursor=0, now=1.0)
     ledger.grant(1, 0, "w1", now=1.0, deadline=2.0, num_samples=4)
     ledger.refuse(1, 0, "w2", "late", 77, 1.0, now=4.0)
@@ -238,7 +238,7 @@ def test_a_fall_back_replays_the_same_groups_at_the_same_steps(ledger: Ledger, p
     assert (audit(path).trained, audit(path).doubled, audit(path).lost) == (3, 0, 0)
 
 
-def test_joining_where_the_run_stands_keeps_the_lineage(ledger: Ledger) -> None:
+def test_joining_at_the_runs_step_keeps_the_lineage(ledger: Ledger) -> None:
     bring_to(ledger, "trained")
     before = ledger.recover()
     ledger.learner_joined(version=1, lineage=1, now=10.0)
@@ -253,7 +253,7 @@ def test_a_fall_back_needs_a_new_lineage(ledger: Ledger, lineage: int) -> None:
     assert ledger.recover().version == 1
 
 
-def test_a_fall_back_behind_the_checkpoints_is_told_to_the_user(ledger: Ledger) -> None:
+def test_the_user_learns_of_a_fall_back_behind_the_checkpoints(ledger: Ledger) -> None:
     for number in range(4):
         bring_to(ledger, "trained", number, step=number)
     ledger.checkpoint(version=4, oldest_kept=3)
@@ -274,7 +274,7 @@ def test_a_checkpoint_drops_only_what_it_covers(ledger: Ledger) -> None:
             ledger.rollouts(number)
 
 
-def test_why_groups_of_coming_steps_were_retired_is_remembered(ledger: Ledger) -> None:
+def test_reasons_of_retired_groups_of_coming_steps_are_kept(ledger: Ledger) -> None:
     bring_to(ledger, "ready", 0, step=3)
     ledger.retire(0, "uninformative", now=4.0)
     (found,) = ledger.recover().groups
@@ -319,7 +319,7 @@ def test_a_locked_ledger_is_one_clear_error(path: Path, monkeypatch: pytest.Monk
     ledger.issue(0, step=0, cursor=0, now=0.0)
 
 
-def test_files_that_are_no_ledger_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_ledger_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no database at all, but long enough to look at" * 40)
     with sqlite3.connect(tmp_path / "other") as other:
         other.execute("CREATE TABLE t (x)")

@@ -90,14 +90,14 @@ def test_an_empty_ledger(tmp_path: Path) -> None:
         ("UPDATE trainings SET lineage = 1 WHERE step = 2", 1),
     ],
 )
-def test_what_is_gone_is_lost(path: Path, statement: str, lost: int) -> None:
+def test_a_missing_group_counts_as_lost(path: Path, statement: str, lost: int) -> None:
     damage(path, statement)
     result = audit(path)
     assert result.lost == lost
     assert result.is_balanced
 
 
-def test_the_newest_group_is_missed_even_with_its_lease(path: Path) -> None:
+def test_a_group_missing_with_its_lease_is_counted_as_lost(path: Path) -> None:
     damage(path, "DELETE FROM groups WHERE number = 6", "DELETE FROM leases WHERE number = 6")
     assert (audit(path).issued, audit(path).lost) == (7, 1)
 

@@ -54,7 +54,7 @@ def test_a_group_trains_with_the_rollouts_that_are_left() -> None:
     assert kept.group.number == 0
 
 
-def test_a_group_with_too_few_rollouts_is_leased_again_for_those_that_it_lacks() -> None:
+def test_a_group_with_too_few_rollouts_gets_a_lease_for_the_missing_ones() -> None:
     desk = running(QUICK)
     commands = short(desk, 1, 0, 1, 3)
     assert not of(do.ScoreGroup, commands)
@@ -94,7 +94,7 @@ def test_a_group_is_lost_after_so_many_top_ups_and_its_step_gets_another() -> No
     assert any(record.step == 0 and record.state == "leased" for record in desk.planner.groups)
 
 
-def test_rewards_that_fail_for_some_rollouts_are_no_zero_and_too_many_are_topped_up() -> None:
+def test_failed_rewards_are_not_zeros_and_too_many_cause_a_top_up() -> None:
     desk = running(QUICK)
     (asked,) = of(do.ScoreGroup, desk.deliver(1, scored=False))
     failed = (LostRollout(2, "reward_failed", "503"),)
@@ -252,7 +252,7 @@ def made_stranger(open_head: OpenHead, tmp_path: Path) -> str:
     return ticket.ticket_id
 
 
-def test_a_stranger_that_calls_its_rollouts_failed_fails_its_lease(tmp_path: Path) -> None:
+def test_a_stranger_that_reports_failed_rollouts_fails_its_lease(tmp_path: Path) -> None:
     """Else it would choose what is trained on: short answers, or those that it likes."""
 
     async def scenario() -> None:

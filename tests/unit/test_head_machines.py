@@ -101,7 +101,7 @@ def test_a_machine_is_rented_joins_under_its_name_and_is_given_back(tmp_path: Pa
     asyncio.run(scenario())
 
 
-def test_a_rent_that_fails_is_told_and_what_it_left_is_given_back(tmp_path: Path) -> None:
+def test_a_failed_rent_is_reported_and_its_machine_returned(tmp_path: Path) -> None:
     async def scenario() -> None:
         yard = Yard(tmp_path)
         yard.no_rent.touch()

@@ -265,7 +265,7 @@ def late_at_b() -> tuple[Desk, list[int]]:
     return desk, list(desk.planner.leases.of_worker("b"))
 
 
-def test_late_groups_come_before_those_that_nobody_samples() -> None:
+def test_late_groups_come_before_groups_without_a_lease() -> None:
     desk, held = late_at_b()
     failed, *late = held
     commands = desk.tell(ev.LeaseFailed("b", failed, "engine_failed", "it broke"))
@@ -291,7 +291,7 @@ def test_a_worker_whose_groups_others_sample_sooner_rests_and_the_status_says_wh
     events=st.lists(st.tuples(st.sampled_from(("late", "delivered", "waits")), st.sampled_from("abc")), max_size=200),
     seconds=st.floats(0.1, 600.0),
 )
-def test_there_is_always_somebody_at_work_and_a_slow_worker_is_tried_less_and_less(
+def test_at_least_one_worker_samples_and_a_slow_one_is_tried_less_and_less(
     events: list[tuple[str, str]], seconds: float
 ) -> None:
     fleet, now, began = Fleet(2.0), 0.0, dict[str, list[float]]()
@@ -317,7 +317,7 @@ def test_there_is_always_somebody_at_work_and_a_slow_worker_is_tried_less_and_le
         assert rests == pytest.approx([LATE_REST_SECONDS.after(count) for count in range(1, len(rests) + 1)])
 
 
-def test_nobody_gets_a_second_lease_where_the_shape_of_batches_is_fixed() -> None:
+def test_deterministic_batches_get_no_second_lease() -> None:
     desk = on_time(replace(SECOND, deterministic=True, groups_per_batch=2))
     _, *others = desk.open()
     for lease_id in others:

@@ -26,7 +26,7 @@ def test_leases_go_out_earliest_step_first_a_batch_to_run_and_one_to_wait() -> N
     assert desk.open() == [1, 2, 3, 4]
 
 
-def test_nobody_samples_further_ahead_than_the_bound() -> None:
+def test_no_worker_samples_beyond_the_staleness_bound() -> None:
     desk = running()
     for lease_id in (1, 2, 3, 4):
         desk.deliver(lease_id)
@@ -47,7 +47,7 @@ def test_a_worker_without_a_valid_snapshot_gets_nothing() -> None:
     assert desk.leases == {}
 
 
-def test_the_fast_do_not_hoard_what_the_idle_could_sample() -> None:
+def test_fast_workers_hold_no_groups_that_idle_ones_could_sample() -> None:
     desk = Desk()
     desk.tell(ev.LearnerJoined(0))
     desk.join("a")
@@ -87,7 +87,7 @@ def test_deterministic_mode_fixes_the_version_of_a_step_and_its_units() -> None:
         ({"newest_version": 1}, "malformed"),
     ],
 )
-def test_what_was_not_leased_is_refused(fields: dict[str, object], word: str) -> None:
+def test_results_without_a_lease_are_refused(fields: dict[str, object], word: str) -> None:
     desk = running()
     desk.join("b")
     commands = desk.deliver(1, **fields)
@@ -201,7 +201,7 @@ def test_a_failure_of_a_second_sampling_does_not_retire_what_has_a_result() -> N
     assert of(do.RetireGroup, commands) == []
 
 
-def test_a_group_that_no_lease_can_bring_home_is_given_up() -> None:
+def test_a_group_that_no_lease_can_complete_is_given_up() -> None:
     desk = running()
     for lease_id in (2, 3, 4):
         desk.deliver(lease_id)
@@ -263,7 +263,7 @@ def test_a_silent_worker_is_lost_at_its_deadline_and_its_groups_go_on() -> None:
     assert {grant.worker_id for grant in of(do.GrantLeases, commands)} == {"b"}
 
 
-def test_workers_that_are_heard_of_are_not_silent_and_nothing_else_is_done() -> None:
+def test_workers_with_recent_signs_of_life_are_not_silent() -> None:
     desk = running()
     desk.join("b")
     desk.now = 9.0
@@ -274,7 +274,7 @@ def test_workers_that_are_heard_of_are_not_silent_and_nothing_else_is_done() -> 
     assert [command.worker_id for command in of(do.WorkerGone, desk.tell(ev.Tick()))] == ["a"]
 
 
-def test_a_worker_that_joins_is_told_the_newest_snapshot_that_is_still_stored() -> None:
+def test_a_new_worker_hears_of_the_newest_stored_snapshot() -> None:
     desk = running()
     assert [command.ref for command in of(do.AnnounceSnapshot, desk.join("b", None))] == [SnapshotRef(RUN_POLICY, 1, 0)]
 
@@ -405,7 +405,7 @@ def test_the_run_finishes_when_the_last_step_is_trained_checkpointed_and_evaluat
     assert len(of(do.FinishRun, commands)) == 1
 
 
-def test_every_wait_says_for_whom_and_why() -> None:
+def test_every_wait_has_a_party_and_a_reason() -> None:
     desk = Desk()
     assert [wait.reason for wait in desk.planner.waits(0.0)] == ["no learner is connected"]
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
@@ -465,7 +465,7 @@ def test_an_evaluation_may_take_several_rollouts_of_each_task() -> None:
     assert {lease.num_samples for lease in leases if lease.group.kind == "eval"} == {5}
 
 
-def test_an_evaluation_waits_for_its_samples_or_for_your_rewards_and_an_ended_learner_for_nobody() -> None:
+def test_an_evaluation_waits_for_samples_or_rewards_and_an_ended_learner_for_nothing() -> None:
     desk = Desk(replace(OPTIONS, max_steps=1, eval_size=3))
     desk.tell(ev.LearnerJoined(0))
     desk.publish(0)

@@ -28,7 +28,7 @@ price_usd_per_hour = 0.0
 """
 
 
-def test_without_activation_nobody_is_chosen_and_nothing_rented() -> None:
+def test_without_activation_no_worker_is_chosen_and_no_machine_rented() -> None:
     options = planner_options(build({}, "my.toml"), 0)
     assert not options.activation
     assert options.offers == ()

@@ -68,7 +68,7 @@ def test_the_head_makes_prompt_text_and_rewards(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_restarted_head_reads_the_tokenizer_of_the_snapshot_that_it_kept(tmp_path: Path) -> None:
+def test_a_restarted_head_reads_the_tokenizer_of_its_stored_snapshot(tmp_path: Path) -> None:
     async def scenario() -> None:
         raw = settings(rows(tmp_path / "rows.jsonl", "53="))
         async with OpenHead(tmp_path, raw):
@@ -110,7 +110,7 @@ def test_a_lease_on_a_logged_task_holds_no_reward(rewards: list[float], answer: 
     assert sent == {LOGGED_ROLLOUTS: {"rollouts": [{"completion": "x"}] * len(rewards)}}
 
 
-def test_only_an_environment_is_told_the_columns(tmp_path: Path) -> None:
+def test_only_an_environment_gets_the_columns(tmp_path: Path) -> None:
     async def scenario() -> None:
         source = rows(tmp_path / "rows.jsonl", "53=")
         async with OpenHead(tmp_path, settings(source)) as open_head, open_head.attending() as leases:
@@ -160,7 +160,7 @@ LIES: dict[str, tuple[str, Lie]] = {
 
 
 @pytest.mark.parametrize(("word", "lie"), LIES.values(), ids=LIES)
-def test_what_cannot_be_is_refused_and_the_group_lives_on(tmp_path: Path, word: str, lie: Lie) -> None:
+def test_an_impossible_result_is_refused_and_the_group_lives_on(tmp_path: Path, word: str, lie: Lie) -> None:
     async def scenario() -> None:
         async with (
             one_task(tmp_path) as open_head,
@@ -217,7 +217,7 @@ def test_groups_go_together_in_order_as_far_as_a_message_holds_them(sizes: list[
     assert all(sum(map(len, one)) + len(other[0]) > 10 for one, other in itertools.pairwise(fed) if other)
 
 
-def test_nothing_is_read_of_what_is_not_leased_to_the_caller(tmp_path: Path) -> None:
+def test_only_leased_groups_of_the_caller_are_read(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             one_task(tmp_path) as open_head,
@@ -396,7 +396,7 @@ def test_the_head_reads_without_torch_and_without_a_word(tmp_path: Path) -> None
         st.sampled_from(["tokenizer.json", "tokenizer_config.json", "config.json", "vocab.txt"]), st.binary(max_size=60)
     )
 )
-def test_files_that_are_no_tokenizer_give_one_kind_of_error(files: dict[str, bytes]) -> None:
+def test_files_without_a_tokenizer_raise_one_kind_of_error(files: dict[str, bytes]) -> None:
     try:
         RunTokenizer(files)
     except UserError:

@@ -98,7 +98,7 @@ def gone_through(whim: int, rules: TurnRules, group: RolloutGroup, lease: Lease,
 
 @pytest.mark.parametrize("engine_name", ["fake", "compact"])
 @given(whim=st.integers(0, 10**6))
-def test_an_honest_attempt_comes_out_the_same(engine_name: str, whim: int) -> None:
+def test_replaying_an_honest_attempt_gives_the_same_result(engine_name: str, whim: int) -> None:
     rules, group, lease = played(whim, engine_name)
     messages.check_turns(group, rules.max_turns)
     for place, rollout in enumerate(group.rollouts):
@@ -134,7 +134,7 @@ def forgeries(rollout: Rollout, rng: random.Random) -> list[Rollout]:
 
 @given(whim=st.integers(0, 10**6))
 @examples(80)
-def test_no_other_attempt_does(whim: int) -> None:
+def test_other_attempts_do_not_time_out(whim: int) -> None:
     rules, group, lease = played(whim)
     rng = random.Random(whim)
     for place, rollout in enumerate(group.rollouts):
@@ -242,7 +242,7 @@ LIES: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("lie", "detail"), LIES.values(), ids=LIES)
-def test_what_the_environment_did_not_say_is_refused(tmp_path: Path, lie: Any, detail: str) -> None:
+def test_replies_that_the_environment_did_not_give_are_refused(tmp_path: Path, lie: Any, detail: str) -> None:
     async def scenario() -> None:
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)
@@ -323,7 +323,7 @@ def test_a_replay_lasts_as_long_as_its_lease_is_open(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_the_planner_hears_how_long_the_environment_took(tmp_path: Path) -> None:
+def test_the_planner_gets_the_seconds_of_the_environment(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with parrot(tmp_path) as open_head, playing(open_head, tmp_path) as leases:
             await until(lambda: leases)

@@ -112,7 +112,7 @@ def test_a_step_that_the_run_does_not_record_gets_no_row(tmp_path: Path) -> None
     asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
-def test_of_many_rows_the_newest_are_in_memory_and_all_can_be_amended(tmp_path: Path) -> None:
+def test_the_newest_rows_are_in_memory_and_all_can_be_amended(tmp_path: Path) -> None:
     path, num_rows = tmp_path / "metrics.jsonl", 5 * KEPT_ROWS
     metrics = Metrics(path)
     for step in range(1, num_rows + 1):

@@ -41,7 +41,7 @@ def test_a_group_without_a_gradient_is_replaced_by_a_new_one_of_the_same_step() 
     assert [(command.num_groups, command.cursor) for command in of(do.EndStep, commands)] == [(2, 5)]
 
 
-def test_one_that_the_head_scored_is_replaced_then() -> None:
+def test_a_flat_group_is_replaced_when_the_head_has_scored_it() -> None:
     desk = running(RESAMPLING)
     assert retired(desk.deliver(1, scored=False)) == []
     assert retired(desk.tell(ev.GroupScored(GroupRef(RUN_POLICY, "train", 0), is_flat=True))) == [(0, UNINFORMATIVE)]
@@ -56,7 +56,7 @@ def test_without_dynamic_sampling_and_for_evaluations_nothing_is_replaced() -> N
     assert [retired(desk.deliver(lease_id, is_flat=True)) for lease_id in evals] == [[], []]
 
 
-def test_after_so_many_they_are_trained_on_as_they_are() -> None:
+def test_flat_groups_are_trained_on_after_a_limit_of_replacements() -> None:
     desk = running(RESAMPLING)
     num_replaced, kept = 0, list[int]()
     for _ in range(20):
@@ -70,7 +70,7 @@ def test_after_so_many_they_are_trained_on_as_they_are() -> None:
     assert of(do.RecordStep, desk.tell(ev.StepTrained(0, tuple(kept)))) != []
 
 
-def test_what_the_fleet_must_do_counts_what_is_replaced() -> None:
+def test_demand_counts_replaced_groups() -> None:
     desk = running(RESAMPLING)
     desk.deliver(1, is_flat=True)
     desk.deliver(2)

@@ -62,7 +62,7 @@ def test_a_step_that_is_fed_anew_begins_its_file_anew(tmp_path: Path) -> None:
     assert logged(tmp_path / "step_1.jsonl") == [2]
 
 
-def test_of_a_long_run_the_newest_steps_stay_and_a_few_of_the_others(tmp_path: Path) -> None:
+def test_the_newest_steps_of_a_long_run_stay_and_a_few_older_ones(tmp_path: Path) -> None:
     log, num_steps, made = RolloutLog(tmp_path, "grpo"), 3 * KEPT_STEPS, random_group(random.Random(0), 0)
     for step in range(1, num_steps + 1):
         assert log.claim(step)

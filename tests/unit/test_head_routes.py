@@ -74,7 +74,7 @@ def test_routes_are_checked_kept_and_fed_again_after_a_kill(tmp_path: Path) -> N
     run(scenario())
 
 
-def test_routes_that_nobody_asked_for_are_refused_and_those_of_no_use_are_left_out(tmp_path: Path) -> None:
+def test_unrequested_routes_are_refused_and_useless_ones_dropped(tmp_path: Path) -> None:
     async def refused() -> None:
         async with opened(tmp_path, is_asked=False) as head, head.attending() as leases:
             await until(lambda: leases)

@@ -61,7 +61,7 @@ def test_a_learner_that_trains_has_its_step_recorded_and_its_checkpoint_awaited(
     run(scenario())
 
 
-def test_a_learner_that_waits_for_groups_hears_it_at_once_and_a_checkpoint_on_disk_is_enough(tmp_path: Path) -> None:
+def test_a_waiting_learner_stops_at_once_and_a_checkpoint_on_disk_is_sufficient(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with open_head(tmp_path) as one:
             await until(lambda: is_fed(one))

@@ -115,7 +115,7 @@ def store(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("seed", seeds(8, 100))
-def test_of_standbys_that_begin_together_one_becomes_the_head(
+def test_one_of_several_standbys_becomes_the_head(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     turns, outcomes, chance = Turns(seed), list[str](), random.Random(seed)
@@ -165,7 +165,7 @@ def test_a_head_that_began_without_a_sign_is_waited_for_once_more(
     assert clock.monotonic() >= 2 * SILENT_SECONDS
 
 
-def test_the_head_that_gave_the_last_sign_is_followed_at_once() -> None:
+def test_the_head_with_the_last_sign_of_life_is_followed_at_once() -> None:
     watch = SignWatch()
     for now in range(0, int(SILENT_SECONDS) + 4, 2):
         watch.look(b"sign", float(now))

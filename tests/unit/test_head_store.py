@@ -52,7 +52,7 @@ def delivered(out: Path) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", seeds(1, 10))
-def test_acknowledged_results_outlive_the_disk(tmp_path: Path, seed: int) -> None:
+def test_acknowledged_results_survive_the_loss_of_the_disk(tmp_path: Path, seed: int) -> None:
     """The store as it is at random instants has all results that were acknowledged before."""
     chance, store = random.Random(seed), tmp_path / "store"
     seen: list[tuple[Path, set[int]]] = []
@@ -94,7 +94,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "store")
 
 
-def test_a_followed_head_says_nothing_more(tmp_path: Path, store: str) -> None:
+def test_a_replaced_head_writes_nothing_more(tmp_path: Path, store: str) -> None:
     """Whether it had something on its way to the store or not. The store has what it acknowledged before."""
 
     async def live() -> None:
@@ -143,7 +143,7 @@ def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
     asyncio.run(live())
 
 
-def test_what_waited_for_a_head_that_starts_is_no_trouble_of_the_store(
+def test_writes_that_waited_for_a_starting_head_are_not_blamed_on_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head that took over said for half a second that its run is paused, for the seconds that it took to start."""
@@ -178,7 +178,7 @@ def test_a_run_stays_paused_while_one_reason_is_left(tmp_path: Path) -> None:
     asyncio.run(live())
 
 
-def test_behind_the_store_the_ledger_and_files_catch_up(tmp_path: Path) -> None:
+def test_the_local_ledger_and_files_catch_up_with_the_store(tmp_path: Path) -> None:
     """After a power failure the local ledger may have lost its end."""
 
     async def live(number: int) -> None:
@@ -238,7 +238,7 @@ def test_a_damaged_object_is_never_a_run(tmp_path: Path, damage: Callable[[Path]
         fetch_run(store, tmp_path / "out")
 
 
-def test_files_of_others_in_a_store_do_not_matter(tmp_path: Path) -> None:
+def test_foreign_files_in_a_store_are_ignored(tmp_path: Path) -> None:
     """What the desktop, a synchronising program or a person puts beside objects."""
     store = Path(leave_a_run(tmp_path))
     for name in ("marks/notes.txt", "log/.DS_Store", "log/desktop.ini", "copies/read me", "checkpoints/x/state.json"):
@@ -253,7 +253,7 @@ def test_files_of_others_in_a_store_do_not_matter(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="makes a folder somebody else's")
-def test_a_directory_of_somebody_else_that_everybody_may_write_is_no_store(
+def test_a_world_writable_directory_of_another_user_is_refused_as_a_store(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who writes a store has the run."""
@@ -348,7 +348,7 @@ def test_a_standby_whose_head_comes_back_goes_on_waiting(tmp_path: Path, monkeyp
     assert RunDir(out).config.exists()
 
 
-def test_a_standby_of_a_run_that_ends_is_told_why(tmp_path: Path) -> None:
+def test_a_standby_learns_why_the_run_ended(tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert stand_by(leave_a_run(tmp_path, over="all steps are trained"), out, lambda _: None) == "all steps are trained"
     assert list(out.iterdir()) == []

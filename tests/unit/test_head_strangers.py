@@ -66,7 +66,7 @@ def test_a_ticket_without_a_result_has_one_lease_however_many_workers_it_has() -
     assert sum(len(held_by(desk, f"s{at}")) for at in range(5)) == 1
 
 
-def test_each_result_is_worth_another_lease_and_each_without_one_costs_two() -> None:
+def test_each_result_earns_a_lease_and_each_failure_costs_two() -> None:
     desk = desk_with(("s", "t"))
     for most in (2, 3, 4):
         desk.deliver(held_by(desk, "s")[0])
@@ -115,7 +115,7 @@ def test_a_worker_that_failed_is_tried_after_others_of_its_ticket() -> None:
     assert not held_by(desk, "bad")
 
 
-def test_a_ticket_supplies_half_of_a_step_while_a_machine_of_the_owner_works() -> None:
+def test_a_ticket_supplies_at_most_half_of_a_step_beside_a_machine_of_the_owner() -> None:
     desk = desk_with(("own", ""), ("s", "t"))
     while any(held_by(desk, "s")):
         desk.deliver(held_by(desk, "s")[0])
@@ -155,7 +155,7 @@ def test_no_stranger_lets_a_machine_of_the_owner_rest(holder: str, quick: str, r
     assert desk.planner.fleet.is_resting(worker) is rests
 
 
-def test_what_a_stranger_claims_to_sample_together_is_what_the_run_asks_for_at_most() -> None:
+def test_a_strangers_slots_are_capped_at_what_the_run_asks_for() -> None:
     desk = desk_with(("own", ""))
     joins(desk, "s", "t", slots=10_000)
     worker = desk.planner.fleet.get("s")
@@ -208,7 +208,7 @@ def test_tries_of_one_ticket_on_a_group_count_once_while_others_can_try_it() -> 
     assert not [record for record in desk.planner.groups if record.state == "retired"]
 
 
-def test_a_group_that_nobody_can_produce_is_retired_though_only_a_stranger_is_there() -> None:
+def test_an_unproducible_group_is_retired_even_with_strangers_only() -> None:
     desk = desk_with(("s", "t"))
     record = desk.planner.groups.get(0)
     assert record is not None
@@ -229,7 +229,7 @@ def test_a_group_that_a_stranger_failed_is_left_to_others() -> None:
     assert record.worker_id == "own"
 
 
-def test_what_breaks_the_reward_function_at_the_head_counts_against_its_sender() -> None:
+def test_texts_that_break_the_reward_function_count_against_their_sender() -> None:
     desk = desk_with(("s", "t"))
     commands: list[do.Command] = []
     for _ in range(50):
@@ -309,7 +309,7 @@ def measured(penalties: WorkerPenalties, worker_id: str, means: Sequence[float],
 
 
 @given(st.lists(st.floats(0.0, MISMATCH_MAX), min_size=1), st.floats(1.0, 5e4))
-def test_logprobs_within_the_allowed_mismatch_expel_nobody(means: list[float], tokens: float) -> None:
+def test_logprobs_within_the_allowed_mismatch_expel_no_worker(means: list[float], tokens: float) -> None:
     penalties = WorkerPenalties()
     measured(penalties, "w", means, tokens)
     assert not penalties.to_expel or max(means) > MISMATCH_MAX * (1 - 1e-9)  # rounding
@@ -322,7 +322,7 @@ def test_wrong_logprobs_expel_after_enough_tokens_and_not_before(means: list[flo
     assert bool(penalties.to_expel) == (tokens * len(means) >= MISMATCH_TOKENS)
 
 
-def test_rounded_weights_may_be_farther_away_by_as_much_for_every_form_and_a_form_that_is_too_coarse_is_named() -> None:
+def test_the_tolerance_for_rounded_weights_is_the_same_for_all_forms_and_too_coarse_forms_are_named() -> None:
     for form in ("q8_0", "q4_0"):
         penalties = WorkerPenalties()
         penalties.measured("w", MISMATCH_TOKENS, 0.2 * MISMATCH_TOKENS, form=form)
@@ -436,7 +436,7 @@ def test_seconds_that_the_texts_of_a_stranger_waste_cost_credit_as_those_of_a_re
     assert not of(do.RetireGroup, commands)  # the group itself is as good as others
 
 
-def test_rewards_that_are_slow_for_everybody_cost_nobody_credit() -> None:
+def test_rewards_that_are_slow_for_all_cost_no_credit() -> None:
     """A judge takes 20 seconds a group, whoever sampled it; the texts of one are three times as long."""
     desk = desk_with(("own", ""), ("s", "t"), options=replace(WIDE, groups_per_step=1000))
     desk.tell(scored(desk, "s", 20.0), scored(desk, "own", 20.0))

@@ -26,7 +26,7 @@ def config(price: float = 0.0, budget: float = 0.0) -> Config:
     return Config(workers=WorkersConfig(price_usd_per_hour=price), fleet=FleetConfig(budget_usd=budget))
 
 
-def test_with_a_budget_a_stranger_may_ask_the_highest_price_that_the_configuration_names() -> None:
+def test_a_stranger_may_ask_the_highest_price_in_the_configuration() -> None:
     offers = {"spot": Offer("spot", 0.6), "dear": Offer("dear", 1.9)}
     assert most_paid(config(0.5, budget=5.0), {}) == 0.5
     assert most_paid(config(0.5, budget=5.0), offers) == 1.9
@@ -37,7 +37,7 @@ def test_without_a_budget_prices_are_only_written_down() -> None:
     assert most_paid(config(0.5), {}) == PRICE_MAX_USD_PER_HOUR
 
 
-def test_nor_may_it_ask_what_spends_the_budget_in_an_hour() -> None:
+def test_a_stranger_may_not_ask_a_price_that_spends_the_budget_in_an_hour() -> None:
     assert most_paid(config(8.0, budget=5.0), {}) == 5.0
     with pytest.raises(
         PeerError, match=r"asks \$10000 an hour, and this run pays strangers \$5 at most\. Ask for less"

@@ -91,7 +91,7 @@ def test_the_rows_of_all_open_leases_are_kept_and_none_is_read_ahead_of_a_delive
     reader.close()
 
 
-def test_an_unfit_row_is_named_with_its_number() -> None:
+def test_the_error_has_the_number_of_the_unfit_row() -> None:
     rows = Rows()
     rows.gate.set()
     reader = TaskReader(TaskStream(rows, 0, False), None)

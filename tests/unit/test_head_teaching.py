@@ -84,7 +84,7 @@ def test_a_single_teacher_has_no_name_and_reads_the_same_prompt(tmp_path: Path) 
         ({"teacher": "sorts", "teacher_prompt": 5}, "'prompt' must be text or a list of chat messages"),
     ],
 )
-def test_a_row_that_can_not_be_taught_costs_its_group_and_is_named_before_the_start(
+def test_an_unteachable_row_costs_its_group_and_is_named_before_the_start(
     tmp_path: Path, columns: dict[str, Any], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def scenario() -> None:
@@ -114,7 +114,7 @@ def test_a_teachers_prompt_has_a_limit(tmp_path: Path, monkeypatch: pytest.Monke
     run(scenario())
 
 
-def test_a_teachers_prompt_stands_in_place_of_no_harness_s(tmp_path: Path) -> None:
+def test_a_teachers_prompt_is_refused_beside_a_harness(tmp_path: Path) -> None:
     """Which makes the prompt of each row: the teacher would read its own prompt, and the rest of that one."""
     task, teachers = Task(3, "53=", {"teacher_prompt": "534="}), {"": "DIR"}
     assert teacher_of(task, teachers, "own.py:Game") == ""
@@ -185,14 +185,14 @@ def whole(tmp_path: Path) -> dict[str, Any]:
         ),
     ],
 )
-def test_a_mistake_is_named(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
+def test_the_error_names_the_mistake_in_teaching(tmp_path: Path, sections: dict[str, Any], words: str) -> None:
     raw = whole(tmp_path)
     with pytest.raises(UserError) as caught:
         check(build(raw | json.loads(json.dumps(sections).replace("TMP", str(tmp_path))), "my.toml"))
     assert words.replace("TMP", str(tmp_path)) in str(caught.value)
 
 
-def test_a_teacher_alone_is_a_run_and_a_missing_one_is_the_learners_machine_matter(tmp_path: Path) -> None:
+def test_a_run_may_have_a_teacher_without_rewards_and_its_path_is_checked_by_the_learner(tmp_path: Path) -> None:
     raw = whole(tmp_path) | {"reward": {}}
     check(build(raw | {"distill": {"teacher": str(tmp_path / "model")}}, "my.toml"))
     check(build(raw | {"distill": {"teacher": "/on/the/learners/machine"}}, "my.toml"), has_learner=False)

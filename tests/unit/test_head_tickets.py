@@ -50,7 +50,7 @@ def said(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
     return capsys.readouterr().out.strip()
 
 
-def test_tickets_of_the_owner_are_written_and_kept(head: Head) -> None:
+def test_tickets_of_the_owner_are_written_once(head: Head) -> None:
     texts = [head.rundir.ticket.read_text(), head.rundir.learner_ticket.read_text()]
     assert [Ticket.parse(text).role for text in texts] == ["worker", "learner"]
     assert {path.stat().st_mode & 0o777 for path in (head.rundir.ticket, head.rundir.learner_ticket)} == {0o600}
@@ -75,7 +75,7 @@ def test_half_used_ticket_is_replaced_and_still_admits_its_workers(head: Head) -
 
 
 @pytest.mark.parametrize("how", ["expired", "closed", "revoked", "deleted", "damaged", "terms gone", "moved"])
-def test_ticket_that_admits_nobody_is_replaced(head: Head, how: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exhausted_ticket_is_replaced(head: Head, how: str, capsys: pytest.CaptureFixture[str]) -> None:
     old, restarted = head.ticket, head
     if how == "expired":
         head.identity.renew_ticket(old.ticket_id, 9, -1.0)
@@ -139,14 +139,14 @@ def test_revoked_ticket_revokes_all_its_workers(head: Head, capsys: pytest.Captu
     assert "was revoked" in capsys.readouterr().err
 
 
-def test_revoked_worker_is_told_with_its_ticket(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revoking_names_the_worker_and_its_ticket(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     ticket = head.ticket.ticket_id
     peer_id = head.enrol(ticket)
     told = said(capsys, "revoke", head.rundir.path, peer_id)
     assert told == f"{peer_id} is revoked; ticket {ticket}, by which it came, admits nobody any more"
 
 
-def test_revocation_tells_scripts_which_workers_are_out(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
+def test_revocation_prints_the_revoked_workers_as_json(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
     ticket = Ticket.parse(said(capsys, "invite", head.rundir.path)).ticket_id
     came = [head.enrol(ticket) for _ in range(2)]
     one = json.loads(said(capsys, "revoke", head.rundir.path, came[0], "--json"))
@@ -196,7 +196,7 @@ def test_an_invitation_that_names_this_machine_alone_says_so(
         (1, 4000, "A ticket cannot last 4000 days: give it more than 0 days, and at most 3650."),
     ],
 )
-def test_a_refused_ticket_is_told_which_number_is_wrong(
+def test_the_error_about_a_ticket_names_the_wrong_number(
     head: Head, uses: int, days: int, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["invite", str(head.rundir.path), "--uses", str(uses), "--days", str(days)]) == 2

@@ -54,7 +54,7 @@ def test_a_fault_counts_even_if_part_of_the_group_was_not_judged() -> None:
     assert desk.planner.trust.of("ticket-s").is_quarantined
 
 
-def test_what_was_never_checked_never_becomes_trust() -> None:
+def test_unchecked_groups_never_create_trust() -> None:
     """However many checks end without a verdict, nothing of a newcomer is trained."""
     desk = desk_with("s")
     for _ in range(50):
@@ -95,7 +95,7 @@ def too_cold(desk: Desk, deviations: float, most: int) -> int:
     return most
 
 
-def test_somebody_that_samples_a_little_too_cold_is_found_by_its_groups_together() -> None:
+def test_small_deviations_are_found_over_many_groups() -> None:
     """Each group is 2 standard deviations off, which one in twenty honest groups is."""
     desk = desk_with("s", groups_per_step=1200)
     desk.planner.penalties.measured("s", MISMATCH_TOKENS, 0.0, 2 * SURPRISE_ODD * MISMATCH_TOKENS)  # all are checked
@@ -128,7 +128,7 @@ def test_a_worker_with_tokens_that_surprise_the_learner_is_checked_more() -> Non
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-def test_a_machine_that_comes_back_without_its_check_is_asked_again(is_lost: bool) -> None:
+def test_a_machine_that_returns_without_its_check_is_asked_again(is_lost: bool) -> None:
     """The order may never have reached it, or its process began anew: the group would wait in vain."""
     desk = desk_with("s")
     (asked,) = of(do.CheckGroup, brings(desk, "s"))
@@ -138,7 +138,7 @@ def test_a_machine_that_comes_back_without_its_check_is_asked_again(is_lost: boo
     assert of(do.FeedGroup, answers(desk, again))
 
 
-def test_no_rest_shortens_a_longer_one() -> None:
+def test_a_rest_never_shortens_a_longer_one() -> None:
     """A ticket that is barred for an hour may still have a group whose check ends without a verdict."""
     desk = desk_with("s")
     desk.planner.credits.rest("ticket-s", desk.now + 3600.0)
@@ -146,7 +146,7 @@ def test_no_rest_shortens_a_longer_one() -> None:
     assert desk.planner.credits.rests.get("ticket-s") == desk.now + 3600.0
 
 
-def test_a_group_that_nobody_checked_in_time_makes_no_later_rest_longer() -> None:
+def test_an_overdue_check_does_not_lengthen_the_next_rest() -> None:
     """That the owner's machines were slow is not the fault of the ticket."""
     desk = desk_with("s")
     brings(desk, "s")

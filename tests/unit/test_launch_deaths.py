@@ -59,7 +59,7 @@ def test_a_process_that_comes_further_is_always_started_again() -> None:
             assert not deaths.why_hopeless()
 
 
-def test_what_each_process_has_reached() -> None:
+def test_progress_of_each_process() -> None:
     assert progress(STATUS, "learner", "", 2) == (7, 2)
     assert progress(STATUS, "head", "", 2) == (7, 7)
     assert progress(STATUS, "worker", "w-2", 0) == (4,)
@@ -81,5 +81,5 @@ def test_what_each_process_has_reached() -> None:
         ),
     ],
 )
-def test_the_last_words_of_a_process(log: str, words: str) -> None:
+def test_the_last_lines_of_a_process(log: str, words: str) -> None:
     assert last_words(log.encode()) == words

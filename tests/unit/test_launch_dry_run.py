@@ -69,7 +69,7 @@ def test_few_rows_are_tried(tmp_path: Path) -> None:
         ("workers", {"engine": "vllm", "count": 0, "forms": ["q8_0"]}, True),
     ],
 )
-def test_a_start_says_that_nobody_can_check_strangers(
+def test_a_start_warns_that_no_machine_can_check_strangers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], section: str, values: dict[str, Any], is_told: bool
 ) -> None:
     raw = settings(tmp_path, {"board": 1}) | {"workers": {"engine": "vllm", "count": 0}} | {section: values}

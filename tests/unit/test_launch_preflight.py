@@ -95,7 +95,7 @@ def test_paths_of_a_run_become_absolute_and_other_names_stay(
         ("head", {"store": "s9://bucket/a"}, ["head.store = 's9://bucket/a'", "Install the package for s9://"]),
     ],
 )
-def test_a_mistake_is_named_with_its_value_and_the_way_out(
+def test_the_error_has_the_value_and_a_remedy(
     raw: dict[str, Any], tmp_path: Path, section: str, values: dict[str, Any], words: list[str]
 ) -> None:
     fill: dict[str, Any] = json.loads(json.dumps(values).replace("TMP", str(tmp_path)))
@@ -104,7 +104,7 @@ def test_a_mistake_is_named_with_its_value_and_the_way_out(
         assert word.replace("TMP", str(tmp_path)) in message
 
 
-def test_a_bad_row_is_named_with_file_and_line(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_the_error_about_a_bad_row_has_file_and_line(raw: dict[str, Any], tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": 3}\n')
     assert f"{rows}:2" in refusal(raw)
@@ -164,7 +164,7 @@ def test_a_dry_run_minds_no_run_that_is_there_already(
     run(path, out, resume=True, dry_run=True, overrides={}, as_json=False)
 
 
-def test_what_else_lies_in_the_directory_of_a_new_run_stays(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_foreign_files_in_a_new_run_directory_stay(raw: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "rollouts").mkdir()
     (tmp_path / "rollouts" / "mine.jsonl").touch()
     create(tmp_path, build(raw, "my.json"), resume=False)
@@ -254,7 +254,7 @@ def test_a_reward_column_that_no_row_has_is_refused(raw: dict[str, Any], tmp_pat
     assert "(the first has answer)" in message
 
 
-def test_a_reward_column_that_some_rows_lack_is_said(
+def test_a_partly_missing_reward_column_causes_a_warning(
     raw: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = '{"prompt": "a", "answer": "b"}\n{"prompt": "c"}\n{"prompt": "d", "answer": "b"}\n'
@@ -265,7 +265,7 @@ def test_a_reward_column_that_some_rows_lack_is_said(
     assert "lack the column 'answer': their groups will fail in exact_match" in said
 
 
-def test_an_address_that_nobody_can_call_and_a_port_in_use_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_unreachable_addresses_and_ports_in_use_are_refused(raw: dict[str, Any], tmp_path: Path) -> None:
     assert "Set head.advertise" in refusal({**raw, "head": {"listen": "0.0.0.0:0"}})
     check(build({**raw, "head": {"listen": "0.0.0.0:0", "advertise": "203.0.113.5"}}, "my.toml"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -282,7 +282,7 @@ def test_an_address_that_nobody_can_call_and_a_port_in_use_are_refused(raw: dict
         assert not RunDir(out).config.exists()
 
 
-def test_a_port_that_the_run_itself_holds_is_no_mistake(
+def test_a_port_held_by_the_run_itself_is_accepted(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a killed run, the head listens a moment longer than its supervisor lives: the next head waits for it."""
@@ -312,7 +312,7 @@ def test_an_empty_file_of_tasks_is_refused(raw: dict[str, Any], tmp_path: Path) 
     assert "empty" in refusal(raw)
 
 
-def test_a_reward_whose_module_raises_is_named_with_the_line(raw: dict[str, Any], tmp_path: Path) -> None:
+def test_the_error_about_a_reward_module_has_the_line_that_raised(raw: dict[str, Any], tmp_path: Path) -> None:
     path = tmp_path / "bad_reward.py"
     path.write_text("import math\nraise RuntimeError('not today')\n")
     message = refusal(raw | {"reward": {"functions": [f"{path}:score"]}})
@@ -355,5 +355,5 @@ def test_money_that_could_not_be_spent_is_refused(raw: dict[str, Any]) -> None:
         {"workers": {"count": 0}},  # those who join bring their prices
     ],
 )
-def test_a_budget_is_fine_where_something_may_cost(raw: dict[str, Any], priced: dict[str, Any]) -> None:
+def test_a_budget_is_accepted_if_something_costs_money(raw: dict[str, Any], priced: dict[str, Any]) -> None:
     check(build({**raw, "fleet": {"budget_usd": 5.0}, **priced}, "my.toml"))

@@ -81,7 +81,7 @@ def rundir(tmp_path: Path) -> RunDir:
     return create(tmp_path / "run", Config(), resume=False)
 
 
-def test_a_process_that_refuses_to_run_ends_the_run_with_its_words(rundir: RunDir) -> None:
+def test_a_process_that_refuses_to_run_ends_the_run_with_its_message(rundir: RunDir) -> None:
     rundir.config.write_text('{"run": {"seeed": 1}}')
     with pytest.raises(UserError, match=r"unknown key run\.seeed\. Did you mean run\.seed\?"):
         Supervisor(rundir, 0, []).run(lambda: None)
@@ -107,7 +107,7 @@ if "learner" in sys.orig_argv:
 """
 
 
-def test_a_process_that_fails_in_the_same_way_at_each_start_ends_the_run_with_its_words(
+def test_a_process_that_fails_alike_at_each_start_ends_the_run_with_its_message(
     rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(DIES)
@@ -159,7 +159,7 @@ def test_a_run_goes_on_without_a_worker_that_was_revoked(rundir: RunDir, capsys:
     assert "worker-0 is out: it was revoked, or the ticket by which it came" in capsys.readouterr().err
 
 
-def test_steps_that_no_checkpoint_covers_are_said_in_the_outcome(rundir: RunDir) -> None:
+def test_the_outcome_names_steps_without_a_checkpoint(rundir: RunDir) -> None:
     write_atomically(rundir.status, '{"version": 8}')
     (rundir.checkpoints / "step_5").mkdir()
     (rundir.checkpoints / "step_5" / "state.json").write_text("{}")

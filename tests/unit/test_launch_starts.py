@@ -106,7 +106,7 @@ def test_a_resumed_run_says_what_changed_and_refuses_what_cannot(
             resolve(path, {flag: value}, tmp_path / "run", resume=True)
 
 
-def test_a_resumed_run_that_is_alive_is_refused_before_its_changes_are_said(
+def test_a_resumed_run_that_is_alive_is_refused_before_its_changes_are_printed(
     raw: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run_directories, "CLAIM_SECONDS", 0.0)

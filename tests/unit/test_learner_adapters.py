@@ -71,7 +71,7 @@ def test_version_0_is_the_base_and_a_seed_is_an_adapter(model: Path) -> None:
     assert {tensor.dtype for tensor in one.state().values()} == {torch.float32}
 
 
-def test_the_base_is_what_was_asked_for_at_the_learner_and_on_its_way(model: Path, tmp_path: Path) -> None:
+def test_the_requested_base_is_loaded_by_the_learner_and_sent_to_workers(model: Path, tmp_path: Path) -> None:
     """float32 on the disk, `model.snapshot_dtype = "bfloat16"`: half the bytes travel, and both sides compute alike."""
     asked = replace(lora_config(), model=ModelConfig(path=str(model), snapshot_dtype="bfloat16"))
     policy, stored = load_trained(asked, "cpu"), read_base_model(model)

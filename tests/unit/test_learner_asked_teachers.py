@@ -210,7 +210,7 @@ FAULTS += [
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_costs_a_request_and_no_word(
+def test_a_fault_of_a_teacher_costs_one_request(
     teacher: str, client_of: Callable[..., GrpoClient], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault == "hang":
@@ -263,7 +263,7 @@ def greet(standin: TeacherStandIn, files: dict[str, bytes], top_k: int = 0, name
     return asyncio.run(greeted(standin.url + name, top_k, load_tokenizer(files), 60.0))
 
 
-def test_a_teacher_that_fits_is_greeted(teacher: str, files: dict[str, bytes]) -> None:
+def test_a_compatible_teacher_passes_the_greeting(teacher: str, files: dict[str, bytes]) -> None:
     with standin_of(teacher) as standin:
         assert greet(standin, files, 13) == ""
         standin.models = ("one", "two")
@@ -284,7 +284,7 @@ def test_a_teacher_that_fits_is_greeted(teacher: str, files: dict[str, bytes]) -
         ({"max_logprobs": 5}, "", "Start it with --max-logprobs 6 or more"),
     ],
 )
-def test_what_it_does_not_serve_is_named(
+def test_the_error_names_what_the_teacher_does_not_serve(
     teacher: str, files: dict[str, bytes], options: dict[str, Any], name: str, words: str
 ) -> None:
     with standin_of(teacher, **options) as standin, pytest.raises(UserError, match=words):

@@ -73,7 +73,7 @@ def test_one_group_is_found_before_its_learner_counts_as_dying_for_ever(tmp_path
     assert deaths == TOGETHER_MAX + ALONE_MAX < RESTARTS_MAX
 
 
-def test_a_learner_that_dies_of_everything_says_so_and_blames_no_group(tmp_path: Path) -> None:
+def test_a_learner_that_fails_on_all_groups_says_so_and_blames_none(tmp_path: Path) -> None:
     path = tmp_path / "training.json"
     with pytest.raises(UserError, match="died on 4 groups in a row, each trained on alone: this machine"):
         lives(path, groups(8), set(range(8)))
@@ -81,7 +81,7 @@ def test_a_learner_that_dies_of_everything_says_so_and_blames_no_group(tmp_path:
     assert not any(record.why_unfit(group) for group in groups(8)), "a larger machine tries them all again"
 
 
-def test_a_stop_now_and_then_makes_nobody_suspect(tmp_path: Path) -> None:
+def test_occasional_stops_incriminate_no_group(tmp_path: Path) -> None:
     """Stopped by hand in the middle of a micro-batch, and the next time it comes through."""
     path, batch = tmp_path / "training.json", groups(4)
     for _ in range(10):

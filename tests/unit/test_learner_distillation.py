@@ -119,7 +119,7 @@ def test_the_divergence_by_hand(beta: float) -> None:
 
 
 @pytest.mark.parametrize("beta", BETAS)
-def test_a_vetoed_sequence_and_tokens_that_are_not_there_add_nothing(beta: float) -> None:
+def test_vetoed_sequences_and_padding_add_nothing(beta: float) -> None:
     """The tokens' own part is 0 here: their advantages are."""
     top = torch.tensor([[0.6, 0.4], [0.6, 0.0]], dtype=torch.float64).log()
     policy = torch.tensor([[0.5, 0.5], [0.5, 0.4]], dtype=torch.float64).log().requires_grad_()

@@ -104,7 +104,7 @@ def test_the_papers_sizes_fit_their_machines(name: str) -> None:
     assert worker_that_fits(config, shape, WORKER[name]).total <= WORKER[name].gpus[0]
 
 
-def test_what_the_examples_say_does_not_fit_does_not() -> None:
+def test_settings_that_the_examples_call_too_large_do_not_fit() -> None:
     adapter = example("qwen3_32b_lora")
     whole = replace(adapter, lora=Config().lora, learner=replace(adapter.learner, ranks=4))
     assert learner_setup(whole, shape_of("qwen3_32b_lora"), on_gpu=True).needed(1, True) > 130 * GB
@@ -139,7 +139,7 @@ def test_a_model_under_adapters_counts_as_it_travels() -> None:
     assert worker_need(narrow, shape_of("qwen3_32b_lora"), A100).parts["weights"] == 2 * shape.parameters
 
 
-def test_a_learner_that_cannot_fit_is_told_what_would_help() -> None:
+def test_a_learner_that_cannot_fit_gets_a_remedy() -> None:
     one = replace(example("qwen3_8b"), learner=replace(example("qwen3_8b").learner, ranks=1))
     with pytest.raises(UserError, match=r"The learner needs 1\d\d\.\d GB .*moments.* has 80\.0 GB .*lora\.rank"):
         learner_that_fits(one, shape_of("qwen3_8b"), Hardware(64 * GB, A100.gpus))

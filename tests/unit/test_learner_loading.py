@@ -66,7 +66,7 @@ def test_names_without_the_prefix_of_the_head_are_read(tmp_path: Path) -> None:
     assert torch.equal(found.model.layers[1].mlp.up_proj.weight, module.model.layers[1].mlp.up_proj.weight)
 
 
-def test_weights_of_another_shape_are_named(tmp_path: Path) -> None:
+def test_the_error_names_weights_of_another_shape(tmp_path: Path) -> None:
     tiny_module().save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"] = torch.ones(3)
@@ -150,7 +150,7 @@ def test_a_damaged_header_is_the_users_to_mend(tmp_path: Path, header: str) -> N
 
 @pytest.mark.parametrize("kept", ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_what_transformers_keeps_in_float32_is_kept(
+def test_weights_that_transformers_keeps_in_float32_stay_in_float32(
     tmp_path: Path, kept: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_module().save_pretrained(tmp_path)
@@ -162,7 +162,7 @@ def test_what_transformers_keeps_in_float32_is_kept(
 
 
 @pytest.mark.parametrize("is_other", [False, True])
-def test_a_head_that_is_tied_and_stored_otherwise_is_said(
+def test_a_stored_head_that_differs_from_a_tied_one_causes_a_warning(
     tmp_path: Path, is_other: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     tiny_module(tied=True).save_pretrained(tmp_path)

@@ -218,7 +218,7 @@ def undisturbed() -> dict[str, bytes]:
     return weights(trainer)
 
 
-def test_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
+def test_the_loop_trains_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
     head, trainer = ScriptedHead(), GrpoClient(tiny_policy(), OPTIONS)
     assert run(head, trainer, tmp_path, checkpoint_every=2, publish_every=2, max_staleness=3) == "all steps are trained"
     assert weights(trainer) == undisturbed, "all groups are trained on; publishing and saving change nothing"
@@ -238,7 +238,7 @@ def bf16_trainer() -> GrpoClient:
     return GrpoClient(tiny_policy(), config_of(OPTIONS, lr=1e-5, snapshot_dtype="bfloat16"))
 
 
-def test_what_changed_is_published_and_now_and_then_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_are_published_and_sometimes_the_whole_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     head, trainer = ScriptedHead(), bf16_trainer()
     monkeypatch.setattr("echo2.weights.format.manifest.MAX_DELTAS", 3)
     run(head, trainer, tmp_path)
@@ -268,7 +268,7 @@ class ForgetfulHead(ScriptedHead):
         return super()._Publish(request)
 
 
-def test_what_the_head_threw_away_meanwhile_is_sent_again(tmp_path: Path) -> None:
+def test_chunks_that_the_head_dropped_are_sent_again(tmp_path: Path) -> None:
     head, trainer = ForgetfulHead(), GrpoClient(tiny_policy(), OPTIONS)
     assert run(head, trainer, tmp_path, publish_every=2, max_staleness=3) == "all steps are trained"
     assert sorted(head.published) == [0, 2, 4, 5]

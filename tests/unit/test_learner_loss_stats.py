@@ -90,7 +90,7 @@ def test_any_split_adds_up(seed: int) -> None:
         assert all(left[key].k3 == pytest.approx(right[key].k3) for key in left), (table, seed)
 
 
-def test_at_lag_0_a_worker_is_measured_alone() -> None:
+def test_a_worker_at_lag_0_is_measured_separately() -> None:
     stats = stats_of([0.1, -0.2, 0.4, 0.0, 0.3], [0, 0, 1, 2, 2], [0, 3, 0, 0, 1], [1, 0, 1])
     row = breakdown(stats)
     assert row[FRESH_MISMATCH + "a"] == pytest.approx(0.4)

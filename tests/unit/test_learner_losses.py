@@ -196,7 +196,7 @@ def test_gspo_over_the_length_has_the_gradient_of_the_sequence_ratio() -> None:
         assert grad[index] / 3 == pytest.approx(float(above - below) / 2e-6, rel=1e-6)
 
 
-def test_none_corrects_nothing() -> None:
+def test_the_correction_none_changes_nothing() -> None:
     logp, tokens = ratios([9.0, 0.001, 1.0], [1.0, -2.0, 0.0])
     losses, stats, grad = evaluate("none", logp, tokens)
     assert grad == close([-1.0, 2.0, 0.0])
@@ -333,7 +333,7 @@ def test_reference_kl_has_the_value_and_gradient_of_the_divergence_for_stale_sam
     assert found.tolist() == close(expected.tolist())
 
 
-def test_what_a_loss_does_not_take_is_refused() -> None:
+def test_parameters_that_a_loss_does_not_take_are_refused() -> None:
     with pytest.raises(UserError, match="expected one of dppo"):
         make_loss("grpo")
     with pytest.raises(UserError, match="'tis' takes cap"):

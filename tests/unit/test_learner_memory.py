@@ -57,7 +57,7 @@ def test_activations_that_are_computed_again_give_the_same_bits() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("module_name", ["model.norm", "model.layers.1.mlp", "model.layers.0.self_attn.k_proj"])
 @pytest.mark.parametrize("most_tokens", [20, 40])
-def test_what_a_backward_pass_had_reached_is_not_counted_twice(
+def test_gradients_of_an_interrupted_backward_pass_are_not_counted_twice(
     module_name: str, most_tokens: int, checkpointing: bool
 ) -> None:
     """A backward pass over more than so many tokens asks, half-way, for more memory than there is in the world."""
@@ -164,7 +164,7 @@ def test_out_of_memory_halves_the_micro_batch_and_counts_every_gradient_once() -
     assert "no memory for one rollout of 20000 tokens" in refusal
 
 
-def test_a_model_without_a_forecast_is_named_with_what_its_micro_batches_have(
+def test_the_error_about_a_model_without_forecast_has_the_micro_batch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy = tiny_policy()

@@ -73,7 +73,7 @@ def test_qwen3_of_the_smallest_size_has_596_million() -> None:
         {**QWEN3_0_6B, "vocab_size": -1},
     ],
 )
-def test_what_is_no_known_decoder_is_not_forecast(config: dict[str, Any]) -> None:
+def test_an_unknown_decoder_has_no_forecast(config: dict[str, Any]) -> None:
     assert read_shape(config) is None
 
 
@@ -146,7 +146,9 @@ HYBRID = {
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("changes", [MIXTURE, HYBRID])
-def test_so_is_the_peak_of_a_mixture_and_of_a_hybrid(changes: dict[str, Any], checkpointing: bool) -> None:
+def test_the_forecast_bounds_the_peak_of_a_mixture_and_of_a_hybrid(
+    changes: dict[str, Any], checkpointing: bool
+) -> None:
     found = case({**SMALL, "num_hidden_layers": 8, **changes}, 1024, checkpointing, "cpu", "float32")
     assert 0.66 * found["forecast"] <= found["peak"] <= 1.05 * found["forecast"]
 
@@ -177,9 +179,7 @@ SETUPS = st.builds(
     st.integers(1, 20_000),
     st.none() | st.integers(1, 100_000),
 )
-def test_what_is_settled_fits_or_nothing_does(
-    setup: LearnerSetup, memory: int, longest: int, given: int | None
-) -> None:
+def test_settled_micro_batches_fit_if_any_do(setup: LearnerSetup, memory: int, longest: int, given: int | None) -> None:
     settled = settle_microbatch(setup, memory, longest, given)
     assert settled == settle_microbatch(setup, memory, longest, given)
     assert settled.tokens == given or settled.tokens >= longest
@@ -209,7 +209,7 @@ def test_needs_grow_with_tokens_and_shrink_with_ranks(setup: LearnerSetup, token
     assert shared[0] > shared[1] > shared[2]
 
 
-def test_what_an_engine_takes_for_speed_is_a_share_of_what_is_free() -> None:
+def test_an_engines_extra_memory_is_a_share_of_the_free_memory() -> None:
     assert (memory.KEPT_SHARE, memory.COPY_SHARE) == (rows.KEPT_SHARE, torch_engine.CPU_SHARE)
     assert (memory.BOTH_SHARE, memory.GPU_SHARE) == (torch_engine.CHECKING_SHARE, torch_engine.GPU_SHARE)
     assert engine_parts(10, 80, 1, False, memory.BOTH_SHARE)["second and packed weights"] == 10

@@ -60,7 +60,7 @@ def test_an_update_that_would_be_rounded_away_is_refused_with_the_way_out() -> N
 
 
 @pytest.mark.parametrize("weight", [0.02, 0.3, 7.0])
-def test_what_is_refused_really_changes_nothing(weight: float) -> None:
+def test_a_refused_update_changes_nothing(weight: float) -> None:
     """At the bound nothing moves; at four times it, which is accepted, everything does."""
     held = torch.full((100,), weight, dtype=torch.bfloat16)
     bound = float(held[0]) * torch.finfo(torch.bfloat16).eps / 4

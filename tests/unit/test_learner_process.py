@@ -162,7 +162,7 @@ class DeafLink(MemoryLink):
         return answer
 
 
-def test_a_learner_that_does_not_hear_that_its_step_is_recorded_falls_back_to_none(
+def test_a_learner_whose_step_report_is_interrupted_does_not_fall_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another call says hello while the report waits for the head."""

@@ -79,7 +79,7 @@ def test_after_the_head_fell_back_the_same_weights_go_whole_under_the_new_lineag
     assert other.manifest.base is None, "a lineage begins with the whole content"
 
 
-def test_what_broke_off_is_no_base(tmp_path: Path) -> None:
+def test_an_aborted_publication_is_not_a_base(tmp_path: Path) -> None:
     publisher = Publisher(tmp_path)
     take(new_content(), publisher.payload(ref(0), lent(weights(0))))
 

@@ -108,7 +108,7 @@ def test_a_base_in_4_bits_resumes_and_is_exported_as_the_model_that_was_trained(
     assert same_weights(train(client, range(2, 4)), train(again, range(2, 4)))
 
 
-def test_what_cannot_be_quantised_is_refused() -> None:
+def test_unquantisable_models_are_refused() -> None:
     for changes, told in (
         ({"quantised": "base"}, "Set lora.rank"),
         ({"quantised": "moments", "ranks": 2}, "learner.ranks = 2"),
@@ -159,9 +159,7 @@ def test_moments_elsewhere_or_in_8_bits_go_on_exactly(
             plain[0].load_state("it", tmp_path / "step_2")
 
 
-def test_without_bitsandbytes_the_command_that_installs_it_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_has_the_command_that_installs_bitsandbytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = over(model_directory(tmp_path / "model"), quantised="base")
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     for refused in (lambda: load_trained(config, "cpu"), lambda: make_optimizer([], torch.device("cpu"), True)):

@@ -301,7 +301,7 @@ def test_ranks_replay_the_routes_that_one_process_replays(pair: tuple[Path, dict
     assert found["routed"] != pytest.approx(replayed(where, is_on=False), rel=1e-2)
 
 
-def test_ranks_hear_each_other_and_too_many_are_refused(pair: tuple[Path, dict[str, Any]]) -> None:
+def test_ranks_connect_and_surplus_ones_are_refused(pair: tuple[Path, dict[str, Any]]) -> None:
     _, found = pair
     assert found["words"] == ["word", ""]
     assert found["gathered"] == ["", "x", "[b'', b'']"]
@@ -310,7 +310,7 @@ def test_ranks_hear_each_other_and_too_many_are_refused(pair: tuple[Path, dict[s
         config_of(ranks=9, groups_per_step=1)
 
 
-def test_a_place_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_location_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert place() is None
     for name, value in Place(1, 2, 1, "file:///x").environment().items():
         monkeypatch.setenv(name, value)

@@ -109,7 +109,7 @@ def test_the_reference_and_its_penalty_do_not_see_the_routes() -> None:
     assert all(datum.routes is None for datum in seen)
 
 
-def test_a_steps_numbers_tell_how_many_rollouts_were_replayed() -> None:
+def test_step_metrics_have_the_share_of_replayed_rollouts() -> None:
     meter = StepMeter(0, OPTIONS)
     with_routes, without = groups_of()[0], groups_of(with_routes=False)[1]
     for group in (with_routes, without):

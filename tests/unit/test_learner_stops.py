@@ -67,7 +67,7 @@ def test_a_step_that_the_head_records_no_more_is_not_saved(tmp_path: Path, caplo
     assert "no checkpoint of the step under way: the head has not recorded it" in caplog.text
 
 
-def test_a_head_that_stays_away_leaves_a_checkpoint(tmp_path: Path) -> None:
+def test_a_learner_whose_head_stays_away_saves_a_checkpoint(tmp_path: Path) -> None:
     def fault(head: ScriptedHead, now: str, count: int) -> None:
         if now == "before:FedGroups" and head.version == 3:
             raise LinkError("gone for good")
@@ -112,7 +112,7 @@ def test_the_newest_checkpoints_stay_and_the_best_and_every_nth(tmp_path: Path) 
     assert [oldest for _, oldest in head.checkpoints] == [4, 5, 6, 7]  # what is spared is not to resume from
 
 
-def test_a_learner_that_is_told_to_stop_waits_for_room_for_a_while_only(
+def test_a_stopping_learner_waits_for_room_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(handle: int) -> None:
@@ -156,7 +156,7 @@ def test_a_second_learner_waits_a_while_and_names_the_first(
         run(TakenHead(), GrpoClient(tiny_policy(), OPTIONS), tmp_path / "other", patience_seconds=0.3)
 
 
-def test_a_stop_within_a_round_saves_nothing_that_is_no_version(tmp_path: Path) -> None:
+def test_a_stop_within_a_round_saves_no_partial_version(tmp_path: Path) -> None:
     class StoppingHead(ScriptedHead):
         async def stream(self, method: str, request: Any) -> AsyncIterator[Any]:
             async for fed in super().stream(method, request):

@@ -195,7 +195,7 @@ def test_a_forward_pass_alone_adds_nothing(tenants: Tenants) -> None:
 # ---- memory that runs out --------------------------------------------------------------------------------------------
 
 
-def test_one_tenants_passes_become_smaller_where_memory_runs_out_and_nobody_elses(tenants: Tenants) -> None:
+def test_out_of_memory_shrinks_the_passes_of_one_tenant_only(tenants: Tenants) -> None:
     """What one tenant's data take changes no bit of another's results, and does not last."""
     rng, asked = random.Random(3), list[int]()
     data = [datum(rng) for _ in range(6)]

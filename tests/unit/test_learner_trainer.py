@@ -349,12 +349,12 @@ def test_full_disk_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/no/such/model", "./nothing", "echo2-tests/no-such-model"])
-def test_a_missing_model_is_named(path: str) -> None:
+def test_the_error_names_a_missing_model(path: str) -> None:
     with pytest.raises(UserError, match=path):
         load_policy(path, "float32", "cpu")
 
 
-def test_a_directory_without_a_model_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_directory_without_a_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json"):
         load_policy(str(tmp_path), "float32", "cpu")
 

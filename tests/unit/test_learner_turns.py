@@ -53,7 +53,7 @@ def altered(made: RolloutGroup) -> RolloutGroup:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("normalisation", ["token", "sequence"])
-def test_nothing_that_is_said_of_environment_tokens_matters(loss: str, normalisation: str) -> None:
+def test_logprobs_of_environment_tokens_have_no_effect(loss: str, normalisation: str) -> None:
     found = []
     for batch in (games(4), [altered(made) for made in games(4)]):
         options = config_of(loss=loss, normalisation=normalisation, reference_kl=0.1, lr=1e-3)

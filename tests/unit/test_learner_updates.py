@@ -85,7 +85,7 @@ def test_streamed_updates_equal_batch_updates(
                     assert dataclasses.astuple(left[name]) == pytest.approx(dataclasses.astuple(right[name])), seed
 
 
-def test_a_step_tells_the_logprobs_of_its_first_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_reports_the_logprobs_of_its_first_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under the policy before the update; a group without reward variance has none, and is none of the first."""
     monkeypatch.setattr("echo2.transport.message_bytes.LOGGED_TOKENS", 4 * 2 * 3)  # three first tokens of each rollout
     rng = random.Random(0)
@@ -149,7 +149,7 @@ def test_zero_variance_groups_count_in_every_divisor() -> None:
         assert trainer.optim_step().divisor == divisor
 
 
-def test_lags_count_from_the_version_that_is_trained_and_workers_are_told_apart() -> None:
+def test_lags_count_from_the_trained_version_by_worker() -> None:
     made = [rollout([2, 3, 4], 1.0), rollout([5], 0.0, version=7)]
     made[0] = dataclasses.replace(made[0], version_spans=((0, 2), (1, 6)), loss_mask=b"\x01\x00\x01")
     trainer = GrpoClient(tiny_policy(), Config())

@@ -206,7 +206,7 @@ def test_a_long_group_is_split_where_it_was_one_pass_before() -> None:
     assert max(len(collate(part, "auto", 0.01, 276).predict_u) for part in microbatches(data, 276, True)) <= 256
 
 
-def test_what_is_saved_is_what_was_there_and_training_goes_on_meanwhile(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_state_at_the_save_while_training_goes_on(tmp_path: Path) -> None:
     data, trainer = random_data(random.Random(3)), made("p")
     trainer.forward_backward("p", data, cross_entropy)
     trainer.optim_step("p", ADAM)
@@ -223,7 +223,7 @@ def test_what_is_saved_is_what_was_there_and_training_goes_on_meanwhile(tmp_path
     assert bits(trainer, "p") == after, "the moments came back too"
 
 
-def test_wrong_uses_are_named() -> None:
+def test_the_error_names_wrong_uses() -> None:
     trainer = made("p")
     trainer.add("frozen", tiny_policy(), is_trained=False)
     with pytest.raises(UserError, match=r"no policy 'q'; there are \['frozen', 'p'\]"):

@@ -43,7 +43,7 @@ def conversation(
     return Dialogue(policy.module, tokenizer, policy.files, temperature, system), texts
 
 
-def test_what_was_said_comes_before_what_is_said(model: Path) -> None:
+def test_earlier_messages_precede_the_new_one(model: Path) -> None:
     talk, texts = conversation(model, TEMPLATE)
     first = talk.answer("a", 4, lambda _: None)["answer"]
     second = talk.answer("b", 4, lambda _: None)["answer"]
@@ -54,7 +54,7 @@ def test_what_was_said_comes_before_what_is_said(model: Path) -> None:
     assert texts[-1] == "<u>a<a>"
 
 
-def test_a_system_prompt_comes_before_all_that_is_said_and_stays(model: Path) -> None:
+def test_a_system_prompt_comes_first_and_stays(model: Path) -> None:
     talk, texts = conversation(model, TEMPLATE, system="be brief")
     first = talk.answer("a", 4, lambda _: None)["answer"]
     talk.answer("b", 4, lambda _: None)
@@ -72,7 +72,7 @@ def test_a_system_prompt_that_has_no_place_is_refused(
     assert "no chat template" in capsys.readouterr().err
 
 
-def test_without_a_template_a_text_stands_alone(model: Path) -> None:
+def test_without_a_template_a_text_is_used_alone(model: Path) -> None:
     talk, texts = conversation(model)
     assert not talk.is_chat
     told: list[str] = []
@@ -110,7 +110,7 @@ def test_a_script_pipes_a_message_in(
     assert (found["message"], found["tokens"] <= 4) == ("ab", True)
 
 
-def test_a_script_that_pipes_nothing_is_told(
+def test_a_script_with_empty_input_gets_an_error(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
@@ -119,13 +119,17 @@ def test_a_script_that_pipes_nothing_is_told(
 
 
 @pytest.mark.parametrize("flags", [["--temperature", "-1"], ["--max-tokens", "0"], ["--step", "3"]])
-def test_mistakes_are_told(model: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_reports_mistakes(
+    model: Path, flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = tmp_path / "none" if flags[0] == "--step" else model
     assert main(["chat", str(where), *flags]) == 2
     assert capsys.readouterr().err.startswith("error: ")
 
 
-def test_a_torn_file_of_weights_is_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_a_truncated_weight_file(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(model, tmp_path / "torn")
     (tmp_path / "torn" / "model.safetensors").write_bytes(b"")
     assert main(["chat", str(tmp_path / "torn")]) == 2

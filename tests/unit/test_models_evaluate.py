@@ -101,7 +101,7 @@ def test_a_setting_without_effect_is_refused(setting: str, tmp_path: Path, capsy
     assert f"--{setting} 1 has no effect" in capsys.readouterr().err
 
 
-def test_each_set_is_reported_with_its_best_and_its_worst_rollout(
+def test_each_held_out_set_is_reported_with_its_best_and_worst_rollout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = {"easy": [("ab", "1"), ("ba", "1"), ("bb", "0")], "hard": [("aa", "0"), ("[bold]b", "0")]}

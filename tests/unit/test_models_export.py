@@ -123,7 +123,7 @@ def test_adapters_and_what_they_are_merged_to_are_rounded_too(
     assert exported(capsys, rundir, tmp_path / "again", "--merged")["dtype"] == "float32"
 
 
-def test_a_weight_that_does_not_fit_is_named_and_nothing_is_left(
+def test_the_error_names_a_weight_that_does_not_fit_and_no_file_is_left(
     rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = rundir.checkpoints / "step_3" / "model.safetensors"
@@ -140,7 +140,7 @@ def test_a_weight_that_does_not_fit_is_named_and_nothing_is_left(
     exported(capsys, rundir, tmp_path / "model", "--step", "3", "--dtype", "bfloat16")
 
 
-def test_what_a_killed_export_left_does_not_get_into_the_next(
+def test_leftovers_of_a_killed_export_are_not_exported(
     rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     left = tmp_path / ".model.partial"
@@ -189,7 +189,7 @@ def test_an_adapter_is_merged_for_programs_at_home(tmp_path: Path, capsys: pytes
     assert base.read_bytes() != (tmp_path / "f16" / "model-f16.gguf").read_bytes()
 
 
-def test_what_runs_the_export_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_names_programs_that_can_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rundir, to = run_of(tmp_path, is_for_home=True), tmp_path / "a model"
     assert main(["export", str(rundir.path), "--to", str(to), "--mlx"]) == 0
     assert capsys.readouterr().out.splitlines()[1] == f"run it: mlx_lm.chat --model '{to}'"

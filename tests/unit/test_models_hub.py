@@ -145,7 +145,7 @@ def refusal(done: subprocess.CompletedProcess[str]) -> str:
 
 
 @pytest.mark.parametrize(("uses_lfs", "is_public"), [(False, False), (True, True)])
-def test_what_is_exported_is_on_the_hub_with_its_card(rundir: RunDir, uses_lfs: bool, is_public: bool) -> None:
+def test_an_export_is_pushed_to_the_hub_with_its_card(rundir: RunDir, uses_lfs: bool, is_public: bool) -> None:
     flags = ["--dtype", "bfloat16", "--push", "me/sorter", "--json", *(["--public"] if is_public else [])]
     with closing(Hub(uses_lfs)) as hub:
         done = export(rundir, hub.url, *flags, **({"HF_HUB_DISABLE_XET": "1"} if uses_lfs else {}))
@@ -192,7 +192,7 @@ def test_a_model_for_mlx_does_not_go_where_a_whole_model_is(tmp_path: Path) -> N
             _check_repo("me/sorter", True, False, files, tmp_path / name)
 
 
-def test_what_the_hub_refuses_stays_here_and_says_what_to_do(rundir: RunDir, hub: Hub) -> None:
+def test_an_export_that_the_hub_refuses_stays_here_with_instructions(rundir: RunDir, hub: Hub) -> None:
     model = rundir.path.parent / "model"
     cases = [
         ("me/sorter", {"HF_TOKEN": "hf_old"}, "the hub does not take the token (401). Run `hf auth login`"),
@@ -211,7 +211,7 @@ def test_what_the_hub_refuses_stays_here_and_says_what_to_do(rundir: RunDir, hub
         model.rename(model.with_name(f"kept {number}"))
 
 
-def test_what_could_not_be_pushed_is_refused_before_anything_is_written(rundir: RunDir, hub: Hub) -> None:
+def test_an_impossible_push_is_refused_before_anything_is_written(rundir: RunDir, hub: Hub) -> None:
     cases = [
         (["--push", "me/sorter"], {"HF_TOKEN": ""}, "there is no token for the Hugging Face hub. Run `hf auth login`"),
         (["--push", "sorter"], {}, "--push 'sorter' is not a repository name. Give OWNER/NAME"),

@@ -165,13 +165,13 @@ def test_a_training_is_not_resumed_on_other_rows(folder: Path) -> None:
         (["--learner.ranks=2"], "sft trains in one process"),
     ],
 )
-def test_mistakes_are_named(folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
+def test_sft_reports_mistakes(folder: Path, capsys: pytest.CaptureFixture[str], more: list[str], words: str) -> None:
     assert sft("warm", *more) == 2
     assert words in capsys.readouterr().err
     assert not Path("warm").exists()
 
 
-def test_a_row_beyond_the_context_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_a_row_beyond_the_context(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("rows.jsonl").write_text(json.dumps({"prompt": "1" * 5000, "completion": "2"}) + "\n")
     assert sft("warm") == 2
     assert "the model's context is" in capsys.readouterr().err

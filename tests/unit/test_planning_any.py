@@ -168,7 +168,7 @@ def test_any_configuration_without_learner_or_offers_ends_so_too(
         assert check(range(seed, seed + 1), desk, work, capsys, bare)["remedy"]
 
 
-def test_a_plan_in_which_the_learner_mostly_waits_is_not_said_to_work(
+def test_a_plan_with_a_mostly_idle_learner_is_not_called_workable(
     tmp_path: Path, work: Work, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(range(1136, 1137), tmp_path, work, capsys)["remedy"] == 1

@@ -173,7 +173,7 @@ def test_lost_machines_are_replaced_by_ones_that_need_all_weights(
     assert lossy["network"]["to_workers"] - steady["network"]["to_workers"] > 0.9 * more
 
 
-def test_a_size_that_is_not_known_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_size_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write(tmp_path, QWEN3_8B, SETTINGS, OFFERS)
     words += ["--train-seconds", "600", "--broadcast-seconds", "3", "--learner-memory-gb", "900"]
     assert "disk" in planned(words, capsys)

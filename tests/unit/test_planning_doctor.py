@@ -78,13 +78,13 @@ def test_a_head_that_is_the_tickets_is_found(tmp_path: Path) -> None:
     assert found == {"ticket": "fine", "clock": "fine", "address": "doubtful", "link": "fine", "head": "fine"}
 
 
-def test_another_runs_head_at_the_address_is_found_out(tmp_path: Path) -> None:
+def test_the_head_of_another_run_at_the_address_is_detected(tmp_path: Path) -> None:
     ours, theirs = (RunIdentity.create_or_load(tmp_path / name) for name in ("ours", "theirs"))
     with listening(theirs, tmp_path) as address:
         assert verdicts(ticket_of(ours, address))["head"] == "wrong"
 
 
-def test_nobody_at_the_address_and_no_such_host_are_told_apart(tmp_path: Path) -> None:
+def test_doctor_tells_a_closed_port_from_an_unknown_host(tmp_path: Path) -> None:
     identity = RunIdentity.create_or_load(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
@@ -94,7 +94,7 @@ def test_nobody_at_the_address_and_no_such_host_are_told_apart(tmp_path: Path) -
     assert any("no host" in words for words in said)
 
 
-def test_a_standby_does_not_answer_and_nothing_is_wrong(tmp_path: Path) -> None:
+def test_a_link_waits_while_a_standby_does_not_answer(tmp_path: Path) -> None:
     identity = RunIdentity.create_or_load(tmp_path / "run")
     with socket.create_server(("127.0.0.1", 0)) as server:
         away = f"127.0.0.1:{server.getsockname()[1]}"
@@ -107,7 +107,7 @@ def test_a_standby_does_not_answer_and_nothing_is_wrong(tmp_path: Path) -> None:
     assert [one.verdict for one in found if one.about == "link"] == ["wrong", "wrong"]
 
 
-def test_a_clock_outside_the_tickets_time_is_said_before_anybody_is_dialled(tmp_path: Path) -> None:
+def test_a_clock_outside_the_tickets_validity_is_reported_before_any_call(tmp_path: Path) -> None:
     ticket = ticket_of(RunIdentity.create_or_load(tmp_path / "run"), "127.0.0.1:1")
     later = (certificates.CERTIFICATE_DAYS + 9) * 86_400
     for away in (-7 * 86_400, later):
@@ -142,13 +142,13 @@ def test_packages_that_are_missing_or_cannot_use_the_gpu(monkeypatch: pytest.Mon
     assert found["GPU"] == "wrong"  # a driver, and no GPU that torch finds
 
 
-def test_gpus_are_named_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_prints_gpus_with_their_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "this_machine", lambda: Hardware(64 << 30, (80 << 30, 24 << 30)))
     found = {finding.about: finding.said for finding in doctor.machine(tmp_path)}
     assert (found["GPU 0"], found["GPU 1"], found["memory"]) == ("85.9 GB", "25.8 GB", "68.7 GB")
 
 
-def test_what_each_form_of_weights_leaves_room_for_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_prints_what_fits_in_memory_for_each_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """By hand: .9 of 16 GB less half a GB for the process; 16, 8.5 and 4.5 bits."""
     monkeypatch.setattr(doctor, "this_machine", lambda: Hardware(16_000_000_000))
     monkeypatch.setattr(doctor, "missing_packages", lambda engine: "" if "q8" in engine else "nothing is installed")
@@ -162,9 +162,7 @@ def test_what_each_form_of_weights_leaves_room_for_is_said(monkeypatch: pytest.M
     )
 
 
-def test_a_port_that_is_taken_and_an_engine_that_is_not_there_are_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_reports_a_port_in_use_and_a_missing_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ECHO2_ENGINE_PYTHON", "/nowhere/python")
     with socket.create_server(("0.0.0.0", 0)) as taken:
         monkeypatch.setattr(doctor, "HEAD_PORT", taken.getsockname()[1])
@@ -173,7 +171,7 @@ def test_a_port_that_is_taken_and_an_engine_that_is_not_there_are_said(
     assert found["echo2"].said.startswith(f"{__version__}, protocol {PROTOCOL_VERSION}")
 
 
-def test_what_is_tight_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_doctor_reports_scarce_resources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(doctor, "free_bytes", lambda _: 1 << 20)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
     found = {finding.about: finding.verdict for finding in doctor.machine(tmp_path)}

@@ -47,7 +47,7 @@ DENSE, SPARSE = Workload(shape(QWEN3_8B), 1000.0), Workload(shape(MIXTURE), 1000
     ("text", "count", "memory_gb"),
     [("4xA100-80GB", 4, 80), ("H200", 1, 141), ("2 x GeForce RTX 4090", 2, 24), ("8×h100", 8, 80), ("a100", 1, 80)],
 )
-def test_gpus_are_named_as_people_write_them(text: str, count: int, memory_gb: float) -> None:
+def test_common_names_of_gpus_are_recognised(text: str, count: int, memory_gb: float) -> None:
     found = several(text, "--learner")
     assert (found[0], found[2].memory_gb) == (count, memory_gb)
 
@@ -149,7 +149,7 @@ def test_the_models_of_the_examples_are_known_without_a_network(monkeypatch: pyt
         assert known == pytest.approx(PUBLISHED.get(path, 7_042_080), rel=2e-4), path
 
 
-def test_the_learner_has_a_rank_for_each_gpu_that_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_learner_has_a_rank_for_each_named_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*write(tmp_path, QWEN3_8B, SETTINGS.replace("ranks = 4\n", ""), OFFERS), "--learner", "4xA100-80GB"]
     assert main(words) == 0
     assert "learner.ranks 4" in " ".join(capsys.readouterr().out.split()), "what a run needs beside the plan"
@@ -187,9 +187,7 @@ def test_a_teacher_costs_a_forward_pass_and_memory(tmp_path: Path, capsys: pytes
     assert parts["either"] == pytest.approx(2 * parts["model"], abs=2)
 
 
-def test_more_rollouts_at_once_are_proposed_where_there_is_no_plan(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_impossible_plan_proposes_more_rollouts_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     offers = (
         '[[offers]]\nname = "card"\nprice_usd_per_hour = 3.0\ngpu = "H200"\nup_mbps = 2000\ndown_mbps = 2000\ncount = '
     )
@@ -199,7 +197,7 @@ def test_more_rollouts_at_once_are_proposed_where_there_is_no_plan(
     assert "A plan that works, with more rollouts at once: `echo2 plan" in told
 
 
-def test_a_gpu_of_an_offer_that_is_not_known_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_error_names_the_unknown_gpu_of_an_offer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write(tmp_path, QWEN3_8B, SETTINGS, OFFERS.replace("5090", "9090"))
     assert main([*words, "--learner", "4xA100-80GB"]) == 2
     assert "offer 'card': gpu = 'RTX 9090': the data sheet of 'RTX 9090' is not known" in capsys.readouterr().err
@@ -230,7 +228,9 @@ def test_the_bytes_of_a_form_are_those_of_its_blocks() -> None:
         (12, "q4_0", 2176, 4),
     ],
 )
-def test_what_small_machines_hold_of_8_billion_weights(memory_gb: float, form: str, length: int, rollouts: int) -> None:
+def test_tokens_that_small_machines_hold_beside_8_billion_weights(
+    memory_gb: float, form: str, length: int, rollouts: int
+) -> None:
     """The table of docs/capacity.md, and by hand: .9 of the memory holds a process, the weights, logits, and three
     times the keys and values in 16 bits."""
     eight = shape(QWEN3_8B)
@@ -307,7 +307,7 @@ def test_a_form_that_no_worker_could_use_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_the_wait_for_a_teacher_elsewhere_is_named_and_is_no_training(
+def test_waiting_for_a_remote_teacher_is_named_and_is_not_training_time(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = write(tmp_path, QWEN3_8B, f'{SETTINGS}[distill]\nteacher = "http://10.0.0.9:8000/v1"\n', OFFERS)

@@ -92,7 +92,7 @@ def test_a_batch_lasts_as_long_as_its_longest_answer() -> None:
     assert seconds(even, 3) < seconds(even, 6) < 2 * seconds(even, 3)
 
 
-def test_what_a_probe_printed_is_read_and_other_runs_and_files_are_refused(tmp_path: Path) -> None:
+def test_plan_reads_the_output_of_a_probe_and_refuses_other_runs_and_files(tmp_path: Path) -> None:
     path = tmp_path / "probe.json"
     lengths = {"prompt": 43.0, "answer": 27.0, "preferred": 19.0, "trained": 21.0, "preferred_trained": 7.0}
     whole = PROBE | {"parameters": 7, "lengths": lengths | {"flat": 0.1, "longest": 32.0}, "name": "it"}

@@ -9,7 +9,7 @@ import pytest
 from echo2.planning.lengths import SeenGroup, distinct_tokens, seen_lengths
 
 
-def test_a_common_beginning_is_run_once_and_an_answer_s_last_token_never() -> None:
+def test_a_shared_prompt_is_computed_once_and_the_last_token_of_an_answer_never() -> None:
     assert distinct_tokens([(1, 2, 3, 4)]) == 3
     assert distinct_tokens([(1, 2, 3), (1, 2, 4)]) == 2
     assert distinct_tokens([(1, 2, 3), (1, 5, 4)]) == 3
@@ -26,7 +26,7 @@ def test_lengths_of_all_and_of_those_that_training_prefers() -> None:
     assert seen_lengths([flat], 2).preferred == 8.0  # nobody is preferred: all may stay as they are
 
 
-def test_the_tokens_of_a_whole_group_are_foretold_from_a_few_of_its_kind() -> None:
+def test_the_tokens_of_a_group_are_estimated_from_a_few_rollouts() -> None:
     rng, size = random.Random(3), 8
     print("seed 3")
 

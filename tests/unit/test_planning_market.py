@@ -133,7 +133,7 @@ def test_gpuhunt_s_own_catalogue_is_read(tmp_path: Path, own_cache: Path, monkey
     assert own_cache.is_file()
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_causes_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Set XDG_CACHE_HOME"):
         market._write(tmp_path / "file" / "echo2" / "market.csv", [])

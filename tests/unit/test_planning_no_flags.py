@@ -95,7 +95,7 @@ def test_a_refusal_names_a_command_that_plans(
     assert main([*again, "--json"]) == 0, (again, capsys.readouterr().err)
 
 
-def test_where_one_card_is_too_small_a_machine_with_several_is_proposed(
+def test_a_machine_with_several_cards_is_proposed_where_one_is_too_small(
     desk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [*write(desk, MIXTURE, SETTINGS, "")[:2], "--learner", "4xH200", "--gpus", "RTX-4090"]
@@ -115,7 +115,7 @@ def test_a_wrong_offers_file_is_left_out_by_a_command_that_plans(
     assert main([*again, "--json"]) == 0
 
 
-def test_without_a_configuration_the_demo_s_is_named(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_without_a_configuration_names_the_demos(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for words in (["plan"], ["plan", "nothing.toml"], ["plan", "--from", str(desk)]):
         _, again = refused(words, capsys)
         assert again[-1].endswith("sort.toml")
@@ -136,7 +136,7 @@ def test_a_directory_of_a_run_that_trained_nothing_still_has_a_configuration(
     assert main([*again, "--json"]) == 0
 
 
-def test_what_config_json_states_is_read_as_transformers_reads_it() -> None:
+def test_config_json_is_read_as_transformers_reads_it() -> None:
     from echo2.engines.model_values import all_values
     from echo2.learner.decide.model_shape import read_shape
 

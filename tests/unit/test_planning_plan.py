@@ -65,7 +65,7 @@ def test_deltas_make_kappa_1_affordable_and_the_plan_cheaper_than_the_paper_s() 
     assert 1 - plan.usd_per_step / VERL_ASYNC >= 0.41
 
 
-def test_a_plan_is_what_its_rehearsal_shows() -> None:
+def test_a_plan_agrees_with_its_simulation() -> None:
     inputs = replace(PAPER, steps=16, groups_per_step=32, train_seconds=100.0, broadcast=BroadcastInputs(seconds=40.0))
     inputs = replace(inputs, offers=(CARD, replace(CARD, name="fast", rollouts_per_second=1.0, price_usd_per_hour=1.0)))
     plan = make_plan(replace(inputs, generate_during_broadcast=True))
@@ -292,7 +292,7 @@ requests_per_minute = 1792
 """
 
 
-def test_a_judge_is_named_with_what_it_costs_and_what_is_not_known(
+def test_plan_names_the_judge_with_its_price_and_what_is_unknown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, offers = write_files(tmp_path)
@@ -354,9 +354,7 @@ def test_the_example_s_offers_serve_a_small_model_whose_learner_is_faster_than_w
     assert "guessed from another model; `echo2 probe` measures them" in text
 
 
-def test_a_rate_that_was_measured_with_the_run_s_own_model_is_no_guess(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rate_measured_with_the_runs_model_is_no_guess(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, offers = write_files(tmp_path)
     write_layers(tmp_path / "model", {"model.embed_tokens": (134_515, 1_000), "model.norm": (8, 1)})
     count = num_parameters(str(tmp_path / "model"))
@@ -413,7 +411,7 @@ def test_batches_that_are_too_slow_for_any_number_of_machines_are_refused_before
 @examples(15)
 @example(bound=2, batch=5, rate=1.0, spread=0.0)
 @given(bound=st.integers(1, 4), batch=st.integers(1, 8), rate=st.floats(0.5, 8.0), spread=st.floats(0.0, 0.3))
-def test_what_is_said_to_be_the_least_waiting_is_never_more_than_a_plan_has(
+def test_the_reported_minimum_wait_is_never_above_that_of_a_plan(
     bound: int, batch: int, rate: float, spread: float
 ) -> None:
     offers = (Offer("a", 1.0, rate, spread=spread, count=60),)

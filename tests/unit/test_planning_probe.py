@@ -81,7 +81,7 @@ def test_the_rate_is_the_engine_s() -> None:
     assert measured.rewards.groups_at_once == groups_at_once(is_async=False)
 
 
-def test_a_judge_is_asked_aloud_and_its_dollars_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_probe_announces_calls_of_a_judge_with_their_price(capsys: pytest.CaptureFixture[str]) -> None:
     clock, raw = Clock(), configuration.to_json(config())
     decoder = Paced(clock)
     files = {**tokenizer_files(), "config.json": b'{"vocab_size": 64, "max_position_embeddings": 512}'}
@@ -99,21 +99,21 @@ def test_a_judge_is_asked_aloud_and_its_dollars_are_told(capsys: pytest.CaptureF
     assert "# not included: the judge costs $0.000" in as_offer("my card", 0.0, measured)
 
 
-def test_what_rewards_allow_is_said_beside_the_rate_and_not_in_it() -> None:
+def test_the_rate_of_rewards_is_a_comment_and_not_part_of_the_offers_rate() -> None:
     measured = Measured(2.5, 0.1, 0.21, 900.0, 8, 5, 320, 128.0, group_size=8, rewards=RewardTime(2.0, 1))
     text = as_offer("my card", 0.0, measured)
     assert "your reward functions take 2 s a group; a head like this machine scores 4 rollouts/s at most" in text
     assert "rollouts_per_second = 2.5\n" in text
 
 
-def test_what_it_prints_is_an_offer() -> None:
+def test_a_probe_prints_an_offer() -> None:
     text = as_offer("my card", 0.0, Measured(2.5, 0.1, 0.21, 900.0, 8, 5, 320, 128.0))
     assert "one standard error" in text
     (offer,) = parse_offers(tomllib.loads(text), "printed")
     assert (offer.name, offer.rollouts_per_second, offer.spread, offer.groups_per_batch) == ("my card", 2.5, 0.21, 8)
 
 
-def test_a_time_that_is_none_and_a_missing_file_are_refused(tmp_path: Path) -> None:
+def test_an_invalid_time_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     options = argparse.Namespace(
         target=tmp_path / "none.toml",
         seconds=0.0,

@@ -52,11 +52,11 @@ def simulate(name: str, seed: int) -> Report:
     return report
 
 
-def test_there_are_four() -> None:
+def test_there_are_four_presets() -> None:
     assert {path.stem for path in FOLDER.glob("*.toml")} == set(NAMES)
 
 
-def test_they_differ_in_the_protocol_alone() -> None:
+def test_presets_differ_in_the_protocol_only() -> None:
     first = values(NAMES[0])
     for name in NAMES[1:]:
         other = values(name)
@@ -64,7 +64,7 @@ def test_they_differ_in_the_protocol_alone() -> None:
     assert len({tuple(str(values(name)[key]) for key in sorted(PROTOCOL)) for name in NAMES}) == len(NAMES)
 
 
-def test_what_each_is_named_for() -> None:
+def test_presets_have_the_bounds_of_their_names() -> None:
     bounds = {name: (load(name).schedule.max_staleness, load(name).schedule.publish_every) for name in NAMES}
     assert bounds["sequential-pull"] == bounds["rolloutpipe"] == (0, 1)
     assert bounds["echo2"] == (3, 2)
@@ -77,7 +77,7 @@ def test_what_each_is_named_for() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_keeps_its_bound_and_drops_nothing(name: str) -> None:
+def test_a_preset_keeps_its_bound_and_drops_nothing(name: str) -> None:
     for seed in range(2):
         report = simulate(name, seed)
         bound = load(name).schedule.max_staleness

@@ -54,7 +54,7 @@ def test_a_job_that_fails_is_written_down_and_the_others_go_on(tmp_path: Path) -
     assert found["silent"]["failed"] == "its figures could not be read: FileNotFoundError: silent"
 
 
-def test_what_the_time_cuts_off_says_so_and_is_read_all_the_same(tmp_path: Path) -> None:
+def test_a_run_cut_off_by_its_time_limit_is_marked_and_still_read(tmp_path: Path) -> None:
     wait = "import time\nopen({!r}, 'w').close()\nwhile True: time.sleep(0.01)"
     began = tmp_path / "began"
     found: dict[str, dict[str, Any]] = {}
@@ -81,7 +81,7 @@ def test_sides_of_a_comparison_do_not_run_beside_each_other(tmp_path: Path) -> N
     assert begun == [["a1", "a2"], ["a1", "a2"], list(names), list(names)]
 
 
-def test_a_process_has_a_peak_of_memory_and_one_that_is_gone_has_none() -> None:
+def test_the_peak_memory_of_a_living_and_of_an_ended_process() -> None:
     assert resident_peak(1 << 30) == 0
     if sys.platform == "linux":
         assert resident_peak(os.getpid()) > 1_000_000
@@ -126,7 +126,7 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
 
-def test_every_run_of_it_is_one_that_echo2_takes(all_jobs: list[Job]) -> None:
+def test_every_generated_configuration_is_valid(all_jobs: list[Job]) -> None:
     """Settings that are misspelled, or out of bounds, would be found on the rented machine."""
     seen = 0
     for one in all_jobs:

@@ -94,7 +94,7 @@ def test_reasoning_gym() -> None:
     assert nonsense == 0.0
 
 
-def test_missing_and_null_columns_are_named() -> None:
+def test_the_error_names_missing_and_null_columns() -> None:
     with pytest.raises(
         RewardFailure, match=r"exact_match takes 'answer', a column that this task lacks \(it has \['reply'\]\)"
     ):
@@ -103,7 +103,7 @@ def test_missing_and_null_columns_are_named() -> None:
         scores("exact_match", {"answer": None}, "None")
 
 
-def test_a_misspelt_reward_is_told_its_name() -> None:
+def test_the_error_about_a_misspelt_reward_suggests_its_name() -> None:
     with pytest.raises(UserError, match=r"no reward 'exact_mach'. Did you mean exact_match\?"):
         Scorer(["exact_mach"])
 

@@ -113,7 +113,7 @@ def test_a_judge_that_repeats_the_key_does_not_bring_it_into_messages(monkeypatc
     assert "0123456789" not in retried[0]
 
 
-def test_a_judge_that_counts_absurdly_holds_up_nobody_for_hours() -> None:
+def test_a_judge_with_absurd_token_counts_causes_no_long_wait() -> None:
     async def two(judge: Judge) -> float:
         await judge.score(TASK, ["1"])
         return judge._tokens.take(0, time.monotonic())
@@ -159,7 +159,7 @@ def test_a_request_that_hangs_is_made_again() -> None:
 
 
 @pytest.mark.parametrize("fault", ["307", "401", "403", "404", "500", "503"])
-def test_a_judge_that_is_down_pauses_everything_with_its_reason_and_goes_on_by_itself(
+def test_a_judge_that_is_down_pauses_the_run_which_resumes_by_itself(
     fault: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     is_down = True
@@ -213,7 +213,7 @@ def test_all_wait_as_long_as_a_busy_judge_says() -> None:
     assert took >= 4.0
 
 
-def test_what_waits_for_its_turn_waits_longer_if_the_judge_is_busy_meanwhile() -> None:
+def test_a_queued_call_waits_longer_if_the_judge_becomes_busy() -> None:
     async def body(judge: Judge) -> None:
         judge._requests.take(1, time.monotonic())  # the next is due in a quarter of a second
         scoring = asyncio.ensure_future(judge.score(TASK, ["1"]))

@@ -60,7 +60,7 @@ def test_several_boxes_are_one_set() -> None:
     assert scores("$\\{3, 4\\}$", "\\boxed{3} and \\boxed{4}") == [1.0]
 
 
-def test_a_completion_costs_no_more_than_its_limits() -> None:
+def test_a_completion_uses_no_more_than_its_limits() -> None:
     """A tower that no comparison ends, boxes and brackets beyond number, text without end: all wrong, all bounded."""
     hostile = ["\\boxed{9^{9^{9^{9}}}}", "\\boxed{" * 20_000, "9" * 200_000, "1," * 50_000, "$" + "(" * 5_000 + "$"]
     assert scores("42", *hostile, "#### 42") == [0.0] * len(hostile) + [1.0]

@@ -95,7 +95,7 @@ def with_process(
     asyncio.run(run())
 
 
-def test_what_an_environment_gave_reaches_the_process(tmp_path: Path) -> None:
+def test_the_reward_of_an_environment_reaches_the_process(tmp_path: Path) -> None:
     async def run() -> None:
         process = RewardProcesses(["environment", "0.5 * exact_match"], 60.0, tmp_path / "reward.log")
         try:
@@ -206,7 +206,7 @@ def test_groups_asked_for_together_get_their_own_scores(own: Path) -> None:
     with_process(own, body)
 
 
-def test_what_ends_the_process_costs_its_own_group_and_none_that_was_sent_with_it(own: Path) -> None:
+def test_a_group_that_ends_the_process_costs_no_other_group(own: Path) -> None:
     deeds = ["nothing", "exit", "nothing", "raise", "hang", *["nothing"] * 20, "segfault", "nothing"]
 
     async def body(process: RewardProcesses) -> None:
@@ -322,7 +322,7 @@ def test_an_asynchronous_function_that_is_cancelled_from_within_costs_its_own_gr
 
 
 @pytest.mark.parametrize("do", ["exit", "hang"])
-def test_what_ends_a_shared_process_costs_its_own_group_alone(own: Path, do: str) -> None:
+def test_a_group_that_ends_a_shared_process_costs_no_other_group(own: Path, do: str) -> None:
     async def body(process: RewardProcesses) -> None:
         deeds = ["sleep", do, "nothing", "nothing"]
         calls = [process.score(task(deed), rollouts("a")) for deed in deeds]

@@ -93,7 +93,7 @@ def test_a_reward_that_always_raises_is_given_up_with_its_reason(tmp_path: Path)
 @pytest.mark.parametrize(
     ("do", "said"), [("typo", "NameError"), ("wrong", "returned 'no number' (str) as a score, not a float or None")]
 )
-def test_what_cannot_pass_is_not_tried_again(tmp_path: Path, do: str, said: str) -> None:
+def test_a_permanent_failure_is_not_retried(tmp_path: Path, do: str, said: str) -> None:
     found, called, failures = scored(tmp_path, do)
     assert isinstance(found, RewardFailure)
     assert said in str(found)
@@ -107,7 +107,7 @@ def test_the_pauses_grow_and_end() -> None:
     assert lost < 1e-6
 
 
-def test_a_try_again_is_for_the_rollouts_that_failed_and_the_first_score_of_a_rollout_stands(tmp_path: Path) -> None:
+def test_only_failed_rollouts_are_retried_and_first_scores_stand(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
 
     async def run() -> None:
@@ -128,7 +128,7 @@ def test_a_try_again_is_for_the_rollouts_that_failed_and_the_first_score_of_a_ro
     asyncio.run(run())
 
 
-def test_what_is_no_score_loses_its_rollout_at_the_first_try(tmp_path: Path) -> None:
+def test_an_invalid_score_loses_its_rollout_without_a_retry(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
 
     async def run() -> None:

@@ -127,7 +127,7 @@ print(parse_expr("1 + 2"))
 
 
 @confined
-def test_nobody_outlives_the_process_that_asked() -> None:
+def test_no_process_outlives_its_caller() -> None:
     script = """
 import os, signal
 from echo2.reward import sandbox_child
@@ -181,7 +181,7 @@ def test_answers_in_another_form_earn_what_the_generator_gives_for_them() -> Non
 
 
 @confined
-def test_what_hangs_or_bursts_costs_its_own_completion() -> None:
+def test_a_completion_that_hangs_or_prints_too_much_costs_only_itself() -> None:
     row = dict(ReasoningGymRows("puzzle24", {"size": 3}, 0)[1])
     right = "(1 + 2 + 3) * 4"
     hostile = ("10**10**10", "factorial(10**9)", "(" * 5000 + "1" + ")" * 5000)
@@ -233,7 +233,7 @@ def test_a_completion_that_takes_long_is_scored_after_the_others() -> None:
     assert num_forks == 3  # the last of them scored both
 
 
-def test_what_others_hold_up_has_not_used_its_time() -> None:
+def test_time_lost_to_other_processes_does_not_count() -> None:
     """The limit counts what the process computes, and only a part of what passes by the clock."""
     reading, writing = os.pipe()
     hours = itertools.count(step=3600)
@@ -410,7 +410,7 @@ def test_literals_mean_what_they_mean(value: Any) -> None:
 
 
 @given(st.text(st.sampled_from("abx_ 01()[]{}.,'\"+-*/:=@#\n\\!<>%")))
-def test_nothing_that_is_evaluated_can_name_or_call_anything(text: str) -> None:
+def test_evaluated_text_can_neither_name_nor_call_anything(text: str) -> None:
     try:
         evaluate(text)
     except (ValueError, SyntaxError, ArithmeticError, TypeError, MemoryError, RecursionError):

@@ -106,7 +106,7 @@ def test_trl_style_chat(own: str) -> None:
     assert rewards([f"{own}:chat"], task, "abc") == [5.0]
 
 
-def test_what_verls_functions_return_beside_the_score_is_kept_and_counts_for_nothing(own: str) -> None:
+def test_other_return_values_of_a_verl_function_are_kept_without_weight(own: str) -> None:
     (scored,) = Scorer([f"0.5 * {own}:verl_dict"]).score_each(Task(0, "x", {"ground_truth": "2"}), rollouts("2"))
     assert scored.reward == 0.5
     assert scored.reward_parts == {"verl_dict": 1.0, "verl_dict.length": 1.0, "verl_dict.right": 1.0}
@@ -150,7 +150,7 @@ def test_verl_style(own: str) -> None:
         rewards([f"{own}:compute_score"], Task(0, "x", {}), "2")
 
 
-def test_what_a_function_writes_stays_with_the_attempt(own: str) -> None:
+def test_output_of_a_function_stays_with_its_attempt(own: str) -> None:
     task = Task(0, "x", {"tags": []})
     assert rewards([f"{own}:writes"], task, "a", "b") == [1.0, 1.0]
     assert task.columns == {"tags": []}
@@ -197,7 +197,7 @@ def test_reward_is_the_weighted_sum_of_its_parts(weights: list[float], answers: 
         ("none", "returned None for rollout 0"),
     ],
 )
-def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str) -> None:
+def test_the_error_names_the_bad_function_and_its_result(own: str, name: str, said: str) -> None:
     with pytest.raises(RewardFailure, match=said) as caught:
         rewards([f"{own}:{name}"], Task(4, "Sort these " + "9" * 1000), "a", "b")
     message = str(caught.value)
@@ -216,7 +216,7 @@ def test_a_bad_function_is_named_with_what_it_did(own: str, name: str, said: str
         ("other", False, ""),
     ],
 )
-def test_a_function_that_expects_the_other_form_of_completions_is_told(
+def test_the_error_says_which_form_of_completions_a_function_gets(
     own: str, name: str, is_chat: bool, said: str
 ) -> None:
     with pytest.raises(RewardFailure) as caught:
@@ -257,7 +257,7 @@ NO_SCORES = {
 
 @pytest.mark.parametrize("value", NO_SCORES)
 @pytest.mark.parametrize("style", ["trl", "verl"])
-def test_what_is_no_score_costs_its_rollout_only(value: str, style: str, tmp_path: Path) -> None:
+def test_an_invalid_score_costs_its_rollout_only(value: str, style: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "import asyncio, numpy as np, torch\nfrom decimal import Decimal\n"
         "class Odd:\n    def __float__(self): raise RuntimeError\n    def __repr__(self): raise RuntimeError\n"
@@ -274,7 +274,7 @@ def test_what_is_no_score_costs_its_rollout_only(value: str, style: str, tmp_pat
     assert "Prompt (task 0)" in str(lost)
 
 
-def test_one_function_that_does_not_apply_or_fails_is_told_from_the_others(own: str) -> None:
+def test_none_of_one_function_is_left_out_and_nan_costs_the_rollout(own: str) -> None:
     """None beside another function's score is left out; NaN beside one costs the rollout."""
     task = Task(0, "x", {"answer": "b"})
     first, second = Scorer([f"{own}:sometimes", "exact_match"]).score_each(task, rollouts("a", "b"))

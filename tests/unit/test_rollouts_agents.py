@@ -90,7 +90,7 @@ def test_the_longest_answer_has_two_names_and_clients_may_send_one_of_them_empty
     rollouts(ScriptedEngine(lambda prompt: "a long answer"), agent)
 
 
-def test_a_compacted_history_a_dropped_thought_and_a_sub_agent_are_rows() -> None:
+def test_compacted_histories_dropped_thoughts_and_sub_agents_become_rows() -> None:
     def speak(prompt: str) -> str:
         return "<think>long</think>" + ("found" if "search" in prompt else "next" if "summary" in prompt else "yes")
 
@@ -126,7 +126,7 @@ def test_stop_strings_end_an_answer_and_are_not_shown() -> None:
     assert "do it. Obs:<|im_end|>\n<|im_start|>user\n2<|im_end|>" in text
 
 
-def test_a_stream_tells_the_same_answer() -> None:
+def test_a_stream_has_the_same_answer() -> None:
     async def agent(model: LoopbackModel, rng: random.Random) -> float:
         body = {"messages": [{"role": "user", "content": "1+2"}], "tools": [ADD], "stream": True}
         status, headers, content = await posted(model, CHAT, {**body, "stream_options": {"include_usage": True}})
@@ -267,7 +267,7 @@ def test_a_text_that_no_context_has_room_for_cuts_the_rollout_off(monkeypatch: p
     assert threading.get_ident() not in threads
 
 
-def test_an_answer_that_nobody_waited_for_is_not_trained_on() -> None:
+def test_an_answer_to_a_closed_connection_is_not_trained_on() -> None:
     """A client that gives up hangs up. Its next try asks the same again."""
     asked, gone, first = asyncio.Event(), asyncio.Event(), iter([True])
 
@@ -363,7 +363,7 @@ def with_half_a_character(body: Any, half: str, place: str = "") -> Iterator[tup
                 yield at, [*body[:number], changed, *body[number + 1 :]]
 
 
-def test_half_a_character_is_refused_wherever_it_stands() -> None:
+def test_half_a_character_is_refused_in_every_field() -> None:
     routes = {CHAT: FULL_CHAT, MESSAGES: FULL_MESSAGES, "/inference/v1/generate": FULL_TOKENS}
 
     async def agent(model: LoopbackModel, rng: random.Random) -> float:
@@ -383,7 +383,7 @@ def test_half_a_character_is_refused_wherever_it_stands() -> None:
     assert group.num_rollouts == LEASE.num_samples
 
 
-def test_a_tool_call_with_half_a_character_is_none() -> None:
+def test_a_tool_call_with_half_a_character_is_dropped() -> None:
     """The policy may write anything, and an answer must be sent."""
     call = '<tool_call>{"name": "add", "arguments": {"a": "\\ud800"}}</tool_call>'
 

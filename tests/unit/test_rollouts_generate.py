@@ -138,7 +138,7 @@ def test_cancelling_a_group_aborts_its_rollouts() -> None:
 
 
 @pytest.mark.parametrize("name", ["compact", "fake"])
-def test_in_lockstep_the_same_leases_give_the_same_bits_whatever_else_there_is(name: str) -> None:
+def test_the_same_leases_in_lockstep_give_the_same_bits_beside_any_others(name: str) -> None:
     snapshot = snapshot_of(tiny_module("qwen3"), version=5, lineage=2)
     engine, tokenizer = make_engine(name, "cpu"), load_tokenizer(snapshot.files)
     load(engine, snapshot)
@@ -160,7 +160,7 @@ def test_in_lockstep_the_same_leases_give_the_same_bits_whatever_else_there_is(n
         assert again == first  # the logprobs too, to the last bit
 
 
-def test_in_lockstep_the_others_go_on_where_one_group_is_cancelled() -> None:
+def test_other_groups_of_a_lockstep_go_on_when_one_is_cancelled() -> None:
     engine, tokenizer = engine_and_tokenizer()
     unit = [assignment(number, samples=4, max_tokens=20, seed=number) for number in range(2)]
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_class_that_fails_in_its_own_way_is_refused_like_the_others(
         load_tokenizer({"tokenizer_config.json": f'{{"tokenizer_class": "{name}"}}'.encode()})
 
 
-def test_ids_that_only_the_model_has_say_nothing() -> None:
+def test_ids_beyond_the_tokenizer_decode_to_nothing() -> None:
     tokenizer = load_tokenizer(tokenizer_files())
     assert decoded(tokenizer, array("i", [7, len(tokenizer), 5, 2**31 - 1, END])) == "53"
     assert decoded(tokenizer, array("i")) == ""

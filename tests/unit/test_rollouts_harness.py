@@ -85,7 +85,7 @@ async def tokens_only(model: LoopbackModel, rng: random.Random) -> float:
     return 0.25
 
 
-def test_what_a_harness_asked_is_one_rollout(engine: Engine) -> None:
+def test_the_calls_of_a_harness_become_one_rollout(engine: Engine) -> None:
     group = group_of(played(engine, tokens_only))
     assert group.by_harness
     assert list(group.prompt_tokens) == [2, 3]  # each begins with a third of its own
@@ -118,7 +118,7 @@ async def forking(model: LoopbackModel, rng: random.Random) -> float:
     return rng.random()
 
 
-def test_what_an_engine_drew_is_trained_on_exactly_once(engine: Engine) -> None:
+def test_every_sampled_token_is_trained_on_once(engine: Engine) -> None:
     overheard = Overheard(engine)
     group = group_of(played(overheard, forking))
     assert [len(rows) for rows in group.by_rollout] == [3] * LEASE.num_samples
@@ -208,7 +208,7 @@ async def no_token(model: LoopbackModel, rng: random.Random) -> float:
         (no_token, "engine_failed", "outside 0..30"),
     ],
 )
-def test_what_is_no_rollout_costs_its_group(engine: Engine, plays: Plays, reason: str, complaint: str) -> None:
+def test_an_invalid_rollout_costs_its_group(engine: Engine, plays: Plays, reason: str, complaint: str) -> None:
     failure = failure_of(played(engine, plays))
     assert failure.reason == reason
     assert re.search(complaint, failure.detail), failure.detail
@@ -245,7 +245,7 @@ async def _raw(model: LoopbackModel, text: bytes) -> bytes:
     return answer.partition(b"\r\n")[0]
 
 
-def test_strangers_and_what_is_no_request_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_and_invalid_requests_are_refused(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http, "BODY_BYTES_MAX", 1000)
     key = b"Connection: close\r\nAuthorization: Bearer "
     bad: list[dict[str, Any]] = [

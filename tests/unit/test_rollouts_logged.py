@@ -151,7 +151,7 @@ def test_an_answer_ends_as_the_policy_is_to_end_it(prompt: Any, end: int) -> Non
         ({"rollouts": [{"completion": 3, "tokens": [1], "logprobs": [0.0], "reward": 0}]}, {"samples": 1}, "be text"),
     ],
 )
-def test_what_cannot_be_trained_on_fails_its_own_lease(column: Any, options: Any, said: str) -> None:
+def test_untrainable_rows_fail_their_own_lease(column: Any, options: Any, said: str) -> None:
     good = assignment(logged("ab", "d"))
     outcomes = replayed(assignment(column, **options), good)
     (failure,) = [outcome for outcome in outcomes if isinstance(outcome, RequestFailure)]
@@ -213,7 +213,7 @@ class Letters:
         return "".join("abcdefghijklm"[token] for token in token_ids)
 
 
-def test_with_estimated_probabilities_a_log_has_the_gradient_of_the_policys_own_expectation() -> None:
+def test_estimated_probabilities_give_the_gradient_of_the_policys_expectation() -> None:
     """Whoever wrote it, as long as it has every answer: sum over the log of r A grad log pi = n grad E_pi[reward]."""
     counts = {letter: 1 + 3 * place % 7 for place, letter in enumerate("abcdefghijklm")}
     worth = {letter: (5 * place % 11) / 4 for place, letter in enumerate("abcdefghijklm")}

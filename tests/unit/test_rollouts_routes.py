@@ -96,7 +96,7 @@ def steered(module: Any, assignment: Assignment, sample: int) -> Rollout:
     return Rollout(drawn, logprobs, b"\x01" * count, ((0, 0),), "length", routes=told)
 
 
-def test_tokens_that_are_exactly_drawn_along_routes_that_favour_some_are_found() -> None:
+def test_tokens_sampled_exactly_along_biased_routes_are_detected() -> None:
     module = mixture()
     engine, asked = engine_with(snapshot(module)), leased(0, num_samples=4, max_tokens=8)
     (honest,) = sampled(engine, asked)

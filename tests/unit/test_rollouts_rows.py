@@ -62,7 +62,7 @@ async def with_judge(model: LoopbackModel, rng: random.Random) -> float:
 
 
 @pytest.mark.parametrize(("plays", "num_rows"), [(compacted, 2), (forked, 3)])
-def test_what_was_sampled_is_trained_on_exactly_once(engine: ScriptedEngine, plays: Any, num_rows: int) -> None:
+def test_every_sampled_token_of_a_row_is_trained_on_once(engine: ScriptedEngine, plays: Any, num_rows: int) -> None:
     group = played(engine, plays)
     assert [len(rows) for rows in group.by_rollout] == [num_rows] * LEASE.num_samples
     assert trained(group) == sampled(engine.heard)
@@ -174,7 +174,7 @@ def test_a_rollout_of_too_many_rows_or_tokens_is_refused(monkeypatch: pytest.Mon
         messages.check_turns(rows_group(), 2, is_played=True)
 
 
-def test_a_lost_rollout_takes_all_its_rows_along() -> None:
+def test_a_lost_rollout_loses_all_its_rows() -> None:
     from echo2.core.types import LostRollout
 
     left = without(rows_group(), [LostRollout(0, "reward_failed")])

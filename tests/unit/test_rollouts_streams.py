@@ -40,7 +40,7 @@ STOPS = ("<tool", "\n\n", "é", "本", ": ", "two\n", "Question: w")
 
 @examples(300)
 @given(st.lists(st.sampled_from(STOPS), max_size=3), st.booleans(), st.integers(0, 1 << 30))
-def test_what_was_told_is_the_beginning_of_the_message(stops: list[str], has_tools: bool, seed: int) -> None:
+def test_streamed_text_is_a_prefix_of_the_message(stops: list[str], has_tools: bool, seed: int) -> None:
     tokenizer, rng = byte_tokenizer(), random.Random(seed)
     tokens = array("i", [])
     for _ in range(rng.randrange(1, 12)):
@@ -60,7 +60,7 @@ def test_what_was_told_is_the_beginning_of_the_message(stops: list[str], has_too
     assert "" not in said
 
 
-def test_a_text_is_told_as_soon_as_it_is_certain() -> None:
+def test_text_is_streamed_as_soon_as_it_is_final() -> None:
     said: list[str] = []
     telling = Telling(AGENTS_TOKENIZER, ("END",), True, said.append)
     for character in "a <b ENx <tool ":
@@ -78,7 +78,7 @@ def test_a_text_is_told_as_soon_as_it_is_certain() -> None:
 
 @pytest.mark.parametrize("name", ["compact", "transformers", "fake"])
 @pytest.mark.parametrize("together", [False, True])
-def test_engines_say_each_token_as_it_is_drawn(name: str, together: bool) -> None:
+def test_engines_stream_each_token_as_it_is_sampled(name: str, together: bool) -> None:
     engine = make_engine(name, "cpu", 4)
     load(engine, snapshot_of(tiny_module("qwen3")))
     asked = [one for seed in range(4) for one in requests(seed, max_tokens=4 + 5 * seed)]
@@ -259,7 +259,7 @@ def test_an_answer_is_given_up_when_its_client_hangs_up_in_the_midst() -> None:
     assert [len(rows) for rows in texts(group)] == [1] * LEASE.num_samples
 
 
-def test_a_text_that_more_tokens_may_change_is_told_at_the_end() -> None:
+def test_text_that_may_still_change_is_streamed_at_the_end() -> None:
     core = Tokenizer(models.WordPiece({"do": 0, "n": 1, "'": 2, "t": 3, "<pad>": 4}, unk_token="<pad>"))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece(cleanup=False)
     tidy: Any = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", clean_up_tokenization_spaces=True)

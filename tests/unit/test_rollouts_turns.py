@@ -265,7 +265,7 @@ class Whimsical(Counting):
 
 
 @given(st.integers(0, 10**6))
-def test_what_comes_of_any_environment_is_what_the_head_accepts(seed: int) -> None:
+def test_the_head_accepts_the_rollouts_of_any_environment(seed: int) -> None:
     rng = random.Random(seed)
     engine, tokenizer = loaded("fake")
     max_turns, max_tokens = rng.randint(1, 6), rng.choice([1, 2, 10, 60, 200])
@@ -430,7 +430,7 @@ def test_the_chat_template_gets_the_runs_arguments() -> None:
     assert decoded(told, encode_prompt(task, told)) == "5301="
 
 
-def test_in_a_chat_the_reply_is_the_users_next_message() -> None:
+def test_a_reply_in_a_chat_is_the_users_next_message() -> None:
     tokenizer = load_tokenizer(tokenizer_files() | {"chat_template.jinja": TEMPLATE})
     world = Counting(last=3)
     engine, _ = loaded("compact")

@@ -170,7 +170,7 @@ def test_a_support_that_top_k_does_not_leave_is_seen() -> None:
     assert judged(engine, assignment, replace(wide, rollouts=bare)).fault != ""
 
 
-def test_where_the_stream_is_not_drawn_from_surprise_tells_on_average() -> None:
+def test_without_the_stream_a_check_relies_on_the_mean_surprise() -> None:
     """As for token servers: honest tokens of another stream pass, and tokens of a colder distribution do not."""
     engine = engine_with("compact", snapshot_of(tiny_module("qwen3")))
     assignment = leased(5, num_samples=24)
@@ -229,7 +229,7 @@ def test_an_engine_that_checks_takes_more_memory_to_hold_two_sets_of_weights(mon
     assert engine.held == (versions[2].ref, versions[1].ref)
 
 
-def test_an_edited_token_before_or_behind_a_swap_is_seen() -> None:
+def test_an_edited_token_before_or_after_a_swap_is_detected() -> None:
     old, new = snapshot_of(tiny_module("qwen3"), 1), snapshot_of(tiny_module("qwen3", seed=1), 2)
     assignment = leased(8, num_samples=4, max_tokens=24)
     engine, decoder = hooked("compact", lambda step: step != 8 or decoder.load(new), old)
@@ -269,7 +269,7 @@ def in_16_bits(snapshot: Snapshot) -> Snapshot:
     return replace(snapshot, tensors=tensors)
 
 
-def test_in_16_bits_a_little_off_is_seen_in_short_answers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_deviation_is_detected_in_short_answers_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight rollouts of eight tokens: the typical distance of a small group is not diluted."""
     engine = engine_with("compact", in_16_bits(snapshot_of(tiny_module("qwen3"))))
     rng = np.random.default_rng(0)
@@ -289,7 +289,7 @@ def test_in_16_bits_a_little_off_is_seen_in_short_answers_too(monkeypatch: pytes
         assert "typically miss" in judged(engine, assignment, chosen).fault
 
 
-def test_in_16_bits_a_little_off_at_most_tokens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_deviation_at_most_tokens_is_detected_in_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that moves each random number by so little that no single token shows it, to have several rollouts to
     choose from; and one that samples a little colder."""
     snapshot = in_16_bits(snapshot_of(tiny_module("qwen3")))
@@ -338,7 +338,7 @@ def test_one_token_far_off_is_an_outlier_and_two_are_not(bits: int) -> None:
     assert "1 of 153 tokens are not those" in fault(153, 1.13 * limit, told=0.1)  # drawn otherwise than was told
 
 
-def test_in_16_bits_a_narrower_support_than_was_told_is_seen() -> None:
+def test_a_narrower_support_than_claimed_is_found_in_16_bits() -> None:
     """Each token alone may lack some tokens of its support by rounding; all of them do not."""
     snapshot = in_16_bits(snapshot_of(tiny_module("qwen3")))
     compact, hf = engine_with("compact", snapshot), engine_with("transformers", snapshot)

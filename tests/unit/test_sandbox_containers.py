@@ -94,7 +94,7 @@ def test_files_stay_from_command_to_command_and_processes_do_not(runtime: str) -
         ("b() { b | b & }; b; sleep 8", 30.0, ("processes", "")),  # or forks are refused
     ],
 )
-def test_what_exceeds_a_limit_is_ended_and_the_next_command_runs(
+def test_a_command_over_a_limit_is_ended_and_the_next_one_runs(
     runtime: str, command: str, seconds: float, stopped: tuple[str, ...]
 ) -> None:
     async def scene(container: Container) -> None:
@@ -109,7 +109,7 @@ def test_what_exceeds_a_limit_is_ended_and_the_next_command_runs(
 
 
 @pytest.mark.skipif(bool(confinement.missing()), reason=confinement.missing())
-def test_a_fork_bomb_leaves_processes_to_the_machine_while_nobody_counts_its_own(public_folder: Path) -> None:
+def test_a_fork_bomb_leaves_processes_to_the_machine_before_its_own_are_counted(public_folder: Path) -> None:
     """As on a machine so busy that whoever counts comes late."""
     # More than its own limit: other commands of the same user, which count as well, may end meanwhile.
     count = "n=0; while [ $n -lt 1000 ]; do sleep 60 & n=$((n + 1)); echo $n; done"
@@ -159,7 +159,7 @@ def test_a_command_sees_nothing_of_the_machine(runtime: str, tmp_path: Path, mon
 
 
 @EACH_RUNTIME
-def test_there_is_no_network(runtime: str) -> None:
+def test_a_container_has_no_network(runtime: str) -> None:
     """Not even this machine's own: a listener on loopback hears of nobody."""
     ask = "exec 3<>/dev/tcp/127.0.0.1/%d && echo reached"
     if runtime in IMAGES:
@@ -211,7 +211,7 @@ asyncio.run(play())
     "spoil",
     ["chmod 000 /app /tmp /root", "chmod 000 $ECHO2_ROOT/app $ECHO2_ROOT/tmp", "cd /; rm -rf /app", "kill -9 0"],
 )
-def test_nothing_that_a_command_does_is_a_fault_of_the_machine(runtime: str, spoil: str) -> None:
+def test_no_command_causes_a_fault_of_the_machine(runtime: str, spoil: str) -> None:
     async def scene(container: Container) -> None:
         await container.run(spoil, 20)
         assert (await container.run("echo it runs", 20)).output == "it runs\n"
@@ -222,7 +222,7 @@ def test_nothing_that_a_command_does_is_a_fault_of_the_machine(runtime: str, spo
 
 @EACH_RUNTIME
 @pytest.mark.parametrize("command", ["true " + "x" * (1 << 17), "echo \ud800", "echo \0"])
-def test_what_no_shell_can_be_given_is_no_fault_of_the_machine(runtime: str, command: str) -> None:
+def test_an_invalid_shell_command_is_not_blamed_on_the_machine(runtime: str, command: str) -> None:
     async def scene(container: Container) -> None:
         ran = await container.run(command, 20)
         assert (ran.status, ran.stopped) == (126, "")
@@ -233,14 +233,14 @@ def test_what_no_shell_can_be_given_is_no_fault_of_the_machine(runtime: str, com
 
 @WITHOUT_IMAGES
 @pytest.mark.parametrize("names", [["a", "a/b"], ["x" * 300], ["a/b", "a"]])
-def test_files_that_cannot_be_written_are_told(runtime: str, names: list[str]) -> None:
+def test_files_that_cannot_be_written_are_reported(runtime: str, names: list[str]) -> None:
     with pytest.raises(ContainerFault, match="Cannot write a task's files"):
         inside(runtime, lambda container: container.put("/tests", dict.fromkeys(names, (b"", False))))
 
 
 @needs("bubblewrap")
 @pytest.mark.parametrize("directory", ["/root", "/tmp", "/srv/deep"])
-def test_commands_run_where_the_files_of_the_image_are(directory: str) -> None:
+def test_commands_run_in_the_folder_of_the_image(directory: str) -> None:
     async def play() -> str:
         container = await Containers("bubblewrap").open(Image(directory, {"given": (b"here", False)}), LIMITS)
         try:
@@ -268,7 +268,9 @@ def test_a_task_cannot_plant_what_is_put_later(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_fault_of_the_machine_is_no_ran_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_runtime_is_not_a_result_of_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A runtime that is not there, or that dies as it starts."""
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     broken = tmp_path / "podman"
@@ -419,7 +421,7 @@ def test_a_container_that_holds_too_much_runs_nothing_any_more(
 
 
 @WITHOUT_IMAGES
-def test_what_a_command_leaves_counts_when_it_has_ended(runtime: str) -> None:
+def test_files_left_by_a_command_count_towards_its_limits(runtime: str) -> None:
     async def scene(container: Container) -> None:
         for command in ("head -c 8M /dev/zero > file", "for n in 1 2 3 4 5 6; do ln file $n; done"):
             assert (await container.run(command, 20)).stopped == ""
@@ -456,7 +458,7 @@ ORPHAN = "perl -e 'if (fork) { exit } select(undef, undef, undef, 0.3); print ge
 
 @needs("landlock")
 @pytest.mark.skipif(not os.path.exists("/usr/bin/perl"), reason="the command of this test is Perl's")
-def test_whom_a_command_leaves_is_buried_by_its_own_process() -> None:
+def test_orphans_of_a_command_are_reaped_by_its_own_process() -> None:
     """The first process of many a machine buries nobody: it would run out of numbers for processes."""
     before = subprocess.run(["/bin/sh", "-c", ORPHAN], capture_output=True, text=True, check=True).stdout
     many = "for n in $(seq 100); do (true &) ; done; sleep 0.5; echo done"

@@ -26,7 +26,7 @@ def make_handler(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], Awai
     return answer, {}
 
 
-def test_calls_whose_time_is_up_while_another_ends_the_process_are_all_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_time_out_as_the_process_ends_all_get_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """So many, so close, that some are up in the moment between the end of the process and the word of it."""
     monkeypatch.setenv("PYTHONPATH", f"{__file__.rpartition('/')[0]}")
 

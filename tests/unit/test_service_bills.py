@@ -16,7 +16,7 @@ from echo2_service.settings import Quotas
 from front_service import PROTO, Service, protobuf
 
 
-def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path) -> None:
+def test_usage_is_billed_at_its_price_and_ends_at_a_quota(tmp_path: Path) -> None:
     quotas = Quotas(usd_per_million_tokens={"forward_backward": 2e5}, quota_usd={"ada": 1.0})
     service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)
     try:
@@ -43,7 +43,7 @@ def test_what_was_used_is_billed_at_its_price_and_a_quota_ends_it(tmp_path: Path
         service.database.close()
 
 
-def test_an_estimate_multiplies_the_prices_and_tells_what_is_left(tmp_path: Path) -> None:
+def test_an_estimate_has_the_costs_and_the_remaining_budget(tmp_path: Path) -> None:
     quotas = Quotas(usd_per_million_tokens={"forward_backward": 1.2, "sample": 0.6}, quota_usd={"ada": 25.0})
     service = Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", quotas)
     told = service.get("estimate?forward_backward=2000000&sample=500000")
@@ -95,9 +95,7 @@ def test_adapters_without_a_seed_differ_and_with_one_are_alike(tmp_path: Path) -
         assert len({*seeds[:2], 0, 3}) == 4
 
 
-def test_a_store_that_cannot_be_reached_is_told_so_that_clients_come_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clients_retry_while_the_store_is_unreachable(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
 
         def execute(statement: str) -> None:

@@ -98,7 +98,7 @@ def test_a_chat_is_answered_and_charged_as_a_sample(chats: Service) -> None:
     assert num(chats, sessions) == num(chats, samplers) == 1
 
 
-def test_a_stream_tells_the_same(chats: Service) -> None:
+def test_a_streamed_chat_has_the_same_answer(chats: Service) -> None:
     whole = call(chats, "chat/completions", CHAT)["choices"][0]
     events = call(chats, "chat/completions", {**CHAT, "stream": True}).split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
@@ -176,7 +176,7 @@ def test_a_key_needs_the_scope(chats: Service) -> None:
     assert "scope" in call(chats, "models", key=chats.api_keys.add_key(tenant(chats), ["train"]), status=403)["detail"]
 
 
-def test_a_session_that_ended_is_followed_by_another(chats: Service) -> None:
+def test_a_new_session_follows_an_ended_one(chats: Service) -> None:
     call(chats, "chat/completions", CHAT)
     (session,) = chats.database.select(sessions, tenant=tenant(chats))
     chats.post(f"sessions/{session.id}/finish", status=204)
@@ -221,7 +221,7 @@ def test_a_service_that_ends_says_so(service: Service) -> None:
     assert call(service, "chat/completions", CHAT, status=503)["error"]["code"] == "ending"
 
 
-def test_a_chat_template_that_never_ends_holds_up_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_chat_template_delays_no_other_tenant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All tenants' chats are written by one process, one after the other."""
     monkeypatch.setattr(chat_tokens, "PROMPT_SECONDS", 0.2)
     loops = "{% for a in range(99999) %}" * 4

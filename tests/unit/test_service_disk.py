@@ -29,7 +29,7 @@ def test_a_checkpoint_that_is_replaced_leaves_the_disk(service: Service) -> None
     assert len(list((service.folder / "checkpoints").rglob("req_*"))) == 1
 
 
-def test_what_is_published_stays_as_long_as_a_sampler_or_a_checkpoint_names_it(service: Service) -> None:
+def test_published_weights_stay_while_a_sampler_or_checkpoint_names_them(service: Service) -> None:
     session, other = service.session(), service.session()
     model = service.model(session)
     save = {"model_id": model, "seq_id": 1, "path": "a"}
@@ -128,7 +128,7 @@ def test_adapters_that_only_samplers_name_count_until_their_session_ends(tmp_pat
         assert service.result(service.post("save_weights", {**again, "seq_id": 2}))["path"].endswith("/last")
 
 
-def test_a_save_that_is_larger_than_what_is_left_does_not_stay(tmp_path: Path) -> None:
+def test_a_save_larger_than_the_remaining_quota_is_deleted(tmp_path: Path) -> None:
     with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite", SMALL)) as service:
         model = service.model(service.session())
         service.backend.more_bytes = 40_000
@@ -195,7 +195,7 @@ def execute(service: Service, *statements: str) -> None:
 
 
 @pytest.mark.parametrize(("fails", "first"), [("UPDATE", 1), ("COMMIT", 1), ("COMMIT", 2)])
-def test_what_the_database_does_not_store_is_not_in_memory_either(
+def test_rejected_writes_are_not_kept_in_memory(
     service: Service, fails: str, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "OPEN_MAX", 2)

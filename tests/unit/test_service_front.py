@@ -63,7 +63,7 @@ def test_a_model_is_trained_saved_and_sampled_from(service: Service) -> None:
 
 
 @ON_SQLITE
-def test_what_is_wanted_beside_a_sample_comes_in_the_layout_of_the_request(service: Service) -> None:
+def test_extra_outputs_of_a_sample_have_the_layout_of_the_request(service: Service) -> None:
     model = service.model(service.session())
     service.train(model, 1, [3, 3, 5])
     service.step(model, 2, lr=1.0)
@@ -122,7 +122,7 @@ UNSCORABLE: list[tuple[dict[str, Any], str]] = [
 
 
 @ON_SQLITE
-def test_what_cannot_be_scored_is_refused(service: Service) -> None:
+def test_unscorable_requests_are_refused(service: Service) -> None:
     session = {"session_id": service.session(), "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}
     sampler = service.post("create_sampling_session", session)["sampling_session_id"]
     body = {"sampling_session_id": sampler, "prompt": {"chunks": [{"tokens": [1, 2]}]}}
@@ -152,7 +152,7 @@ def test_a_request_that_comes_again_is_the_same_request(service: Service) -> Non
     assert len(service.backend.calls) == 2
 
 
-def test_a_client_that_counts_anew_is_not_answered_with_what_it_had_before(service: Service) -> None:
+def test_a_client_that_restarts_its_numbers_gets_no_old_answers(service: Service) -> None:
     """The Logits facade loads under number 1, and then trains under number 1."""
     session = service.session()
     model = service.model(session)
@@ -191,7 +191,7 @@ def test_a_state_makes_a_new_model_in_another_session(service: Service) -> None:
     assert "already" in service.result(again)["error"]
 
 
-def test_a_copy_outlives_what_it_is_of(service: Service) -> None:
+def test_a_copy_outlives_its_original(service: Service) -> None:
     model = service.model(service.session())
     path = service.result(service.post("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
     other = service.api_keys.add_key("eve")
@@ -386,7 +386,7 @@ def test_a_database_that_is_gone_for_a_while_costs_no_request(
     assert service.result(futures[1])["metrics"]["grad_norm"] > 0
 
 
-def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of_ours(service: Service) -> None:
+def test_numbers_beyond_32_bits_and_unstorable_text_are_client_errors(service: Service) -> None:
     model = service.model(service.session())
     for _ in range(2):
         service.in_front(service.front.bills.charge, "ada", "s", "sample", 3_000_000_000)
@@ -396,7 +396,7 @@ def test_numbers_beyond_32_bits_and_text_that_no_database_takes_are_no_faults_of
 
 
 @ON_SQLITE
-def test_what_is_not_served_is_refused_in_words_that_say_what_to_do(service: Service) -> None:
+def test_an_unsupported_request_is_refused_with_an_alternative(service: Service) -> None:
     for method, path in UNSERVED:
         url = "/api/v1/" + path.replace("{checkpoint:path}", "weights/a").format(model="m", session="s")
         answer = service.client.request(method, url, headers={"x-api-key": service.key})

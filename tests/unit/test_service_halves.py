@@ -36,7 +36,7 @@ def text_fields() -> Iterator[tuple[type[msgspec.Struct], str]]:
 
 
 @pytest.mark.parametrize("half", [b'"\\ud800"', b'["x", "\\uDFFF"]', b'{"a": "\xed\xa0\x80"}', b'{"\\udc00": 1}'])
-def test_a_field_with_half_a_character_is_named(half: bytes) -> None:
+def test_the_error_names_a_field_with_half_a_character(half: bytes) -> None:
     for kind, field in text_fields():
         with pytest.raises(PeerError, match=rf"{field}\S* has (a key with )?half of a surrogate pair"):
             bodies.parse(kind, b'{"seq_id": 1, "%s": %s}' % (field.encode(), half))

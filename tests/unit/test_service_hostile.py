@@ -21,7 +21,7 @@ from front_service import Service
 from one_row_backend import OneRowBackend
 
 
-def test_a_refusal_that_no_database_can_store_leaves_nothing_under_way(anywhere: Service) -> None:
+def test_an_unstorable_refusal_leaves_no_request_open(anywhere: Service) -> None:
     """The bytes of such bodies counted for ever; three tenants could fill what all may have under way."""
     body = b'{"model_id": "a\\u0000", "seq_id": 1, "adam_params": 3, "more": "' + bytes([97]) * 100_000 + b'"}'
     for _ in range(3):
@@ -44,7 +44,7 @@ def test_requests_that_come_twice_at_once_are_one(service: Service) -> None:
     assert len({one["tinker_path"] for one in made}) == 1
 
 
-def test_what_looks_at_all_checkpoints_of_a_tenant_does_so_beside_the_requests(anywhere: Service) -> None:
+def test_calls_that_list_all_checkpoints_do_not_block_others(anywhere: Service) -> None:
     """With 130,000 of them each such call held up everybody for .3 to 1.3 seconds, and a deletion did so 130 times."""
     model = anywhere.model(anywhere.session())
     save = {"model_id": model, "seq_id": 1, "path": "x"}
@@ -68,9 +68,7 @@ def test_what_looks_at_all_checkpoints_of_a_tenant_does_so_beside_the_requests(a
     assert sum(bool(of_all.match(statement)) for each in read.values() for statement in each) >= 6
 
 
-def test_callers_that_wait_for_the_measure_of_a_disk_wait_for_one(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_measurements_of_a_disk_are_made_once(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     looks, storage = [], service.front.work.storage
     look = storage._look
 
@@ -142,7 +140,7 @@ def test_a_tenant_cannot_keep_a_checkpoint_for_longer_than_the_operator_keeps_it
         assert row.expires == (service.now + 86400 if ttl == 86400 else ends)
 
 
-def test_what_tenants_send_is_not_in_the_log_while_the_database_cannot_store_it(service: Service) -> None:
+def test_tenants_texts_are_not_logged_while_the_database_fails(service: Service) -> None:
     """The owner's page shows the log, of which each request was another fault, and hid all others."""
     with service.database.transaction() as connection:
         connection.execute(sql.text("ALTER TABLE sessions DROP COLUMN seen"))
@@ -153,7 +151,7 @@ def test_what_tenants_send_is_not_in_the_log_while_the_database_cannot_store_it(
     assert "of-nobody-else" not in fault["text"]
 
 
-def test_what_ends_at_the_same_time_goes_in_few_transactions(anywhere: Service) -> None:
+def test_simultaneous_results_share_transactions(anywhere: Service) -> None:
     """A thousand, each written to a disk before the next one, held up everybody for seconds where that takes long."""
     model = anywhere.model(session := anywhere.session())
     save = {"model_id": model, "seq_id": 1, "path": "x", "ttl_seconds": 60}

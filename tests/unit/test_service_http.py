@@ -70,7 +70,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
         return True
 
 
-def test_a_head_that_does_not_come_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_whose_header_does_not_arrive_costs_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEAD_SECONDS", 5.0)
 
     async def client(port: int, may_answer: asyncio.Event) -> None:
@@ -124,7 +124,7 @@ def test_a_port_that_is_taken_is_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_service_that_is_told_to_end_ends_in_good_order(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_service_ends_in_order_on_sigterm(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "serve.toml").write_text('[bases]\n"me/tiny" = ""\n')
     command = [
         sys.executable,

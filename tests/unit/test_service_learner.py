@@ -182,7 +182,7 @@ def test_a_state_that_was_loaded_survives_without_its_files(client: Client, tmp_
     assert "no complete checkpoint" in client.call(LoadStateCall("m", 10, str(tmp_path / "none"), True)).fault
 
 
-def test_a_mistake_is_told_again_and_changes_nothing(client: Client) -> None:
+def test_a_repeated_mistake_gets_the_same_answer_and_changes_nothing(client: Client) -> None:
     bad = ForwardBackwardCall("m", 1, some_data("1"), "cross entropy", {}, False)
     fault = client.call(bad).fault
     assert "There is no loss 'cross entropy'" in fault
@@ -208,7 +208,7 @@ def test_a_torn_record_is_cut_off(client: Client, tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_damage_of_a_record_is_told_and_nothing_behind_it_is_lost_in_silence(client: Client, tmp_path: Path) -> None:
+def test_a_damaged_record_is_reported_with_all_that_follows_it(client: Client, tmp_path: Path) -> None:
     client.train("m", range(1, 8))
     path = tmp_path / "models" / "m" / "journal"
     whole = path.read_bytes()
@@ -228,7 +228,7 @@ def test_damage_of_a_record_is_told_and_nothing_behind_it_is_lost_in_silence(cli
     assert client.train("m", range(8, 9)) == client.train("same", range(1, 9))[7:]
 
 
-def test_what_a_power_failure_left_unwritten_is_cut_off(client: Client, tmp_path: Path) -> None:
+def test_a_record_cut_by_a_power_failure_is_truncated(client: Client, tmp_path: Path) -> None:
     before = client.train("m", range(1, 4))
     path = tmp_path / "models" / "m" / "journal"
     whole = path.read_bytes()
@@ -239,7 +239,9 @@ def test_what_a_power_failure_left_unwritten_is_cut_off(client: Client, tmp_path
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])
-def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, tmp_path: Path, is_restarted: bool) -> None:
+def test_a_full_disk_fails_an_operation_and_loses_none_of_the_others(
+    client: Client, tmp_path: Path, is_restarted: bool
+) -> None:
     expected, path = client.train("same", range(1, 7)), tmp_path / "models" / "m" / "journal"
     assert client.train("m", range(1, 4)) == expected[:3]
     whole = path.read_bytes()
@@ -251,7 +253,7 @@ def test_a_full_disk_fails_an_operation_and_loses_none(client: Client, tmp_path:
     assert client.train("m", range(4, 7)) == expected[3:]
 
 
-def test_a_lost_checkpoint_is_told(client: Client, tmp_path: Path) -> None:
+def test_a_lost_checkpoint_is_reported(client: Client, tmp_path: Path) -> None:
     client.train("m", range(1, 4))
     client.call(UnloadCall("m"))
     client.train("m", range(4, 7))
@@ -264,7 +266,7 @@ def test_a_lost_checkpoint_is_told(client: Client, tmp_path: Path) -> None:
         client.train("m", range(8, 9))
 
 
-def test_columns_of_targets_and_padding() -> None:
+def test_targets_and_padding_by_column() -> None:
     datum = ClientDatum(
         array("i", [5, 6]), array("i", [0, 1, 2, 3]), None, array("d", [0, 1, 0, 2]), array("f", [0, -1, -2, -3])
     )
@@ -313,7 +315,7 @@ def test_shares_are_equal_whatever_the_pieces() -> None:
     assert abs(used["late"] - (used["large"] - at_200["large"])) <= 1.1
 
 
-def test_a_process_that_does_not_start_is_told(
+def test_a_process_that_does_not_start_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its last words are in the log of `echo2 serve`, whose newest warnings the owner's page shows."""
@@ -445,7 +447,7 @@ def test_a_call_that_kills_is_failed_and_others_are_answered(tmp_path: Path, mon
     asyncio.run(run())
 
 
-def test_a_full_disk_is_told_in_one_line_and_a_mistake_of_ours_with_its_place(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_logged_in_one_line_and_a_bug_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     """A full disk fails at each retry."""
     full, ours = OSError(28, "No space left on device"), ValueError("ours")
     assert calling.failed(1, full, "save").is_ours

@@ -36,7 +36,7 @@ def test_a_long_body_is_read_by_another_process_that_may_die(service: Service) -
         service.until(lambda killed=pid: reader(service) != killed)  # type: ignore[misc]
 
 
-def test_what_is_wrong_with_a_long_body_is_said_as_of_a_short_one(service: Service) -> None:
+def test_errors_in_long_bodies_read_like_those_in_short_ones(service: Service) -> None:
     model = service.model(service.session())
     answers = [
         service.result(service.post("forward_backward", body(model, number, count, 1.5)))["error"]

@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[str, Any, dict[str, str], str]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_what_is_refused_fails_alone(service: Service, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_request_fails_alone(service: Service, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_BYTES_MAX", 2000)
     path, body, headers, words = REFUSED[why]
     model = service.model(service.session())
@@ -98,7 +98,7 @@ def test_a_quota_of_disk_uses_up_the_number_and_one_of_dollars_is_asked_again(se
         (b"\x0a\x7fm", True, None),
     ],
 )
-def test_what_cannot_be_read_has_no_number(body: bytes, is_protobuf: bool, found: Numbered | None) -> None:
+def test_an_unreadable_request_has_no_number(body: bytes, is_protobuf: bool, found: Numbered | None) -> None:
     assert numbered(body, is_protobuf, False) == found
     packed = zstandard.compress(body)
     assert numbered(packed, is_protobuf, True) == found

@@ -20,7 +20,7 @@ def test_requests_go_in_their_order_whichever_way_they_come(seed: int) -> None:
     assert order.num_held == 0
 
 
-def test_a_client_that_counts_anew_goes_in_order_of_arrival() -> None:
+def test_a_client_that_restarts_its_numbers_is_served_in_order_of_arrival() -> None:
     order = ModelOrder()
     assert order.arrive("load", 1, 0.0) == [Released("load")]
     assert order.arrive("forward", 1, 0.0) == [Released("forward")]
@@ -28,7 +28,7 @@ def test_a_client_that_counts_anew_goes_in_order_of_arrival() -> None:
     assert order.arrive("unnumbered", None, 0.0) == [Released("unnumbered")]
 
 
-def test_a_request_that_never_comes_is_named_to_those_that_waited() -> None:
+def test_the_error_names_the_missing_request_that_others_waited_for() -> None:
     order = ModelOrder()
     assert order.arrive("b", 2, 0.0) == []
     assert order.arrive("d", 4, 100.0) == []
@@ -39,7 +39,7 @@ def test_a_request_that_never_comes_is_named_to_those_that_waited() -> None:
     assert order.arrive("c", 3, GAP_SECONDS) == [Released("c"), Released("d")]
 
 
-def test_what_follows_an_expired_request_goes_on() -> None:
+def test_requests_after_an_expired_one_go_on() -> None:
     order = ModelOrder()
     order.arrive("b", 2, 0.0)
     order.arrive("c", 3, 200.0)

@@ -54,7 +54,7 @@ def packed(folder: Path) -> bytes:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_what_is_taken_computes_what_peft_computes(tmp_path: Path, base: BaseInfo, dtype: torch.dtype) -> None:
+def test_an_accepted_adapter_computes_as_in_peft(tmp_path: Path, base: BaseInfo, dtype: torch.dtype) -> None:
     model = peft_adapter(tmp_path / "mine")
     weights = tmp_path / "mine" / "adapter_model.safetensors"
     rounded = {name: tensor.to(dtype).contiguous() for name, tensor in load_file(weights).items()}
@@ -82,7 +82,7 @@ def test_what_is_taken_computes_what_peft_computes(tmp_path: Path, base: BaseInf
         ({"layers_to_transform": [1]}, r"layers\.0\..* is no such tensor"),
     ],
 )
-def test_what_would_compute_something_else_is_refused(
+def test_an_adapter_that_would_compute_differently_is_refused(
     tmp_path: Path, base: BaseInfo, more: dict[str, Any], complaint: str
 ) -> None:
     peft_adapter(tmp_path / "mine", **more)

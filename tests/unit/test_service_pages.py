@@ -86,7 +86,7 @@ TARGETS = {"data": [3, 4], "dtype": "int64", "shape": [2]}
 # ---- what is told ----------------------------------------------------------------------------------------------------
 
 
-def test_an_account_tells_runs_curves_bill_keys_and_why_it_waits(anywhere: Service) -> None:
+def test_an_account_has_runs_curves_bill_keys_and_reasons_of_waits(anywhere: Service) -> None:
     model = some_work(anywhere, label="mine")
     anywhere.now += 5.0
     told = anywhere.get("account")
@@ -111,13 +111,13 @@ def test_an_account_tells_runs_curves_bill_keys_and_why_it_waits(anywhere: Servi
     assert curve["columns"]["tokens"] == [2, 2, 2]
 
 
-def test_an_account_says_that_new_requests_are_refused(service: Service) -> None:
+def test_the_account_shows_that_new_requests_are_refused(service: Service) -> None:
     service.in_front(service.front.bills.charge, "ada", "s", "sample", 90)
     (note,) = service.get("account")["notes"]
     assert note.startswith("ada has spent $9.0000 of $9")
 
 
-def test_what_was_sampled_is_told_with_its_text(anywhere: Service, tmp_path: Path) -> None:
+def test_samples_are_shown_with_their_text(anywhere: Service, tmp_path: Path) -> None:
     tiny_model.make(tmp_path / "tiny")
     anywhere.backend.bases = {"echo2/tiny": BaseInfo("echo2/tiny", str(tmp_path / "tiny"), 128)}
     some_work(anywhere, label="mine")
@@ -141,7 +141,7 @@ def test_an_account_is_bounded_however_much_a_tenant_has(service: Service) -> No
     assert (len(told["waits"]), told["num_open"]) == (20, RUNS_TOLD + 3)
 
 
-def test_the_owner_is_told_tenants_money_fleet_and_faults(anywhere: Service) -> None:
+def test_the_owner_sees_tenants_money_fleet_and_faults(anywhere: Service) -> None:
     some_work(anywhere)
     eve = anywhere.api_keys.add_key(HOSTILE)
     anywhere.session(eve)
@@ -156,7 +156,7 @@ def test_the_owner_is_told_tenants_money_fleet_and_faults(anywhere: Service) -> 
     assert (newest["level"], newest["text"]) == ("error", "it went wrong: ValueError: because")
 
 
-def test_a_fault_that_comes_often_is_one_line_and_what_strangers_send_is_none(service: Service) -> None:
+def test_a_frequent_fault_is_one_line_and_bad_requests_of_strangers_have_none(service: Service) -> None:
     logging.getLogger("echo2.anything").warning("an adapter is lost")
     for _ in range(100):
         logging.getLogger("echo2.anything").warning("the disk is full")
@@ -257,7 +257,7 @@ def test_the_servers_own_log_has_no_key(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 @pytest.mark.parametrize("wrong", ["", "tml-wrong", "é", "\x00", HOSTILE, "a" * 3000])
-def test_a_wrong_key_is_not_let_in(service: Service, wrong: str) -> None:
+def test_a_wrong_key_is_refused(service: Service, wrong: str) -> None:
     answer = sign_in(service, wrong)
     assert answer.status_code == 401
     assert "set-cookie" not in answer.headers
@@ -366,7 +366,7 @@ def test_a_tenant_sees_nothing_of_another_wherever_it_looks(service: Service) ->
     assert service.client.get(f"{ROOT}training_runs/{theirs}/steps").status_code == 404
 
 
-def test_pages_are_the_same_for_everybody(service: Service) -> None:
+def test_every_visitor_gets_the_same_page(service: Service) -> None:
     """So no name of anybody's can become a part of one."""
     pages = set()
     for tenant in ("ada", HOSTILE):

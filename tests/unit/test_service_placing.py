@@ -72,7 +72,7 @@ def test_the_owner_with_least_under_way_is_next() -> None:
     assert placing.place() == [(10, LOCAL)]
 
 
-def test_a_machine_of_the_fleet_goes_before_this_one_and_one_that_knows_the_snapshot_before_one_as_busy() -> None:
+def test_fleet_machines_come_before_this_one_and_those_with_the_snapshot_before_equally_busy_ones() -> None:
     placing = Placing(1)
     placing.joined("a", 8)
     placing.joined("b", 8)

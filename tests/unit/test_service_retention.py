@@ -51,9 +51,7 @@ def test_checkpoints_are_deleted_by_path_run_age_and_all_but_the_newest(anywhere
     assert anywhere.database.count(checkpoints) == 0
 
 
-def test_deletion_in_bulk_frees_the_disk_at_once_and_in_pieces(
-    service: Service, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bulk_deletion_frees_the_disk_at_once_and_in_parts(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "PAGE_MAX", 2)
     model = saved(service, 4)
     before = service.get("usage")["disk_gb"]
@@ -80,7 +78,7 @@ def test_a_tenant_deletes_only_its_own(service: Service) -> None:
     "wrong",
     [{}, {"paths": None}, {"keep": 1}, {"keep_newest": -1}, {"older_than_seconds": -1}, {"paths": ["weights/n1"]}],
 )
-def test_what_names_nothing_deletes_nothing(service: Service, wrong: dict[str, Any]) -> None:
+def test_an_unknown_name_deletes_nothing(service: Service, wrong: dict[str, Any]) -> None:
     model = saved(service, 1)
     service.post("checkpoints/delete", wrong, status=400)
     service.post("checkpoints/delete", {"paths": ["tinker://x/weights/y"] * (limits.PAGE_MAX + 1)}, status=400)
@@ -141,7 +139,7 @@ def test_no_list_of_all_checkpoints_is_read_beside_the_requests(anywhere: Servic
     assert any("checkpoints.directory" in statement for each in read.values() for statement in each)
 
 
-def test_what_is_about_to_be_stored_is_no_leftover(anywhere: Service) -> None:
+def test_files_about_to_be_stored_are_not_deleted_as_leftovers(anywhere: Service) -> None:
     saved(anywhere, 1)
     storage = anywhere.front.work.storage
     directory = storage.directory("ada") / "adapter_new"

@@ -152,7 +152,7 @@ def test_logprobs_are_those_of_the_learner(sampler: BaseSampler, tenants: Tenant
                 assert rows[at - 1][ids.index(PROMPT[at])] == pytest.approx(output.prompt_logprobs[at], abs=1e-6)
 
 
-def test_others_than_what_stands_there_are_scored(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:
+def test_tokens_other_than_the_prompts_are_scored(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:
     """Against a softmax over the most likely tokens, of which all are asked for."""
     snapshot = published(tenants, tmp_path)[3]
     cells = (array("i", [1, 1, 3, 4]), array("i", [5, 9, VOCAB - 1, 5]))
@@ -189,7 +189,7 @@ def rows_of(values: Sequence[Any], width: int) -> list[list[Any]]:
     return [list(values[at : at + width]) for at in range(0, len(values), width)]
 
 
-def test_what_is_published_is_frozen(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:
+def test_published_weights_are_frozen(sampler: BaseSampler, tenants: Tenants, tmp_path: Path) -> None:
     snapshots = published(tenants, tmp_path / "first")
     before = sampled(sampler, snapshots)
     train(tenants, "0")
@@ -229,7 +229,9 @@ def test_seeds_and_greedy(sampler: BaseSampler) -> None:
     assert len({each.tokens.tobytes() for each in greedy}) == 1
 
 
-def test_what_cannot_be_sampled_is_told_and_harms_nobody(sampler: BaseSampler, tmp_path: Path) -> None:
+def test_a_request_that_cannot_be_sampled_gets_an_error_and_harms_no_other(
+    sampler: BaseSampler, tmp_path: Path
+) -> None:
     for bad, words in (
         (replace(SPEC, prompt=array("i")), "no tokens"),
         (replace(SPEC, prompt=array("i", [VOCAB])), "outside"),
@@ -297,7 +299,7 @@ def test_an_owner_that_uses_all_slots_for_long_leaves_one_in_sixteen(model: Path
     assert ended == ["late", "busy"]
 
 
-def test_an_answer_that_cannot_be_sent_is_told_as_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsendable_answer_becomes_an_error(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sampler = base_sampler(str(model), "cpu")
     monkeypatch.setattr(frames, "MAX_FRAME_BYTES", 500)
 

@@ -38,7 +38,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_wrong_settings_are_named(tmp_path: Path, text: str) -> None:
+def test_the_error_names_wrong_settings(tmp_path: Path, text: str) -> None:
     file = tmp_path / "serve.toml"
     file.write_text(text)
     with pytest.raises(UserError) as caught:
@@ -47,7 +47,7 @@ def test_wrong_settings_are_named(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "../tiny", "a/b/c", "a/..", "a/b c"])
-def test_a_base_is_named_as_on_a_hub(tmp_path: Path, name: str) -> None:
+def test_the_name_of_a_base_model_has_an_owner(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="owner/name"):
         serve.base_directories({name: ""}, tmp_path)
 
@@ -97,9 +97,7 @@ def test_keys_are_added_listed_and_revoked_beside_the_service(
     database.close()
 
 
-def test_the_status_of_a_service_is_told_whether_it_runs_or_not(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_status_shows_whether_a_service_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "status", "--out", str(tmp_path)]) == 2
     database = serve.open_database(tmp_path)
     database.insert(sessions, id="s", tenant="ada", created=1.0, seen=1.0)

@@ -38,7 +38,7 @@ def sampled(service: Service, session: str, number: int) -> None:
     service.result(service.post("asample", sample))
 
 
-def test_a_step_tells_what_it_has_cost_and_the_session_so_far(anywhere: Service) -> None:
+def test_a_step_returns_its_cost_and_the_sessions_total(anywhere: Service) -> None:
     session = anywhere.session()
     model = anywhere.model(session)
     sampled(anywhere, session, 1)
@@ -73,7 +73,7 @@ def test_a_step_counts_what_was_trained_for_it_however_long_that_answer_takes(se
     assert (row.tokens, row.step, row.loss) == (200_000, 2, pytest.approx(2.772588722))
 
 
-def test_a_step_without_prices_tells_no_dollars(tmp_path: Path) -> None:
+def test_a_step_without_prices_returns_no_dollars(tmp_path: Path) -> None:
     with closing(Service(tmp_path, f"sqlite:///{tmp_path}/service.sqlite")) as service:
         assert set(metrics(service, service.step(service.model(service.session()), 1))) == {"grad_norm"}
         assert service.database.count(spending) == 0
@@ -202,7 +202,7 @@ def test_checkpoints_are_kept_as_long_as_the_operator_keeps_them(service: Servic
     assert service.get("usage")["checkpoint_days"] == 2.0
 
 
-def test_a_tariff_without_a_file_stays() -> None:
+def test_without_a_file_the_tariff_stays() -> None:
     tariff = Tariff(Quotas(PRICES))
     tariff.reread()
     assert tariff.quotas.usd_per_million_tokens == PRICES

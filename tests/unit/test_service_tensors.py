@@ -38,7 +38,7 @@ def test_a_negative_size_does_not_hide_a_large_tensor(service: Service) -> None:
 
 
 @pytest.mark.parametrize("number", [1e300, 1.7, float(1 << 60)])
-def test_a_number_that_is_not_whole_is_no_token(number: float) -> None:
+def test_a_fraction_is_not_a_token(number: float) -> None:
     with pytest.raises(UserError, match="not a whole one"):
         _json_tensor(TensorBody(data=[number], dtype="int64"))
 

@@ -89,7 +89,7 @@ def operations(client: Client, session: str, model: str, sampler: str, path: str
     yield client.ok("asample", {"sampling_session_id": sampler, "prompt": datum["model_input"]})
 
 
-def test_no_operation_that_fails_tells_a_path(tmp_path: Path) -> None:
+def test_no_failing_operation_reveals_a_path(tmp_path: Path) -> None:
     folder = tmp_path / "the service's"
     folder.mkdir()
     with serving(folder) as server:
@@ -118,7 +118,7 @@ BODIES: list[bytes] = [b"", b"{}", b"[", b"\xff\xfe", b"x" * 5_000_000]
 NAMES = ("x", "..%2f..%2f..%2fetc%2fpasswd", "%00", "weights/../../service.sqlite", "/etc/passwd")
 
 
-def test_no_endpoint_tells_a_path(tmp_path: Path) -> None:
+def test_no_endpoint_reveals_a_path(tmp_path: Path) -> None:
     """Every endpoint with every wrong body and name, and every right kind of body with wrong values."""
     with serving(tmp_path, Quotas(quota_disk_gb={"poor": 0.0})) as server:
         client, found = server.client("ada"), []

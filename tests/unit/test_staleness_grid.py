@@ -38,7 +38,7 @@ def test_a_cell_has_ten_steps_a_version_of_lag(lag: int, steps: int) -> None:
     assert Cell("dppo", lag, 0).steps(120) == steps
 
 
-def test_what_is_written_is_read_and_unfinished_files_are_not(tmp_path: Path) -> None:
+def test_written_cells_are_read_and_unfinished_files_skipped(tmp_path: Path) -> None:
     cell = Cell("dppo,tv_high=0.1", 8, 2)
     grid.write_cell(tmp_path, cell, 120, record(0.3, 0.6))
     (tmp_path / ".unfinished-1").write_text("{", encoding="utf-8")
@@ -57,7 +57,7 @@ def test_cells_of_other_settings_are_not_mixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["dppo", "dppo:8", "dppo:x:0", ":8:0", "dppo:8:0:1"])
-def test_what_is_no_cell_is_refused(text: str) -> None:
+def test_files_other_than_cells_are_refused(text: str) -> None:
     with pytest.raises(UserError, match="LOSS:LAG:SEED"):
         grid.parse_cell(text)
 

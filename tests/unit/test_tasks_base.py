@@ -17,7 +17,7 @@ def test_permute_is_a_bijection(size: int, key: str) -> None:
 
 
 @given(size=st.integers(2**31, 2**62), data=st.data())
-def test_permute_of_a_huge_range_stays_inside_and_apart(size: int, data: st.DataObject) -> None:
+def test_permute_of_a_huge_range_stays_inside_without_collisions(size: int, data: st.DataObject) -> None:
     first, second = data.draw(st.lists(st.integers(0, size - 1), min_size=2, max_size=2, unique=True))
     images = {permute(first, size, "k"), permute(second, size, "k")}
     assert len(images) == 2
@@ -83,7 +83,7 @@ class Broken(Rows):
         return f"broken.db line {index}"
 
 
-def test_a_source_that_raises_is_named_with_its_line() -> None:
+def test_the_error_about_a_source_that_raises_has_its_line() -> None:
     with pytest.raises(UserError, match=r"broken.db line 0 could not be read: .*test_tasks_base.py:\d+.*KeyError"):
         TaskStream(Broken(3), 0, False)
 
@@ -108,7 +108,7 @@ def test_a_source_that_raises_is_named_with_its_line() -> None:
         ({"prompt": "x", "a": 1, "b": "y" * MAX_COLUMNS_BYTES}, "The largest is 'b'"),
     ],
 )
-def test_unfit_rows_are_named_with_the_reason(row: object, said: str) -> None:
+def test_the_reason_names_unfit_rows(row: object, said: str) -> None:
     with pytest.raises(UserError) as caught:
         task_from_row(row, 0, "rows.jsonl:17")
     assert said in str(caught.value)

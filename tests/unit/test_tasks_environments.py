@@ -145,7 +145,7 @@ def environment(own: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     opened.close()
 
 
-def test_attempts_are_apart(environment: Any) -> None:
+def test_attempts_do_not_share_state(environment: Any) -> None:
     first, second = environment.begin({"name": "é"}, 5), environment.begin({"turn": 7}, 6)
     assert (environment.stop, environment.turn_tokens(first), environment.turn_tokens(second)) == ("!", 3, 7)
     assert environment.step(first, "a") == Reply("é5a", 3.0, False)
@@ -160,7 +160,7 @@ def test_attempts_are_apart(environment: Any) -> None:
         environment.begin({"turn": -1}, 1)
 
 
-def test_what_is_no_answer_is_named_and_harms_nobody(environment: Any) -> None:
+def test_the_error_names_an_invalid_answer_of_an_environment_and_others_go_on(environment: Any) -> None:
     other = environment.begin({}, 1)
     for action, complaint in BAD_ANSWERS.items():
         with pytest.raises(UserError, match=complaint):
@@ -199,7 +199,7 @@ def test_a_process_that_hangs_or_dies_is_replaced_and_the_other_attempts_go_on(o
         environment.close()
 
 
-def test_what_is_no_environment_is_refused(own: str) -> None:
+def test_an_invalid_environment_is_refused(own: str) -> None:
     path = own.rpartition(":")[0]
     for spec, complaint in (
         ("chess", "'chess' is not a reference to code"),

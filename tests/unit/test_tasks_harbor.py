@@ -109,7 +109,7 @@ def test_rows_have_a_digest_and_may_not_change(tmp_path: Path) -> None:
         ("[environment]\nstorage = 'much'\n", "must be like"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, toml: str, why: str) -> None:
+def test_the_error_names_unsupported_features(tmp_path: Path, toml: str, why: str) -> None:
     make_task(tmp_path, toml=toml)
     with pytest.raises(UserError, match=why):
         load_tasks(str(tmp_path), {}, seed=0)
@@ -151,7 +151,7 @@ def test_a_hostile_directory_is_refused(tmp_path: Path, monkeypatch: pytest.Monk
         HarborRows(tmp_path / "linked")
 
 
-def test_a_solution_is_not_carried(tmp_path: Path) -> None:
+def test_a_lease_contains_no_solution(tmp_path: Path) -> None:
     folder = make_task(tmp_path, **{"solution/solve.sh": "the answer"})
     assert "the answer" not in str(unpacked_files(read_task(folder)[COLUMN]["files"], "solution"))
     assert unpacked_files(read_task(folder)[COLUMN]["files"], "solution") == {}
@@ -232,7 +232,7 @@ def test_a_prebuilt_image_is_played_in(runtime: str, tmp_path: Path, monkeypatch
 
 
 @bubblewrap
-def test_a_model_without_tools_writes_blocks_and_what_is_no_command_is_answered(
+def test_a_model_without_tools_writes_command_blocks_and_other_text_gets_a_reply(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = ["```bash\necho one > made\n```", calls("cat made").replace("bash", "python"), calls("cat made"), "Done."]
@@ -261,7 +261,9 @@ def test_a_model_without_tools_writes_blocks_and_what_is_no_command_is_answered(
         "ln -sf /etc/passwd /logs/verifier; ln -s /etc /tests",
     ],
 )
-def test_what_the_policy_does_is_its_own_failure(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failures_of_the_policy_cost_the_reward_only(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It costs the reward, as any other wrong answer."""
     test = 'test -e right && reward=1 || reward=0; echo $reward > "$ECHO2_ROOT/logs/verifier/reward.txt"'
     folder = make_task(tmp_path, test=test)
@@ -304,7 +306,7 @@ def test_a_reward_that_the_tested_program_wrote_does_not_count(
 
 
 @pytest.mark.parametrize("runtime", [pytest.param(name, marks=needs(name)) for name in ("bubblewrap", "landlock")])
-def test_what_the_tests_began_themselves_lives_on_when_they_write_their_reward(
+def test_processes_started_by_the_tests_live_until_they_write_their_reward(
     runtime: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Servers that they ask, also in a pipe, in a function, and with all of the shell's strictness."""
@@ -337,7 +339,7 @@ def test_the_tests_do_not_begin_with_what_the_policy_left_at_home(
 
 
 @bubblewrap
-def test_tests_that_run_into_a_limit_are_a_wrong_answer_and_tests_without_a_reward_are_none(
+def test_tests_over_a_limit_give_a_wrong_answer_and_tests_without_a_reward_give_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     play = play_with("bubblewrap", monkeypatch)
@@ -354,9 +356,7 @@ def test_tests_that_run_into_a_limit_are_a_wrong_answer_and_tests_without_a_rewa
 
 
 @bubblewrap
-def test_a_rollout_that_is_out_of_room_or_time_is_scored_as_it_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rollout_out_of_room_or_time_is_scored_in_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     play = play_with("bubblewrap", monkeypatch)
     outcome, _ = outcome_of(play, make_task(tmp_path), lambda prompt: calls("true"), max_turns=2)
     assert {row.reward_parts["environment"] for rows in group_of(outcome).by_rollout for row in rows} == {1.0}

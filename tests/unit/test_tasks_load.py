@@ -61,7 +61,7 @@ def test_jsonl_rows_and_their_lines(tmp_path: Path) -> None:
         (b"[1]", "got list [1]"),
     ],
 )
-def test_a_bad_line_is_named_with_what_is_wrong_and_what_to_do(tmp_path: Path, line: bytes, said: str) -> None:
+def test_the_error_about_a_bad_line_has_the_cause_and_a_remedy(tmp_path: Path, line: bytes, said: str) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"prompt": "a"}\n' + line + b"\n")
     with pytest.raises(UserError) as caught:
@@ -78,7 +78,7 @@ def test_an_endless_line_is_not_read_into_memory(tmp_path: Path) -> None:
         load_tasks(str(path), {}, 0)
 
 
-def test_a_line_that_changes_while_it_is_read_is_named(tmp_path: Path) -> None:
+def test_the_error_names_a_line_that_changed_while_it_was_read(tmp_path: Path) -> None:
     """What else is done to the file changes no row: it may be touched, and lines may be added at its end."""
     path = tmp_path / "rows.jsonl"
     path.write_text('{"prompt": "1"}\n{"prompt": "2"}')

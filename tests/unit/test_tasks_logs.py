@@ -26,7 +26,7 @@ def rollouts(prompt: Any, count: int, answers: int = 2) -> list[Mapping[str, Any
     return [{"prompt": prompt, "completion": f"a{i % answers}", "reward": i} for i in range(count)]
 
 
-def test_each_rollout_is_in_one_row_at_most_and_only_with_its_like(tmp_path: Path) -> None:
+def test_a_rollout_is_in_at_most_one_row_with_rollouts_of_its_kind(tmp_path: Path) -> None:
     lines = rollouts("p", 21) + rollouts("q", 3) + rollouts([{"role": "user", "content": "p"}], 8)
     rows = load_tasks(write(tmp_path / "log.jsonl", lines), {"rollouts": 4}, 0)
     assert isinstance(rows, LoggedRollouts)
@@ -77,12 +77,12 @@ GOOD = {"prompt": "p", "completion": "a", "reward": 1}
         ({**GOOD, "logprob": -1.0}, "some have none"),
     ],
 )
-def test_a_bad_line_of_a_log_is_named(tmp_path: Path, line: Mapping[str, Any], said: str) -> None:
+def test_the_error_names_a_bad_line_of_a_log(tmp_path: Path, line: Mapping[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=rf"log.jsonl:2: .*{said}"):
         load_tasks(write(tmp_path / "log.jsonl", [GOOD, line]), {}, 0)
 
 
-def test_infinity_is_no_reward(tmp_path: Path) -> None:
+def test_an_infinite_reward_is_refused(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").write_text('{"prompt": "p", "completion": "a", "reward": Infinity}\n')
     with pytest.raises(UserError, match=r"log.jsonl:1: reward = inf"):
         load_tasks(f"logs:{tmp_path}/log.jsonl", {}, 0)

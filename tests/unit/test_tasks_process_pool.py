@@ -74,7 +74,7 @@ def pool_of(*made: Standin) -> ProcessPool:
     return pool
 
 
-def test_those_that_do_not_start_do_not_join_and_none_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
+def test_processes_that_do_not_start_are_left_out_and_not_restarted(caplog: pytest.LogCaptureFixture) -> None:
     made = [Standin(), Standin(), Standin(), Standin(fails=True), *(Standin() for _ in range(9))]
 
     async def scene() -> None:
@@ -92,7 +92,7 @@ def test_those_that_do_not_start_do_not_join_and_none_is_started_again(caplog: p
     assert record.getMessage() == "No further process beside these 3 is started: the port is taken"
 
 
-def test_those_that_were_being_started_end_with_the_pool() -> None:
+def test_starting_processes_end_with_the_pool() -> None:
     async def scene() -> None:
         made = [Standin(), Standin(may_start=asyncio.Event())]
         pool = pool_of(*made)

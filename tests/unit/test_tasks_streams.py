@@ -71,7 +71,7 @@ def test_metrics_name_a_source_without_the_machine_it_lies_on(tmp_path: Path) ->
     ("entries", "word"),
     [([], "at least one"), (["-1 * {}"], "above 0"), (["{}", "2 * {}"], "each once"), (["1e-9 * {}", "{}2"], "share")],
 )
-def test_mixtures_that_are_none_are_refused(entries: list[str], word: str, tmp_path: Path) -> None:
+def test_invalid_mixtures_are_refused(entries: list[str], word: str, tmp_path: Path) -> None:
     one = rows(tmp_path, "one", 5)
     named = [entry.replace("{}2", rows(tmp_path, "two", 3)).replace("{}", one) for entry in entries]
     with pytest.raises(UserError, match=word):
@@ -90,7 +90,7 @@ def test_held_out_sets_follow_each_other_each_up_to_the_limit(tmp_path: Path) ->
     assert held_out_tasks(EvalConfig(), 0) is None
 
 
-def test_one_source_is_named_by_nobody(tmp_path: Path) -> None:
+def test_tasks_of_a_single_source_have_no_source_name(tmp_path: Path) -> None:
     tasks = training_tasks(TasksConfig(source=rows(tmp_path, "one", 3)), 0)
     assert isinstance(tasks, TaskStream)
     assert tasks.source_of(2) == ""
@@ -98,7 +98,7 @@ def test_one_source_is_named_by_nobody(tmp_path: Path) -> None:
 
 @examples(10)
 @given(st.lists(st.integers(1, 40), min_size=2, max_size=5), st.integers(0, 3))
-def test_no_cursor_is_lost_whatever_the_weights(weights: list[int], seed: int) -> None:
+def test_every_cursor_is_used_for_any_weights(weights: list[int], seed: int) -> None:
     """Each source's own cursors are 0, 1, 2 ... without a gap, over blocks."""
 
     class Rows:

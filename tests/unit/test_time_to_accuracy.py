@@ -22,7 +22,7 @@ from echo2.core.errors import UserError
         ([], None),
     ],
 )
-def test_crossing(points: list[tuple[float, float]], seconds: float | None) -> None:
+def test_crossing_a_slow_uplink(points: list[tuple[float, float]], seconds: float | None) -> None:
     found = bench.crossing(points, 0.7)
     assert found == (None if seconds is None else pytest.approx(seconds))
 
@@ -35,7 +35,7 @@ def test_baseline_is_the_better_trl() -> None:
     assert (result["ratio_min"], result["ratio_max"]) == (2.5, 3.0)
 
 
-def test_missing_the_threshold_is_told_and_gives_no_ratio() -> None:
+def test_a_missed_threshold_is_reported_without_a_ratio() -> None:
     result = bench.compare({"echo2": {0: 10.0, 1: None}, "trl-1": {0: None, 1: None}, "trl-2": {0: 30.0, 1: 50.0}})
     assert result["ratio_by_seed"] == {0: 3.0}
     assert result["missed_threshold"] == ["echo2 seed 1", "trl-1 seed 0", "trl-1 seed 1"]

@@ -49,7 +49,7 @@ def stored(rows: list[Any]) -> bytes:
     return bytes(group.SerializeToString())
 
 
-def test_what_is_the_same_is_found_to_be(tmp_path: Path) -> None:
+def test_equal_logs_have_no_complaints(tmp_path: Path) -> None:
     others = {"c": [([1], [2], [-1.0])]}
     found = compare(log(tmp_path, CALLS | others), {3: stored(ROWS)})
     assert found.complaints == []
@@ -69,13 +69,13 @@ def test_what_is_the_same_is_found_to_be(tmp_path: Path) -> None:
         (3, (1, [9, 6], [0, 1], [0.0, -0.125])),  # after other words
     ],
 )
-def test_any_difference_is_told(row: int, changed: Any, tmp_path: Path) -> None:
+def test_every_difference_is_a_complaint(row: int, changed: Any, tmp_path: Path) -> None:
     rows = [*ROWS[:row], changed, *ROWS[row + 1 :]]
     found = compare(log(tmp_path, CALLS), {3: stored(rows)})
     assert found.complaints
     assert found.tokens_sampled < 7
 
 
-def test_a_rollout_that_is_stored_twice_is_told(tmp_path: Path) -> None:
+def test_a_rollout_that_is_stored_twice_is_a_complaint(tmp_path: Path) -> None:
     found = compare(log(tmp_path, CALLS), {3: stored(ROWS), 4: stored(ROWS)})
     assert len(found.complaints) == 2

@@ -38,7 +38,7 @@ def test_a_caller_that_keeps_to_the_rate_is_never_refused_whatever_others_do(pau
             assert buckets.take("honest", rate, 1.0, now) >= 0
 
 
-def test_debt_is_made_up_for_and_bounded() -> None:
+def test_debt_is_repaid_and_bounded() -> None:
     buckets = Buckets()
     assert [buckets.take("a", 1.0, 1.0, 0.0, debt_max=2.0) for _ in range(5)] == [0.0, -1.0, -2.0, -3.0, -3.0]
     assert buckets.take("a", 1.0, 1.0, 2.5, debt_max=2.0) == -0.5
@@ -55,7 +55,7 @@ def test_names_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buckets.take("busy", 1.0, 1e6, 1000.0) < 1e6 - 90_000
 
 
-def test_flood_of_one_is_told_first_and_a_flood_later() -> None:
+def test_a_flooding_peer_is_warned_first_and_cut_off_later() -> None:
     async def scenario() -> None:
         budgets = Budgets()
         parties = (Party("w-1", 1e-6, 10.0), Party("ticket", 1e-6, 1e6))
@@ -140,7 +140,7 @@ def test_bytes_that_are_handled_count_no_longer_and_others_do(sent: list[tuple[i
     run(scenario())
 
 
-def test_too_many_unread_bytes_of_a_ticket_are_told() -> None:
+def test_a_ticket_with_too_many_unread_bytes_gets_an_error() -> None:
     async def scenario() -> None:
         budgets, ticket = Budgets(), Party("ticket", unread=2500.0)
         peers = [(Party(f"w-{number}", unread=1000.0), ticket) for number in range(4)]

@@ -49,7 +49,7 @@ def identity(tmp_path: Path) -> RunIdentity:
 # ---- strangers -------------------------------------------------------------------------------------------------------
 
 
-def test_idle_connections_of_one_address_are_bounded_and_keep_nobody_else_out(
+def test_idle_connections_of_one_address_are_bounded_and_block_no_other(
     identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(doors, "connections_max", lambda: 4096)  # whatever limit of descriptors this process has
@@ -259,7 +259,7 @@ def test_callers_address_is_known_whatever_is_listened_on(host: str, identity: R
 
 
 @pytest.mark.parametrize("port", [65_536, 10**9])
-def test_port_that_is_none(identity: RunIdentity, port: int) -> None:
+def test_invalid_port(identity: RunIdentity, port: int) -> None:
     async def scenario() -> None:
         with pytest.raises(UserError, match=f"Cannot listen on 127.0.0.1:{port}"):
             await GrpcServer(LOOPBACK, port, identity, {}).start()

@@ -43,7 +43,7 @@ async def head(directory: Path, handlers: Handlers) -> AsyncIterator[tuple[str, 
         await server.stop()  # waits for, or ends, what is still under way
 
 
-def test_callers_that_leave_while_they_are_sent_to_are_no_failure(tmp_path: Path) -> None:
+def test_a_caller_that_leaves_during_a_reply_is_not_a_failure(tmp_path: Path) -> None:
     under_way = 0
 
     async def chunks(peer: Any, request: Any) -> AsyncIterator[wire.Chunk]:
@@ -119,7 +119,7 @@ def test_altered_signing_request_is_malformed_or_admits_the_key_that_signed(
 @pytest.mark.parametrize(
     ("address", "cause"), [("127.0.0.1:1", "Connection refused"), ("host.invalid:7", "there is no such host")]
 )
-def test_joining_where_no_head_answers_is_explained(tmp_path: Path, address: str, cause: str) -> None:
+def test_the_error_explains_that_no_head_answers(tmp_path: Path, address: str, cause: str) -> None:
     ticket = RunIdentity.create_or_load(tmp_path / "run").make_ticket("worker", address, 1, 1.0)
     with pytest.raises(LinkError) as caught:
         asyncio.run(connect(ticket, tmp_path / "peer", patience_seconds=0.0))
@@ -129,7 +129,7 @@ def test_joining_where_no_head_answers_is_explained(tmp_path: Path, address: str
     assert "`echo2 doctor @TICKET`" in str(caught.value)
 
 
-def test_joining_at_the_address_of_another_run_is_explained(tmp_path: Path) -> None:
+def test_the_error_explains_that_another_run_answers(tmp_path: Path) -> None:
     async def main() -> None:
         async with head(tmp_path / "other", {}) as (of_the_other, _):
             address = Ticket.parse(of_the_other).address

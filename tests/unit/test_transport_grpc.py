@@ -163,7 +163,7 @@ def test_join_with_a_ticket_and_again_without_using_it(identity: RunIdentity, tm
     run(scenario())
 
 
-def test_join_of_an_older_program_is_told_to_upgrade(identity: RunIdentity, tmp_path: Path) -> None:
+def test_an_older_program_that_joins_is_asked_to_upgrade(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with serving(identity, Desk().handlers()) as port:
             _, credentials = enrolled(identity, "join-worker", tmp_path / "peer")
@@ -236,7 +236,7 @@ def test_worker_cannot_pose_as_the_head(identity: RunIdentity, tmp_path: Path) -
     run(scenario())
 
 
-def test_heads_own_certificate_is_nobodys(identity: RunIdentity) -> None:
+def test_the_heads_own_certificate_belongs_to_no_peer(identity: RunIdentity) -> None:
     async def scenario() -> None:
         async with serving(identity, Desk().handlers()) as port:
             link = GrpcLink(f"{LOOPBACK}:{port}", identity.credentials)
@@ -341,7 +341,7 @@ def test_long_refusal_is_cut_and_keeps_its_word(identity: RunIdentity, tmp_path:
     run(scenario())
 
 
-def test_bytes_that_are_no_tls(identity: RunIdentity, tmp_path: Path) -> None:
+def test_bytes_other_than_tls(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         _, credentials = enrolled(identity, "worker", tmp_path / "peer")
         async with serving(identity, Desk().handlers()) as port:
@@ -356,7 +356,7 @@ def test_bytes_that_are_no_tls(identity: RunIdentity, tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_our_bug_is_told_and_not_passed_off_as_a_refusal(identity: RunIdentity, tmp_path: Path) -> None:
+def test_our_bug_is_reported_as_such_and_not_as_a_refusal(identity: RunIdentity, tmp_path: Path) -> None:
     async def broken(peer: Any, request: Any) -> wire.Empty:
         raise ZeroDivisionError("a bug")
 
@@ -394,7 +394,7 @@ def test_a_thousand_quick_calls(identity: RunIdentity, tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_long_path_is_no_reason_to_give_up(identity: RunIdentity, tmp_path: Path) -> None:
+def test_a_long_path_does_not_end_the_handshake(identity: RunIdentity, tmp_path: Path) -> None:
     """Until both ends have proven who they are takes four round trips, and gRPC's own limit is the pause between its
     attempts: with 0.2 s nobody farther away than 50 ms could join."""
 
@@ -412,7 +412,7 @@ def test_long_path_is_no_reason_to_give_up(identity: RunIdentity, tmp_path: Path
 
 
 @pytest.mark.parametrize("host", [LOOPBACK, "192.0.2.1", "no such host"])
-def test_address_that_cannot_be_had(identity: RunIdentity, host: str) -> None:
+def test_unusable_address(identity: RunIdentity, host: str) -> None:
     async def scenario() -> None:
         async with serving(identity, {}) as port:
             with pytest.raises(UserError, match=f"Cannot listen on {host}:{port}"):

@@ -90,9 +90,7 @@ def test_uses_are_counted_over_restarts(run: RunIdentity, tmp_path: Path) -> Non
         (1, HOUR, "learner", "not of this run"),
     ],
 )
-def test_ticket_that_admits_nobody(
-    run: RunIdentity, tmp_path: Path, uses: int, hours: float, role: str, complaint: str
-) -> None:
+def test_exhausted_ticket(run: RunIdentity, tmp_path: Path, uses: int, hours: float, role: str, complaint: str) -> None:
     ticket = ticket_id(run.make_ticket("worker", ADDRESS, uses, hours))
     word, detail = refusal(lambda: run.enrol(ticket, role, PeerIdentity(tmp_path / "peer").request()))
     assert word == "ticket"
@@ -236,7 +234,7 @@ def test_revocation_by_another_process_is_seen_and_harms_no_enrolment(run: RunId
 
 
 @pytest.mark.parametrize("peer_id", ["w-0000000000", "../members.json", ""])
-def test_nobody_to_revoke(run: RunIdentity, peer_id: str) -> None:
+def test_revoking_an_unknown_name(run: RunIdentity, peer_id: str) -> None:
     with pytest.raises(UserError, match="Known peers and tickets: nobody"):
         run.revoke(peer_id)
 
@@ -251,7 +249,7 @@ def test_reload_keeps_run_and_tickets(run: RunIdentity, tmp_path: Path) -> None:
     again.enrol(ticket, "worker", PeerIdentity(tmp_path / "peer").request())
 
 
-def test_killed_while_creating(tmp_path: Path) -> None:
+def test_a_key_survives_a_kill_during_its_creation(tmp_path: Path) -> None:
     """Whatever was written before server.pem, which comes last, is written anew."""
     directory = tmp_path / "identity"
     run = RunIdentity.create_or_load(directory)
@@ -303,7 +301,7 @@ def test_damaged_peer_files(run: RunIdentity, tmp_path: Path) -> None:
         peer.load()
 
 
-def test_key_is_kept(tmp_path: Path) -> None:
+def test_the_key_is_kept(tmp_path: Path) -> None:
     before = PeerIdentity(tmp_path / "peer")
     before.request()
     key = (tmp_path / "peer" / "peer.key").read_bytes()

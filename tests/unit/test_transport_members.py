@@ -256,7 +256,7 @@ def test_enrolments_with_one_ticket_are_slowed_down(
     run(scenario())
 
 
-def test_peers_port_has_the_same_door(identity: RunIdentity, tmp_path: Path) -> None:
+def test_a_peers_port_has_the_same_admission_checks(identity: RunIdentity, tmp_path: Path) -> None:
     """That of a worker which others take chunks from."""
 
     async def scenario() -> None:

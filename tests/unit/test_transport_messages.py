@@ -70,7 +70,7 @@ GROUPS = st.booleans().flatmap(
 
 
 @pytest.mark.parametrize("name", ["", "../policy", "-policy", "Policy", "a" * 65, "a b", "policy\n", "politik\u00e4"])
-def test_what_can_be_no_policy_id_is_refused_wherever_it_enters(name: str) -> None:
+def test_an_invalid_policy_id_is_refused_everywhere(name: str) -> None:
     for message in (wire.SnapshotId(policy=name), wire.ManifestRequest(policy=name)):
         with pytest.raises(PeerError, match="is no policy id"):
             messages.decode_ref(message)
@@ -79,7 +79,7 @@ def test_what_can_be_no_policy_id_is_refused_wherever_it_enters(name: str) -> No
 
 
 @given(st.builds(SnapshotRef, POLICIES, NUMBERS, NUMBERS))
-def test_a_snapshots_name_comes_back_as_it_went(ref: SnapshotRef) -> None:
+def test_a_snapshots_name_survives_encoding(ref: SnapshotRef) -> None:
     assert messages.decode_ref(wire.SnapshotId.FromString(messages.encode_ref(ref).SerializeToString())) == ref
 
 
@@ -145,7 +145,7 @@ def test_the_bytes_of_a_group_and_those_of_its_scores_are_the_scored_group(group
 
 
 @given(GROUPS, LEASES)
-def test_a_delivery_holds_what_the_worker_sampled_and_all_else_is_the_heads(group: RolloutGroup, lease: Lease) -> None:
+def test_a_delivery_contains_samples_only(group: RolloutGroup, lease: Lease) -> None:
     data = messages.encode_delivery(lease.lease_id, group).SerializeToString()
     prompt = array("i", [1, 2, 3])
     for num_samples in (len(group.rollouts) + 1, len(group.rollouts) - 1):
@@ -174,7 +174,7 @@ def test_tokens_are_little_endian_int32_and_logprobs_float32() -> None:
 
 
 @given(GROUPS, LEASES)
-def test_what_was_delivered_is_stored_as_it_came(group: RolloutGroup, lease: Lease) -> None:
+def test_delivered_bytes_are_stored_unchanged(group: RolloutGroup, lease: Lease) -> None:
     """Taken apart and put together again, or forwarded: the bytes are the same."""
     lease = replace(lease, num_samples=len(group.rollouts))
     sent = messages.encode_delivery(lease.lease_id, group)
@@ -184,7 +184,7 @@ def test_what_was_delivered_is_stored_as_it_came(group: RolloutGroup, lease: Lea
     assert messages.parse_group(stored) == read
 
 
-def test_what_no_field_knows_is_not_stored() -> None:
+def test_unknown_fields_are_not_stored() -> None:
     sent, unknown = messages.encode_delivery(3, two_turns()), b"\xfa\x3f\x04junk"  # field 1023
     rollout = wire.Rollout.FromString(sent.rollouts[0].SerializeToString() + unknown)
     sent.rollouts[0].CopyFrom(rollout)
@@ -310,7 +310,7 @@ def test_oversized_rollout(spoil: Spoil) -> None:
 
 
 @pytest.mark.parametrize("spoil", [lambda g: g.scores.append(g.scores[0]), lambda g: setattr(g, "kind", "test")])
-def test_what_is_no_stored_group_is_said_to_be_none(spoil: Spoil) -> None:
+def test_bytes_without_a_stored_group_are_refused_as_such(spoil: Spoil) -> None:
     message = messages.encode_group(two_turns())
     spoil(message)
     with pytest.raises(PeerError, match="malformed"):

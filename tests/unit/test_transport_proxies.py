@@ -148,7 +148,7 @@ def test_an_error_and_the_doctor_name_a_proxy_that_refuses(tmp_path: Path, monke
         ({"grpc_proxy": "http://p:3128", "no_proxy": ".example.org"}, FAR, "", f"no_proxy excepts {FAR}"),
     ],
 )
-def test_which_proxy_is_used_and_what_is_said(
+def test_the_chosen_proxy_and_its_log_line(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: str, used: str, said: str
 ) -> None:
     for name, value in variables.items():

@@ -59,7 +59,7 @@ async def deliver(link: GrpcLink) -> None:
 # ---- what they send --------------------------------------------------------------------------------------------------
 
 
-def test_bodies_without_end_of_other_tickets_delay_nobody(
+def test_endless_bodies_of_other_tickets_delay_no_one_else(
     identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five tickets with four members each begin heartbeats and results, and end none."""
@@ -128,7 +128,7 @@ def test_a_body_counts_until_its_handler_is_done(
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.booleans())
-def test_nobody_waits_to_be_read_for_another_ticket(num_tickets: int, num_peers: int, is_large: bool) -> None:
+def test_no_peer_waits_for_the_bodies_of_another_ticket(num_tickets: int, num_peers: int, is_large: bool) -> None:
     """Whatever the number of tickets that hold all turns which they can get: a peer of one more ticket gets its own."""
 
     async def scenario() -> None:
@@ -219,7 +219,7 @@ def test_connections_of_strangers_are_shared_by_tickets(
 
 
 @pytest.mark.parametrize("algorithm", SQUEEZED)
-def test_nobody_decompresses_what_a_peer_sends(
+def test_chunks_of_peers_are_not_decompressed(
     identity: RunIdentity, tmp_path: Path, algorithm: grpc.Compression
 ) -> None:
     """At the head, and at a worker."""
@@ -317,7 +317,7 @@ def test_answers_keep_to_their_rate_over_any_time(answers: list[tuple[float, int
     assert budgets.sent((Party("w-2", sent_per_second=rate, sent_burst=burst),), 1, now) == 0.0
 
 
-def test_calls_of_a_connection_that_had_the_same_port_harm_nobody(identity: RunIdentity, tmp_path: Path) -> None:
+def test_late_calls_from_a_reused_port_harm_no_other_member(identity: RunIdentity, tmp_path: Path) -> None:
     """gRPC hands over a late call of a closed connection; another member's connection has its port by now."""
 
     async def scenario() -> None:

@@ -48,7 +48,7 @@ def refusal(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("role", ["worker", "learner"])
-def test_ticket_says_where_and_who(run: RunIdentity, role: str) -> None:
+def test_a_ticket_names_address_and_run(run: RunIdentity, role: str) -> None:
     ticket = Ticket.parse(run.make_ticket(role, ADDRESS, 3, HOUR))
     assert (ticket.run_id, ticket.address, ticket.role) == (run.run_id, ADDRESS, role)
     assert ticket.credentials.ca_pem == run.credentials.ca_pem
@@ -72,7 +72,7 @@ def test_ticket_file_that_cannot_be_read(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff\xfe\x00", b"echo2-" + b"A" * 2 * TICKET_CHARS_MAX], ids=len)
-def test_ticket_file_that_holds_none(tmp_path: Path, data: bytes) -> None:
+def test_a_file_without_a_ticket(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "ticket"
     path.write_bytes(data)
     with pytest.raises(UserError, match="is not a ticket"):
@@ -126,13 +126,13 @@ BAD_TICKETS: dict[str, Callable[[str], str]] = {
 
 
 @pytest.mark.parametrize("spoil", BAD_TICKETS.values(), ids=BAD_TICKETS)
-def test_what_is_no_ticket(ticket_text: str, spoil: Callable[[str], str]) -> None:
+def test_invalid_ticket(ticket_text: str, spoil: Callable[[str], str]) -> None:
     with pytest.raises(UserError, match=r"is not a ticket: (it|its) .*\. Copy the complete text"):
         Ticket.parse(spoil(ticket_text))
 
 
 @pytest.mark.parametrize("name", ["truncated", "half", "wrong letters", "no CA"])
-def test_damaged_ticket_is_called_so(ticket_text: str, name: str) -> None:
+def test_a_damaged_ticket_is_reported_as_damaged(ticket_text: str, name: str) -> None:
     with pytest.raises(UserError, match=r"^'echo2-eyJ.*\.\.\.' is not a ticket: it is incomplete or damaged\. Copy"):
         Ticket.parse(BAD_TICKETS[name](ticket_text))
 
@@ -263,7 +263,7 @@ def test_renewed_ticket_admits_more_by_the_same_text(run: RunIdentity, tmp_path:
     assert certificate.not_valid_after_utc > datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=3000)
 
 
-def test_ticket_that_admits_nobody_costs_no_look_at_the_request(run: RunIdentity) -> None:
+def test_a_request_with_an_exhausted_ticket_is_not_parsed(run: RunIdentity) -> None:
     """What is no signing request at all is not found to be malformed: nobody has looked."""
     expired = ticket_id(run.make_ticket("worker", ADDRESS, 1, -HOUR))
     revoked = ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR))
@@ -282,7 +282,7 @@ def test_members_have_their_ticket_and_owner(run: RunIdentity, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"role": 1}', b"[" * 100_000])
-def test_damaged_terms_admit_nobody_and_harm_no_other(run: RunIdentity, tmp_path: Path, data: bytes) -> None:
+def test_damaged_terms_admit_no_machine_and_harm_no_other_ticket(run: RunIdentity, tmp_path: Path, data: bytes) -> None:
     damaged, other = (ticket_id(run.make_ticket("worker", ADDRESS, 1, HOUR)) for _ in range(2))
     (tmp_path / "identity" / "tickets" / f"{damaged}.json").write_bytes(data)
     request = PeerIdentity(tmp_path / "peer").request()

@@ -77,7 +77,7 @@ def test_rows_without_a_length_have_no_end(tmp_path: Path) -> None:
         ({"num_generations": 5}, r"has 32 samples.*not a multiple of args.num_generations = 5"),
     ],
 )
-def test_what_a_fleet_cannot_serve_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+def test_a_trainer_that_the_fleet_cannot_serve_is_refused(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         made(tmp_path, args=trainer_arguments(**change))
     assert not (tmp_path / "run").exists()

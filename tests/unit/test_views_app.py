@@ -51,7 +51,7 @@ def browser(rundir: RunDir) -> TestClient:
         *(f"/{name}" for name in FILES),
     ],
 )
-def test_nobody_sees_anything_without_the_token(rundir: RunDir, path: str) -> None:
+def test_no_page_is_shown_without_the_token(rundir: RunDir, path: str) -> None:
     outside = client(rundir.path)
     for given in ("", "?token=", "?token=wrong", "?token=%C3%A9"):
         refused = outside.get(path + given)
@@ -61,7 +61,7 @@ def test_nobody_sees_anything_without_the_token(rundir: RunDir, path: str) -> No
     assert outside.get(path).status_code == 403
 
 
-def test_prometheus_is_told_the_newest_numbers_of_each_run(rundir: RunDir, tmp_path: Path) -> None:
+def test_prometheus_gets_the_newest_numbers_of_each_run(rundir: RunDir, tmp_path: Path) -> None:
     strange = tmp_path / 'a"b\\c'
     strange.mkdir()
     rows = [{"step": 0, "eval/accuracy": 0.5}, {"step": 1, "reward/mean": 0.25, "mismatch/w-1.x": 1.0, "note": "no"}]
@@ -107,7 +107,7 @@ def test_every_file_of_the_page_is_there_and_nothing_else(browser: TestClient) -
         assert browser.get(name).status_code == 404
 
 
-def test_rollouts_come_file_by_file_with_their_words_as_they_are(browser: TestClient, rundir: RunDir) -> None:
+def test_rollouts_come_file_by_file_with_their_text_unchanged(browser: TestClient, rundir: RunDir) -> None:
     names = browser.get("/rollouts?run=0").json()
     assert names[:2] == ["step_30", "step_29"]
     groups = browser.get("/rollouts?run=0&name=step_30").json()
@@ -118,7 +118,7 @@ def test_rollouts_come_file_by_file_with_their_words_as_they_are(browser: TestCl
     assert browser.get("/rollouts?run=0&name=step_30").json() == groups
 
 
-def test_what_is_sent_is_compressed(browser: TestClient) -> None:
+def test_responses_are_compressed(browser: TestClient) -> None:
     for path in ("/page.js", "/uPlot.iife.min.js", "/rollouts?run=0&name=step_30"):
         plain = browser.get(path, headers={"Accept-Encoding": "identity"})
         packed = browser.get(path, headers={"Accept-Encoding": "gzip"})
@@ -127,7 +127,7 @@ def test_what_is_sent_is_compressed(browser: TestClient) -> None:
         assert "Content-Encoding" not in plain.headers
 
 
-def test_of_a_large_file_the_first_groups_come(browser: TestClient, rundir: RunDir) -> None:
+def test_a_large_file_is_cut_to_its_first_groups(browser: TestClient, rundir: RunDir) -> None:
     line = (rundir.rollouts / "step_30.jsonl").read_text().splitlines()[0]
     (rundir.rollouts / "eval_30.jsonl").write_text(f"{line}\n" * (GROUPS_SHOWN + 9))
     assert len(browser.get("/rollouts?run=0&name=eval_30").json()) == GROUPS_SHOWN
@@ -140,7 +140,7 @@ def test_only_files_of_rollouts_can_be_asked_for(browser: TestClient, query: str
     assert browser.get(f"/rollouts?{query}").status_code == 404
 
 
-def test_settings_are_told_with_those_that_somebody_chose(browser: TestClient, rundir: RunDir) -> None:
+def test_settings_are_shown_with_those_that_were_set(browser: TestClient, rundir: RunDir) -> None:
     config = json.loads(rundir.config.read_text())
     rundir.config.write_text(json.dumps({**config, "learner": {**config["learner"], "lr": 3e-5}}))
     told = browser.get("/settings?run=0").json()
@@ -152,9 +152,7 @@ def test_settings_are_told_with_those_that_somebody_chose(browser: TestClient, r
     assert browser.get("/settings?run=0").status_code == 404
 
 
-def test_the_ends_of_logs_are_told_without_what_a_terminal_obeys_or_a_ticket(
-    browser: TestClient, rundir: RunDir
-) -> None:
+def test_ends_of_logs_are_shown_without_control_characters_or_tickets(browser: TestClient, rundir: RunDir) -> None:
     assert browser.get("/logs?run=0").json() == []
     rundir.logs.mkdir(exist_ok=True)
     ticket = RunIdentity.create_or_load(rundir.identity).make_ticket("worker", "127.0.0.1:1", 1, 1.0)
@@ -182,14 +180,14 @@ def test_one_task_over_the_steps(browser: TestClient) -> None:
     assert browser.get("/task?run=0&name=step_30&group=99999").status_code == 404
 
 
-def test_files_of_rollouts_are_named_newest_first(tmp_path: Path) -> None:
+def test_files_of_rollouts_are_listed_newest_first(tmp_path: Path) -> None:
     for name in ("step_2", "step_10", "eval_10", "eval_0", "notes"):
         (tmp_path / f"{name}.jsonl").touch()
     assert rollout_log.names(tmp_path) == ["step_10", "eval_10", "step_2", "eval_0"]
     assert rollout_log.names(tmp_path / "nowhere") == []
 
 
-def test_the_page_is_told_how_the_run_stands(rundir: RunDir) -> None:
+def test_the_page_gets_the_state_of_the_run(rundir: RunDir) -> None:
     view = RunView.read(rundir.path)
     told = run_data(view)
     assert (told["state"], told["version"], told["max_steps"]) == ("running", 30, view_cases.MAX_STEPS)
@@ -226,7 +224,7 @@ def test_charts_are_thinned_out_and_lose_no_peak(num_steps: int) -> None:
         assert longer["steps"][: len(found["steps"]) - 1] == found["steps"][:-1]
 
 
-def test_of_a_step_the_points_that_it_changes_are_told() -> None:
+def test_a_step_sends_only_its_changed_points() -> None:
     """Whatever happens to a run's rows, a page that puts what is told behind what it has shows what is there."""
     rng, told, shown = random.Random(5), ChartPoints(), {"steps": [], "seconds": [], "columns": {}}
     rows: list[dict[str, Any]] = []
@@ -278,7 +276,7 @@ def points(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return made.tail(0)
 
 
-def test_of_thousands_of_workers_the_page_is_told_page_by_page(rundir: RunDir) -> None:
+def test_workers_are_sent_by_the_page_of_a_table(rundir: RunDir) -> None:
     view_cases.write_status(rundir, 30, num_workers=1000)
     browser = client(rundir.path)
     browser.get(f"/?token={TOKEN}")
@@ -299,7 +297,7 @@ def test_of_thousands_of_workers_the_page_is_told_page_by_page(rundir: RunDir) -
     assert browser.get("/workers?first=x").status_code == 404
 
 
-def test_where_nothing_is_written_nothing_is_made_anew(rundir: RunDir) -> None:
+def test_unchanged_files_are_not_read_again(rundir: RunDir) -> None:
     before = RunView.read(rundir.path)
     assert (same := before.newer()).status is before.status
     assert same.rows is before.rows
@@ -346,7 +344,7 @@ def test_a_page_that_closes_while_a_run_is_read_loses_no_step(rundir: RunDir, mo
     asyncio.run(asyncio.wait_for(listen(), 60))
 
 
-def test_a_listener_hears_how_all_stands_and_then_what_changes(rundir: RunDir) -> None:
+def test_a_listener_gets_the_whole_state_first_and_then_changes(rundir: RunDir) -> None:
     async def listen() -> tuple[list[str], str]:
         watch = Watch([rundir.path])
         events = watch.events()

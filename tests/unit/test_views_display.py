@@ -94,7 +94,7 @@ def test_a_run_that_never_started_has_no_status(rundir: RunDir) -> None:
         read_status(rundir)
 
 
-def test_a_head_that_was_just_started_again_stands_beside_the_one_that_told(rundir: RunDir) -> None:
+def test_a_new_head_is_listed_beside_the_dead_one_that_wrote_the_status(rundir: RunDir) -> None:
     rundir.status.write_text(json.dumps(status(dead_pid())))
     rundir.processes.write_text(json.dumps([{"role": "head", "name": "head", "pid": os.getppid()}]))
     found = read_status(rundir)
@@ -102,7 +102,7 @@ def test_a_head_that_was_just_started_again_stands_beside_the_one_that_told(rund
     assert found["waits"] == []  # the new one has told nothing
 
 
-def test_status_tells_which_processes_really_live(rundir: RunDir) -> None:
+def test_status_shows_which_processes_are_alive(rundir: RunDir) -> None:
     dead = dead_pid()
     rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
     listing = [{"role": "supervisor", "name": "run", "pid": dead}, {"role": "head", "name": "head", "pid": os.getpid()}]
@@ -123,7 +123,7 @@ def test_status_tells_which_processes_really_live(rundir: RunDir) -> None:
 
 
 @pytest.mark.parametrize("pid", [2**31, 2**64 - 1, 0, -1, (1 << 22) + 1])
-def test_a_made_up_pid_is_nobodys(rundir: RunDir, pid: int) -> None:
+def test_an_invented_pid_belongs_to_no_process(rundir: RunDir, pid: int) -> None:
     said = status(head_pid=os.getpid())
     said["workers"][0]["pid"] = pid
     rundir.status.write_text(json.dumps(said))
@@ -151,7 +151,7 @@ def controls(text: str) -> set[str]:
     return {c for c in text if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp")} - {"\n"}
 
 
-def test_what_peers_wrote_reaches_the_terminal_of_status_without_control_characters_or_markup(rundir: RunDir) -> None:
+def test_status_prints_text_of_peers_without_control_characters_or_markup(rundir: RunDir) -> None:
     rundir.status.write_text(json.dumps(hostile_status()))
     rundir.outcome.write_text(json.dumps({"kind": "stopped", "reason": HOSTILE}))
     on = console(width=20_000)
@@ -167,7 +167,7 @@ def poll_again(display: RunDisplay) -> None:
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_nor_do_they_reach_the_progress_display(rundir: RunDir, is_terminal: bool) -> None:
+def test_the_progress_display_shows_no_control_characters_of_peers(rundir: RunDir, is_terminal: bool) -> None:
     rundir.status.write_text(json.dumps(hostile_status()))
     on = console(is_terminal=is_terminal)
     with RunDisplay(rundir, 40, on) as display:
@@ -179,7 +179,7 @@ def test_nor_do_they_reach_the_progress_display(rundir: RunDir, is_terminal: boo
     assert "owned" not in shown(on)
 
 
-def test_nor_the_summary() -> None:
+def test_the_summary_shows_no_control_characters_of_peers() -> None:
     told = summary()
     told["groups"] |= {"retired": {HOSTILE: 1}, "refused": {HOSTILE: 1}}
     told["machines"] = {HOSTILE: {**told["machines"]["w1"], "wasted_seconds": {HOSTILE: 1.0}}}
@@ -189,7 +189,7 @@ def test_nor_the_summary() -> None:
     assert "[red]forged[/red]" in shown(on)
 
 
-def test_a_dead_head_waits_for_nobody(rundir: RunDir) -> None:
+def test_a_dead_head_has_no_waits(rundir: RunDir) -> None:
     rundir.status.write_text(json.dumps(status(head_pid=dead_pid())))
     found = read_status(rundir)
     assert found["state"] == "the head is not running; continue with `echo2 run ... --resume`"
@@ -225,7 +225,7 @@ def test_a_run_that_is_over_has_the_checkpoint_saved_last_and_wants_no_worker(
 
 
 @pytest.mark.parametrize("told", [None, -1])
-def test_without_a_checkpoint_status_says_none(rundir: RunDir, told: int | None) -> None:
+def test_status_shows_none_without_a_checkpoint(rundir: RunDir, told: int | None) -> None:
     told_status = status(head_pid=dead_pid()) | {"checkpoint": told, "published": None, "fleet": ADVICE}
     rundir.status.write_text(json.dumps(told_status))
     on = console()
@@ -234,7 +234,7 @@ def test_without_a_checkpoint_status_says_none(rundir: RunDir, told: int | None)
     assert "fleet" not in shown(on)
 
 
-def test_status_shows_who_waits_for_whom_and_why(rundir: RunDir) -> None:
+def test_status_shows_every_wait_with_its_party_and_reason(rundir: RunDir) -> None:
     rundir.status.write_text(json.dumps(status(head_pid=os.getpid())))
     on = console()
     show_status(read_status(rundir), on)
@@ -319,7 +319,7 @@ FAILED = {
 }
 
 
-def test_what_failed_is_counted_and_shown_with_its_first_traceback(rundir: RunDir) -> None:
+def test_failures_are_counted_and_shown_with_the_first_traceback(rundir: RunDir) -> None:
     found = status(os.getpid()) | {"failures": [FAILED]}
     rundir.status.write_text(json.dumps(found))
     on = console()
@@ -455,7 +455,7 @@ def test_without_a_terminal_waits_are_printed_when_nothing_happens_and_each_fail
     assert not lines[1].startswith(" ")
 
 
-def test_before_the_first_status_there_is_little_to_say(rundir: RunDir) -> None:
+def test_the_view_works_before_the_first_status(rundir: RunDir) -> None:
     on = console()
     with RunDisplay(rundir, 40, on) as display:
         display.poll()
@@ -472,7 +472,7 @@ def test_a_terminal_gets_a_live_display(rundir: RunDir) -> None:
     assert "reward 0.750" in text
 
 
-def test_the_fleet_in_a_few_words() -> None:
+def test_the_summary_line_of_the_fleet() -> None:
     fleet: dict[str, Any] = {"active": 3, "standby": 0, "rented": [], "text": "2 workers short", "needed_rate": 5.0}
     fleet |= {"rate": 3.0, "idle_ratio": None, "idle_predicted": None}
     assert fleet_words(fleet) == ["3 active", "2 workers short: 3 of 5 rollouts/s needed"]

@@ -103,7 +103,7 @@ def test_a_run_that_has_not_begun_is_a_view_that_says_so(tmp_path: Path, rundir:
             view.cost()
 
 
-def test_a_run_goes_on_before_ones_eyes(rundir: RunDir) -> None:
+def test_the_page_updates_while_a_run_goes_on(rundir: RunDir) -> None:
     view = RunView.read(rundir.path)
     wait = {"waiter": "learner", "waits_for": "w-1", "since": 1.0, "until": 9.0, "reason": "step 3"}
     rundir.status.write_text(json.dumps(status(waits=[wait])))
@@ -119,7 +119,7 @@ def test_a_run_goes_on_before_ones_eyes(rundir: RunDir) -> None:
     assert (view.state, view.summary) == ("finished: all steps are trained", {"steps": 3})
 
 
-def test_a_damaged_status_is_said_and_the_metrics_are_shown_all_the_same(rundir: RunDir) -> None:
+def test_a_damaged_status_is_reported_and_metrics_are_shown_nevertheless(rundir: RunDir) -> None:
     rundir.status.write_text("{")
     rundir.metrics.write_text(text([row(1)]))
     view = RunView.read(rundir.path)
@@ -127,7 +127,7 @@ def test_a_damaged_status_is_said_and_the_metrics_are_shown_all_the_same(rundir:
     assert view.version == 1
 
 
-def test_a_run_on_another_machine_lives_as_long_as_its_head_tells_something(rundir: RunDir) -> None:
+def test_a_run_on_another_machine_is_alive_while_its_head_writes(rundir: RunDir) -> None:
     head = {"pid": 1, "host": "elsewhere"}
     rundir.status.write_text(json.dumps(status(head=head)))
     assert RunView.read(rundir.path).state == "running"

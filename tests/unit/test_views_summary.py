@@ -10,7 +10,7 @@ from echo2.views.display import next_steps, show_summary
 from test_views_display import console, shown, summary
 
 
-def test_the_summary_tells_why_held_out_tasks_failed() -> None:
+def test_the_summary_says_why_held_out_tasks_failed() -> None:
     show_summary({**summary(), "eval_failed": {40: {"reward_failed": 9, "gave_up": 1}}}, on := console())
     assert "version 40 without the tasks that failed: 9 reward_failed, 1 gave_up" in shown(on)
 

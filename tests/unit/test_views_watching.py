@@ -57,7 +57,7 @@ def test_every_alert_says_what_to_do_and_which_run_it_means() -> None:
     assert all("$labels.run" in rule["annotations"]["summary"] for rule in rules())
 
 
-def test_what_a_person_should_hear_of_is_exported(rundir: RunDir) -> None:
+def test_metrics_that_need_attention_are_exported(rundir: RunDir) -> None:
     status = json.loads(rundir.status.read_text())
     trust = {"is_quarantined": True, "num_passed": 3, "num_failed": 2, "num_missed": 1}
     rundir.status.write_text(json.dumps({**status, "paused": "no room", "trust": {"t-1": trust, "t-2": trust}}))

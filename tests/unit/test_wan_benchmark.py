@@ -47,7 +47,7 @@ def result(name: str = "even-4", setup: str = "trees", **changes: Any) -> Any:
     return replace(plain, **changes)
 
 
-def test_a_link_is_told_to_the_emulator_in_its_order() -> None:
+def test_the_emulator_gets_the_values_of_a_link_in_its_order() -> None:
     link = net.AccessLink(100.0, 40.0, 25.0, 0.5, 200.0, is_dead=False, is_closed=True)
     assert link.words() == "100 40 25 0.5 200 0 1"
 
@@ -77,7 +77,7 @@ def test_the_quantile_leaves_out_one_in_eleven(count: int, left_out: int) -> Non
     assert shown.quantile == count - left_out
 
 
-def test_a_busy_machine_is_not_called_a_network() -> None:
+def test_a_busy_machine_is_not_mistaken_for_a_slow_network() -> None:
     assert result().is_network_bound
     assert not result(machine_busy_share=0.95).is_network_bound
     assert not result(late_share=0.05).is_network_bound
@@ -94,7 +94,7 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert rows["even-4", "chain"]["over_floor"]["median"] == 30.0 / 8.0
 
 
-def test_what_a_fault_cost_is_counted_without_its_detection() -> None:
+def test_the_cost_of_a_fault_excludes_its_detection() -> None:
     rounds = figures.Rounds()
     rounds.add(0, result("even-8", "chain", seconds={"w01": 20.0}))
     rounds.add(0, result("kill-8", "chain", seconds={"w01": 25.0}, noticed_seconds=3.0, victim="w02"))
@@ -102,7 +102,7 @@ def test_what_a_fault_cost_is_counted_without_its_detection() -> None:
     assert row["over_undisturbed_less_detection"]["median"] == pytest.approx(22.0 / 20.0)
 
 
-def test_what_failed_is_no_figure_and_is_told() -> None:
+def test_a_failed_trial_gives_no_figure_and_is_reported() -> None:
     rounds = figures.Rounds()
     rounds.fail(0, "even-4", "star", "w01 has other bytes")
     assert rounds.summary(scenarios.scenarios()) == []
@@ -117,7 +117,7 @@ def test_results_can_be_stored_and_shown() -> None:
     assert "too busy" in figures.table(rows)
 
 
-def test_a_choice_brings_what_it_is_held_against_before_it() -> None:
+def test_selecting_a_scenario_selects_its_reference_first() -> None:
     names = [scenario.name for scenario in scenarios.chosen(["kill-8"])]
     assert names == ["alone", "even-8", "kill-8"]
     assert not set(scenarios.EXTRA) & {scenario.name for scenario in scenarios.chosen([])}
@@ -125,7 +125,7 @@ def test_a_choice_brings_what_it_is_held_against_before_it() -> None:
         scenarios.chosen(["nonsense"])
 
 
-def test_every_scenario_stands_after_what_it_is_held_against() -> None:
+def test_every_scenario_comes_after_its_reference() -> None:
     seen: set[str] = {""}
     for scenario in scenarios.scenarios():
         assert scenario.name not in seen

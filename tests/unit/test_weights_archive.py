@@ -137,7 +137,7 @@ def test_a_worker_that_was_away_for_twenty_versions_gets_one_payload(tmp_path: P
     asyncio.run(story())
 
 
-def test_a_base_that_nobody_knows_and_deltas_that_save_nothing_get_what_needs_no_base(tmp_path: Path) -> None:
+def test_an_unknown_base_or_a_useless_delta_gives_the_whole_content(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish_many(archive, 2)
@@ -194,7 +194,7 @@ def test_after_a_restart_all_that_leads_to_something_is_there_at_once(tmp_path: 
     assert bytes_of(applied(archive, archive.payload(ref(3), None))) == bytes_of(content(3))
 
 
-def test_what_was_offered_is_not_thrown_away(tmp_path: Path) -> None:
+def test_offered_chunks_are_not_deleted(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish_many(archive, 3)
@@ -222,7 +222,7 @@ class SlowBroom(ChunkStore):
         return super().retain(manifests, chunks)
 
 
-def test_what_is_thrown_away_while_it_is_offered_is_missed_and_may_be_offered_again(tmp_path: Path) -> None:
+def test_chunks_deleted_during_an_offer_are_missing_and_may_be_offered_again(tmp_path: Path) -> None:
     """A learner that fell back publishes the bytes of a version that is being dropped at that moment."""
 
     async def story() -> None:
@@ -249,7 +249,7 @@ def test_what_is_thrown_away_while_it_is_offered_is_missed_and_may_be_offered_ag
     asyncio.run(story())
 
 
-def test_a_content_that_the_disk_altered_is_no_base(tmp_path: Path) -> None:
+def test_a_content_altered_on_disk_is_not_used_as_a_base(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish(archive, *whole(0))
@@ -300,7 +300,7 @@ def test_deltas_too_long_for_one_manifest_are_refused_and_a_whole_content_is_due
 
 
 @given(seed=st.integers(0, 2**32 - 1))
-def test_what_is_kept_can_be_had(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
+def test_retained_versions_can_be_decoded(tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     """Whatever is published whole or as a delta and dropped in whatever order: what is retained stays, and what is kept
     is bounded."""
     rng = random.Random(seed)
@@ -326,7 +326,7 @@ def test_what_is_kept_can_be_had(tmp_path_factory: pytest.TempPathFactory, seed:
         assert len(store.manifests()) <= 2 * MAX_DELTAS + 4, seed
 
 
-def test_what_is_taken_for_a_caller_that_goes_away_is_not_handed_out(tmp_path: Path) -> None:
+def test_a_payload_for_a_departed_caller_is_not_handed_out(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         manifest, chunks = whole(0)

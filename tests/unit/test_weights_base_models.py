@@ -89,7 +89,7 @@ def test_no_delta_leads_from_one_base_model_to_another() -> None:
     assert content.snapshot().base_model == BASE
 
 
-def test_what_is_no_base_model_is_refused_as_one() -> None:
+def test_a_directory_without_a_base_model_is_refused() -> None:
     whole, _ = payload(adapter(0))
     with pytest.raises(UserError, match="which is no base model"):
         replace(whole, base_model=SnapshotRef(RUN_POLICY, 0, 0))

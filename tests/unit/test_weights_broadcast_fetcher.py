@@ -116,7 +116,7 @@ def test_the_last_chunk_ends_it_with_what_each_gave() -> None:
     assert bench.wait(5.0) == []
 
 
-def test_what_is_here_already_is_not_fetched() -> None:
+def test_stored_chunks_are_not_fetched() -> None:
     (whole,) = Bench().tell(wanted(missing=()))
     assert isinstance(whole, do.PayloadWhole)
 
@@ -130,14 +130,14 @@ def test_a_source_that_failed_is_reported_and_its_stripes_wait_for_routes() -> N
     assert bench.asked == {"b": [*CHUNKS[1::2]], "c": [*CHUNKS[0::2]]}
 
 
-def test_when_no_routes_come_the_origin_is_asked_itself() -> None:
+def test_without_routes_the_origin_is_asked_directly() -> None:
     bench = two()
     bench.tell(ev.RequestFailed("a", "broken"))
     bench.wait(LATEST_REROUTE + 0.5, "b")
     assert bench.asked[""] == [*CHUNKS[0::2]]
 
 
-def test_when_the_origin_is_away_the_other_sources_are_asked_and_it_is_told_later() -> None:
+def test_while_the_origin_is_away_other_sources_are_asked_and_it_is_told_later() -> None:
     bench = two()
     bench.tell(ev.OriginLost(), ev.RequestFailed("a", "broken"))
     bench.wait(LATEST_REROUTE + 0.5, "b")
@@ -172,7 +172,7 @@ def test_a_source_that_falls_silent_while_another_delivers_is_stalled() -> None:
     assert 1.5 + PATIENCE_SECONDS <= bench.now - 100.0 <= 2.5 + PATIENCE_SECONDS
 
 
-def test_when_all_are_silent_nobody_is_blamed_for_a_while() -> None:
+def test_silence_of_all_sources_blames_none_for_a_while() -> None:
     bench = two()
     bench.give("a", 1)
     bench.give("b", 1)
@@ -180,14 +180,14 @@ def test_when_all_are_silent_nobody_is_blamed_for_a_while() -> None:
     assert {source for source, _ in reports(bench.wait(2.0))} == {"a", "b"}
 
 
-def test_one_that_says_it_waits_itself_is_not_blamed() -> None:
+def test_a_source_that_announces_its_wait_is_not_blamed() -> None:
     bench = two()
     bench.give("a", 3)
     assert reports(bench.wait(MAX_STARVED_SECONDS - 1.0, "a", "b")) == []
 
 
 @pytest.mark.parametrize("sources", [("a",), ("a", "b")])
-def test_one_that_only_ever_says_that_it_waits_is_reported_in_the_end_and_again(sources: tuple[str, ...]) -> None:
+def test_a_source_that_only_announces_waits_is_reported_in_the_end_and_again(sources: tuple[str, ...]) -> None:
     bench = Bench()
     bench.tell(ev.RoutesSet(P1, sources), wanted())
     if "b" in sources:
@@ -199,7 +199,7 @@ def test_one_that_only_ever_says_that_it_waits_is_reported_in_the_end_and_again(
     assert reports(bench.wait(5.0, "")) == []
 
 
-def test_one_that_withholds_the_last_chunk_is_reported_once_the_head_is_in_reach() -> None:
+def test_a_source_that_withholds_the_last_chunk_is_reported_once_the_head_is_reachable() -> None:
     bench = Bench()
     bench.tell(ev.RoutesSet(P1, ("a",)), wanted())
     bench.give("a", len(CHUNKS) - 1)
@@ -209,7 +209,7 @@ def test_one_that_withholds_the_last_chunk_is_reported_once_the_head_is_in_reach
     assert reports(bench.wait(SLOW_AGAIN_SECONDS + 1.0, "a")) == [("a", "slow")]
 
 
-def test_one_much_slower_than_the_others_is_reported_and_goes_on_until_routes_come() -> None:
+def test_a_much_slower_source_is_reported_and_used_until_new_routes_come() -> None:
     bench = Bench()
     many = tuple(number.to_bytes(2, "big") for number in range(300))
     bench.tell(ev.RoutesSet(P1, ("a", "b", "c")), ev.PayloadWanted(P1, many, frozenset(many)))
@@ -227,7 +227,7 @@ def test_one_much_slower_than_the_others_is_reported_and_goes_on_until_routes_co
     assert "c" not in bench.asked
 
 
-def test_one_that_sent_wrong_bytes_is_not_asked_again_whatever_the_routes_say() -> None:
+def test_a_source_of_wrong_bytes_is_not_asked_again_by_new_routes() -> None:
     bench = two()
     bench.asked.pop("a")
     assert reports(bench.tell(ev.RequestFailed("a", "corrupt"))) == [("a", "corrupt")]
@@ -236,7 +236,7 @@ def test_one_that_sent_wrong_bytes_is_not_asked_again_whatever_the_routes_say() 
     assert set(bench.asked[""]) == set(CHUNKS[0::2])
 
 
-def test_one_that_fails_again_and_again_is_not_asked_any_more() -> None:
+def test_a_source_that_fails_repeatedly_is_not_asked_again() -> None:
     bench = two()
     for _ in range(MAX_FAILURES):
         bench.asked.pop("a")
@@ -264,14 +264,14 @@ def test_a_newer_payload_takes_the_place_of_the_old_one() -> None:
     assert bench.asked == {"c": [*CHUNKS[6:]]}
 
 
-def test_the_same_payload_wanted_again_is_asked_for_what_it_lacks_now() -> None:
+def test_a_payload_requested_again_asks_for_its_missing_chunks() -> None:
     bench = two()
     bench.give("a", 2)
     bench.tell(wanted())
     assert set(bench.asked["a"]) == set(CHUNKS[0::2])
 
 
-def test_duplicates_and_words_of_strangers_do_no_harm() -> None:
+def test_duplicates_and_messages_of_strangers_do_no_harm() -> None:
     bench = two()
     bench.tell(ev.ChunkStored("a", CHUNKS[0], 10), ev.ChunkStored("a", CHUNKS[0], 10))
     bench.tell(ev.ChunkStored("z", CHUNKS[1], 10), ev.SourceAlive("z"), ev.RequestFailed("z", "broken"))
@@ -285,7 +285,7 @@ def kinds(commands: list[do.Command]) -> list[str]:
 
 
 @pytest.mark.parametrize("seed", seeds(24, 120))
-def test_whatever_happens_it_ends_with_everything_once_the_origin_answers(seed: int) -> None:
+def test_a_fetch_completes_once_the_origin_answers(seed: int) -> None:
     """Sources fail, fall silent, come back, routes change at random; then the origin alone answers."""
     rng = random.Random(seed)
     bench = Bench()

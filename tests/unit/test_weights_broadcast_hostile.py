@@ -76,7 +76,7 @@ async def sent_to(fleet: Fleet, serve: Callable[[wire.ChunkRequest], AsyncIterat
 
 
 @pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
-def test_liar_is_named_and_avoided(tmp_path: Path, lie: Lie) -> None:
+def test_a_lying_source_is_named_and_avoided(tmp_path: Path, lie: Lie) -> None:
     async def serve(request: wire.ChunkRequest) -> AsyncIterator[bytes]:
         for hash_ in request.hashes:
             yield lie(hash_)
@@ -130,7 +130,7 @@ def test_relay_whose_disk_altered_a_chunk_is_called_no_liar(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("word", ["corrupt", "oversized", "malformed", "busy"])
-def test_refusal_is_no_lie_whatever_it_says(tmp_path: Path, word: str) -> None:
+def test_a_refusal_is_never_counted_as_a_lie(tmp_path: Path, word: str) -> None:
     async def serve(request: wire.ChunkRequest) -> AsyncIterator[bytes]:
         yield message_bytes.ALIVE
         raise PeerError(word, "not today")
@@ -143,7 +143,7 @@ def test_refusal_is_no_lie_whatever_it_says(tmp_path: Path, word: str) -> None:
     run(scenario())
 
 
-def test_giver_that_dials_and_lies_is_named(tmp_path: Path) -> None:
+def test_a_lying_peer_that_dialled_is_named(tmp_path: Path) -> None:
     """And what was not asked for is refused, without harm to what is under way."""
 
     async def scenario() -> None:
@@ -326,7 +326,7 @@ def test_address_of_a_worker(port: int, advertise: str, host: str, address: str)
 
 
 @given(st.integers(1, 65535), st.text(max_size=40), st.text(max_size=20))
-def test_any_words_as_address(port: int, advertise: str, host: str) -> None:
+def test_any_text_as_address(port: int, advertise: str, host: str) -> None:
     address = origin.of_worker(wire.WorkerHello(listen_port=port, advertise=advertise), host)
     assert address == "" or 0 < split(address)[1] <= 65535
 
@@ -335,5 +335,5 @@ def test_any_words_as_address(port: int, advertise: str, host: str) -> None:
     ("address", "reach"),
     [("127.0.0.1:4700", "loopback"), ("[::1]:1", "loopback"), ("localhost:1", "loopback"), ("192.0.2.1:1", "")],
 )
-def test_reach(address: str, reach: str) -> None:
+def test_shots_within_reach(address: str, reach: str) -> None:
     assert origin.reach(address) == reach

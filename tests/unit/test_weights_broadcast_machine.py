@@ -70,7 +70,7 @@ def mesh(count: int = 5) -> Bench:
     return bench
 
 
-def test_everybody_is_told_routes_and_where_to_dial() -> None:
+def test_all_members_get_routes_and_addresses() -> None:
     bench = Bench(3)
     commands = bench.assign("w0", "w1", "w2")
     assert told(commands) == {"w0", "w1", "w2"}
@@ -95,7 +95,7 @@ def test_members_that_get_everything_from_the_origin_do_not_share_one_copy_s_pac
     assert bench.machine.rate_limit("w1", P1) == pytest.approx(PACE * UP)
 
 
-def test_a_measured_uplink_sets_the_pace_and_one_machine_has_none() -> None:
+def test_a_measured_uplink_sets_the_pace_and_a_single_machine_has_none() -> None:
     machine = Broadcast(BroadcastOptions())
     for at, reach in enumerate(("", "", "", ev.ONE_MACHINE, ev.ONE_MACHINE)):
         machine.handle(ev.MemberJoined(f"w{at}", f"host:{at}", reach), 0.0)
@@ -111,7 +111,7 @@ def test_a_measured_uplink_sets_the_pace_and_one_machine_has_none() -> None:
     assert machine.rate_limit("w0", P1) is None  # processors are the limit
 
 
-def test_one_that_can_not_be_dialled_is_told_to_dial() -> None:
+def test_a_member_that_cannot_be_dialled_is_asked_to_dial() -> None:
     bench = Bench(2)
     bench.tell(ev.MemberJoined("hidden", ""))
     commands = bench.assign("w0", "w1", "hidden")
@@ -119,7 +119,7 @@ def test_one_that_can_not_be_dialled_is_told_to_dial() -> None:
     assert dials == {("hidden", "w0", "host:0"), ("hidden", "w1", "host:1")}
 
 
-def test_when_one_leaves_its_stripes_are_dealt_out_and_nothing_else_moves() -> None:
+def test_stripes_of_a_departed_member_are_reassigned_and_no_others_move() -> None:
     bench = mesh(5)
     before = dict(bench.routes)
     bench.tell(ev.MemberLeft("w2", "killed"))
@@ -132,7 +132,7 @@ def test_when_one_leaves_its_stripes_are_dealt_out_and_nothing_else_moves() -> N
     assert heirs == {"w0", "w1", "w3", "w4"}  # each takes over a part
 
 
-def test_one_blamer_is_moved_alone_and_two_are_believed() -> None:
+def test_a_single_complaint_moves_the_complainer_and_two_are_believed() -> None:
     bench = mesh(5)
     assert bench.fail("w0", "w1", "stalled") == {"w0"}
     assert "w1" not in bench.routes["w0"]
@@ -140,7 +140,7 @@ def test_one_blamer_is_moved_alone_and_two_are_believed() -> None:
     assert not bench.takers_of(P1, "w1")
 
 
-def test_one_that_is_relieved_for_being_slow_is_the_only_one_for_a_while() -> None:
+def test_only_one_member_at_a_time_is_relieved_for_slowness() -> None:
     bench = mesh(6)
     bench.fail("w0", "w1", "slow")
     bench.fail("w2", "w1", "slow")
@@ -155,7 +155,7 @@ def test_one_that_is_relieved_for_being_slow_is_the_only_one_for_a_while() -> No
     assert not bench.takers_of(P1, "w3")
 
 
-def test_one_that_sends_wrong_bytes_is_named_once_and_never_a_source_again() -> None:
+def test_a_member_that_sent_wrong_bytes_is_named_once_and_never_a_source_again() -> None:
     bench = mesh(5)
     commands = bench.tell(ev.SourceFailed("w0", P1, "w1", "corrupt"), ev.SourceFailed("w2", P1, "w1", "corrupt"))
     assert [(c.worker_id, c.accused_by) for c in commands if isinstance(c, do.NameSuspect)] == [("w1", "w0")]
@@ -165,7 +165,7 @@ def test_one_that_sends_wrong_bytes_is_named_once_and_never_a_source_again() -> 
     assert not bench.takers_of(P2, "w1")
 
 
-def test_a_worker_that_accuses_everybody_is_not_believed() -> None:
+def test_a_worker_that_accuses_all_others_is_not_believed() -> None:
     bench = mesh(8)
     for at in range(1, 8):
         bench.fail("w0", f"w{at}", "corrupt")
@@ -232,7 +232,7 @@ def test_a_worker_that_misses_everything_everywhere_is_not_believed() -> None:
 
 
 @pytest.mark.parametrize("reason", sorted(set(ev.SOURCE_FAILURES) - {"corrupt"}))
-def test_what_one_says_of_a_source_that_is_not_its_own_does_not_count(reason: str) -> None:
+def test_complaints_about_a_source_of_another_member_do_not_count(reason: str) -> None:
     bench = Bench(3)
     bench.assign("w0", "w1")
     bench.tell(ev.SnapshotHeld("w2", P1))
@@ -251,7 +251,7 @@ def test_a_report_that_is_repeated_counts_once() -> None:
     assert bench.machine.bias == once
 
 
-def test_a_pair_that_can_not_reach_each_other_is_remembered_until_one_comes_back() -> None:
+def test_an_unreachable_pair_is_remembered_until_one_member_returns() -> None:
     bench = mesh(4)
     bench.fail("w0", "w1", "unreachable")
     bench.assign("w0", "w1", "w2", "w3", payload=P2)
@@ -263,7 +263,7 @@ def test_a_pair_that_can_not_reach_each_other_is_remembered_until_one_comes_back
     assert "w1" in bench.routes["w0"]
 
 
-def test_one_that_joins_late_takes_it_from_those_that_have_it() -> None:
+def test_a_late_member_takes_chunks_from_members_that_have_them() -> None:
     bench = mesh(4)
     for at in range(4):
         bench.tell(ev.PayloadReceived(f"w{at}", P1))
@@ -273,7 +273,7 @@ def test_one_that_joins_late_takes_it_from_those_that_have_it() -> None:
     assert len(set(bench.routes["late"])) == 4
 
 
-def test_one_that_joins_in_the_middle_is_a_leaf() -> None:
+def test_a_member_that_joins_during_a_broadcast_is_a_leaf() -> None:
     bench = mesh(4)
     bench.tell(ev.MemberJoined("late", "host:9"))
     assert told(bench.assign("late")) == {"late"}
@@ -312,14 +312,14 @@ def test_a_lagging_relay_is_given_less_next_time() -> None:
     assert loads[3] < 0.75 * sum(loads.values()) / len(loads)
 
 
-def test_routes_are_told_again_to_one_that_was_away() -> None:
+def test_a_returning_member_gets_its_routes_again() -> None:
     bench = mesh(3)
     assert told(bench.tell(ev.MemberJoined("w1", "host:1"))) == {"w1"}
     bench.tell(ev.PayloadReceived("w1", P1))
     assert told(bench.tell(ev.MemberJoined("w1", "host:1"))) == set()
 
 
-def test_one_that_turns_out_to_be_undialable_is_parted_from_others_like_it() -> None:
+def test_a_member_found_undialable_is_separated_from_others_like_it() -> None:
     bench = mesh(4)
     bench.tell(ev.MemberJoined("w0", ""))
     bench.tell(ev.MemberJoined("w1", ""))
@@ -375,7 +375,7 @@ def test_no_order_of_events_breaks_its_invariants_and_it_is_deterministic(seed: 
     assert len(one.plans) <= MAX_PLANS
 
 
-def test_what_the_origin_can_do_is_told_by_those_on_other_machines() -> None:
+def test_the_origins_uplink_is_measured_by_members_on_other_machines() -> None:
     machine = Broadcast(BroadcastOptions())
     for at in range(3):
         machine.handle(ev.MemberJoined(f"here-{at}", f"127.0.0.1:{at}", ev.ONE_MACHINE), 0.0)

@@ -47,7 +47,7 @@ def address(fleet: Fleet, worker: Worker) -> str:
 
 @BOTH
 @pytest.mark.parametrize("scheme", ["star", "chain", "trees"])
-def test_everybody_gets_everything(tmp_path: Path, backend: str, scheme: str) -> None:
+def test_all_nodes_get_all_chunks(tmp_path: Path, backend: str, scheme: str) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, backend, scheme=scheme) as fleet:
             workers = [await fleet.join(f"w-{number}") for number in range(4)]
@@ -87,7 +87,7 @@ def test_relay_passes_on_what_it_has_while_it_waits_for_the_rest(tmp_path: Path,
     run(scenario())
 
 
-def test_what_is_pushed_out_of_memory_before_it_is_written_is_passed_on_from_disk(
+def test_chunks_evicted_before_they_are_written_are_relayed_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo2.weights.broadcast.serving.RECENT_BYTES", 0)
@@ -110,7 +110,7 @@ def test_what_is_pushed_out_of_memory_before_it_is_written_is_passed_on_from_dis
     run(scenario())
 
 
-def test_what_is_delivered_to_a_node_that_ends_is_let_go(tmp_path: Path) -> None:
+def test_chunks_that_arrive_at_an_ending_node_are_dropped(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, "memory") as fleet:
             worker = await fleet.join("w-1")
@@ -155,7 +155,7 @@ def test_two_that_cannot_be_dialled_still_get_everything(tmp_path: Path, backend
 
 
 @BOTH
-def test_what_a_giver_that_dials_lacks_comes_from_elsewhere(tmp_path: Path, backend: str) -> None:
+def test_chunks_that_a_dialling_peer_lacks_come_from_elsewhere(tmp_path: Path, backend: str) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, backend) as fleet:
             giver, taker = await fleet.join("w-1", listens=False), await fleet.join("w-2")
@@ -174,7 +174,7 @@ def test_what_a_giver_that_dials_lacks_comes_from_elsewhere(tmp_path: Path, back
 
 
 @BOTH
-def test_relay_that_dies_costs_nobody_the_payload(tmp_path: Path, backend: str) -> None:
+def test_the_death_of_a_relay_loses_the_payload_for_none(tmp_path: Path, backend: str) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, backend) as fleet:
             workers = [await fleet.join(f"w-{number}") for number in range(4)]
@@ -286,7 +286,7 @@ def test_unknown_payload_is_waited_for_a_moment_and_a_forgotten_one_is_not(tmp_p
     run(scenario())
 
 
-def test_gone_everywhere_is_told(tmp_path: Path) -> None:
+def test_a_payload_missing_everywhere_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, "memory") as fleet:
             worker = await fleet.join("w-1")
@@ -324,7 +324,7 @@ class SlowStore(ChunkStore):
         super().put_checked(chunks)
 
 
-def test_what_waits_for_a_slow_disk_is_bounded_and_written_together(
+def test_writes_that_wait_for_a_slow_disk_are_bounded_and_batched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("echo2.weights.broadcast.peer.UNWRITTEN_BYTES", 4 * CHUNK_BYTES)
@@ -346,7 +346,7 @@ def test_what_waits_for_a_slow_disk_is_bounded_and_written_together(
     run(scenario())
 
 
-def test_full_disk_is_told_once_it_is_met(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with opened(tmp_path, "memory") as fleet:
             worker = await fleet.join("w-1")
@@ -375,7 +375,7 @@ def test_closing_leaves_nothing_behind(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_source_that_is_elsewhere_now_is_asked_there(tmp_path: Path) -> None:
+def test_a_source_that_moved_is_asked_at_its_new_address(tmp_path: Path) -> None:
     """A worker that was restarted listens on another port."""
 
     async def scenario() -> None:

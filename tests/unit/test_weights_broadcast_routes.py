@@ -56,7 +56,7 @@ def children(routes: dict[str, list[str]]) -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("count", [2, 3, 5, 8, 9])
-def test_few_workers_are_a_mesh_of_two_hops_and_everybody_sends_the_same(count: int) -> None:
+def test_few_workers_form_a_mesh_of_two_hops_with_equal_loads(count: int) -> None:
     routes = plan_routes(members(count), fan_out=8, num_stripes=64, origin_up=UP)
     sent = loads(routes)
     assert sent[""] == 1.0
@@ -65,7 +65,7 @@ def test_few_workers_are_a_mesh_of_two_hops_and_everybody_sends_the_same(count: 
 
 
 @pytest.mark.parametrize(("count", "hops"), [(10, 3), (16, 3), (40, 4), (100, 4), (1024, 6)])
-def test_many_workers_are_trees_of_few_hops_and_nobody_sends_more_than_it_takes(count: int, hops: int) -> None:
+def test_many_workers_form_trees_of_few_hops_and_none_sends_more_than_it_receives(count: int, hops: int) -> None:
     routes = plan_routes(members(count), fan_out=8, num_stripes=64, origin_up=UP)
     sent = loads(routes)
     assert sent.pop("") == 1.0
@@ -74,7 +74,7 @@ def test_many_workers_are_trees_of_few_hops_and_nobody_sends_more_than_it_takes(
     assert max(len(mine) for source, mine in children(routes).items() if source) <= 8
 
 
-def test_ten_thousand_are_planned_in_seconds() -> None:
+def test_routes_of_ten_thousand_workers_are_planned_in_seconds() -> None:
     began = time.process_time()
     plan_routes(members(10_000), fan_out=8, num_stripes=64, origin_up=UP)
     assert time.process_time() - began < 10.0
@@ -96,7 +96,7 @@ def test_uplinks_are_loaded_in_proportion() -> None:
     assert max(used.values()) < 1.4 * min(used.values())
 
 
-def test_what_relays_can_not_carry_the_origin_sends_itself() -> None:
+def test_the_origin_sends_what_relays_cannot_carry() -> None:
     fleet = members(8, up=UP / 10)
     routes = plan_routes(fleet, fan_out=8, num_stripes=64, origin_up=10 * UP)
     sent = loads(routes)
@@ -105,7 +105,7 @@ def test_what_relays_can_not_carry_the_origin_sends_itself() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 6, 9, 16, 100])
-def test_a_third_that_can_not_be_dialled_relays_to_those_that_can(count: int) -> None:
+def test_undialable_members_relay_to_dialable_ones(count: int) -> None:
     fleet = [hide(member) if at % 3 == 0 else member for at, member in enumerate(members(count))]
     routes = plan_routes(fleet, fan_out=8, num_stripes=64, origin_up=UP)
     sent = loads(routes)
@@ -141,7 +141,7 @@ def random_fleet(rng: random.Random) -> list[Receiver]:
 
 
 @pytest.mark.parametrize("seed", seeds(30, 150))
-def test_any_routes_reach_everybody_by_links_that_can_be_had(seed: int) -> None:
+def test_all_routes_use_possible_links_and_reach_all_workers(seed: int) -> None:
     rng = random.Random(seed)
     fleet = random_fleet(rng)
     ids = [member.worker_id for member in fleet]
@@ -186,7 +186,7 @@ def test_few_members_with_unequal_uplinks_do_as_well_beside_a_slow_one(ups: tupl
         assert sent[name] / up <= 1.15 * best, f"{name!r} sends {sent[name]} contents at {up}"
 
 
-def test_what_the_origin_sends_to_everybody_comes_last() -> None:
+def test_chunks_that_the_origin_sends_to_all_come_last() -> None:
     fleet = [Receiver(f"w{at}", f"host:{at}", "", up * UP, UP) for at, up in enumerate((0.5, 0.5, 0.2, 0.2))]
     routes = plan_routes(fleet, fan_out=8, num_stripes=64, origin_up=UP)
     by_all = [all(sources[stripe] == "" for sources in routes.values()) for stripe in range(64)]

@@ -64,7 +64,7 @@ def test_peer_that_hangs_up_at_once_is_not_dialled_without_pause(tmp_path: Path)
     run(scenario())
 
 
-def test_paced_peer_gets_chunks_no_faster_and_hears_that_more_will_come(tmp_path: Path) -> None:
+def test_a_paced_peer_gets_chunks_at_its_rate_and_notice_of_more(tmp_path: Path) -> None:
     store, pieces = (
         ChunkStore(tmp_path),
         {blake3(data).digest(): data for data in (b"a" * 1000, b"b" * 1000, b"c" * 1000)},
@@ -86,7 +86,7 @@ def test_paced_peer_gets_chunks_no_faster_and_hears_that_more_will_come(tmp_path
     run(scenario())
 
 
-def test_a_nudge_follows_what_nothing_follows_at_once_and_says_nothing(tmp_path: Path) -> None:
+def test_a_nudge_follows_the_last_chunk_of_a_burst_and_is_empty(tmp_path: Path) -> None:
     data = [bytes([at]) * 1000 for at in range(3)]
     hashes = [blake3(piece).digest() for piece in data]
 
@@ -114,7 +114,7 @@ def test_a_nudge_follows_what_nothing_follows_at_once_and_says_nothing(tmp_path:
     run(scenario())
 
 
-def test_peer_that_wants_without_end_is_heard_only_so_far(tmp_path: Path) -> None:
+def test_requests_of_a_greedy_peer_are_bounded(tmp_path: Path) -> None:
     heard = 0
 
     async def want(peer: Peer, request: wire.Empty) -> AsyncIterator[wire.ChunkRequest]:
@@ -138,7 +138,7 @@ def test_peer_that_wants_without_end_is_heard_only_so_far(tmp_path: Path) -> Non
     run(scenario())
 
 
-def test_nobody_keeps_the_turn_to_measure_for_good(tmp_path: Path) -> None:
+def test_no_member_keeps_the_turn_to_measure_forever(tmp_path: Path) -> None:
     async def scenario() -> None:
         seconds = 0.0
         dial, store = MemoryNetwork().member("head").to_peer, ChunkStore(tmp_path)
@@ -252,7 +252,7 @@ class Fetcher:
 
 
 @pytest.mark.parametrize("was_told", [False, True])
-def test_peer_that_dials_anew_is_told_again_what_is_wanted(was_told: bool) -> None:
+def test_a_peer_that_dials_again_gets_the_requests_again(was_told: bool) -> None:
     """Its older call is half open: nobody reads from it, and nothing has ended it yet."""
 
     async def scenario() -> None:

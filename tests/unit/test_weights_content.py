@@ -129,7 +129,7 @@ def test_a_file_that_was_damaged_is_mended_from_chunks_and_nothing_else_is_read_
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.write_bytes(b"short"), lambda path: path.unlink()])
-def test_a_file_that_cannot_be_read_is_no_content(damage: Callable[[Path], object]) -> None:
+def test_an_unreadable_file_is_not_a_content(damage: Callable[[Path], object]) -> None:
     content = holding(Snapshot(REF, {"w": TensorBytes("U8", (9,), b"123456789")}, {}))
     snapshot = content.snapshot()
     damage(content.path)
@@ -138,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_no_content(damage: Callable[[Path], objec
     assert content.ref is None
 
 
-def test_a_directory_that_cannot_be_written_is_the_users_matter(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     manifest, chunks = encode(REF, *example())
     with pytest.raises(UserError, match="No such file"):
         Content(tmp_path / "gone" / "content").apply(manifest, chunks.__getitem__)

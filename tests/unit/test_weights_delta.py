@@ -93,7 +93,7 @@ def test_a_sparse_change_is_a_hundredth() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.0005, 0.002, 0.03, 0.1, 0.2, 0.4, 0.7, 1.0])
-def test_size_is_near_the_entropy_at_every_density(share: float) -> None:
+def test_the_encoded_size_is_close_to_the_entropy_at_every_density(share: float) -> None:
     base, target = weights(7, 1 << 20), stepped(weights(7, 1 << 20), share, 8)
     manifest, _ = delta(snapshot(1, {"w": base}), snapshot(2, {"w": target}))
     seen = float(np.mean(base != target))
@@ -101,7 +101,7 @@ def test_size_is_near_the_entropy_at_every_density(share: float) -> None:
     assert manifest.total_bytes <= 1.06 * (positions + seen) * base.size / 8 + 300
 
 
-def test_items_that_change_more_often_are_told_by_the_base() -> None:
+def test_frequent_changes_cost_less_where_the_base_predicts_them() -> None:
     """Weights near zero are stored more finely and change more often: knowing that, less than the entropy is sent."""
     draw = np.random.default_rng(11)
     masters = draw.normal(0, 0.02, 1 << 20).astype(np.float32)
@@ -157,7 +157,7 @@ def test_splits_within_splits_have_a_bound() -> None:
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.03, 0.09, 0.3, 1.0])
 @pytest.mark.parametrize("size", [0, 1, 7, 64, 65, 10_003])
-def test_where_is_where_numpy_says(share: float, size: int) -> None:
+def test_where_equals_numpys_flatnonzero(share: float, size: int) -> None:
     mask = np.random.default_rng(size).random(size) < share
     assert np.array_equal(where(mask), np.flatnonzero(mask))
 
@@ -178,7 +178,7 @@ def test_many_small_tensors_cost_no_more_than_a_large_one() -> None:
     assert delta(snapshot(1, old), snapshot(2, new))[0].total_bytes == one
 
 
-def test_what_no_delta_makes_smaller_is_sent_as_it_is() -> None:
+def test_incompressible_changes_are_sent_whole() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (2, 5000), dtype=np.uint8)
     base, target = snapshot(1, {"w": noise[0]}), snapshot(2, {"w": noise[1]})
     manifest, chunks = delta(base, target)
@@ -187,13 +187,13 @@ def test_what_no_delta_makes_smaller_is_sent_as_it_is() -> None:
     assert plain(apply_delta(manifest, base, chunks.__getitem__)) == plain(target)
 
 
-def test_nothing_changed_costs_nothing() -> None:
+def test_an_empty_change_costs_nothing() -> None:
     manifest, chunks = delta(BASE, replace(BASE, ref=SnapshotRef(RUN_POLICY, 1, 2)))
     assert (manifest.total_bytes, chunks) == (0, {})
     assert plain(apply_delta(manifest, BASE, chunks.__getitem__))[1:] == plain(BASE)[1:]
 
 
-def test_between_other_tensors_there_is_no_delta() -> None:
+def test_different_tensors_have_no_delta() -> None:
     for other in ({"a": weights(1)}, {"a": weights(1), "b": weights(2, 300).reshape(30, 10)}):
         with pytest.raises(InvariantError, match="different tensors"):
             delta(BASE, snapshot(2, other))
@@ -219,7 +219,7 @@ def corrupt(manifest: Manifest, base: Snapshot, chunks: Chunks) -> str:
     return caught.value.detail
 
 
-def test_a_base_that_is_not_what_it_says_is_found() -> None:
+def test_a_base_with_a_false_digest_is_detected() -> None:
     manifest, chunks = delta(BASE, TARGET)
     drifted = snapshot(1, {"a": stepped(weights(1), 0.0001, 11), "b": weights(2, 300)}, dict(BASE.files))
     assert "digest" in corrupt(manifest, drifted, chunks)
@@ -235,7 +235,7 @@ def test_a_delta_over_other_tensors_than_are_here_is_refused() -> None:
         assert caught.value.reason == "base"
 
 
-def test_what_does_not_verify_leaves_nothing_that_could_be_loaded_and_a_whole_content_mends_it() -> None:
+def test_content_that_does_not_verify_leaves_nothing_loadable_and_a_whole_content_repairs_it() -> None:
     manifest, chunks = delta(BASE, TARGET)
     lie, lying = sent_again(manifest, b"no record")
     content = holding(BASE)

@@ -88,7 +88,7 @@ class Fleet:
             await asyncio.gather(*self.telling)
 
 
-def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path) -> None:
+def test_each_worker_hears_of_the_payload_for_its_version(tmp_path: Path) -> None:
     async def story() -> None:
         fleet = Fleet(tmp_path, new=None, old=ref(0), present=ref(1), stranger=SnapshotRef(RUN_POLICY, 9, 1))
         for version in range(3):
@@ -106,7 +106,7 @@ def test_each_worker_is_told_of_the_payload_that_fits_what_it_has(tmp_path: Path
     asyncio.run(story())
 
 
-def test_many_workers_are_told_in_waves_those_with_the_oldest_snapshot_first(
+def test_many_workers_are_notified_in_waves_oldest_snapshot_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distribution, "WAVE_WORKERS", 2)
@@ -121,7 +121,7 @@ def test_many_workers_are_told_in_waves_those_with_the_oldest_snapshot_first(
     asyncio.run(story())
 
 
-def test_those_who_wait_for_their_wave_are_told_of_a_newer_version_alone(
+def test_workers_that_wait_for_their_wave_hear_of_the_newest_version_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distribution, "WAVE_WORKERS", 2)
@@ -140,7 +140,7 @@ def test_those_who_wait_for_their_wave_are_told_of_a_newer_version_alone(
     asyncio.run(story())
 
 
-def test_a_worker_that_has_it_already_is_told_that_it_is_the_newest_and_sent_nothing(tmp_path: Path) -> None:
+def test_a_worker_with_the_newest_version_is_sent_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         fleet = Fleet(tmp_path, worker=ref(0))
         await fleet.publish(0, as_delta=False)
@@ -169,7 +169,7 @@ def test_new_chunks_are_served_without_reading_them_from_disk(tmp_path: Path) ->
     asyncio.run(story())
 
 
-def test_a_worker_may_ask_by_itself(tmp_path: Path) -> None:
+def test_a_worker_may_request_a_snapshot_by_itself(tmp_path: Path) -> None:
     async def story() -> None:
         fleet = Fleet(tmp_path, worker=None)
         for version in range(4):
@@ -192,7 +192,7 @@ def test_a_worker_may_ask_by_itself(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_a_worker_has_three_payloads_joined_for_a_version_and_is_sent_the_whole_beyond_them(tmp_path: Path) -> None:
+def test_a_worker_gets_three_joined_payloads_of_a_version_and_then_the_whole_content(tmp_path: Path) -> None:
     """To join is the head's work: who asks over ever other bases, or over some that nobody knows, costs it no more."""
 
     async def story() -> None:
@@ -222,7 +222,7 @@ def test_a_worker_has_three_payloads_joined_for_a_version_and_is_sent_the_whole_
     asyncio.run(story())
 
 
-def test_many_workers_with_one_base_are_told_together(tmp_path: Path) -> None:
+def test_many_workers_with_one_base_are_notified_together(tmp_path: Path) -> None:
     async def story() -> None:
         fleet = Fleet(tmp_path, **{f"w{number}": ref(number % 2) for number in range(20)})
         for version in (0, 1):
@@ -276,7 +276,7 @@ def test_a_version_that_is_overtaken_while_it_waits_is_not_added_up(tmp_path: Pa
     asyncio.run(story())
 
 
-def test_what_was_told_of_dropped_versions_is_forgotten(tmp_path: Path) -> None:
+def test_notifications_of_dropped_versions_are_forgotten(tmp_path: Path) -> None:
     async def story() -> None:
         workers = {f"w{number}": ref(number) for number in range(2 * JOINED_MAX)}
         fleet = Fleet(tmp_path, **workers)

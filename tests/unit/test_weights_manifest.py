@@ -75,7 +75,7 @@ def test_the_text_is_canonical_json() -> None:
 
 
 @given(st.data())
-def test_any_changed_byte_is_refused_or_read_as_it_stands(data: st.DataObject) -> None:
+def test_any_changed_byte_is_refused_or_decoded(data: st.DataObject) -> None:
     text = bytearray(MANIFEST.text)
     for _ in range(data.draw(st.integers(1, 3))):
         text[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
@@ -217,7 +217,7 @@ def test_deep_nesting_is_refused() -> None:
     malformed(b'{"files":' + b"[" * 100_000)
 
 
-def test_what_is_sent_is_small_where_names_repeat_and_comes_back_as_it_was() -> None:
+def test_an_encoded_manifest_is_small_with_repeated_names_and_decodes_to_itself() -> None:
     """Half a layer of a mixture of 128 experts."""
     names = [
         f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in range(128) for part in ("up", "down")
@@ -277,7 +277,7 @@ def test_the_manifest_of_a_70b_model(share: int, most_bytes: int) -> None:
 
 
 @given(st.data())
-def test_what_was_sent_and_altered_is_refused_or_another_manifest(data: st.DataObject) -> None:
+def test_an_altered_manifest_is_refused_or_another_one(data: st.DataObject) -> None:
     sent = bytearray(MANIFEST.to_wire())
     for _ in range(data.draw(st.integers(1, 3))):
         sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))

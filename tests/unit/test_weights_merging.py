@@ -61,7 +61,7 @@ def test_deltas_that_a_disk_altered_are_not_added_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["cancelled", "dropped"])
-def test_of_a_merge_that_is_broken_off_nothing_is_left(tmp_path: Path, end: str) -> None:
+def test_an_aborted_merge_leaves_nothing(tmp_path: Path, end: str) -> None:
     async def story() -> None:
         archive, payload = Archive(ChunkStore(tmp_path)), PayloadId(ref(8), ref(2))
         await publish_many(archive, 8)
@@ -103,7 +103,7 @@ class FullDisk(ChunkStore):
         super().put_checked(chunks)
 
 
-def test_on_a_full_disk_deltas_stay_in_a_row(tmp_path: Path) -> None:
+def test_a_full_disk_leaves_deltas_unmerged(tmp_path: Path) -> None:
     async def story() -> None:
         store = FullDisk(tmp_path)
         archive, payload = Archive(store), PayloadId(ref(8), ref(2))
@@ -118,7 +118,7 @@ def test_on_a_full_disk_deltas_stay_in_a_row(tmp_path: Path) -> None:
     asyncio.run(story())
 
 
-def test_what_is_wanted_no_more_when_its_turn_comes_is_not_added_up(tmp_path: Path) -> None:
+def test_a_merge_that_is_no_longer_wanted_is_skipped(tmp_path: Path) -> None:
     async def story() -> None:
         archive, payloads = Archive(ChunkStore(tmp_path)), [PayloadId(ref(8), ref(base)) for base in (2, 3)]
         await publish_many(archive, 8)

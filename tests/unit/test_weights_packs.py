@@ -76,7 +76,7 @@ def test_a_chunk_stays_when_no_file_can_be_opened(tmp_path: Path) -> None:
         assert contents(opened) == chunks
 
 
-def test_a_full_disk_keeps_what_would_need_room_to_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_objects_whose_deletion_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: int, data: memoryview, start: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -129,7 +129,7 @@ CONSUMERS: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("variant", SAME)
-def test_what_is_taken_computes_what_peft_computes(model: Path, tmp_path: Path, variant: str) -> None:
+def test_an_accepted_configuration_computes_as_in_peft(model: Path, tmp_path: Path, variant: str) -> None:
     expected = saved(model, tmp_path / "adapter", **SAME[variant]).log_softmax(-1)
     plain = merged_nothing(model)
     assert (expected - plain).abs().max() > 0.1, "the adapter does something"
@@ -151,7 +151,7 @@ def merged_nothing(model: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("consumer", CONSUMERS)
 @pytest.mark.parametrize("variant", OTHER)
-def test_what_computes_something_else_is_refused_by_its_name(
+def test_the_error_names_options_that_compute_something_else(
     model: Path, tmp_path: Path, variant: str, consumer: str
 ) -> None:
     setting, more = OTHER[variant]
@@ -187,7 +187,7 @@ def test_each_setting_of_peft_is_off_or_known() -> None:
             lora_factors(wrong)
 
 
-def test_tensors_that_are_no_factors_are_not_left_out_of_a_merge(model: Path, tmp_path: Path) -> None:
+def test_unrecognised_tensors_are_not_left_out_of_a_merge(model: Path, tmp_path: Path) -> None:
     """The configuration may not tell of them."""
     saved(model, tmp_path / "adapter", use_dora=True)
     path = tmp_path / "adapter" / "adapter_config.json"

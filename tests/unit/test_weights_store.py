@@ -40,7 +40,7 @@ def files_under(directory: Path) -> set[str]:
     return {path.name for path in directory.rglob("*") if path.is_file()}
 
 
-def test_what_is_put_is_got_also_after_opening_again(tmp_path: Path) -> None:
+def test_stored_chunks_are_found_after_reopening(tmp_path: Path) -> None:
     manifest = fill(ChunkStore(tmp_path), 1, b"abcdefghij")
     store = ChunkStore(tmp_path)
     assert store.manifests() == [manifest]
@@ -67,7 +67,7 @@ def test_a_chunk_that_is_not_its_hash_is_refused(tmp_path: Path) -> None:
     assert files_under(tmp_path) == set()
 
 
-def test_a_hash_that_is_not_here_is_a_strangers_mistake(tmp_path: Path) -> None:
+def test_a_request_for_an_unknown_hash_is_blamed_on_its_sender(tmp_path: Path) -> None:
     with pytest.raises(PeerError) as caught:
         ChunkStore(tmp_path).get(b"../../etc/passwd")
     assert caught.value.reason == "missing"
@@ -336,7 +336,7 @@ def loaded(store: ChunkStore, ref: SnapshotRef) -> Snapshot:
     return content.snapshot()
 
 
-def test_a_snapshot_is_had_from_its_deltas(tmp_path: Path) -> None:
+def test_a_snapshot_is_rebuilt_from_its_deltas(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     history = versions(5)
     put(store, encode(history[0].ref, history[0].tensors, history[0].files))
@@ -394,7 +394,7 @@ def test_a_damaged_delta_is_found_and_dropped(tmp_path: Path) -> None:
     assert store.chain(two.ref) is None
 
 
-def test_chunks_that_no_manifest_names_yet_can_be_kept(tmp_path: Path) -> None:
+def test_chunks_without_a_manifest_can_be_kept(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     for data in (b"early", b"other"):
         store.put(blake3(data).digest(), data)
@@ -420,7 +420,7 @@ def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
     assert store.missing(new) == ()
 
 
-def test_what_was_let_go_and_not_swept_goes_after_the_next_opening(tmp_path: Path) -> None:
+def test_unswept_chunks_are_deleted_after_the_next_opening(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     fill(store, 1, b"aaaabbbb")
     new = fill(store, 2, b"aaaacccc")

@@ -282,7 +282,7 @@ def test_a_worker_at_home_gives_back_its_leases_before_it_stops_and_begins_again
     assert told == ["attends", why, why, "ends", "attends", "ends"]
 
 
-def test_what_the_workers_own_programs_use_is_not_the_owners() -> None:
+def test_use_by_the_workers_own_programs_is_not_the_owners() -> None:
     """A child that has ended counts, too."""
     programs = OwnersPrograms()
     before = programs._read()
@@ -348,7 +348,7 @@ def test_the_session_of_a_worker_at_home_comes_after_its_owners() -> None:
     assert done.stdout.split()[-1] == "10"
 
 
-def test_what_was_delivered_is_told_with_its_price() -> None:
+def test_deliveries_are_reported_with_their_price() -> None:
     delivered = Delivered(0.0)
     delivered.add(wire.Delivery(rollouts=[wire.Rollout(tokens=bytes(4 * 7)), wire.Rollout(tokens=bytes(4))]))
     assert str(delivered) == "delivered 1 group, 2 rollouts, 8 tokens in 0.00 hours"

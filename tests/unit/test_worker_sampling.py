@@ -42,7 +42,7 @@ def scenario(story: Any) -> None:
     asyncio.run(asyncio.wait_for(story(), 60.0))
 
 
-def test_every_rollout_that_ends_is_told_and_then_the_group() -> None:
+def test_the_ends_of_rollouts_are_reported_before_the_group() -> None:
     async def story() -> None:
         bench = Bench()
         bench.sampler.start(assignment(1))
@@ -111,7 +111,7 @@ def test_an_environment_that_this_worker_does_not_run_fails_its_lease() -> None:
     scenario(story)
 
 
-def test_what_the_user_must_mend_ends_the_worker() -> None:
+def test_a_user_error_ends_the_worker() -> None:
     async def story() -> None:
         bench = Bench()
         await bench.sampler.close()
@@ -146,7 +146,7 @@ def test_closing_starts_nothing_more() -> None:
     scenario(story)
 
 
-def test_a_unit_goes_on_where_one_of_its_leases_is_aborted_before_it_began() -> None:
+def test_a_unit_goes_on_when_one_of_its_leases_is_aborted_before_the_start() -> None:
     async def story() -> None:
         bench = Bench()
         bench.sampler.start_unit([assignment(1), assignment(2)])

@@ -111,7 +111,7 @@ def test_a_group_larger_than_the_engine_starts_in_an_empty_one() -> None:
     assert started(bench.tell(ev.RolloutEnded(1))) == [2]
 
 
-def test_what_a_lease_brings_and_gives_travels_with_it() -> None:
+def test_the_values_of_a_lease_travel_with_it() -> None:
     bench = Bench(slots=2)
     bench.install(V1)
     (start,) = bench.tell(granted((lease(1), lease(2))))
@@ -165,7 +165,7 @@ def test_an_older_version_that_a_lease_demands_is_asked_for_and_put_in() -> None
     assert asked(bench.tell(produced(1))) == [(V3, V2)]  # nothing demands the old one any more
 
 
-def test_what_a_lease_demands_keeps_a_whole_newer_snapshot_out_until_it_is_sampled() -> None:
+def test_a_lease_that_needs_older_weights_delays_a_newer_snapshot() -> None:
     bench = Bench(slots=2)
     bench.install(V1)
     bench.tell(granted((lease(1, exact=1),)), announced(V2))
@@ -193,7 +193,7 @@ def test_after_a_fall_back_leases_of_versions_that_are_gone_fail_at_once() -> No
     assert list(bench.scheduler.generating) == [3]
 
 
-def test_a_version_that_is_not_there_any_more_is_not_taken_for_one_of_the_same_number() -> None:
+def test_a_deleted_version_is_not_confused_with_one_of_the_same_number() -> None:
     bench = Bench()
     bench.install(V1)
     bench.tell(announced(V2, V3))  # asks for it, as V3 is not here
@@ -290,7 +290,7 @@ def test_a_newer_snapshot_ends_the_pause_after_a_corrupt_one() -> None:
     assert fetched(bench.tell(announced(V2))) == [PayloadId(V2)]
 
 
-def test_no_batch_starts_while_a_snapshot_is_going_in() -> None:
+def test_no_batch_starts_during_an_install() -> None:
     bench = Bench()
     bench.install(V1)
     bench.tell(announced(V2), whole(V2))
@@ -339,7 +339,7 @@ def test_a_lease_that_fails_costs_no_other() -> None:
 
 
 @pytest.mark.parametrize("swap", ["between", "during"])
-def test_without_room_for_new_weights_it_goes_on_says_so_and_tries_the_next(swap: Swap) -> None:
+def test_a_worker_without_room_for_new_weights_reports_it_goes_on_and_tries_the_next(swap: Swap) -> None:
     bench = Bench(swap=swap)
     bench.install(V1)
     bench.tell(announced(V2), whole(V2))
@@ -361,7 +361,7 @@ def test_without_room_for_its_first_weights_the_worker_ends() -> None:
         bench.tell(ev.SnapshotTooLarge(PayloadId(V1), "cuda:0 is full"))
 
 
-def test_without_room_and_without_a_newer_snapshot_it_tries_again() -> None:
+def test_a_worker_without_room_or_newer_snapshot_tries_again() -> None:
     bench = Bench()
     bench.install(V1)
     bench.tell(announced(V2), whole(V2), ev.SnapshotTooLarge(PayloadId(V2), "full"))
@@ -370,7 +370,7 @@ def test_without_room_and_without_a_newer_snapshot_it_tries_again() -> None:
     assert asked(bench.tell(ev.Tick())) == [(V2, V1)]
 
 
-def test_questions_wait_for_the_connection_and_after_a_failure() -> None:
+def test_requests_wait_for_the_connection_and_after_a_failure() -> None:
     bench = Bench()
     bench.install(V1)
     bench.tell(ev.Disconnected())
@@ -381,7 +381,7 @@ def test_questions_wait_for_the_connection_and_after_a_failure() -> None:
     assert asked(bench.tell(ev.Tick())) == [(V3, V1)]
 
 
-def test_a_snapshot_that_nobody_has_any_more_is_asked_for_anew() -> None:
+def test_a_snapshot_that_no_peer_has_is_requested_anew() -> None:
     bench = Bench()
     bench.tell(ev.Connected(), announced(V1))
     assert bench.tell(ev.SnapshotGone(PayloadId(V1))) == []
@@ -397,7 +397,7 @@ def test_a_fetch_is_ended_when_what_is_installed_becomes_the_newest() -> None:
     assert [command.payload for command in stopped if isinstance(command, do.StopFetching)] == [PayloadId(V2, V1)]
 
 
-def test_a_snapshot_that_nobody_asked_for_is_a_bug() -> None:
+def test_an_unrequested_snapshot_is_a_bug() -> None:
     with pytest.raises(InvariantError, match="was installed"):
         Bench().tell(ev.SnapshotInstalled(V1))
 

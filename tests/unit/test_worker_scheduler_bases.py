@@ -77,7 +77,7 @@ def test_weights_of_another_policy_take_the_place_of_a_base_model_on_its_way() -
     assert fetched(bench.tell(ev.SnapshotAnnounced(PayloadId(whole_model)))) == [PayloadId(whole_model)]
 
 
-def test_a_base_model_is_not_gone_on_with_where_the_newest_is_here_already() -> None:
+def test_a_base_model_is_not_fetched_further_if_the_newest_snapshot_is_here() -> None:
     bench = Bench()
     bench.install(V1)
     bench.tell(adapter(V2), base())

@@ -9,7 +9,7 @@ from echo2.worker.decide import messages as ev
 from worker_cases import V1, V2, V3, Bench, announced, granted, kinds, lease, produced, started, whole
 
 
-def test_between_generations_means_not_during_one() -> None:
+def test_swaps_between_generations_wait_for_the_end_of_one() -> None:
     bench = Bench(swap="between")
     bench.install(V1)
     bench.tell(granted((lease(1),)), announced(V2))
@@ -19,14 +19,14 @@ def test_between_generations_means_not_during_one() -> None:
     assert started(bench.tell(ev.SnapshotInstalled(V2))) == [2]
 
 
-def test_during_a_generation_means_at_once() -> None:
+def test_swaps_during_generations_happen_at_once() -> None:
     bench = Bench(swap="during")
     bench.install(V1)
     bench.tell(granted((lease(1),)), announced(V2))
     assert kinds(bench.tell(whole(V2))) == ["InstallSnapshot"]
 
 
-def test_apart_means_at_once_beside_leases_of_one_older_version() -> None:
+def test_separate_swaps_wait_for_no_lease_of_one_older_version() -> None:
     bench = Bench(swap="apart")
     bench.install(V1)
     bench.tell(granted((lease(1),)), announced(V2))

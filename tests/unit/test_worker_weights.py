@@ -84,12 +84,14 @@ def delta(version: int, base: int) -> tuple[Manifest, Mapping[bytes, memoryview]
         ("0.0.0.0:7342", False, "203.0.113.5:7341", None),
     ],
 )
-def test_where_a_worker_listens(listen: str, relays: bool, head: str, expected: tuple[str, int] | None) -> None:
+def test_the_listening_address_of_a_worker(
+    listen: str, relays: bool, head: str, expected: tuple[str, int] | None
+) -> None:
     assert listen_address(listen, relays, Addresses(head)) == expected
 
 
 @pytest.mark.parametrize("listen", ["7342", ":7342", "host:", "host:port", "host:70000", "host:-1"])
-def test_an_address_that_is_none_is_refused(listen: str) -> None:
+def test_an_invalid_address_is_refused(listen: str) -> None:
     with pytest.raises(UserError, match="HOST:PORT"):
         listen_address(listen, True, Addresses("127.0.0.1:1"))
 
@@ -274,9 +276,7 @@ async def stored(head: Head, publication: tuple[Manifest, Mapping[bytes, memoryv
         (MemoryError(), "SnapshotTooLarge"),
     ],
 )
-def test_what_the_engine_refuses_or_has_no_room_for_is_not_installed(
-    tmp_path: Path, error: Exception, outcome: str
-) -> None:
+def test_a_snapshot_that_the_engine_refuses_is_not_installed(tmp_path: Path, error: Exception, outcome: str) -> None:
     def load(snapshot: Snapshot) -> float:
         if snapshot.ref.version == 1:
             raise error
@@ -434,7 +434,7 @@ def test_a_base_model_is_fetched_once_and_survives_adapters_and_restarts(tmp_pat
     asyncio.run(story())
 
 
-def test_a_base_model_that_the_disk_altered_is_said_to_be_it(tmp_path: Path) -> None:
+def test_a_base_model_altered_on_disk_is_reported_as_altered(tmp_path: Path) -> None:
     async def story() -> None:
         base = base_model()
         async with joined(tmp_path) as (head, member):
@@ -450,7 +450,7 @@ def test_a_base_model_that_the_disk_altered_is_said_to_be_it(tmp_path: Path) -> 
     asyncio.run(story())
 
 
-def test_of_a_base_model_that_the_owner_has_only_the_small_files_are_fetched(tmp_path: Path) -> None:
+def test_only_the_small_files_of_the_owners_base_model_are_fetched(tmp_path: Path) -> None:
     async def story() -> None:
         base = base_model()
         async with joined(tmp_path) as (head, member):

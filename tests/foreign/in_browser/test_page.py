@@ -96,7 +96,7 @@ CanvasRenderingContext2D.prototype.fillText = function (text, ...more) {
 };"""
 
 
-def test_what_is_zero_throughout_has_an_axis_from_0_to_1(page: Page) -> None:
+def test_the_axis_of_a_constant_zero_goes_from_0_to_1(page: Page) -> None:
     """uPlot's own choice is 0 to 100, in which a share or a few cents would not be seen."""
     page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": NOTED_TEXTS})
     page.open()
@@ -114,7 +114,7 @@ def test_a_run_that_is_over_is_not_called_live(page: Page, rundirs: list[RunDir]
         rundirs[0].outcome.unlink()
 
 
-def test_a_rate_that_is_not_known_is_said_to_be(page: Page, rundirs: list[RunDir]) -> None:
+def test_the_page_shows_when_a_rate_is_unknown(page: Page, rundirs: list[RunDir]) -> None:
     page.open()
     assert "no “needed”" not in page.ask(f"{figure('Rollouts a second')}.textContent")
     rows = rundirs[0].metrics.read_text()
@@ -168,7 +168,7 @@ def test_headings_of_tables_stay_whole_on_a_phone(page: Page) -> None:
     assert page.ask(f"{broken}.map((each) => each.textContent)") == []
 
 
-def test_a_step_shows_while_one_looks(page: Page, rundirs: list[RunDir]) -> None:
+def test_a_new_step_appears_on_an_open_page(page: Page, rundirs: list[RunDir]) -> None:
     page.open()
     dollars = f"{figure('Dollars')}.querySelector('.u-legend').textContent"
     before = page.ask(dollars)
@@ -181,7 +181,7 @@ def test_a_step_shows_while_one_looks(page: Page, rundirs: list[RunDir]) -> None
     assert page.ask(dollars) != before
 
 
-def test_what_has_not_changed_is_not_drawn_again(page: Page, rundirs: list[RunDir]) -> None:
+def test_unchanged_rows_are_not_redrawn(page: Page, rundirs: list[RunDir]) -> None:
     """A row of a table that somebody selects, and a button that has the focus, stay as the run goes on."""
     page.open()
     page.ask("window.kept = [...document.querySelectorAll('#workers tr, #waits tr, #facts dd')], null")
@@ -224,7 +224,7 @@ def test_the_pointer_between_two_evaluations_reads_no_held_out_reward(
 
 
 @pytest.mark.parametrize(("step", "cause"), [(30, "leases lost"), (31, "workers sample")])
-def test_why_the_learner_waited_at_a_step_is_read_off_the_chart(page: Page, step: int, cause: str) -> None:
+def test_the_chart_shows_why_the_learner_waited_at_a_step(page: Page, step: int, cause: str) -> None:
     page.open()
     seconds = {name: float(value) for name, value in legend_at(page, "Why the learner waited", step).items()}
     assert max(seconds, key=seconds.__getitem__) == cause
@@ -252,7 +252,7 @@ def test_a_worker_of_thousands_is_found(page: Page, rundirs: list[RunDir]) -> No
         view_cases.write_status(rundirs[0], 120)
 
 
-def test_words_of_strangers_are_words(page: Page) -> None:
+def test_text_of_strangers_is_shown_as_text_and_not_as_markup(page: Page) -> None:
     page.open()
     page.until("document.querySelectorAll('article')[2]")
     assert view_cases.HOSTILE in page.text("article:nth-of-type(3) pre")
@@ -347,7 +347,9 @@ def test_everything_can_be_done_by_keyboard(page: Page) -> None:
 
 
 @pytest.mark.parametrize(("size", "scheme"), LOOKS)
-def test_it_fits_and_is_accessible(page: Page, size: tuple[int, int], scheme: str, tmp_path: Path) -> None:
+def test_the_page_fits_small_screens_and_is_accessible(
+    page: Page, size: tuple[int, int], scheme: str, tmp_path: Path
+) -> None:
     page.open(size, scheme)
     width = size[0]
     assert page.ask("document.documentElement.scrollWidth") <= width
@@ -373,7 +375,7 @@ def test_pictures_of_a_run_are_made(driver: Any, size: tuple[int, int], scheme: 
             page.picture("view-top", house.REPOSITORY / "docs", 1290)
 
 
-def test_a_browser_without_the_token_is_told_where_it_is(page: Page) -> None:
+def test_a_browser_without_the_token_learns_where_to_find_it(page: Page) -> None:
     page.driver.delete_all_cookies()
     page.driver.get(page.address.partition("?")[0])
     page.driver.delete_all_cookies()

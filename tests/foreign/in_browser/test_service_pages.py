@@ -111,7 +111,7 @@ def test_the_pages_fit_a_phone_in_the_dark_and_are_accessible(
         assert violation["impact"] not in ("serious", "critical"), violation
 
 
-def test_who_signs_out_is_asked_for_a_key_again(driver: Any, server: FrontServer) -> None:
+def test_the_page_asks_for_a_key_after_signing_out(driver: Any, server: FrontServer) -> None:
     page = signed_in(driver, server, server.api_keys.add_key(HOSTILE))
     driver.find_element("css selector", "header form button").click()
     page.until("document.querySelector('#key')")
