@@ -151,5 +151,5 @@ def test_a_model_whose_rows_do_not_fit_has_no_such_form() -> None:
     load(engine, snapshot)
     found = run(engine, [request])[0]
     for form in ("q8_0", "mlx-q8"):
-        with pytest.raises(PeerError, match=f"no form {form} of this model: .* no multiple of 32"):
+        with pytest.raises(PeerError, match=f"no form {form} of this model: .* not a multiple of 32"):
             asyncio.run(engine.prefill(snapshot.ref, [reads(request, found, form)]))

@@ -159,7 +159,7 @@ def test_an_engine_with_rounded_weights_checks_no_rollouts() -> None:
     engine: Any = DecodeLoop(LlamaCppDecoder("q8_0", "cpu"))
     load(engine, snapshot_of(tiny_module("qwen3", **FITS)))
     asked = requests(0)
-    for form, said in (("", "checks nobody: it holds rounded weights"), ("q8_0", "does not round weights")):
+    for form, said in (("", "cannot check rollouts: it holds rounded weights"), ("q8_0", "does not round weights")):
         with pytest.raises(PeerError, match=said):
             distance(engine, asked, run(engine, asked), form)
 

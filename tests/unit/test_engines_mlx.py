@@ -223,7 +223,7 @@ def test_an_engine_with_rounded_weights_checks_no_rollouts_and_an_exact_one_roun
     load(engine, snapshot)
     asked, group = group_of(engine)
     for form, read_as, said in (
-        ("mlx-q8", "", "checks nobody: it holds rounded weights"),
+        ("mlx-q8", "", "cannot check rollouts: it holds rounded weights"),
         ("", "mlx-q8", "does not round weights to the form mlx-q8"),
     ):
         by: Any = DecodeLoop(decoder_of(form))

@@ -261,9 +261,9 @@ def test_a_world_writable_directory_of_another_user_is_refused_as_a_store(
     shared.mkdir()
     shared.chmod(0o1777)
     open_objects(str(shared))
-    assert "everybody on this machine may write" in caplog.text
+    assert "every user of this machine may write" in caplog.text
     os.chown(shared, 65534, 65534)
-    with pytest.raises(UserError, match=r"everybody on this machine may write"):
+    with pytest.raises(UserError, match=r"every user of this machine may write"):
         open_objects(str(shared))
     shared.chmod(0o770)
     open_objects(str(shared))

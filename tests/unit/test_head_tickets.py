@@ -143,7 +143,7 @@ def test_revoking_names_the_worker_and_its_ticket(head: Head, capsys: pytest.Cap
     ticket = head.ticket.ticket_id
     peer_id = head.enrol(ticket)
     told = said(capsys, "revoke", head.rundir.path, peer_id)
-    assert told == f"{peer_id} is revoked; ticket {ticket}, by which it came, admits nobody any more"
+    assert told == f"{peer_id} is revoked; ticket {ticket}, with which it joined, admits no more machines"
 
 
 def test_revocation_prints_the_revoked_workers_as_json(head: Head, capsys: pytest.CaptureFixture[str]) -> None:

@@ -226,7 +226,7 @@ def test_an_invalid_shell_command_is_not_blamed_on_the_machine(runtime: str, com
     async def scene(container: Container) -> None:
         ran = await container.run(command, 20)
         assert (ran.status, ran.stopped) == (126, "")
-        assert "is no command" in ran.output
+        assert "is not a command" in ran.output
 
     inside(runtime, scene)
 

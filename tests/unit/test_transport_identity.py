@@ -235,7 +235,7 @@ def test_revocation_by_another_process_is_seen_and_harms_no_enrolment(run: RunId
 
 @pytest.mark.parametrize("peer_id", ["w-0000000000", "../members.json", ""])
 def test_revoking_an_unknown_name(run: RunIdentity, peer_id: str) -> None:
-    with pytest.raises(UserError, match="Known peers and tickets: nobody"):
+    with pytest.raises(UserError, match="Known peers and tickets: none"):
         run.revoke(peer_id)
 
 

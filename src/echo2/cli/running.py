@@ -257,7 +257,7 @@ def _worker(options: argparse.Namespace) -> int:
         ended.append(number)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a script started with "&"
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run in good order
+        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run properly
 
     signal.signal(signal.SIGTERM, end)
     begin_process("worker")

@@ -1,6 +1,6 @@
 """Work in the background of an event loop, whose failure always reaches somebody.
 
-A bare task that fails says so only when it is collected, if at all, and whoever waits for its work waits for ever. So
+A bare task reports its failure only when it is garbage-collected, if at all, and its callers wait for ever. So
 `asyncio.create_task` and `ensure_future` are called here alone (`tests/house.py`):
 
     spawn(work, on_error)   work that nobody awaits: its owner hears of an error that the work does not handle itself
@@ -57,7 +57,7 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
     """Yield a group whose tasks end with the block. The first error ends the others, and is raised as it is.
 
     Until Python 3.13, a `TaskGroup` that fails while its block waits for it leaves the task marked as `cancelling`, and
-    whoever looks at that later takes the end of a connection for the end of the task.
+    later code would take the end of a connection for the end of the task.
     """
     task = asyncio.current_task()
     num_before = task.cancelling() if task is not None else 0

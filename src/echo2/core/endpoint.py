@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 #: Characters of a refusal that messages quote.
 SAID_CHARS = 200
-#: A shorter key is no secret, but a word, as "none" for an endpoint that needs one.
+#: A shorter key is not a secret, but a word, as "none" for an endpoint that needs one.
 KEY_CHARS = 8
 #: Tries of one request beside an endpoint that answers: of requests that fail in 15 % of tries, one in 90,000 is lost.
 TRIES_MAX = 6

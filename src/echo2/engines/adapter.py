@@ -185,7 +185,7 @@ class StackedMap(NamedTuple):
 
 
 def stacked_maps(part: Any) -> tuple[StackedMap, ...]:
-    """Return a module's stacked maps, before and behind the activation; (): it is no experts' module of a kind that
+    """Return a module's stacked maps, before and behind the activation; (): it is not an experts' module of a kind that
     `adapt` knows."""
     if not hasattr(part, "is_transposed") or getattr(part, "has_post_expert_norm", False):
         return ()

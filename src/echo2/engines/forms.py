@@ -1,6 +1,6 @@
 """Forms of weights: a snapshot rounded to fewer bits. A form is a function of the snapshot alone.
 
-So nobody publishes or sends a form: a worker derives it from the snapshot, and so does the machine that checks the
+So forms are neither published nor sent: a worker derives it from the snapshot, and so does the machine that checks the
 worker, which then computes with the same numbers. That holds because only single operations of IEEE arithmetic are used
 (no sums, whose order may differ). What samples is the rounded policy, and its logprobs are its own.
 
@@ -51,7 +51,7 @@ def misfit(shapes: Mapping[str, tuple[int, ...]], form: str) -> str:
     """Return why a model whose tensors have these shapes has no such form; empty: it has."""
     for name, shape in shapes.items():
         if format_of(name, form) not in ("", HALF) and shape[1] % BLOCK:
-            return f"rows of {shape[1]} items in {name}, which is no multiple of {BLOCK}"
+            return f"rows of {shape[1]} items in {name}, which is not a multiple of {BLOCK}"
     return ""
 
 

@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
 
 
 def prepare_tokenizers() -> None:
-    """Import what `load_tokenizer` needs, which takes seconds: while there are no files yet, nobody waits for that."""
+    """Import what `load_tokenizer` needs, which takes seconds, before there are files."""
     with _LOADING:
         from transformers import AutoTokenizer  # noqa: F401
 

@@ -208,7 +208,7 @@ def check_environment(spec: str, tasks: TaskSource, source: str) -> None:
     if len(failures) == num_rows:
         of = f"the first {num_rows} rows" if num_rows > 1 else "the first row"
         has = ", ".join(sorted(stream.task(0).columns)) or "none"
-        raise UserError(f"{failures[0]} So it is with {of} of {source} (columns of the first: {has}).")
+        raise UserError(f"{failures[0]} The same is true of {of} of {source} (columns of the first: {has}).")
 
 
 def check_prompts(config: Config) -> None:
@@ -275,7 +275,7 @@ def check_machine(config: Config) -> None:
     if host in ANY_HOST and not config.head.advertise:
         raise UserError(
             f"head.listen = {config.head.listen!r} lets other machines join, and tickets would name {host}, which "
-            "nobody can call. Set head.advertise to a name or address of this machine that they can reach."
+            "no other machine can call. Set head.advertise to a name or address of this machine that they can reach."
         )
     for target in config.run.log_to:
         package = LOG_PACKAGES[target.partition(":")[0]]

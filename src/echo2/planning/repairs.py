@@ -14,7 +14,7 @@ from echo2.core.errors import UserError
 from echo2.learner.core.fitting import known_models, model_shape
 from echo2.planning.gpus import several
 
-#: A change of this name is the configuration file, which is no flag.
+#: A change of this name is the configuration file, which is not a flag.
 CONFIG = "CONFIG"
 #: Stands for the demo's configuration, which is always there.
 DEMO = Path(echo2.__file__).parent / "demo" / "sort.toml"

@@ -231,7 +231,7 @@ def main() -> None:
         try:
             confine_command(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
             os.execvp(sys.argv[4], sys.argv[4:])
-        finally:  # what was raised is printed by nobody else
+        finally:  # no other code prints the exception
             traceback.print_exc()
             os._exit(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -182,7 +182,7 @@ def find_runtime() -> str:
 
 
 def _unasked(name: str) -> str:
-    """Why nobody gets a runtime who did not ask for it."""
+    """Why a runtime must be asked for."""
     if name != "landlock" or os.getuid() == 0:
         return ""
     told = "as no root its commands can change modes and times of all files of this user"
@@ -242,7 +242,7 @@ class Containers:
         await self._tidy()
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         if os.getuid() == 0:
-            os.chmod(folder, 0o755)  # commands run as somebody else
+            os.chmod(folder, 0o755)  # commands run as another user
         opened = FolderContainer(folder, image.directory, limits, self.runtime == "bubblewrap")
         for name in FOLDERS:
             await opened.put(name, (image.files or {}) if name == "app" else {})

@@ -31,14 +31,14 @@ CALLS = ".calls"
 BEGUN = f'exec 9<"$0" && echo {confinement.ENDED_FIRST} >/proc/self/oom_score_adj && exec "$@"'
 #: Variables of a command, where there is no image.
 PLAIN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
-#: Removes a folder in which a command may have made folders that nobody may enter.
+#: Removes a folder in which a command may have made folders without rights to enter them.
 REMOVE = ("/bin/sh", "-c", 'chmod -R u+rwX "$0" 2>/dev/null; rm -rf "$0"')
 #: What may be read of /etc without secrets.
 ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
 
 
 def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
-    """Write files below a new folder that nobody else can change.
+    """Write files below a new folder that no other user can change.
 
     Raises:
         UserError: a path leads out of it.
@@ -62,7 +62,7 @@ def _write(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
         (folder / name).chmod(0o755 if is_executable else 0o644)
     for place in (folder, *folder.rglob("*/")):
         if place.is_dir():
-            place.chmod(0o755)  # whatever this process's mask is: commands run as somebody else
+            place.chmod(0o755)  # whatever this process's mask is: commands run as another user
 
 
 class FolderContainer:

@@ -63,6 +63,6 @@ def _nameless_bytes(pids: Iterable[int], device: int) -> int:
                 facts = os.stat(f"/proc/{pid}/fd/{descriptor}")
                 if not facts.st_nlink and facts.st_dev == device:
                     found[facts.st_ino] = 512 * facts.st_blocks
-        except OSError:  # it has ended, closed one, or shows nobody its descriptors
+        except OSError:  # it has ended, closed one, or hides its descriptors
             continue
     return sum(found.values())

@@ -111,7 +111,7 @@ def _parse_ticket(text: str) -> Ticket:
             "version of echo2 that the run's head has."
         )
     if plain["v"] != TICKET_VERSION:
-        raise ValueError("its version is no number")
+        raise ValueError("its version is not a number")
     address = str(plain["addr"])
     if not _ADDRESSES.fullmatch(address):
         raise _no_ticket(text, f"its address {address[:100]!r} is not HOST:PORT")

@@ -342,7 +342,7 @@ class Dispatcher:
         del self._lanes[model]
 
     def _lane_failed(self, model: str, lane: _Lane, error: Exception) -> None:
-        """Fail the requests that nobody would carry out any more; others of the model begin anew."""
+        """Fail the requests that no machine would carry out any more; others of the model begin anew."""
         del self._lanes[model]
         for request in lane.waiting:
             self._request_failed(request, error)

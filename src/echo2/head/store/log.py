@@ -245,7 +245,7 @@ def why_over(objects: Objects, found: bytes | None) -> str:
 
 
 def add_mark(objects: Objects, mark: Mark) -> None:
-    """Add a mark, unless a later one is there, and delete what nobody reads any more."""
+    """Add a mark, unless a later one is there, and delete objects that are no longer read."""
     number = 0
     while True:
         newest, number = newest_mark(objects, number)

@@ -253,7 +253,7 @@ class Mirror:
         }
 
     async def run(self, fail: Callable[[Exception], object]) -> None:
-        """Send what is recorded, until another head takes the run over, of which `fail` is told."""
+        """Send what is recorded. When another head takes the run over, call `fail` and end."""
         retries, self._began_at = Retries(RETRY_SECONDS), self._clock.now()
         while self._writer.fenced is None:
             try:

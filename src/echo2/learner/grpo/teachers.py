@@ -218,7 +218,7 @@ def _by_teacher(
 
 def _log_ratios(datum: Datum, logprobs: array[float]) -> list[float]:
     if datum.teacher_logprobs is None:
-        raise InvariantError("a datum was trained on without its teacher's word")
+        raise InvariantError("a datum was trained on without its teacher's logprobs")
     both = zip(logprobs, datum.teacher_logprobs, datum.loss_mask, strict=True)
     return [own - theirs for own, theirs, counts in both if counts]
 

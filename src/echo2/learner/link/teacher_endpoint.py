@@ -10,7 +10,7 @@ The logprobs are those at temperature 1 over the whole vocabulary; others cannot
 
 Everything that it says is checked: that it read our tokens, the number of positions, that logprobs are finite, at most
 0, and those of one position together no more than 1, and its bytes. What fails `core/endpoint.py` too often stops the
-run, which can be resumed: a token without its teacher's word is never trained on as if there were one.
+run, which can be resumed: a token without its teacher's logprobs is never trained on as if there were one.
 """
 
 from __future__ import annotations

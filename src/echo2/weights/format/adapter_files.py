@@ -153,7 +153,7 @@ def _targets(config: Any) -> list[str]:
 
 def lora_targets(linear: Collection[str], targets: Sequence[str]) -> list[str]:
     """Return the targets in PEFT's form, sorted: suffixes of the names of linear layers. `linear`: the names of all
-    linear layers except the model's head. "experts" is no linear layer, and not among them.
+    linear layers except the model's head. "experts" is not a linear layer, and not among them.
 
     Raises:
         UserError: a target matches no linear layer.

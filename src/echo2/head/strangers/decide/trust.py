@@ -167,7 +167,7 @@ class OpenCheck:
     missed_by: tuple[str, ...] = ()
 
     def give_to(self, worker_id: str) -> None:
-        """Have this worker check the group; empty: nobody yet."""
+        """Have this worker check the group; empty: no worker yet."""
         self.checker = worker_id
 
     def miss(self, worker_id: str) -> None:
@@ -205,7 +205,7 @@ class TrustBook:
         return check if check is not None and check.checker == checker else None
 
     def interrupt(self, worker_id: str, is_gone: bool) -> None:
-        """Ask others for the open checks of this worker. Of one that is gone no late verdict comes either."""
+        """Ask others for the open checks of this worker. A worker that is gone sends no late verdict either."""
         for check in self.open.values():
             if check.checker == worker_id:
                 check.give_to("")
