@@ -251,7 +251,7 @@ def _worker(options: argparse.Namespace) -> int:
 
     give_cores(options.at_home, options.max_cores)
 
-    ended: list[int] = []  # signals by which a machine manager ended this worker: no error
+    ended: list[int] = []  # signals with which a machine manager ended this worker: no error
 
     def end(number: int, _frame: object) -> None:
         ended.append(number)

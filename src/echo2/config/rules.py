@@ -88,7 +88,7 @@ class Config:
 
 
 def _check_deterministic(config: Config) -> None:
-    """Options of the schedule by which the same seed would not give the same weights."""
+    """Options of the schedule with which the same seed would not give the same weights."""
     schedule = config.schedule
     by_time = {
         'schedule.order = "frontier"': schedule.order == "frontier",

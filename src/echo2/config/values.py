@@ -144,7 +144,7 @@ def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]
     """(weight, name) of an entry of a list in which each may have a weight: "name" has 1, "0.2 * name" has 0.2.
 
     Raises:
-        UserError: what stands before the * is not a finite number.
+        UserError: the part before the * is not a finite number.
     """
     number, star, name = entry.rpartition("*")
     try:

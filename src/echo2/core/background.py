@@ -3,7 +3,7 @@
 A bare task reports its failure only when it is garbage-collected, if at all, and its callers wait for ever. So
 `asyncio.create_task` and `ensure_future` are called here alone (`tests/house.py`):
 
-    spawn(work, on_error)   work that nobody awaits: its owner hears of an error that the work does not handle itself
+    spawn(work, on_error)   work that nobody awaits: its owner learns of an error that the work does not handle itself
     Background(on_error)    all such work of one owner, which ends with it
     awaited(work)           work whose starter awaits the outcome, so that errors are raised there
     together()              several such works, of which the first error ends the others
@@ -113,7 +113,8 @@ class Shared(Generic[K, T]):
 
 
 class Background:
-    """The background work of one owner. `on_error` hears of each exception that the work does not handle itself."""
+    """The background work of one owner. `on_error` is called with each exception that the work does not handle
+    itself."""
 
     def __init__(self, on_error: Callable[[Exception], object]) -> None:
         self._on_error = on_error

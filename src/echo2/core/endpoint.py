@@ -107,7 +107,7 @@ class Endpoint:
 
     async def persist(self, make: Callable[[], Awaitable[T]], on_retry: Callable[[str], None]) -> T:
         """Return what `make` returns, which makes one request and may raise what requests and `UnfitAnswer` say. It is
-        called again as long as that helps; `on_retry` hears of each time.
+        called again as long as that helps; `on_retry` is called each time.
 
         Raises:
             FailedTries: it does not.

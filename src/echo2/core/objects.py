@@ -102,7 +102,7 @@ def _read(file: BinaryIO) -> Iterator[bytes]:
 def _reached(
     place: str, errors: type[Exception] = OSError, answers: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise LinkError for those `errors` of a place that are no `answers` of it."""
+    """Raise LinkError for `errors` of a place other than its `answers`."""
     try:
         yield
     except answers:

@@ -83,7 +83,7 @@ def _inverse(step_N1: Tensor) -> Tensor:
 
 
 def decode(blocks: Tensor, kind: str) -> Tensor:
-    """Return the N * 32 values that these blocks stand for [N, 32], float32."""
+    """Return the N * 32 values of these blocks [N, 32], float32."""
     step_N1 = blocks[:, :2].contiguous().view(torch.float16).float()
     if kind == "q8_0":
         return blocks[:, 2:].contiguous().view(torch.int8).float() * step_N1
@@ -119,7 +119,7 @@ def packed(q_NI: Tensor, kind: str) -> Tensor:
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """Return what a matrix stands for in a format, float32."""
+    """Return the values of a matrix in a format, float32."""
     found = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     for into, piece in zip(_pieces(found), _pieces(weight), strict=True):
         into.copy_(_rounded(piece, kind).view(-1))

@@ -6,7 +6,7 @@ and the engine `auto` does so once the first snapshot is there. vLLM comes befor
 GPU for itself; the head allows it to machines of the owner alone, because its rollouts cannot be checked
 (`head/serve/claims.py`).
 
-The names stand in `config/values.py`, each with a module that has a function `make_engine(device, slots)`. That of
+The names are in `config/values.py`, each with a module that has a function `make_engine(device, slots)`. That of
 `FORMS` takes the form, too, and that of `SERVERS` the place.
 """
 

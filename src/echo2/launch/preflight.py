@@ -156,8 +156,8 @@ def check_budget(config: Config, offers: Iterable[Offer]) -> None:
 
 
 def check_tasks(tasks: TaskSource, scorer: Scorer, source: str, judged: Set[str] = frozenset()) -> int:
-    """Find bad rows, and rows without a column that a reward needs. Of rows in a file, `ROWS_CHECKED_MAX` are checked;
-    of generated rows, only the first. Return how many. `judged`: columns that the judge reads.
+    """Find bad rows, and rows without a column that a reward needs. `ROWS_CHECKED_MAX` rows of a file are checked, and
+    only the first of generated rows. Return how many. `judged`: columns that the judge reads.
 
     Raises:
         UserError: names the first bad row, or the column that no row has.
@@ -236,8 +236,8 @@ def check_prompts(config: Config) -> None:
 def check_prompt_lengths(
     tasks: TaskSource, source: str, tokenizer: Tokenizer, context: int, max_tokens: int = 0
 ) -> None:
-    """Print a warning if prompts leave no token of the model's context for an answer, or less than `max_tokens`. Of
-    rows in a file, `PROMPTS_CHECKED_MAX` are checked; of generated rows, only the first.
+    """Print a warning if prompts leave no token of the model's context for an answer, or less than `max_tokens`.
+    `PROMPTS_CHECKED_MAX` rows of a file are checked, and only the first of generated rows.
 
     Raises:
         UserError: no prompt of the whole source leaves one.

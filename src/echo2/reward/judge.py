@@ -86,7 +86,7 @@ def open_judge(
 
 class Judge:
     """Scores rollouts, for one event loop. `seed` draws the order of compared answers; `seconds` limits one request;
-    `spent_usd` is what was spent before; `on_retry` hears of each request that is made again.
+    `spent_usd` is what was spent before; `on_retry` is called for each repeated request.
 
     Raises:
         UserError: as `read_key`.

@@ -104,7 +104,7 @@ def longest(value: Any) -> int | None:
 
 
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the fields by which messages are compared. Other fields, which clients may add, are ignored."""
+    """Return the fields that are compared of messages. Other fields, which clients may add, are ignored."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return message["role"], message["content"], [call["function"] for call in calls], message.get("tool_call_id")
 

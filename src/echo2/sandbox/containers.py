@@ -1,7 +1,7 @@
 """Containers in which a task's commands run: files that stay from one command to the next, and processes that do not.
 
 What is there decides (`find_runtime`): podman or docker, which run images; else bubblewrap, whose containers see the
-programs of this machine, read-only; else Landlock and seccomp (`confinement.py`), which give no files of their own. Of
+programs of this machine, read-only; else Landlock and seccomp (`confinement.py`), which give no files of their own. In
 the last two, /app, /logs and so on are folders of this machine, and without bubblewrap they are not at these places:
 scripts for all four begin their paths with $ECHO2_ROOT, which is empty elsewhere.
 

@@ -25,8 +25,9 @@ def is_full(folder: Path) -> bool:
 
 
 def exceeds(folder: Path, pids: Iterable[int], bytes_max: int) -> bool:
-    """Whether more bytes, or more than `ENTRIES_MAX` files, are below a folder or held open by processes without a
-    name there. So do paths that are longer than the kernel takes, because nobody can count what is behind them."""
+    """Whether more bytes, or more than `ENTRIES_MAX` files, are below a folder or held open by processes without a name
+    there. Paths that are longer than the kernel takes count as too much, because files behind them cannot be
+    counted."""
     num_bytes, linked = 0, set[int]()
     try:
         for number, facts in enumerate(_facts(folder)):

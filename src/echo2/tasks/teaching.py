@@ -20,8 +20,8 @@ def teacher_of(task: Task, teachers: Mapping[str, str], environment: str) -> str
     """Return the name of the task's teacher; of a single teacher it is empty. `environment`: `tasks.environment`.
 
     Raises:
-        UserError: the row names none of the teachers, the policy would read what it teaches itself, or the teacher's
-            prompt has none to stand in place of.
+        UserError: the row names none of the teachers, the policy would read what it teaches itself, or there is
+            no prompt that the teacher's replaces.
     """
     if TEACHER_PROMPT in task.columns and is_harness(environment):
         raise UserError(

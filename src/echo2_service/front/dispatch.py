@@ -66,7 +66,7 @@ class Dispatcher:
         clock: Callable[[], float],
         ticks: Callable[[], float],
     ) -> None:
-        """`clock`: seconds since 1970; `ticks`: seconds that never step, by which requests wait for others."""
+        """`clock`: seconds since 1970; `ticks`: seconds that never step, for requests that wait for others."""
         self._database, self._work, self._bodies = database, work, bodies
         self._bills, self._curves = bills, curves
         self._clock, self._ticks = clock, ticks

@@ -210,7 +210,8 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
 
 
 def send(objects: Objects, position: int, entry: Entry) -> Entry:
-    """Create an entry. Return what is there afterwards: this one, whoever created it first, or another head's.
+    """Create an entry. Return what is there afterwards: this entry, also if another head created it, or a different
+    one.
 
     Raises:
         LinkError: the store cannot be reached; the entry may be there or not.

@@ -4,10 +4,9 @@ which it depends are stored. (The state of the store itself: `log.py`; the rules
 The head goes on deciding while records are on their way. Only its messages wait, so that a slow store costs latency and
 no throughput: what was recorded meanwhile goes with the next entry.
 
-Transactions are numbered, and each is passed on as a record of the statements that changed the ledger. The number
-stands in the ledger itself and is written in the same transaction, so that a copy made at any moment says which records
-it has, and no record is applied twice.
-"""
+Transactions are numbered, and each is passed on as a record of the statements that changed the ledger. The number is in
+the ledger itself and is written in the same transaction, so that a copy made at any moment says which records it has,
+and no record is applied twice."""
 
 from __future__ import annotations
 

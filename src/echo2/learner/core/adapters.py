@@ -309,9 +309,9 @@ def load_base(
     path: str, device: str, mesh: Mesh | None = None, dtype: Literal["stored", "bfloat16", "nf4"] = "stored"
 ) -> BaseModel:
     """Load the model of a directory or hub id, as it is stored, rounded to bfloat16, or with its linear layers in nf4
-    and the rest in bfloat16. Learner and workers have the same weights: those of nf4 are published as the bfloat16 that
-    they stand for; on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there.
-    `mesh`: the ranks that the model is cut over.
+    and the rest in bfloat16. Learner and workers have the same weights: those of nf4 are published as their values in
+    bfloat16; on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there. `mesh`: the
+    ranks that the model is cut over.
 
     Raises:
         UserError: the model or the device is not usable.

@@ -259,8 +259,8 @@ class RankSender:
         self._serving = self._thread.start(self._serve())
 
     def lend(self, version: int, weights: BorrowedWeights) -> None:
-        """Lend this rank's share of the weights of a version, until those of another are lent. Without effect if the
-        first rank is gone, or this sender closed."""
+        """Lend this rank's share of the weights of a version, until those of another are lent. It has no effect if the
+        first rank is gone, or this sender is closed."""
         if not self._serving.done():
             self._thread.call(self._loans.put_nowait, (version, weights))
 

@@ -2,7 +2,7 @@
 like it. It is asked for no text, but for how likely it finds the policy's tokens:
 
     POST /v1/completions    token ids as the prompt, `prompt_logprobs` = k: at each position the token's logprob and the
-                            k most likely. Of the one token that it must generate nothing is read
+                            k most likely. The one token that it must generate is not read
     POST /detokenize        the text of token ids, for a comparison of the tokenizers
     GET  /v1/models         the names that it serves, and how many tokens it reads
 

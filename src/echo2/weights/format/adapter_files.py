@@ -86,7 +86,7 @@ def lora_factors(config: Any, is_trained: bool = False) -> LoraFactors:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value may be compared: numbers equal truth values, and are none here."""
+    """Whether the value may be compared: numbers equal truth values in Python, and are not compared here."""
     return value is None or isinstance(value, bool | str | dict | list)
 
 

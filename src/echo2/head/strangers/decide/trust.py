@@ -20,7 +20,7 @@ UNCHECKED_MAX = 4
 #: Clean checks in a row that end a quarantine.
 CLEAN_TO_LEAVE = 8
 #: Standard deviations by which the tokens of all checked groups of a ticket together may be more or less surprising
-#: than their entropies say: somebody that samples a little too cold passes each check alone. The sums are halved when
+#: than their entropies say: a worker that samples a little too cold passes each check alone. The sums are halved when
 #: their variance reaches so many nats^2, so that a bias by rounding, far below the spread, never adds up to a fault.
 SURPRISE_MAX, SURPRISE_KEPT = 7.0, 30_000.0
 #: Events kept in a ticket's history.
