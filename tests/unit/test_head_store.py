@@ -114,7 +114,7 @@ def test_a_replaced_head_writes_nothing_more(tmp_path: Path, store: str) -> None
     asyncio.run(live())
 
 
-def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
+def test_an_unreachable_store_delays_acknowledgements_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 1e9)

@@ -178,7 +178,7 @@ def test_run_without_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("address", "is_told"), [("127.0.0.1:4700", True), ("[::1]:4700", True), (ADDRESS, False)])
-def test_an_invitation_that_names_this_machine_alone_says_so(
+def test_an_invitation_for_this_machine_only_causes_a_warning(
     head: Head, address: str, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     OwnTickets(head.identity, own_files(head.rundir), address).keep()

@@ -431,7 +431,7 @@ def test_files_left_by_a_command_count_towards_its_limits(runtime: str) -> None:
 
 
 @WITHOUT_IMAGES
-def test_a_disk_without_room_is_a_fault_of_the_machine(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_a_fault_of_the_machine(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "LEFT_BYTES", 1 << 60)
     with pytest.raises(ContainerFault, match="bytes left"):
         inside(runtime, lambda container: container.run("sleep 100", 60))

@@ -273,7 +273,7 @@ def test_files_are_private(run: RunIdentity, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ca.key", "ca.pem", "server.key", "server.pem", "members.json"])
 @pytest.mark.parametrize("data", [b"", b"garbage"])
-def test_damaged_identity_is_the_users_to_restore(run: RunIdentity, tmp_path: Path, name: str, data: bytes) -> None:
+def test_a_damaged_identity_is_a_user_error(run: RunIdentity, tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / "identity" / name).write_bytes(data)
     with pytest.raises(UserError, match="Cannot use the run's identity"):
         RunIdentity.create_or_load(tmp_path / "identity")

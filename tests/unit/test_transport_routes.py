@@ -39,7 +39,7 @@ def group_of(rng: random.Random, lengths: list[int], shape: RouteShape = SHAPE, 
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([8, 256, 300]))
-def test_routes_come_back_as_they_were_packed(seed: int, lengths: list[int], experts: int) -> None:
+def test_packed_routes_are_unpacked_unchanged(seed: int, lengths: list[int], experts: int) -> None:
     shape = RouteShape(3, 2, experts)
     group = group_of(random.Random(seed), lengths, shape)
     sent = packed(group)
