@@ -91,13 +91,14 @@ class Finder:
         elif type(value).__name__ in ("ndarray", "Tensor") and not getattr(value, "is_meta", False):
             data = value.detach().cpu().numpy() if type(value).__name__ == "Tensor" else value
             if data.dtype.kind == "i" and data.nbytes:
-                self._add(value, memoryview(data.astype("int32").tobytes()), place, data.__array_interface__["data"][0])
+                place_of = data.__array_interface__["data"][0]
+                self._add(value, data.astype("int32").tobytes(), place, place_of, data.nbytes)
         elif type(value).__name__ in MESSAGES and hasattr(value, "SerializeToString"):
             if self.marker in value.SerializeToString():
                 self.copies.setdefault((id(value), 0), (f"{type(value).__name__} in {place}", value))
         elif isinstance(value, list | tuple):
             if value and all(type(one) is int for one in value):
-                self._add(value, memoryview(array("i", [one & 0x7FFFFFFF for one in value if one < 1 << 31])), place)
+                self._add(value, array("i", [one & 0x7FFFFFFF for one in value if one < 1 << 31]).tobytes(), place)
             else:
                 for one in value[:64]:
                     self._find(one, place, depth + 1)
@@ -105,16 +106,17 @@ class Finder:
             for one in fields(value):
                 self._find(getattr(value, one.name, None), place, depth + 1)
 
-    def _add(self, value: object, data: Any, place: str, at: int = 0) -> None:
-        if len(data) * getattr(data, "itemsize", 1) < len(self.marker) or self.marker not in bytes(data):
+    def _add(self, value: object, data: Any, place: str, at: int = 0, num_bytes: int = 0) -> None:
+        """Count a value whose tokens are `data`, as 32-bit numbers, unless its memory belongs to another."""
+        if self.marker not in bytes(data):
             return
-        if not at and isinstance(value, bytes | bytearray | memoryview | array):
+        if isinstance(value, bytes | bytearray | memoryview | array):
             import numpy as np
 
-            at = np.frombuffer(value, np.uint8).ctypes.data
+            at, num_bytes = np.frombuffer(value, np.uint8).ctypes.data, memoryview(value).nbytes
         at = at or id(value)
         if not any(start <= at < start + length for start, length in self.copies):
-            self.copies[at, max(1, len(bytes(data)))] = (f"{type(value).__name__} in {place}", value)
+            self.copies[at, max(1, num_bytes)] = (f"{type(value).__name__} in {place}", value)
 
     def count_writes(self) -> None:
         """Have `os.pwrite` count by file."""

@@ -64,6 +64,10 @@ def test_a_copy_is_memory_and_a_view_is_none() -> None:
     for found in (b"0000" + tokens.tobytes(), list(tokens), np.array([0, *tokens])):
         finder._find(found, "place", 0)
     assert len(finder.copies) == 4
+    wide = np.array([0, *tokens, *tokens], np.int64)
+    for found in (wide, wide[7:]):
+        finder._find(found, "place", 0)
+    assert len(finder.copies) == 5
 
 
 def test_floors_are_the_longest_chain_of_rooms() -> None:
