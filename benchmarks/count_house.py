@@ -164,7 +164,7 @@ def settings(code: Mapping[str, str]) -> dict[str, Any]:
     for section in (node for node in ast.parse(sections).body if isinstance(node, ast.ClassDef)):
         word = section.name.removesuffix("Config").lower()
         for field in section.body:
-            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            if word and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
                 read = re.compile(rf"\b{word}\.{field.target.id}\b")
                 readers[f"{word}.{field.target.id}"] = {module for module, text in code.items() if read.search(text)}
     if not readers:

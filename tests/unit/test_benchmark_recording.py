@@ -77,6 +77,6 @@ def test_floors_are_the_longest_chain_of_rooms() -> None:
 
 
 def test_a_settings_readers_are_counted() -> None:
-    sections = "class RunConfig:\n    seed: int = 0\n    name: str = ''"
+    sections = "class RunConfig:\n    seed: int = 0\n    name: str = ''\nclass Config:\n    run: RunConfig"
     code = {"echo2.config.sections": sections, "echo2.head.a": "config.run.seed", "echo2.worker.b": "c.run.seed_of"}
     assert settings(code) == {"settings": 2, "files": 0.5, "rooms": 0.5, "most": (1, "run.seed")}
