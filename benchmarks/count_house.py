@@ -1,8 +1,9 @@
 """Counts the house: files, lines of code, small files, files that one other imports, circles, and files on three paths.
 
-    python benchmarks/count_house.py [TREE]
+    python benchmarks/count_house.py [TREE] [--run]
 
-TREE: a checkout, also of an older layout (default: this one). Lines of code are those with a token that is no comment
+TREE: a checkout, also of an older layout (default: this one). `--run`: count copies and writes, too, in a run of this
+checkout (`count_copies.py`; a minute). Lines of code are those with a token that is no comment
 and no docstring. Imports count wherever they stand, also inside functions and under TYPE_CHECKING.
 """
 
@@ -13,12 +14,14 @@ import ast
 import io
 import json
 import re
+import statistics
 import tokenize
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from count_copies import counted
 from recording import there
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -154,6 +157,43 @@ def on_path(listed: str) -> Iterator[str]:
         yield from (f"{package}.{name}" for name in names.split())
 
 
+def settings(code: Mapping[str, str]) -> dict[str, Any]:
+    """Files and rooms that read a setting: the median over all settings of config/sections.py, and the most."""
+    sections = next((text for module, text in code.items() if module.endswith("config.sections")), "")
+    readers: dict[str, set[str]] = {}
+    for section in (node for node in ast.parse(sections).body if isinstance(node, ast.ClassDef)):
+        word = section.name.removesuffix("Config").lower()
+        for field in section.body:
+            if word and isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                read = re.compile(rf"\b{word}\.{field.target.id}\b")
+                readers[f"{word}.{field.target.id}"] = {module for module, text in code.items() if read.search(text)}
+    if not readers:
+        return {}
+    rooms = {name: len({room_of(module) for module in files}) for name, files in readers.items()}
+    return {
+        "settings": len(readers),
+        "files": statistics.median(map(len, readers.values())),
+        "rooms": statistics.median(rooms.values()),
+        "most": max((count, name) for name, count in rooms.items()),
+    }
+
+
+def floors(knows: Mapping[str, set[str]]) -> int:
+    """The longest chain of rooms of which each imports the next; rooms in a circle stand on one floor. Files beside the
+    rooms have no floor."""
+    folders = Counter(room_of(module) for module in knows if module.count(".") > 1)
+    rooms: dict[str, set[str]] = {room: set() for room in folders}
+    for module, others in knows.items():
+        if (room := room_of(module)) in rooms:
+            rooms[room].update(room_of(other) for other in others if room_of(other) in rooms)
+    reach = {room: _reached(room, rooms) - {room} for room in rooms}
+    below = {room: {other for other in reach[room] if room not in reach[other]} for room in rooms}
+    heights: dict[str, int] = {}
+    for room in sorted(rooms, key=lambda room: len(below[room])):
+        heights[room] = 1 + max((heights[other] for other in below[room]), default=0)
+    return max(heights.values())
+
+
 def room_of(module: str) -> str:
     """The topmost folder, or the file beside the folders; the service is one room."""
     first, *rest = module.split(".")
@@ -173,6 +213,7 @@ def count(tree: Path) -> dict[str, Any]:
         files = [module for module in known if re.search(words, code[module])]
         mentions = sum(bool(re.search(words, text)) for text in texts.values())
         topics[name] = {"files": len(files), "rooms": len({room_of(module) for module in files}), "mentions": mentions}
+    topics["a setting"] = settings(code)
     paths = {"group": GROUP, "snapshot": SNAPSHOT, "forward_backward": FORWARD_BACKWARD}
     generated = {"echo2_service.tinker_pb2"}
     return {
@@ -188,6 +229,7 @@ def count(tree: Path) -> dict[str, Any]:
         f"files_below_{SMALL_LINES}_lines": sum(text.count("\n") < SMALL_LINES for text in texts.values()),
         "files_imported_by_one": sum(count == 1 for count in importers.values()),
         "rooms": len({room_of(module) for module in known}),
+        "floors": floors({module: others for module, others in knows.items() if not is_service[module]}),
         "circles": circles(knows),
         "topics": topics,
         "paths": {name: len(list(on_path(listed))) for name, listed in paths.items()},
@@ -200,4 +242,6 @@ def count(tree: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tree", type=there, nargs="?", default=REPOSITORY)
-    print(json.dumps(count(parser.parse_args().tree), indent=2))
+    parser.add_argument("--run", action="store_true", help="count copies and writes, too")
+    options = parser.parse_args()
+    print(json.dumps(count(options.tree) | ({"run": counted()} if options.run else {}), indent=2))

@@ -186,7 +186,7 @@ class LinkCases(ABC):
         [("late", "lease 3 is over"), ("stale", ""), ("malformed", "a: b: c\nand é"), ("odd", "\N{SNOWMAN}" * 300)],
         ids=["late", "stale", "malformed", "odd"],
     )
-    def test_refusal_comes_with_its_word(self, reason: str, detail: str) -> None:
+    def test_a_refusal_has_a_reason(self, reason: str, detail: str) -> None:
         async def scenario() -> None:
             async with self.linked(Desk()) as link:
                 with pytest.raises(PeerError) as caught:
@@ -196,7 +196,7 @@ class LinkCases(ABC):
 
         run(scenario())
 
-    def test_refusal_within_a_stream_comes_after_what_was_sent(self) -> None:
+    def test_a_refusal_within_a_stream_follows_the_sent_messages(self) -> None:
         async def scenario() -> None:
             async with self.linked(Desk()) as link:
                 chunks = aiter(link.stream("FetchChunks", wire.ChunkRequest(hashes=[b"1", b"2", b"missing"])))

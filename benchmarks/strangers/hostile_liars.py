@@ -2,9 +2,9 @@
 
 A `Lie` is a point in the space of what a stranger may choose: how it draws tokens, which versions it says drew them and
 from which token on, the logprobs it reports, when it delivers, what it says of its engine, and how long it is honest
-first. Nobody lists the attacks: `random_lie` draws one, `mutated` changes it, and `hostile_search.py` looks for the
-worst. The rollouts are real ones, of a toy policy whose distributions depend on the version, the position and the token
-before. They are encoded and parsed as on the wire, and judged by `rollouts.verification`.
+first. The attacks are not listed: `random_lie` draws one, `mutated` changes it, and `hostile_fleet.py --search` looks
+for the worst. The rollouts are real ones, of a toy policy whose distributions depend on the version, the position and
+the token before. They are encoded and parsed as on the wire, and judged by `rollouts.verification`.
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def begin(name: str) -> tuple[BinaryIO, Callable[[Answer], None]]:
 
 def failed(number: int, error: Exception, doing: str) -> Answer:
     """Return the answer to a call that failed. A mistake of ours is logged, and other tenants' work goes on."""
-    if isinstance(error, PeerError):  # weights that are not finite, bytes that are no message
+    if isinstance(error, PeerError):  # weights that are not finite, bytes that are not a message
         return Answer(number, fault=error.detail)
     if isinstance(error, UserError):
         return Answer(number, fault=str(error), is_ours=isinstance(error, NoRoomError))
@@ -274,7 +274,7 @@ def serve(name: str, carry_out: Callable[[Call, int], Answer]) -> None:
     def take(request: Request) -> None:
         call, number = request.call, request.number
         if isinstance(call, CancelCall):
-            return  # it comes too late, and is no call
+            return  # it comes too late, and is not a call
         tell(Answer(number, has_begun=True))
         try:
             tell(carry_out(call, number))

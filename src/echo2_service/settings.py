@@ -28,7 +28,7 @@ DaysByTenant: TypeAlias = dict[str, Annotated[float, Meta(ge=0, le=36500)]]
 
 class Quotas(Struct, forbid_unknown_fields=True, frozen=True):
     """`usd_per_million_tokens`: by kind of request (`forward_backward`, `forward`, or `sample`, for the prompt and the
-    samples); other kinds are free. By tenant, where "*" stands for those that are not named: `quota_usd` and
+    samples); other kinds are free. By tenant, where "*" means those that are not named: `quota_usd` and
     `quota_disk_gb` limit all spending, and all that is kept on the disk; `checkpoint_days` is for how long checkpoints
     are kept. Without a value there is no limit.
     """

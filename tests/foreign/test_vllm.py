@@ -328,7 +328,7 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rollouts_under_way_go_on_with_the_next_adapter(tmp_path: Path) -> None:
+def test_open_rollouts_continue_with_the_next_adapter(tmp_path: Path) -> None:
     """Every token has the logprob of the adapter that its span names, over what the adapters before it have read. No
     request fails: the server lives."""
     base = replace(snapshot_of(tiny_module("qwen3", **SOFT)), ref=SnapshotRef("base-0123456789abcdef", 0, 0))

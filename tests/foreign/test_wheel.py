@@ -62,7 +62,7 @@ def test_echo2_plans_without_torch_and_says_what_training_needs(tmp_path: Path) 
     ("extra", "brought"),
     [("mlx", {"mlx", "mlx-lm"}), ("llamacpp", {"llama-cpp-python", "gguf"}), ("market", {"gpuhunt"})],
 )
-def test_an_extra_can_be_installed_beside_it(extra: str, brought: set[str]) -> None:
+def test_an_extra_can_be_installed_beside_the_wheel(extra: str, brought: set[str]) -> None:
     """Resolved, and not installed: llama.cpp would be compiled."""
     (wheel,) = (VENV / "wheel").glob("echo2-*.whl")
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--dry-run", "--quiet", "--report", "-"]

@@ -34,7 +34,7 @@ def test_sampling_resumes_only_after_a_calm_period(story: list[Measured]) -> Non
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 30.0), st.floats(CALM_SHARE, BUSY_SHARE, exclude_max=True)), max_size=100))
-def test_between_the_thresholds_nothing_changes(story: list[tuple[float, float]]) -> None:
+def test_no_worker_changes_between_the_thresholds(story: list[tuple[float, float]]) -> None:
     assert changes([(seconds, share, False) for seconds, share in story]) == []
     stopped = changes([(1.0, 0.0, True), *((seconds, share, False) for seconds, share in story)])
     assert stopped == [(1.0, True)]

@@ -40,7 +40,7 @@ def test_many_workers_get_a_snapshot_almost_as_fast_as_one_and_the_origin_sends_
     assert (outcome.wasted_bytes, outcome.reports) == (0, [])
 
 
-def test_a_star_grows_with_the_workers_and_a_chain_with_its_length() -> None:
+def test_a_stars_time_grows_with_the_workers_and_a_chains_with_its_length() -> None:
     assert send(8, "star").last_seconds > 7.5 * ALONE
     assert ALONE < send(8, "chain").last_seconds < send(40, "chain").last_seconds
 

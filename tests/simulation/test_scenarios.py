@@ -107,7 +107,7 @@ def test_the_error_names_a_missing_scenario_file(tmp_path: Path) -> None:
         load_study(tmp_path / "none.toml")
 
 
-def test_a_link_that_is_still_receiving_is_not_given_up() -> None:
+def test_a_link_that_is_still_receiving_is_not_abandoned() -> None:
     """A chunk takes two seconds and four are under way, so the last answer comes later than a call may be silent."""
     (case,) = load_study(SCENARIOS / "steady.toml").cases
     slow = (WorkersSpec(count=2, rollout_seconds=2.0, bytes_per_second=5e5),)

@@ -23,7 +23,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def test_every_shipped_scenario_can_be_read_and_says_what_it_is() -> None:
+def test_every_shipped_scenario_is_valid_and_has_a_description() -> None:
     for path in sorted(SCENARIOS.glob("*.toml")):
         study = load_study(path)
         assert study.cases, path
@@ -73,7 +73,7 @@ def test_a_wrong_study_is_refused_with_a_reason(tmp_path: Path, text: str, messa
     ("scheme", "expected"),
     [("star", [10.0, 10.0, 20.0]), ("chain", [10.0, 10.0, 10.5])],
 )
-def test_a_limited_star_grows_with_its_workers_and_a_chain_does_not(scheme: str, expected: list[float]) -> None:
+def test_a_limited_stars_time_grows_with_its_workers_and_a_chains_does_not(scheme: str, expected: list[float]) -> None:
     spec = BroadcastSpec(scheme, 0.0, 100.0, 5.0, 20.0, 10.0)  # type: ignore[arg-type]
     assert [spec.arrival_seconds(count - 1, count) for count in (1, 2, 4)] == expected
 

@@ -261,7 +261,7 @@ def test_wrong_arguments_are_explained(tmp_path: Path) -> None:
             {"tasks": [*ROWS, {"prompt": None}]},
             "Row 4 of tasks: 'prompt' must be text or a list of chat messages, got N",
         ),
-        ({"tasks": [{"question": "b", "x": {1}}]}, "Row 0 of tasks is no JSON"),
+        ({"tasks": [{"question": "b", "x": {1}}]}, "Row 0 of tasks is not JSON"),
         ({"heldout": [{"prompt": " "}]}, "Row 0 of heldout: 'prompt' is empty"),
         ({"heldout": {"easy": ROWS, "hard": [3]}}, "Row 0 of heldout['hard'] is 3"),
         ({"model": Saved("config.json")}, "model=(model, tokenizer)"),

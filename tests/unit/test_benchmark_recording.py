@@ -1,15 +1,19 @@
-"""What a benchmark says where a process that it starts fails."""
+"""What a benchmark says where a process that it starts fails, and how the house is counted."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+from array import array
 from pathlib import Path
 
 import hostile
+import numpy as np
 import pytest
 import soak
+from count_copies import Finder
+from count_house import floors, settings
 from recording import HERE, child_environment, last, output_of, there
 
 #: Other benchmarks start these, with one argument in JSON.
@@ -18,7 +22,7 @@ NODES = {"overlap_nodes", "idle_nodes", "broadcast_node", "lines"}
 
 def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
     scripts = [path for path in HERE.rglob("*.py") if "__main__" in path.read_text() and path.stem not in NODES]
-    assert len(scripts) > 30
+    assert len(scripts) > 20
     assert [path.name for path in scripts if "rgument" not in path.read_text()] == []
     words = (sys.executable, str(HERE / "count_house.py"), "--help")
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
@@ -48,3 +52,31 @@ def test_the_error_says_why_a_run_did_not_start(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(hostile, "ECHO2", (sys.executable, "-c", said))
     with pytest.raises(SystemExit, match=r"the run did not start \(status 2\): .*fleet is no fleet"):
         hostile.trial(tmp_path, "", 1, 1, 2, 0)
+
+
+def test_a_copy_is_memory_and_a_view_is_none() -> None:
+    tokens = array("i", [3, 1, 4, 1, 5, 9])
+    finder, group = Finder(), {"of": tokens}
+    finder.marker = tokens.tobytes()
+    for found in ((tokens, memoryview(tokens), np.frombuffer(tokens, np.int32)), tokens[1:], group):
+        finder._find(found, "place", 0)
+    assert [words for words, _ in finder.copies.values()] == ["array in place"]
+    for found in (b"0000" + tokens.tobytes(), list(tokens), np.array([0, *tokens])):
+        finder._find(found, "place", 0)
+    assert len(finder.copies) == 4
+    wide = np.array([0, *tokens, *tokens], np.int64)
+    for found in (wide, wide[7:]):
+        finder._find(found, "place", 0)
+    assert len(finder.copies) == 5
+
+
+def test_floors_are_the_longest_chain_of_rooms() -> None:
+    knows = {"echo2.cli.x": {"echo2.head.a"}, "echo2.head.a": {"echo2.worker.b", "echo2.core.c"}}
+    assert floors({**knows, "echo2.worker.b": {"echo2.core.c"}, "echo2.core.c": set()}) == 4
+    assert floors({**knows, "echo2.worker.b": {"echo2.head.a"}, "echo2.core.c": set()}) == 3  # a circle
+
+
+def test_a_settings_readers_are_counted() -> None:
+    sections = "class RunConfig:\n    seed: int = 0\n    name: str = ''\nclass Config:\n    run: RunConfig"
+    code = {"echo2.config.sections": sections, "echo2.head.a": "config.run.seed", "echo2.worker.b": "c.run.seed_of"}
+    assert settings(code) == {"settings": 2, "files": 0.5, "rooms": 0.5, "most": (1, "run.seed")}

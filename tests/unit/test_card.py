@@ -77,7 +77,7 @@ def held_bytes(*tensors: Tensor) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def test_tensors_come_back_as_they_were_with_all_that_refers_to_them() -> None:
+def test_tensors_return_unchanged_with_all_references_to_them() -> None:
     weight = torch.nn.Parameter(torch.randn(64, 32))
     weight.grad = torch.randn(64, 32)
     other, view = torch.randn(7), weight.detach()[3:5]

@@ -305,7 +305,7 @@ def test_the_best_checkpoint_is_of_the_most_accurate_version_that_has_one(
     assert capsys.readouterr().out == f"exported step_20 to {tmp_path / 'model'}\n"
 
 
-def test_an_export_of_what_was_not_trained_says_so(
+def test_the_error_says_that_an_export_was_not_trained(
     capsys: pytest.CaptureFixture[str], empty_run: RunDir, tmp_path: Path
 ) -> None:
     checkpoint.write_checkpoint(checkpoint.step_directory(empty_run.checkpoints, 0), {}, {}, {})

@@ -55,7 +55,7 @@ def test_the_error_about_an_unknown_key_suggests_the_nearest_one(raw: dict[str, 
     assert message.endswith(f"Did you mean {near}?")
 
 
-def test_a_key_of_a_table_that_is_one_setting_says_where_to_write_it() -> None:
+def test_the_error_says_where_to_write_a_key_of_a_table_setting() -> None:
     assert "reward.judge is one setting: write [reward.judge]" in refusal({"reward": {"judge.base_url": "http://x"}})
 
 
@@ -212,7 +212,7 @@ def test_a_file_without_a_valid_configuration_is_refused(tmp_path: Path, name: s
         load(path, {"run.seed": "1"})
 
 
-def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read the config file .*nowhere\.toml: No such file"):
         load(tmp_path / "nowhere.toml")
 

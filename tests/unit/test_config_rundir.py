@@ -367,7 +367,7 @@ def test_a_log_of_another_version_is_refused_in_one_sentence(
     assert len(told) < 600
 
 
-def test_a_missing_event_log_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_event_log_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot read .*events\.jsonl: No such file"):
         replay(tmp_path / "events.jsonl")
 
@@ -464,7 +464,7 @@ def test_a_log_without_its_oldest_part_is_replayed_from_the_next_head_with_a_not
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_events_are_read_back_as_they_were(seed: int) -> None:
+def test_events_survive_the_event_log(seed: int) -> None:
     events = some_events()
     random.Random(seed).shuffle(events)
     assert [from_plain(json.loads(json.dumps(to_plain(event)))) for event in events] == events

@@ -99,7 +99,7 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed() -> None:
     assert parent.returncode == -signal.SIGKILL
 
 
-def test_a_program_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None:
+def test_a_missing_program_leaves_no_descriptor_open(tmp_path: Path) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for options in ({"has_lifeline": True}, {"has_pipes": True, "log_path": tmp_path / "log"}):
         with pytest.raises(FileNotFoundError):
@@ -109,7 +109,7 @@ def test_a_program_that_is_not_there_leaves_nothing_open(tmp_path: Path) -> None
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_fork_of_the_parent_kills_nothing() -> None:
+def test_a_fork_of_the_parent_kills_no_process() -> None:
     """A reward that forks and exits runs what was registered for the parent's exit."""
     child = ChildProcess((*PYTHON, "import sys; sys.stdin.read()"), has_pipes=True)
     if not (fork := os.fork()):

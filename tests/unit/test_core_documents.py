@@ -109,7 +109,7 @@ def test_files_of_others_raise_typed_errors_only(
         READERS[reader](path)
 
 
-def test_a_deep_configuration_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_deeply_nested_configuration_is_a_user_error(tmp_path: Path) -> None:
     path = tmp_path / "deep.toml"
     path.write_text("tasks = { params = { x = " + deep_json(5_000) + " } }")
     with pytest.raises(UserError, match="is not valid TOML: nested deeper than 100"):

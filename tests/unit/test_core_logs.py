@@ -199,7 +199,7 @@ def test_the_environment_chooses_the_format(kind: str, status: int) -> None:
         assert done.stderr.endswith(" INFO x: joined\n")
 
 
-def test_a_log_that_is_too_long_begins_anew_under_the_process_that_writes_it(tmp_path: Path) -> None:
+def test_a_log_that_is_too_long_is_cut_while_a_process_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "head.log"
     with open(path, "ab", buffering=0) as log:
         for number in range(1, 8):

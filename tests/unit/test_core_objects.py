@@ -51,7 +51,7 @@ def test_an_unusable_location_counts_as_unreachable(tmp_path: Path) -> None:
         objects.get("log/1")
 
 
-def test_an_unknown_kind_is_the_users_mistake() -> None:
+def test_an_unknown_kind_is_a_user_error() -> None:
     with pytest.raises(UserError, match=r"head\.store = 'nowhere://x' cannot be used"):
         open_objects("nowhere://x")
 

@@ -43,7 +43,7 @@ def test_every_input_of_the_corpus_is_refused_with_a_typed_error(name: str) -> N
 
 
 @pytest.mark.parametrize("name", [_marked(name) for name in TARGETS])
-def test_a_target_reads_what_is_valid(name: str) -> None:
+def test_a_fuzz_target_reads_valid_input(name: str) -> None:
     outcomes = [fuzz.outcome_of(TARGETS[name], seed) for seed in TARGETS[name].seeds]
     assert any(kind == "read" for kind, _ in outcomes), outcomes
     assert not any(kind.startswith("!") for kind, _ in outcomes), outcomes

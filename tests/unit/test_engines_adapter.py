@@ -124,7 +124,7 @@ def test_adapters_take_turns_over_one_base_model_and_a_whole_model_ends_it(engin
 
 
 @pytest.mark.parametrize("engine", BUILDERS)
-def test_rows_under_way_go_on_with_the_next_adapter(engine: str) -> None:
+def test_open_rows_continue_with_the_next_adapter(engine: str) -> None:
     module = tiny_module("qwen3")
     decoder = TorchDecoder(BUILDERS[engine], "cpu")
     adapters = [adapted(module, version, seed=version)[1] for version in range(3)]

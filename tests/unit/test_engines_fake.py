@@ -46,7 +46,7 @@ def test_every_completion_is_well_formed_and_repeatable(seed: int, max_tokens: i
         assert completion.version_spans == ((0, version),)
 
 
-def test_versions_follow_a_swap_and_change_the_tokens_from_there() -> None:
+def test_versions_and_tokens_change_from_the_swap_on() -> None:
     from rollout_cases import Hooked, requests, run
 
     decoder = fake(1)

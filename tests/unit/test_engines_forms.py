@@ -48,7 +48,7 @@ def test_a_block_of_4_bits_gives_the_value_of_largest_size_exactly() -> None:
 
 
 @pytest.mark.parametrize("kind", forms.BLOCK_BYTES)
-def test_a_block_does_not_depend_on_what_is_rounded_with_it(kind: str) -> None:
+def test_a_block_does_not_depend_on_other_rounded_blocks(kind: str) -> None:
     """More items than are rounded at once, some blocks of zeros, and some so small that their step is 0."""
     values = torch.randn(3 * forms.PIECE_ITEMS // 2, generator=torch.Generator().manual_seed(0))
     values[:64], values[64:96] = 0.0, 1e-41
@@ -121,7 +121,7 @@ def test_a_form_belongs_to_the_current_weights() -> None:
     assert after.logprobs.tolist() != pytest.approx(before.logprobs.tolist(), abs=1e-2)
 
 
-def test_an_engine_without_forms_says_so() -> None:
+def test_the_error_says_that_an_engine_has_no_forms() -> None:
     snapshot, request = snapshot_of(tiny_module("qwen3", **FITS)), requests(0)[0]
     engine: Any = DecodeLoop(TorchDecoder(build_transformers, "cpu"))
     load(engine, snapshot)
@@ -151,5 +151,5 @@ def test_a_model_whose_rows_do_not_fit_has_no_such_form() -> None:
     load(engine, snapshot)
     found = run(engine, [request])[0]
     for form in ("q8_0", "mlx-q8"):
-        with pytest.raises(PeerError, match=f"no form {form} of this model: .* no multiple of 32"):
+        with pytest.raises(PeerError, match=f"no form {form} of this model: .* not a multiple of 32"):
             asyncio.run(engine.prefill(snapshot.ref, [reads(request, found, form)]))

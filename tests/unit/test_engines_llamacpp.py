@@ -91,7 +91,7 @@ def judged(engine: Any, checker: Any, form: str, ref: SnapshotRef) -> tuple[Roll
     return group, asyncio.run(check_group(checker, ref, asked, group, form=form))
 
 
-def test_rows_under_way_go_on_with_new_weights_and_the_check_replays_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_open_rows_continue_with_new_weights_and_the_check_replays_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
     """So few cells that the sequences move to more of them on the way, too."""
     monkeypatch.setattr(llamacpp, "FIRST_CELLS", 64)
     old, new = (snapshot_of(tiny_module("llama", seed=seed, **FITS), seed) for seed in (0, 1))
@@ -159,7 +159,7 @@ def test_an_engine_with_rounded_weights_checks_no_rollouts() -> None:
     engine: Any = DecodeLoop(LlamaCppDecoder("q8_0", "cpu"))
     load(engine, snapshot_of(tiny_module("qwen3", **FITS)))
     asked = requests(0)
-    for form, said in (("", "checks nobody: it holds rounded weights"), ("q8_0", "does not round weights")):
+    for form, said in (("", "cannot check rollouts: it holds rounded weights"), ("q8_0", "does not round weights")):
         with pytest.raises(PeerError, match=said):
             distance(engine, asked, run(engine, asked), form)
 

@@ -126,7 +126,7 @@ def test_torch_rounds_as_mlx_does(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", forms.AFFINE_BITS)
-def test_a_group_does_not_depend_on_what_is_rounded_with_it(kind: str) -> None:
+def test_a_group_of_weights_does_not_depend_on_other_rounded_groups(kind: str) -> None:
     values = torch.randn(3 * forms.PIECE_ITEMS // 2, generator=torch.Generator().manual_seed(0))
     whole = forms.rounded(values, kind)
     assert torch.equal(whole, torch.cat([forms.rounded(part, kind) for part in values.split(96)]))
@@ -150,7 +150,7 @@ def test_the_form_that_is_sampled_is_the_one_that_compact_reads(family: str, for
 
 @pytest.mark.parametrize("cramped_from", [1, 2])
 @pytest.mark.parametrize("form", ["", "mlx-q8"])
-def test_rows_under_way_go_on_with_new_weights_and_the_check_replays_it(form: str, cramped_from: int) -> None:
+def test_open_rows_continue_with_new_weights_and_the_check_replays_the_swap(form: str, cramped_from: int) -> None:
     """Loaded beside the old ones, or over them."""
     old, new = (snapshot_of(tiny_module("llama", seed=seed, **FITS), seed) for seed in (0, 1))
     decoder, pauses = decoder_of(form, cramped_from), list[float]()
@@ -223,7 +223,7 @@ def test_an_engine_with_rounded_weights_checks_no_rollouts_and_an_exact_one_roun
     load(engine, snapshot)
     asked, group = group_of(engine)
     for form, read_as, said in (
-        ("mlx-q8", "", "checks nobody: it holds rounded weights"),
+        ("mlx-q8", "", "cannot check rollouts: it holds rounded weights"),
         ("", "mlx-q8", "does not round weights to the form mlx-q8"),
     ):
         by: Any = DecodeLoop(decoder_of(form))

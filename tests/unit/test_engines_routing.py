@@ -97,7 +97,7 @@ def test_a_second_pass_in_another_thread_takes_the_same_experts() -> None:
 def test_models_without_such_routers_are_refused_by_name() -> None:
     from transformers import PhimoeConfig, PhimoeForCausalLM
 
-    with pytest.raises(UserError, match="qwen3 is no mixture of experts"):
+    with pytest.raises(UserError, match="qwen3 is not a mixture of experts"):
         Routing(dense())
     sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     other = PhimoeConfig(**sizes, num_key_value_heads=1, intermediate_size=16, num_local_experts=4)

@@ -99,7 +99,7 @@ def reference(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
     st.floats(0.0, 0.99),
     st.integers(0, MASK),
 )
-def test_a_token_is_always_in_its_support_with_its_logprob_over_it(
+def test_a_token_is_in_its_support_and_its_logprob_is_normalised_over_it(
     values: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
     params = SamplingParams(temperature, top_p, top_k, min_p=min_p)

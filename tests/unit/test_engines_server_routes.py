@@ -64,8 +64,8 @@ def test_a_servers_routes_come_with_the_tokens(tmp_path: Path, layers: int) -> N
         ("routes of fewer tokens", r"experts uint8 \(1, 2, 2\), and 7 tokens"),
         ("a foreign expert", "expert 8 of 4"),
         ("one expert twice", "chosen twice"),
-        ("a huge file", "no .npy file"),
-        ("no file", "no .npy file"),
+        ("a huge file", "not a .npy file"),
+        ("no file", "not a .npy file"),
     ],
 )
 def test_routes_that_no_mixture_has_are_refused(tmp_path: Path, wrong: str, what: str) -> None:

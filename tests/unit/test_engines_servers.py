@@ -104,7 +104,7 @@ def test_a_server_that_would_take_the_other_rotary_frequencies_is_refused(
             asyncio.run(run(url))
 
 
-def test_a_server_is_asked_to_go_on_until_a_stop_string_is_there(tmp_path: Path) -> None:
+def test_a_server_continues_until_a_stop_string_is_complete(tmp_path: Path) -> None:
     """The stand-in draws 8, 9, a, b, ... at each request. What may end one is named to it, in tokens."""
 
     async def doing(engine: Engine, state: vllm_standin.Served) -> None:
@@ -279,7 +279,7 @@ def test_adapters_are_loaded_hot_over_their_base(tmp_path: Path) -> None:
         asyncio.run(run(state, url))
 
 
-def test_rollouts_under_way_go_on_with_the_next_adapter(tmp_path: Path) -> None:
+def test_open_rollouts_continue_with_the_next_adapter(tmp_path: Path) -> None:
     """vLLM keeps an adapter as a request named it: with `load_inplace` it would read the old directory before each
     token, and one that is gone ends its engine."""
     base = snapshot(7, 0, ref=SnapshotRef("base-0123456789abcdef", 0, 0))

@@ -178,7 +178,7 @@ class TornBytes(TensorBytes):
         return super().read(start, stop)
 
 
-def test_a_copy_that_breaks_off_leaves_no_weights_until_others_come() -> None:
+def test_an_aborted_copy_leaves_no_weights_until_others_arrive() -> None:
     decoder = cramped("compact", MemoryError())
     engine = DecodeLoop(decoder)
     old, new, newer = (snapshot_of(tiny_module("qwen3", seed=seed), seed) for seed in (0, 1, 0))

@@ -166,7 +166,7 @@ def test_a_learner_that_trains_on_groups_as_they_arrive_waits_less_and_an_evalua
     assert once.run_seconds == pytest.approx(whole.run_seconds + 4.0)
 
 
-def test_a_batch_that_is_not_full_takes_less_of_what_grows_with_it() -> None:
+def test_a_partly_full_batch_takes_proportionally_less() -> None:
     demand = Demand(3, 1, 1, 0, 1.0, 0.0)  # three groups at once of six: 6 s when full
     for share, seconds in ((1.0, 6.0), (0.5, 4.5), (0.0, 3.0)):
         kind = WorkerKind(1.0, 1, 6, fixed_share=share)

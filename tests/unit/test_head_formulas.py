@@ -254,9 +254,7 @@ def test_status_says_that_the_learner_is_faster_than_weights_travel() -> None:
 
 
 @pytest.mark.parametrize(("kappa", "bound", "broadcast"), [(1, 1, 0.5), (2, 2, 0.7), (1, 2, 1.5), (3, 4, 1.2)])
-def test_a_narrow_window_names_the_staleness_at_which_the_learner_sets_the_rate(
-    kappa: int, bound: int, broadcast: float
-) -> None:
+def test_plan_names_the_staleness_at_which_the_learner_sets_the_rate(kappa: int, bound: int, broadcast: float) -> None:
     demand = Demand(8, 4, kappa, bound, 1.0, broadcast)
     wider = int(formulas.window_limit(demand).partition("Set max_staleness >= ")[2].split(":")[0])
     for staleness, is_enough in ((wider, True), (wider - 1, False)):

@@ -179,7 +179,7 @@ def test_auditing_writes_nothing(path: Path) -> None:
         open_for_reading(path).execute("DELETE FROM groups")
 
 
-def test_no_ledger_is_the_users_mistake_and_none_is_made(tmp_path: Path) -> None:
+def test_a_missing_ledger_is_a_user_error_and_none_is_created(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="There is no ledger"):
         audit(tmp_path / "ledger.sqlite")
     assert list(tmp_path.iterdir()) == []

@@ -130,7 +130,7 @@ def test_an_expired_lease_is_revoked_and_its_group_goes_to_another() -> None:
     assert {lease.group.number for grant in granted for lease in grant.leases} <= {0, 1, 2, 3}
 
 
-def test_a_worker_that_fails_rests_while_another_attends_and_its_word_alone_retires_nothing() -> None:
+def test_a_failing_worker_rests_while_another_attends_and_alone_retires_no_group() -> None:
     desk = running()
     desk.join("b")
     commands = desk.tell(ev.LeaseFailed("a", 1, "environment_failed", "raised"))

@@ -53,7 +53,7 @@ def test_a_machine_that_can_be_rented_must_have_a_rate(tmp_path: Path) -> None:
         read_offers(config)
 
 
-def test_a_missing_offers_file_is_the_users_mistake(tmp_path: Path) -> None:
+def test_a_missing_offers_file_is_a_user_error(tmp_path: Path) -> None:
     config = build({"fleet": {"offers": str(tmp_path / "none.toml")}}, "my.toml")
     with pytest.raises(UserError, match="Cannot read the offers file"):
         read_offers(config)

@@ -237,7 +237,7 @@ def test_only_leased_groups_of_the_caller_are_read(tmp_path: Path) -> None:
     run(scenario())
 
 
-def test_a_duration_counts_from_the_grant_at_most(tmp_path: Path) -> None:
+def test_a_duration_counts_at_most_from_the_grant(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with (
             one_task(tmp_path) as open_head,
@@ -287,7 +287,7 @@ def logged_settings(tmp_path: Path) -> dict[str, Any]:
 LOGGED = [[5, 7, END], [7, 5, END], [5, END], [7, END]]
 
 
-def test_a_log_is_what_the_head_reads_in_it(tmp_path: Path) -> None:
+def test_a_log_contains_what_the_head_reads(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with OpenHead(tmp_path, logged_settings(tmp_path)) as open_head, open_head.attending() as leases:
             await until(lambda: leases)
@@ -359,7 +359,7 @@ def test_prompts_are_made_once_and_no_more_are_kept_than_the_limit_says(monkeypa
     run(scenario())
 
 
-def test_a_model_without_a_tokenizer_is_the_owners_mistake() -> None:
+def test_a_model_without_a_tokenizer_is_a_user_error() -> None:
     with pytest.raises(UserError, match="tokenizer can't be used"):
         RunTokenizer({"config.json": b"{}"})
 
@@ -382,7 +382,7 @@ assert sys.modules["torch"] is None
 """
 
 
-def test_the_head_reads_without_torch_and_without_a_word(tmp_path: Path) -> None:
+def test_the_head_reads_routes_without_torch_and_prints_nothing(tmp_path: Path) -> None:
     for name, data in (tokenizer_files() | {"chat_template.jinja": b"{{ messages[0].content }}="}).items():
         (tmp_path / name).write_bytes(data)
     done = subprocess.run(

@@ -236,7 +236,7 @@ LIES: dict[str, tuple[Any, str]] = {
     "more words": (attempt([7, 5, 28, 5, 7, 7, 9, 28], (3, 4, 5)), "the environment did not say this after turn 1"),
     "its words for the policy's": (attempt(TOLD, ()), "the environment did not say this after turn 1"),
     "an early end": (attempt(TOLD[:3], (), "length"), "it ends after turn 1, where it was not over"),
-    "an end for a cut": (attempt(finish="length"), "it was over, and is said to be cut off"),
+    "an end for a cut": (attempt(finish="length"), "it was over, but is reported as cut off"),
     "no end": (attempt([*TOLD, 28, 9, 28], (3, 4, 7)), "it goes on after turn 2, with which it was over"),
 }
 

@@ -54,7 +54,7 @@ def test_a_few_groups_are_claimed_and_late_ones_spoil_no_other_step(tmp_path: Pa
     assert logged(tmp_path / "step_2.jsonl") == [0, 2, 4]
 
 
-def test_a_step_that_is_fed_anew_begins_its_file_anew(tmp_path: Path) -> None:
+def test_a_step_that_is_fed_again_overwrites_its_file(tmp_path: Path) -> None:
     log = RolloutLog(tmp_path, "grpo")
     for number, step in enumerate([1, 2, 1]):
         assert log.claim(step)

@@ -114,7 +114,7 @@ def test_a_replaced_head_writes_nothing_more(tmp_path: Path, store: str) -> None
     asyncio.run(live())
 
 
-def test_a_store_that_is_away_holds_acknowledgements_and_says_so(
+def test_an_unreachable_store_delays_acknowledgements_with_a_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mirror_module, "TROUBLE_SECONDS", 1e9)
@@ -261,9 +261,9 @@ def test_a_world_writable_directory_of_another_user_is_refused_as_a_store(
     shared.mkdir()
     shared.chmod(0o1777)
     open_objects(str(shared))
-    assert "everybody on this machine may write" in caplog.text
+    assert "every user of this machine may write" in caplog.text
     os.chown(shared, 65534, 65534)
-    with pytest.raises(UserError, match=r"everybody on this machine may write"):
+    with pytest.raises(UserError, match=r"every user of this machine may write"):
         open_objects(str(shared))
     shared.chmod(0o770)
     open_objects(str(shared))

@@ -243,7 +243,7 @@ def test_texts_that_break_the_reward_function_count_against_their_sender() -> No
     assert desk.planner.credits.of("t").num_rests > 0
 
 
-def test_the_last_group_of_a_step_that_can_not_be_replaced_is_not_given_up_on_strangers_word() -> None:
+def test_an_irreplaceable_last_group_is_not_given_up_because_strangers_fail() -> None:
     desk = desk_with(("s", "t"), options=replace(WIDE, deterministic=True, groups_per_batch=1, groups_per_step=2))
     for _ in range(60):
         if held_by(desk, "s"):

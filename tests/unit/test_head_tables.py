@@ -55,7 +55,7 @@ def test_pacing_and_consumption_agree(version: int, max_staleness: int) -> None:
         )
     )
 )
-def test_deadlines_are_a_dictionary_that_knows_its_smallest_value(actions: list[tuple[str, int, int]]) -> None:
+def test_deadlines_are_a_dictionary_with_a_smallest_value(actions: list[tuple[str, int, int]]) -> None:
     deadlines, model = LazyHeap[int, float](), dict[int, float]()
     for action, key, at in actions:
         if action == "set":

@@ -98,7 +98,7 @@ def test_an_unteachable_row_costs_its_group_and_is_named_before_the_start(
     check(build(raw | {"tasks": {"source": rows(tmp_path / "some.jsonl", columns, {"teacher": "sorts"})}}, "my.toml"))
     assert "1 of 2 rows" in (told := capsys.readouterr().err)
     assert words in told
-    with pytest.raises(UserError, match="So it is with all rows of") as caught:
+    with pytest.raises(UserError, match="The same is true of all rows of") as caught:
         check(build(raw | {"tasks": {"source": rows(tmp_path / "all.jsonl", columns)}}, "my.toml"))
     assert words in str(caught.value)
 
@@ -162,7 +162,7 @@ def whole(tmp_path: Path) -> dict[str, Any]:
         ),
         (
             {"distill": {"teacher": "self"}, "reward": {}, "eval": {"source": "digit_sorting"}},
-            "what an answer is worth",
+            "nothing scores the answers",
         ),
         ({"distill": {"teacher": "self", "weight": 0.0}}, "distill.weight = 0.0"),
         (

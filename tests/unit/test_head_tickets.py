@@ -143,7 +143,7 @@ def test_revoking_names_the_worker_and_its_ticket(head: Head, capsys: pytest.Cap
     ticket = head.ticket.ticket_id
     peer_id = head.enrol(ticket)
     told = said(capsys, "revoke", head.rundir.path, peer_id)
-    assert told == f"{peer_id} is revoked; ticket {ticket}, by which it came, admits nobody any more"
+    assert told == f"{peer_id} is revoked; ticket {ticket}, with which it joined, admits no more machines"
 
 
 def test_revocation_prints_the_revoked_workers_as_json(head: Head, capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,7 +178,7 @@ def test_run_without_a_head(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("address", "is_told"), [("127.0.0.1:4700", True), ("[::1]:4700", True), (ADDRESS, False)])
-def test_an_invitation_that_names_this_machine_alone_says_so(
+def test_an_invitation_for_this_machine_only_causes_a_warning(
     head: Head, address: str, is_told: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     OwnTickets(head.identity, own_files(head.rundir), address).keep()

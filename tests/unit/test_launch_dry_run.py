@@ -48,7 +48,7 @@ def test_an_environment_that_needs_a_column_of_no_row_is_refused(tmp_path: Path)
     said = str(caught.value)
     assert "game.py:Game raised: " in said
     assert "KeyError: 'board'" in said
-    assert said.endswith(f"So it is with the first 2 rows of {tmp_path}/rows.jsonl (columns of the first: bord).")
+    assert said.endswith(f"The same is true of the first 2 rows of {tmp_path}/rows.jsonl (columns of the first: bord).")
 
 
 def test_a_row_that_an_environment_cannot_begin_with_costs_its_group_only(tmp_path: Path) -> None:

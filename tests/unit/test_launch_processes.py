@@ -156,7 +156,7 @@ def test_a_run_goes_on_without_a_worker_that_was_revoked(rundir: RunDir, capsys:
     rundir.outcome.unlink()
     run.revoke(worker_id)
     assert supervised()["reason"] == "the test ended it"
-    assert "worker-0 is out: it was revoked, or the ticket by which it came" in capsys.readouterr().err
+    assert "worker-0 is out: it was revoked, or the ticket it joined with" in capsys.readouterr().err
 
 
 def test_the_outcome_names_steps_without_a_checkpoint(rundir: RunDir) -> None:

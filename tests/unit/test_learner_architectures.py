@@ -97,7 +97,7 @@ def test_other_decoders_whose_logits_need_not_all_exist(model_type: str) -> None
     assert found(policy, data, "plain") == pytest.approx(expected(policy, data), abs=3e-5)
 
 
-def test_a_model_that_does_more_gives_all_logits_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_with_extra_output_steps_holds_all_logits_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     extra = {"lm_head_multiplier": 0.5, "mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_state": 4, "mamba_d_head": 8}
     policy, data = policy_of("falcon_h1", {**HEADS, **extra}), some_data()
     with caplog.at_level(logging.WARNING):

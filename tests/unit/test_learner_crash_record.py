@@ -92,7 +92,7 @@ def test_occasional_stops_incriminate_no_group(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"together": 1}', '{"at_work": ["x"]}', "[" * 100_000])
-def test_a_damaged_record_begins_anew(tmp_path: Path, text: str) -> None:
+def test_a_damaged_crash_record_is_started_over(tmp_path: Path, text: str) -> None:
     path = tmp_path / "training.json"
     path.write_text(text)
     assert lives(path, groups(2), set()) == (0, [0, 1])

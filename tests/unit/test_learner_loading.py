@@ -114,7 +114,7 @@ def in_makers_files(tmp_path: Path, method: str) -> Path:
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8"])
-def test_a_makers_own_quantisation_is_refused_with_a_way_that_works(tmp_path: Path, method: str) -> None:
+def test_a_makers_own_quantisation_is_refused_with_a_remedy(tmp_path: Path, method: str) -> None:
     directory, new = in_makers_files(tmp_path, method), tmp_path / "new"
     with pytest.raises(UserError, match=rf"quantization_config \({method}\).*Copy the tokenizer") as refused:
         load_policy(str(directory), "float32", "cpu")
@@ -141,7 +141,7 @@ def test_only_floating_point_numbers_are_read_as_weights(tmp_path: Path, dtype: 
 @pytest.mark.parametrize(
     "header", ["[]", '{"model.norm.weight": {"dtype": "F32", "shape": [1], "data_offsets": null}}']
 )
-def test_a_damaged_header_is_the_users_to_mend(tmp_path: Path, header: str) -> None:
+def test_a_damaged_header_is_a_user_error(tmp_path: Path, header: str) -> None:
     tiny_module().save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
     with pytest.raises(UserError, match="does not hold a causal language model"):

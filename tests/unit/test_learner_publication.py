@@ -138,7 +138,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert bytes_of(content.snapshot())[0]["w"][2] == weights(1).tobytes()
 
 
-def test_a_directory_that_cannot_be_written_is_the_users(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match="Cannot write the weights"):
         Publisher(tmp_path / "file" / "learner")

@@ -126,9 +126,9 @@ def test_a_dense_model_is_refused_before_a_run_begins(tmp_path: Path) -> None:
         module.save_pretrained(tmp_path / name)
     config = replace(OPTIONS, model=replace(OPTIONS.model, path=str(tmp_path / "mixture")))
     assert check_trained(config) == SHAPE
-    with pytest.raises(UserError, match="qwen3 is no mixture of experts"):
+    with pytest.raises(UserError, match="qwen3 is not a mixture of experts"):
         check_trained(replace(config, model=replace(config.model, path=str(tmp_path / "dense"))))
-    with pytest.raises(UserError, match="qwen3 is no mixture of experts"):
+    with pytest.raises(UserError, match="qwen3 is not a mixture of experts"):
         client_of(module=dense())
     with pytest.raises(UserError, match="compact"):
         replace(OPTIONS, workers=replace(OPTIONS.workers, engine="compact"))

@@ -150,7 +150,7 @@ def test_zero_variance_groups_are_skipped_but_counted() -> None:
     assert step.grad_norm == pytest.approx(float(with_flat.norm()) / counted)
 
 
-def test_a_step_with_nothing_to_learn_moves_only_the_version() -> None:
+def test_a_step_without_loss_tokens_increments_only_the_version() -> None:
     trainer = GrpoClient(tiny_policy(), config_of(lr=1e-3))
     before = weights(trainer)
     trainer.forward_backward([group(0, [1], [rollout([2], 1.0), rollout([3], 1.0)])])
@@ -160,7 +160,7 @@ def test_a_step_with_nothing_to_learn_moves_only_the_version() -> None:
     assert weights(trainer) == before
 
 
-def test_division_comes_once_and_clipping_after_it() -> None:
+def test_gradients_are_divided_once_and_clipped_afterwards() -> None:
     """One SGD-like check of AdamW's first step is its sign; so compare norms: N scales the reported norm exactly."""
     rng = random.Random(5)
     groups = [random_group(rng, number) for number in range(4)]

@@ -160,7 +160,7 @@ def test_lags_count_from_the_trained_version_by_worker() -> None:
     assert {name: part.tokens for name, part in stats.by_worker.items()} == {"w1": 3, "w2": 3}
 
 
-def test_a_pull_towards_the_reference() -> None:
+def test_a_reference_pulls_the_policy() -> None:
     rng = random.Random(8)
     groups = [random_group(rng, number) for number in range(4)]
     flat = group(9, [1, 2], [rollout([3, 4, 5], reward=1.0), rollout([4], reward=1.0)])

@@ -236,7 +236,7 @@ def test_the_error_names_wrong_uses() -> None:
         trainer.forward("p", [text([], [2])])
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
+def test_a_non_finite_gradient_changes_nothing() -> None:
     trainer, data = made("p"), [text([1], [2, 3])]
     before = bits(trainer, "p")
 

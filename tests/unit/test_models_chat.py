@@ -95,7 +95,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(model: Path) -> None:
     assert talk.answer("ab", 3, lambda _: None)["finish"] in ("stop", "length")
 
 
-def test_a_conversation_beyond_the_context_says_so(model: Path) -> None:
+def test_the_error_says_that_a_conversation_exceeds_the_context(model: Path) -> None:
     talk, _ = conversation(model)
     with pytest.raises(UserError, match="context"):
         talk.answer("ab" * 5000, 5, lambda _: None)

@@ -63,7 +63,7 @@ def size_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.iterdir())
 
 
-def test_export_copies_what_is_stored_and_says_so(
+def test_export_copies_the_stored_weights_and_reports_it(
     rundir: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     to = tmp_path / "model"

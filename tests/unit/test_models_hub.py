@@ -161,7 +161,7 @@ def test_an_export_is_pushed_to_the_hub_with_its_card(rundir: RunDir, uses_lfs: 
     assert not any(str(rundir.path.parent).encode() in data for data in written.values())
 
 
-def test_a_public_repository_is_asked_for_and_a_second_push_goes_to_it(rundir: RunDir, hub: Hub) -> None:
+def test_a_public_repository_needs_a_flag_and_is_reused_by_a_second_push(rundir: RunDir, hub: Hub) -> None:
     hub.repos["me/sorter"] = Repo(private=False, files={"notes.txt": b"of mine"})
     said = refusal(export_here(rundir, hub.url, "--push", "me/sorter"))
     assert "me/sorter exists and is public: add --public, or choose another name. Nothing was pushed" in said

@@ -271,7 +271,7 @@ count = 64
 """
 
 
-def test_a_plan_with_machines_that_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_accepts_machines_that_round(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = write(tmp_path, QWEN3_8B, HOME, HOME_OFFERS)
     assert main([*words, "--learner", "4xA100-80GB", "--train-seconds", "600", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)

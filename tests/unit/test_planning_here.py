@@ -148,7 +148,7 @@ def test_the_command_forecasts_a_run_before_and_after_a_probe(
         (["--learner", "H100"], "without --learner"),
         (["--learner.ranks", "2"], "no forecast for learner.ranks above 1"),
         (["--lora.rank", "8", "--learner.quantised", "base"], 'no forecast for learner.quantised = "base"'),
-        (["--model.path", "owner/none"], "is no directory here"),
+        (["--model.path", "owner/none"], "is not a directory here"),
         (["--workers.count", "0"], r"workers.count = 0. Set it to 1"),
     ):
         assert main([*plan, *more]) == 2

@@ -34,7 +34,7 @@ def test_a_start_says_how_machines_join_a_run_whose_name_has_spaces(tmp_path: Pa
     assert shlex.split(others.partition(": ")[2]) == ["echo2", "invite", str(rundir.path)]
 
 
-def test_a_directory_in_use_says_how_to_look_at_what_uses_it(tmp_path: Path) -> None:
+def test_the_error_about_a_directory_in_use_names_a_command_to_inspect_it(tmp_path: Path) -> None:
     path = tmp_path / "my run"
     with claimed(path, "run"), pytest.raises(UserError) as refused, claimed(path, "run"):
         pass

@@ -138,8 +138,8 @@ def test_a_fault_is_asked_again_and_never_a_score(fault: str) -> None:
         ("500", "it answers 500: .*as the test wants"),
         ("400", "it answers 400"),
         ("garbage", "'But who am I to judge\\?', not a verdict"),
-        ("no json", "no chat completion"),
-        ("oversized", "no chat completion"),
+        ("no json", "not a chat completion"),
+        ("oversized", "not a chat completion"),
     ],
 )
 def test_an_answer_that_the_judge_cannot_judge_costs_its_rollout_only(fault: str, said: str) -> None:

@@ -35,7 +35,7 @@ def scores(answer: str, *texts: str) -> list[float | None]:
         ("7", ("\\boxed{7}\n#### 8", "#### 8\n\\boxed{7}"), "no answer at all"),
     ],
 )
-def test_answers_as_they_are_written(answer: str, right: tuple[str, ...], wrong: str) -> None:
+def test_written_answers_are_recognised(answer: str, right: tuple[str, ...], wrong: str) -> None:
     assert scores(GOLD + answer, *right, wrong, "", "####") == [1.0] * len(right) + [0.0] * 3
 
 

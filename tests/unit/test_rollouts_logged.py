@@ -108,7 +108,7 @@ def test_a_whole_answers_probability_goes_to_the_tokens_that_were_chosen() -> No
     assert unknown.rollouts == alone.rollouts
 
 
-def test_an_engines_own_log_is_taken_as_it_is() -> None:
+def test_an_engines_own_log_is_passed_on_unchanged() -> None:
     rollouts = [{"tokens": tokens, "logprobs": [-0.5, -0.25], "reward": 1} for tokens in ([12, 13], [12, END])]
     group = group_of({"rollouts": rollouts})
     assert [rollout.logprobs.tolist() for rollout in group.rollouts] == [[-0.5, -0.25]] * 2
@@ -116,7 +116,7 @@ def test_an_engines_own_log_is_taken_as_it_is() -> None:
 
 
 @pytest.mark.parametrize(("prompt", "end"), [("53=", END), ((Message("user", "53="),), PLUS)])
-def test_an_answer_ends_as_the_policy_is_to_end_it(prompt: Any, end: int) -> None:
+def test_an_answer_ends_with_the_end_token_of_the_policy(prompt: Any, end: int) -> None:
     """In a chat with the token that the template writes behind a turn, which need not be the tokenizer's end token."""
     template = b"{% for m in messages %}{{ m.content }}+{% endfor %}"
     ends = json.dumps({"eos_token_id": [END, PLUS]}).encode()

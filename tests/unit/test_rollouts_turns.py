@@ -195,7 +195,7 @@ def test_an_attempt_does_not_depend_on_its_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_a_turn_ends_at_the_stop_character_and_the_action_is_without_it(name: str) -> None:
+def test_a_turn_ends_at_the_stop_character_which_the_action_lacks(name: str) -> None:
     engine, tokenizer = loaded(name)
     world = Counting(last=4, stop="7", turn_tokens=30)
     groups, _ = play(engine, tokenizer, world, assignment(0, samples=8, max_tokens=50))

@@ -87,7 +87,7 @@ def test_honest_groups_pass_whichever_engine_sampled_and_whichever_checks(family
 
 
 @pytest.mark.parametrize("params", PARAMS)
-def test_one_token_that_was_not_drawn_is_seen(params: dict[str, Any]) -> None:
+def test_a_single_forged_token_is_detected(params: dict[str, Any]) -> None:
     """Another token of the support, with the logprob that it really has under the policy."""
     engine, num_seen, num_tried = engine_with("compact", snapshot_of(tiny_module("qwen3"))), 0, 0
     for seed in range(6):
@@ -113,7 +113,7 @@ def test_one_token_that_was_not_drawn_is_seen(params: dict[str, Any]) -> None:
     assert num_seen == num_tried
 
 
-def test_other_weights_forged_logprobs_other_seeds_and_copies_are_seen() -> None:
+def test_other_weights_forged_logprobs_other_seeds_and_copies_are_detected() -> None:
     module = tiny_module("qwen3")
     engine = engine_with("compact", snapshot_of(module))
     assignment = leased(3)
@@ -132,7 +132,7 @@ def test_other_weights_forged_logprobs_other_seeds_and_copies_are_seen() -> None
 
 
 @pytest.mark.parametrize("params", [{"top_p": 0.8}, {"top_k": 5}, {"min_p": 0.03}])
-def test_a_support_that_names_a_token_twice_is_seen(params: dict[str, Any]) -> None:
+def test_a_support_that_names_a_token_twice_is_detected(params: dict[str, Any]) -> None:
     """With the likeliest token alone in it, as often as top-p asks for, every random number draws that token."""
     engine, assignment = engine_with("compact", snapshot_of(tiny_module("qwen3"))), leased(4, **params)
     tokens, supports, logprobs = array("i"), list[list[int]](), array("f")
@@ -160,7 +160,7 @@ def test_a_support_that_names_a_token_twice_is_seen(params: dict[str, Any]) -> N
     assert "a token was drawn from others than top-k and top-p leave" in verdict.fault, verdict
 
 
-def test_a_support_that_top_k_does_not_leave_is_seen() -> None:
+def test_a_support_that_top_k_would_not_leave_is_detected() -> None:
     """A worker that samples without the top-k that it was told, and names its tokens' supports as they would be."""
     engine = engine_with("compact", snapshot_of(tiny_module("qwen3")))
     assignment = leased(1, top_k=4)

@@ -22,7 +22,7 @@ import pytest
 from container_cases import EACH_RUNTIME, WITHOUT_IMAGES, image_for, left_over, needs
 from echo2.core.child import PACKAGE_ROOT, child_environment
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement, containers, storage
+from echo2.sandbox import confinement, containers, folders
 from echo2.sandbox.containers import IMAGES, Container, Containers, Image, find_runtime
 from echo2.sandbox.folders import FolderContainer, write_files
 from echo2.sandbox.programs import ContainerFault, ContainerLimits, Ran
@@ -226,7 +226,7 @@ def test_an_invalid_shell_command_is_not_blamed_on_the_machine(runtime: str, com
     async def scene(container: Container) -> None:
         ran = await container.run(command, 20)
         assert (ran.status, ran.stopped) == (126, "")
-        assert "is no command" in ran.output
+        assert "is not a command" in ran.output
 
     inside(runtime, scene)
 
@@ -409,7 +409,7 @@ FILL = {
 def test_a_container_that_holds_too_much_runs_nothing_any_more(
     runtime: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "ENTRIES_MAX", 2000)
+    monkeypatch.setattr(folders, "ENTRIES_MAX", 2000)
 
     async def scene(container: Container) -> None:
         ran = await container.run(command, 60)
@@ -431,8 +431,8 @@ def test_files_left_by_a_command_count_towards_its_limits(runtime: str) -> None:
 
 
 @WITHOUT_IMAGES
-def test_a_disk_without_room_is_a_fault_of_the_machine(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "LEFT_BYTES", 1 << 60)
+def test_a_full_disk_is_a_fault_of_the_machine(runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folders, "LEFT_BYTES", 1 << 60)
     with pytest.raises(ContainerFault, match="bytes left"):
         inside(runtime, lambda container: container.run("sleep 100", 60))
 

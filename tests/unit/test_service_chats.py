@@ -166,7 +166,7 @@ def test_a_refusal_has_openais_form(chats: Service, path: str, change: Any, word
     assert num(chats, requests) == 0
 
 
-def test_a_base_model_without_a_tokenizer_says_so(service: Service) -> None:
+def test_the_error_says_that_a_base_model_has_no_tokenizer(service: Service) -> None:
     error = call(service, "chat/completions", CHAT, status=400)["error"]
     assert "no tokenizer" in error["message"]
     assert str(service.folder) not in error["message"]
@@ -214,7 +214,7 @@ def test_a_tenants_chats_wait_for_each_other_and_not_others_for_all(chats: Servi
     assert order.index("few") <= 1
 
 
-def test_a_service_that_ends_says_so(service: Service) -> None:
+def test_a_service_reports_its_end(service: Service) -> None:
     with_tokenizer(service)
     service.in_front(service.backend.gate.clear)
     service.in_front(service.front.requests.stop)

@@ -164,7 +164,7 @@ def test_a_client_that_restarts_its_numbers_gets_no_old_answers(service: Service
     assert "loss:sum" in service.result(trained)["metrics"]
 
 
-def test_mistakes_of_a_client_fail_its_future_and_nothing_after_it(service: Service) -> None:
+def test_a_clients_mistake_fails_its_future_and_no_later_one(service: Service) -> None:
     model = service.model(service.session())
     wrong = [service.train(model, 1, [99]), service.train(model, 2, [1], loss="no_loss")]
     wrong.append(service.train(model, 3, [1], weight=math.nan))
@@ -349,7 +349,7 @@ def test_hostile_bodies_are_refused(service: Service) -> None:
 
 @ON_SQLITE
 @pytest.mark.parametrize("headers", [{}, {"content-encoding": "zstd"}], ids=["plain", "packed"])
-def test_all_bodies_together_are_bounded_as_they_came_and_unpacked(
+def test_the_total_of_all_bodies_is_bounded_packed_and_unpacked(
     service: Service, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
     monkeypatch.setattr(limits, "ALL_BYTES_MAX", limits.RESERVED_BYTES + 1000)

@@ -108,7 +108,7 @@ def test_pages_of_samples_are_read_one_at_a_time_of_a_tenant_and_beside_the_requ
     assert most == {"ada": 1, "eve": 1}
 
 
-def test_a_sampler_of_a_base_model_that_is_served_no_more_says_so(service: Service) -> None:
+def test_the_error_says_that_a_base_model_is_no_longer_served(service: Service) -> None:
     """The owner took it out of the file; it was an error of ours, for which SDKs ask again."""
     session = service.session()
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "echo2/tiny"}

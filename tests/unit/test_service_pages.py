@@ -376,7 +376,7 @@ def test_every_visitor_gets_the_same_page(service: Service) -> None:
     assert len(pages) == 1
 
 
-def test_a_page_loads_nothing_from_elsewhere_and_all_that_it_loads_is_there(service: Service) -> None:
+def test_a_page_loads_only_files_that_this_server_has(service: Service) -> None:
     sign_in(service, service.api_keys.add_key("owner", SCOPES))
     for path in ("/", "/owner"):
         for name in re.findall(r'(?:src|href)="([^"#]+)"', asked_by_browser(service, path).text):

@@ -101,7 +101,7 @@ def test_rows_have_a_digest_and_may_not_change(tmp_path: Path) -> None:
         ("[environment.env]\nKEY = '${KEY}'\n", "no variable of the machine"),
         ("[agent]\nnetwork_mode = 'allowlist'\n", "network_mode"),
         ("[agent]\ntimeout_sec = 'long'\n", "timeout_sec"),
-        ("agent = 3\n", "is no table"),
+        ("agent = 3\n", "is not a table"),
         ("[verifier]\nenvironment_mode = 'separate'\n", "environment_mode"),
         ("[environment\n", "cannot be read"),
         (f"a = {'[' * 3000}", "cannot be read"),

@@ -18,7 +18,7 @@ HASHES = st.binary(min_size=32, max_size=32)
 @example(bytes(32), 127, b"x")
 @example(bytes(32), 128, b"x")
 @example(bytes(32), 1 << 14, b"x")
-def test_as_protobuf_writes_it(hash_: bytes, size: int, pattern: bytes) -> None:
+def test_chunk_messages_equal_those_of_protobuf(hash_: bytes, size: int, pattern: bytes) -> None:
     data = (pattern * (size // len(pattern) + 1))[:size]
     message = message_bytes.pack(hash_, memoryview(data))
     assert message == wire.Chunk(hash=hash_, data=data).SerializeToString()

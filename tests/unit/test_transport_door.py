@@ -140,7 +140,7 @@ def test_a_member_that_asks_for_nothing_or_was_revoked_is_dropped(
     run(scenario())
 
 
-def test_the_kernel_asks_whether_a_silent_callers_machine_is_there(identity: RunIdentity, tmp_path: Path) -> None:
+def test_the_kernel_probes_the_machine_of_a_silent_caller(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         server = GrpcServer(LOOPBACK, 0, identity, {"Report": Desk().report})
         async with linked(await server.start(), enrolled(identity, tmp_path / "peer")[1]) as link:

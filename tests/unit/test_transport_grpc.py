@@ -327,7 +327,7 @@ def test_server_refuses_what_a_bare_client_may_send(
     run(scenario())
 
 
-def test_long_refusal_is_cut_and_keeps_its_word(identity: RunIdentity, tmp_path: Path) -> None:
+def test_a_long_refusal_is_truncated_and_keeps_its_reason(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         _, credentials = enrolled(identity, "worker", tmp_path / "peer")
         async with serving(identity, Desk().handlers()) as port:
@@ -421,7 +421,7 @@ def test_unusable_address(identity: RunIdentity, host: str) -> None:
     run(scenario())
 
 
-def test_head_that_is_away(identity: RunIdentity, tmp_path: Path) -> None:
+def test_call_to_an_absent_head(identity: RunIdentity, tmp_path: Path) -> None:
     async def scenario() -> None:
         _, credentials = enrolled(identity, "worker", tmp_path / "peer")
         async with serving(identity, Desk().handlers()) as port:

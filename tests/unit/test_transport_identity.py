@@ -235,7 +235,7 @@ def test_revocation_by_another_process_is_seen_and_harms_no_enrolment(run: RunId
 
 @pytest.mark.parametrize("peer_id", ["w-0000000000", "../members.json", ""])
 def test_revoking_an_unknown_name(run: RunIdentity, peer_id: str) -> None:
-    with pytest.raises(UserError, match="Known peers and tickets: nobody"):
+    with pytest.raises(UserError, match="Known peers and tickets: none"):
         run.revoke(peer_id)
 
 
@@ -273,7 +273,7 @@ def test_files_are_private(run: RunIdentity, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ca.key", "ca.pem", "server.key", "server.pem", "members.json"])
 @pytest.mark.parametrize("data", [b"", b"garbage"])
-def test_damaged_identity_is_the_users_to_restore(run: RunIdentity, tmp_path: Path, name: str, data: bytes) -> None:
+def test_a_damaged_identity_is_a_user_error(run: RunIdentity, tmp_path: Path, name: str, data: bytes) -> None:
     (tmp_path / "identity" / name).write_bytes(data)
     with pytest.raises(UserError, match="Cannot use the run's identity"):
         RunIdentity.create_or_load(tmp_path / "identity")

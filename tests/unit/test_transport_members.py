@@ -104,7 +104,7 @@ def test_bodies_of_a_member_are_held_up_to_a_bound(identity: RunIdentity, tmp_pa
         run(scenario(port, pid))
 
 
-def test_flood_of_calls_is_refused_with_a_word_and_then_cut_while_another_is_served(
+def test_a_flooding_peer_is_refused_with_a_reason_and_cut_off_while_another_is_served(
     identity: RunIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "CALLS_BURST", 50.0)

@@ -72,9 +72,9 @@ GROUPS = st.booleans().flatmap(
 @pytest.mark.parametrize("name", ["", "../policy", "-policy", "Policy", "a" * 65, "a b", "policy\n", "politik\u00e4"])
 def test_an_invalid_policy_id_is_refused_everywhere(name: str) -> None:
     for message in (wire.SnapshotId(policy=name), wire.ManifestRequest(policy=name)):
-        with pytest.raises(PeerError, match="is no policy id"):
+        with pytest.raises(PeerError, match="is not a policy id"):
             messages.decode_ref(message)
-    with pytest.raises(PeerError, match="is no policy id"):
+    with pytest.raises(PeerError, match="is not a policy id"):
         messages.group_ref(wire.Delivery(policy=name, kind="train"))
 
 

@@ -39,7 +39,7 @@ def group_of(rng: random.Random, lengths: list[int], shape: RouteShape = SHAPE, 
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(1, 9), min_size=1, max_size=4), st.sampled_from([8, 256, 300]))
-def test_routes_come_back_as_they_were_packed(seed: int, lengths: list[int], experts: int) -> None:
+def test_packed_routes_are_unpacked_unchanged(seed: int, lengths: list[int], experts: int) -> None:
     shape = RouteShape(3, 2, experts)
     group = group_of(random.Random(seed), lengths, shape)
     sent = packed(group)
@@ -95,8 +95,8 @@ def test_routes_that_no_router_chooses_are_refused() -> None:
         "18 tokens of 6 were sampled": packed(group_of(random.Random(0), [4, 6], RouteShape(2, 2, 8))),
         "bytes of routes for 18 tokens": replace(sent, routes=zstandard.ZstdCompressor().compress(data[:-1])),
         "the limit is": replace(sent, routes=bomb),
-        "no zstd frame": replace(sent, routes=zlib.compress(data)),
-        "is not consumed|no zstd frame": replace(sent, routes=sent.routes + b"x"),
+        "not a zstd frame": replace(sent, routes=zlib.compress(data)),
+        "is not consumed|not a zstd frame": replace(sent, routes=sent.routes + b"x"),
         "does not tell its size": replace(sent, routes=silent),
     }
     for what, lie in lies.items():

@@ -174,7 +174,7 @@ JSON = st.recursive(
 
 @examples(300)
 @given(st.sampled_from(["ca", "cert", "key"]), st.integers(0, 2000), st.binary(min_size=1, max_size=4))
-def test_altered_certificates_are_a_ticket_or_the_users_mistake(
+def test_altered_certificates_give_a_valid_ticket_or_a_user_error(
     ticket_text: str, field: str, place: int, piece: bytes
 ) -> None:
     try:
@@ -186,7 +186,7 @@ def test_altered_certificates_are_a_ticket_or_the_users_mistake(
 
 @examples(200)
 @given(st.sampled_from(["v", "addr", "ca", "cert", "key"]), JSON)
-def test_odd_fields_are_the_users_mistake(ticket_text: str, field: str, value: Any) -> None:
+def test_invalid_fields_are_user_errors(ticket_text: str, field: str, value: Any) -> None:
     try:
         ticket = Ticket.parse(rewritten(ticket_text, **{field: value}))
     except UserError:
@@ -195,7 +195,7 @@ def test_odd_fields_are_the_users_mistake(ticket_text: str, field: str, value: A
 
 
 @given(st.data())
-def test_altered_ticket_is_a_ticket_or_the_users_mistake(ticket_text: str, data: st.DataObject) -> None:
+def test_an_altered_ticket_is_valid_or_a_user_error(ticket_text: str, data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(ticket_text) - 1))
     piece = data.draw(st.text(max_size=3))
     try:

@@ -93,7 +93,7 @@ def status(**values: Any) -> dict[str, Any]:
     return told | {"waits": []} | values
 
 
-def test_a_run_that_has_not_begun_is_a_view_that_says_so(tmp_path: Path, rundir: RunDir) -> None:
+def test_the_view_of_a_run_that_has_not_begun_says_so(tmp_path: Path, rundir: RunDir) -> None:
     for path in (tmp_path / "nowhere", rundir.path):
         view = RunView.read(path)
         assert (view.state, view.version, view.max_steps) == ("no head was started here yet", 0, None)

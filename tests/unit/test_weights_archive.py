@@ -86,7 +86,7 @@ def applied(archive: Archive, manifest: Manifest) -> Snapshot:
     return made.snapshot()
 
 
-def test_a_delta_is_handed_out_as_it_came_and_a_newcomer_gets_what_leads_to_it(tmp_path: Path) -> None:
+def test_a_delta_is_served_unchanged_and_a_newcomer_gets_the_chain_to_it(tmp_path: Path) -> None:
     async def story() -> None:
         archive = Archive(ChunkStore(tmp_path))
         await publish(archive, *whole(0))

@@ -91,7 +91,7 @@ def test_no_delta_leads_from_one_base_model_to_another() -> None:
 
 def test_a_directory_without_a_base_model_is_refused() -> None:
     whole, _ = payload(adapter(0))
-    with pytest.raises(UserError, match="which is no base model"):
+    with pytest.raises(UserError, match="which is not a base model"):
         replace(whole, base_model=SnapshotRef(RUN_POLICY, 0, 0))
     with pytest.raises(UserError, match="a base model and an adapter"):
         payload(Snapshot(BASE, TENSORS, FILES, OTHER))

@@ -245,7 +245,7 @@ def test_a_source_that_fails_repeatedly_is_not_asked_again() -> None:
     assert "a" not in bench.asked
 
 
-def test_the_origin_is_asked_again_after_a_pause_and_when_it_does_not_have_it_it_is_gone() -> None:
+def test_the_origin_is_asked_again_after_a_pause_and_a_chunk_that_it_lacks_is_gone() -> None:
     bench = Bench()
     bench.tell(ev.RoutesSet(P1, ("",)), wanted())
     bench.asked.clear()

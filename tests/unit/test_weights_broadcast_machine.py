@@ -214,7 +214,7 @@ def test_strangers_are_not_believed_of_a_source_that_they_were_never_to_take_fro
     assert not bench.machine.suspects
 
 
-def test_an_accuser_that_comes_back_may_not_accuse_anew() -> None:
+def test_a_returning_accuser_may_not_accuse_again() -> None:
     bench = mesh(8)
     for at in range(1, 8):
         bench.fail("w0", f"w{at}", "corrupt")
@@ -281,7 +281,7 @@ def test_a_member_that_joins_during_a_broadcast_is_a_leaf() -> None:
     assert not bench.takers_of(P1, "late")
 
 
-def test_workers_with_the_content_serve_it_whichever_payload_brought_it() -> None:
+def test_workers_serve_a_content_whatever_payload_it_came_in() -> None:
     bench = Bench(3)
     whole = PayloadId(SnapshotRef(RUN_POLICY, 1, 5))
     bench.tell(ev.SnapshotHeld("w0", whole), ev.SnapshotHeld("w1", whole))

@@ -235,7 +235,7 @@ def test_many_workers_with_one_base_are_notified_together(tmp_path: Path) -> Non
     asyncio.run(story())
 
 
-def test_a_payload_that_is_joined_anew_is_signed_anew(tmp_path: Path) -> None:
+def test_a_payload_that_is_joined_again_is_signed_again(tmp_path: Path) -> None:
     """A chunk of the sum of its deltas was lost, so that it is the deltas in a row again."""
 
     async def story() -> None:

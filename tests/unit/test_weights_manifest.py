@@ -114,7 +114,7 @@ def changed(path: str, value: object) -> bytes:
     ("path", "value", "words"),
     [
         ("format", 3, "format 3"),
-        ("ref.policy", "../up", "no policy id"),
+        ("ref.policy", "../up", "not a policy id"),
         ("ref.version", -1, "version -1"),
         ("ref.lineage", 1 << 63, "lineage"),
         ("base", {"lineage": 1, "policy": RUN_POLICY, "version": 3}, "over itself"),

@@ -192,5 +192,5 @@ def test_unrecognised_tensors_are_not_left_out_of_a_merge(model: Path, tmp_path:
     saved(model, tmp_path / "adapter", use_dora=True)
     path = tmp_path / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_dora": False}))
-    with pytest.raises(UserError, match=r"lora_magnitude_vector.* no factor of a linear layer"):
+    with pytest.raises(UserError, match=r"lora_magnitude_vector.* not a factor of a linear layer"):
         merged(model, tmp_path / "adapter")

@@ -144,7 +144,7 @@ def test_drop_manifest_keeps_chunks_for_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [1, 35, 36, 39])
-def test_a_chunk_that_a_killed_process_wrote_in_part_is_not_there(tmp_path: Path, left: int) -> None:
+def test_a_partly_written_chunk_of_a_killed_process_is_missing(tmp_path: Path, left: int) -> None:
     """At the end of a pack: a part of the header (36 bytes), the header alone, and all but a byte."""
     store = ChunkStore(tmp_path)
     manifest = fill(store, 1, b"abcdefghij")
@@ -186,7 +186,7 @@ def test_a_chunk_is_read_right_while_it_is_moved(tmp_path: Path) -> None:
     assert wrong == []
 
 
-def test_a_store_with_a_file_for_each_chunk_begins_anew(tmp_path: Path) -> None:
+def test_a_store_with_a_file_for_each_chunk_is_emptied(tmp_path: Path) -> None:
     """As 0.2.0 wrote it."""
     manifest, chunks = snapshot(1, b"abcdefghij")
     for folder in ("chunks", "manifests"):
@@ -346,7 +346,7 @@ def test_a_snapshot_is_rebuilt_from_its_deltas(tmp_path: Path) -> None:
         assert weights_of(loaded(ChunkStore(tmp_path), snapshot.ref)) == weights_of(snapshot)
 
 
-def test_a_chain_starts_at_the_nearest_whole_or_at_what_is_there(tmp_path: Path) -> None:
+def test_a_chain_starts_at_the_nearest_whole_content_or_the_workers_version(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     history = versions(5)
     one, two, three, four, five = (snapshot.ref for snapshot in history)
@@ -372,7 +372,7 @@ def test_a_chain_of_deltas_has_a_bound(tmp_path: Path) -> None:
     assert store.chain(history[MAX_DELTAS + 1].ref) is None
 
 
-def test_deltas_in_a_circle_lead_nowhere(tmp_path: Path) -> None:
+def test_a_circle_of_deltas_leads_to_no_version(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     one, two = versions(2)
     there, back = put(store, encode_delta(one, two)), put(store, encode_delta(two, one))
@@ -403,7 +403,7 @@ def test_chunks_without_a_manifest_can_be_kept(tmp_path: Path) -> None:
     assert not store.has(blake3(b"other").digest())
 
 
-def test_a_chunk_that_came_again_is_not_swept_away(tmp_path: Path) -> None:
+def test_a_chunk_that_was_stored_again_is_not_swept(tmp_path: Path) -> None:
     store = ChunkStore(tmp_path)
     old, new = fill(store, 1, b"aaaabbbb"), fill(store, 2, b"aaaacccc")
     gone = set(old.hashes) - set(new.hashes)

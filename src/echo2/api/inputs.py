@@ -134,7 +134,7 @@ def write_resumed(rundir: RunDir, settings: Mapping[str, Any]) -> Path:
     settings changed.
 
     Raises:
-        UserError: this is no run directory, or a setting is wrong.
+        UserError: this is not a run directory, or a setting is wrong.
     """
     tables = asdict(rundir.read_config())
     for section, keys in sections(settings).items():
@@ -179,7 +179,7 @@ def _source(name: str, tasks: Any, path: Path) -> str | list[str]:
             try:
                 file.write(json.dumps(dict(row), ensure_ascii=False, allow_nan=False) + "\n")
             except (TypeError, ValueError) as error:
-                raise UserError(f"{where} is no JSON: {error}. {shown(row)}") from error
+                raise UserError(f"{where} is not JSON: {error}. {shown(row)}") from error
     return str(path)
 
 
@@ -340,7 +340,7 @@ def _names_seen(thing: Any) -> Mapping[str, Any]:
 
 
 class _WithoutAnnotations(ast.NodeTransformer):
-    """Removes annotations: the file never evaluates them, so names used only in annotations are no dependencies."""
+    """Removes annotations: the file never evaluates them, so names used only in annotations are not dependencies."""
 
     def visit_arg(self, node: ast.arg) -> ast.arg:
         node.annotation = None

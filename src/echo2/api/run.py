@@ -245,7 +245,7 @@ class Run:
             bar.set_postfix(shown)
 
     def check_end(self) -> None:
-        """Raise the error that ended the run, unless it finished all its steps or was told to stop. That is whenever
+        """Raise the error that ended the run, unless it finished all its steps or was stopped. That is whenever
         `echo2 run` has an exit status of failure."""
         self._release()
         outcome = read_json(self.rundir.outcome) or {"kind": "", "reason": ""}

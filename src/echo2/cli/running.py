@@ -251,13 +251,13 @@ def _worker(options: argparse.Namespace) -> int:
 
     give_cores(options.at_home, options.max_cores)
 
-    ended: list[int] = []  # signals by which a machine manager ended this worker: no error
+    ended: list[int] = []  # signals with which a machine manager ended this worker: no error
 
     def end(number: int, _frame: object) -> None:
         ended.append(number)
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a process that a script started with "&"
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run in good order
+        signal.raise_signal(signal.SIGINT)  # in both cases the worker leaves the run properly
 
     signal.signal(signal.SIGTERM, end)
     begin_process("worker")

@@ -160,9 +160,8 @@ def parse_flag(dotted: str, value: str) -> Any:
 
 
 def _container(plain: Any, value: str) -> type | None:
-    """Return list or dict where a flag's text is one, written as in TOML. Of a setting that may also be text, it is one
-    if it opens like one.
-    """
+    """Return list or dict where a flag's text is one, written as in TOML. If the setting may also be text, the value is
+    a table only if it opens like one."""
     opens: dict[type, str] = {list: "[", dict: "{"}
     for kind, sign in opens.items():
         may_be = value.lstrip().startswith(sign) and kind in [get_origin(each) for each in get_args(plain)]

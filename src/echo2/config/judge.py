@@ -20,7 +20,7 @@ class JudgeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """`model`: its name at the OpenAI-compatible endpoint `base_url`. `rubric`: what makes an answer good, in the
     user's words, where {name} stands for the column `name`. `form`: whether an answer gets a grade, or the answers of a
     group are compared in pairs (once in a drawn order, or in both), where wins are the reward. `api_key_env`: the
-    environment variable of the head that has the key. `params`: more fields of each request. A limit of 0 is none.
+    environment variable of the head that has the key. `params`: more fields of each request. 0 means no limit.
     `usd_per_mtok`: prices of a million tokens that are read, and written.
     """
 

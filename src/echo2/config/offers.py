@@ -27,7 +27,7 @@ from echo2.core.errors import UserError
 
 #: Machines of one offer: a plan looks at each.
 COUNT_MAX = 10_000
-#: No price, rate or duration of a machine is larger; infinity is none.
+#: No price, rate or duration of a machine is larger; infinity means no bound.
 NUMBER_MAX = 1e9
 
 #: A smaller model is not faster: starting a decoding step then takes longer than reading its weights.

@@ -88,7 +88,7 @@ class Config:
 
 
 def _check_deterministic(config: Config) -> None:
-    """Options of the schedule by which the same seed would not give the same weights."""
+    """Options of the schedule with which the same seed would not give the same weights."""
     schedule = config.schedule
     by_time = {
         'schedule.order = "frontier"': schedule.order == "frontier",
@@ -225,7 +225,7 @@ def _check_distill(config: Config) -> None:
         )
     if config.eval.sets and not config.reward.functions:
         raise UserError(
-            f"eval.source = {config.eval.source!r} without reward.functions: nothing says what an answer is worth. "
+            f"eval.source = {config.eval.source!r} without reward.functions: nothing scores the answers. "
             'Name some; learner.advantage = "none" keeps them out of training.'
         )
 

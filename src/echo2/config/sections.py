@@ -424,7 +424,7 @@ class HeadConfig:
         """URL of `store`, and its lag in seconds.
 
         Raises:
-            UserError: the lag is no number.
+            UserError: the lag is not a number.
         """
         return place_and_lag(self.store)
 

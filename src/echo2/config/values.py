@@ -144,7 +144,7 @@ def weighted(entry: str, setting: str = "reward.functions") -> tuple[float, str]
     """(weight, name) of an entry of a list in which each may have a weight: "name" has 1, "0.2 * name" has 0.2.
 
     Raises:
-        UserError: what stands before the * is no finite number.
+        UserError: the part before the * is not a finite number.
     """
     number, star, name = entry.rpartition("*")
     try:
@@ -160,12 +160,12 @@ def template_pieces(template: str, what: str = "The prompt") -> list[tuple[str, 
     """Split a template into pieces of text, each with the column that follows it (None: no column).
 
     Raises:
-        UserError: it is no template; `what` names it.
+        UserError: it is not a template; `what` names it.
     """
     try:
         pieces = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise UserError(f"{what} {template!r} is no template: {error}. Write {{{{ for a brace.") from error
+        raise UserError(f"{what} {template!r} is not a template: {error}. Write {{{{ for a brace.") from error
     for _, name, form, conversion in pieces:
         if name is not None and (not name.isidentifier() or form or conversion):
             raise UserError(f"{what} {template!r} may have plain column names in braces only, not {name!r}.")

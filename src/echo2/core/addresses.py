@@ -41,7 +41,7 @@ def join_all(listed: str, port: int, setting: str) -> str:
     """Return "host:port,host:port" of a list "host, host:port". `port`: of hosts without one.
 
     Raises:
-        UserError: an entry is no host, or has no valid port, or there are more than `LISTED_MAX`.
+        UserError: an entry is not a host, or has no valid port, or there are more than `LISTED_MAX`.
     """
     entries = [entry.strip() for entry in listed.split(",")]
     for entry in entries:

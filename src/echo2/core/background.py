@@ -1,9 +1,9 @@
 """Work in the background of an event loop, whose failure always reaches somebody.
 
-A bare task that fails says so only when it is collected, if at all, and whoever waits for its work waits for ever. So
+A bare task reports its failure only when it is garbage-collected, if at all, and its callers wait for ever. So
 `asyncio.create_task` and `ensure_future` are called here alone (`tests/house.py`):
 
-    spawn(work, on_error)   work that nobody awaits: its owner hears of an error that the work does not handle itself
+    spawn(work, on_error)   work that nobody awaits: its owner learns of an error that the work does not handle itself
     Background(on_error)    all such work of one owner, which ends with it
     awaited(work)           work whose starter awaits the outcome, so that errors are raised there
     together()              several such works, of which the first error ends the others
@@ -57,7 +57,7 @@ async def together() -> AsyncIterator[asyncio.TaskGroup]:
     """Yield a group whose tasks end with the block. The first error ends the others, and is raised as it is.
 
     Until Python 3.13, a `TaskGroup` that fails while its block waits for it leaves the task marked as `cancelling`, and
-    whoever looks at that later takes the end of a connection for the end of the task.
+    later code would take the end of a connection for the end of the task.
     """
     task = asyncio.current_task()
     num_before = task.cancelling() if task is not None else 0
@@ -113,7 +113,8 @@ class Shared(Generic[K, T]):
 
 
 class Background:
-    """The background work of one owner. `on_error` hears of each exception that the work does not handle itself."""
+    """The background work of one owner. `on_error` is called with each exception that the work does not handle
+    itself."""
 
     def __init__(self, on_error: Callable[[Exception], object]) -> None:
         self._on_error = on_error

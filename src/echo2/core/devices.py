@@ -163,7 +163,7 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 def pick_device(name: str, any_kind: bool = False) -> torch.device:
     """Return the torch device of a name: cpu, cuda, cuda:0, mps, xpu ..., auto (the first GPU, if any) or auto:N
-    (`nth_device`). `any_kind`: with auto, also accelerators that are no CUDA GPUs (ROCm's GPUs are called cuda, too).
+    (`nth_device`). `any_kind`: with auto, also accelerators that are not CUDA GPUs (ROCm's GPUs are called cuda, too).
 
     From then on, attention on a GPU never runs in cuDNN, which torch prefers on some cards. cuDNN builds a plan for
     each new shape, in tens of milliseconds. An engine has a new shape at every token, a learner at most micro-batches.

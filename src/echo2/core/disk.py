@@ -1,7 +1,7 @@
 """Checks the free space on a run's disk. The run pauses early enough to leave space for the work under way: results of
 open leases, two snapshots, one more checkpoint.
 
-If the disk fills up all the same (with other files), a process ends with `NoRoomError`, between two transactions or
+If the disk nevertheless fills up (with other files), a process ends with `NoRoomError`, between two transactions or
 within one that is rolled back; the supervisor restarts the process when there is space. Files that grow record by
 record grow by `append_whole`, so that no half of a record is left for the next one to be glued to.
 """

@@ -53,7 +53,7 @@ def half_character(value: Any) -> str:
         if any(_SURROGATE.search(text) for text in texts):
             named = place.encode(errors="backslashreplace").decode() or "the body"
             what = "has a key with" if isinstance(one, dict) else "has"
-            return f"{named} {what} half of a surrogate pair, which is no character: send both halves, or none"
+            return f"{named} {what} half of a surrogate pair, which is not a character: send both halves, or none"
         if isinstance(one, dict):
             left += [(f"{place}.{key}".lstrip("."), inner) for key, inner in reversed(one.items())]
         elif isinstance(one, list):

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 #: Characters of a refusal that messages quote.
 SAID_CHARS = 200
-#: A shorter key is no secret, but a word, as "none" for an endpoint that needs one.
+#: A shorter key is not a secret, but a word, as "none" for an endpoint that needs one.
 KEY_CHARS = 8
 #: Tries of one request beside an endpoint that answers: of requests that fail in 15 % of tries, one in 90,000 is lost.
 TRIES_MAX = 6
@@ -107,7 +107,7 @@ class Endpoint:
 
     async def persist(self, make: Callable[[], Awaitable[T]], on_retry: Callable[[str], None]) -> T:
         """Return what `make` returns, which makes one request and may raise what requests and `UnfitAnswer` say. It is
-        called again as long as that helps; `on_retry` hears of each time.
+        called again as long as that helps; `on_retry` is called each time.
 
         Raises:
             FailedTries: it does not.

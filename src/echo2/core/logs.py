@@ -48,7 +48,7 @@ ERROR_PREFIX = "error: "
 WORDLESS = (0, -signal.SIGKILL, -signal.SIGTERM)
 _TRACEBACK = "Traceback (most recent call last):"
 _JSON_BEGINNING = '{"time": '
-#: A line of the log that is no error: it begins with a time.
+#: A line of the log that is not an error: it begins with a time.
 _LOGGED = re.compile(rf"\d{{4}}-\d\d-\d\d |{_JSON_BEGINNING}")
 
 
@@ -204,7 +204,7 @@ def last_error(log: bytes) -> str | None:
 
 def last_words(log: bytes) -> str:
     """Return the error of a process that died: its error line, the exception of its last traceback, or else the last
-    line that is no log line; "" if there is none."""
+    line that is not a log line; "" if there is none."""
     if (error := last_error(log)) is not None:
         return printable(error, WORDS_CHARS_MAX)
     lines = _lines(log)

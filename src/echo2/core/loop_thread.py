@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> bool:
-    """Call a function in another thread's event loop soon. Return False if that loop is closed: nobody waits there."""
+    """Call a function in another thread's event loop soon. Return False if that loop is closed."""
     try:
         loop.call_soon_threadsafe(function, *args)
     except RuntimeError:

@@ -1,5 +1,5 @@
 """A place for objects, named by URL, that outlives this machine: a directory, or whatever fsspec reaches (s3://, gs://,
-...). Objects are whole or absent, and a key can be created once: of two that create it one is told so.
+...). Objects are whole or absent, and a key can be created once: of two processes that create it, one gets an error.
 
 Every method raises LinkError when the place cannot be reached; then the object may be there or not.
 """
@@ -52,7 +52,7 @@ def open_objects(url: str) -> Objects:
     """Return the objects at a URL, or in a directory.
 
     Raises:
-        UserError: no installed package reaches this kind of URL, or everybody may write the directory of somebody else.
+        UserError: no installed package reaches this kind of URL, or every user may write to another's directory.
         LinkError: the directory cannot be made.
     """
     kind, mark, rest = url.partition("://")
@@ -102,7 +102,7 @@ def _read(file: BinaryIO) -> Iterator[bytes]:
 def _reached(
     place: str, errors: type[Exception] = OSError, answers: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise LinkError for those `errors` of a place that are no `answers` of it."""
+    """Raise LinkError for `errors` of a place other than its `answers`."""
     try:
         yield
     except answers:
@@ -114,12 +114,12 @@ def _reached(
 
 
 def _check_private(folder: Path) -> None:
-    """Raises UserError: everybody may write a folder of somebody else. If it is ours, that may be how its disk shows
-    all folders, and is told."""
+    """Raises UserError: every user may write to another user's folder. If it is ours, that may be how its disk shows
+    all folders, and is a warning."""
     facts = folder.stat()
     if os.name != "posix" or not facts.st_mode & stat.S_IWOTH:
         return
-    told = f"everybody on this machine may write {folder}, and who writes a store has its run"
+    told = f"every user of this machine may write {folder}, and a user who writes to a store controls its run"
     if facts.st_uid != os.getuid():
         raise UserError(f"head.store: {told}. Name a directory of your own.")
     log.warning("head.store: %s. Take that right away: chmod o-w %s", told, folder)

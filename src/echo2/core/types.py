@@ -208,7 +208,7 @@ class Teaching:
 
 @dataclass(frozen=True, slots=True)
 class LostRollout:
-    """A rollout that nobody's sampling can answer for: its environment, judge or reward failed. `cause`: one word."""
+    """A rollout whose environment, judge or reward failed, not its sampling. `cause`: one word."""
 
     sample: int
     cause: str

@@ -172,5 +172,5 @@ if __name__ == "__main__":
         build(options.out, options.seed, options.heads, options.accuracy)
     except UserError as error:
         sys.exit(f"error: {error}")
-    except KeyboardInterrupt:  # whoever started this says what to do next
+    except KeyboardInterrupt:  # the caller prints what to do next
         sys.exit(130)

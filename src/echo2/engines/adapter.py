@@ -10,7 +10,7 @@ On a CPU the engine `compact` packs W for the processor's vector units (`Linear`
 times as fast, one with a thousand rows 1.1 times. Small matrices are not packed: the packed product has 12 microseconds
 more overhead.
 
-Of a mixture's experts, whose weights are one tensor, each has its own pair:
+Each expert of a mixture, whose weights are one tensor, has its own pair:
 
     y_e = W_e x + B_e (A_e x) scale
 
@@ -51,8 +51,8 @@ Applied = Callable[[], "tuple[LowRank | None, LowRank | None]"]
 
 
 class LowRank(NamedTuple):
-    """A and B of one linear map, in the adapter's dtype; B is multiplied by the scale. Of all experts' maps, which are
-    one tensor, they are a_ERI and b_EOR."""
+    """A and B of one linear map, in the adapter's dtype; B is multiplied by the scale. The maps of all experts, which
+    are one tensor, are a_ERI and b_EOR."""
 
     a_RI: Tensor
     b_OR: Tensor
@@ -185,7 +185,7 @@ class StackedMap(NamedTuple):
 
 
 def stacked_maps(part: Any) -> tuple[StackedMap, ...]:
-    """Return a module's stacked maps, before and behind the activation; (): it is no experts' module of a kind that
+    """Return a module's stacked maps, before and behind the activation; (): it is not an experts' module of a kind that
     `adapt` knows."""
     if not hasattr(part, "is_transposed") or getattr(part, "has_post_expert_norm", False):
         return ()

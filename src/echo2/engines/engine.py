@@ -65,7 +65,7 @@ class Conversation:
             self.support_offsets.extend([before] * len(self.pending))
             self.support_offsets.extend(before + offset for offset in completion.support_offsets[1:])
             self.support_tokens = (self.support_tokens or array("i")) + completion.support_tokens
-        # What a turn read again keeps the routes of the turn that drew the tokens.
+        # A turn that is read again keeps the routes of the turn that drew its tokens.
         is_whole = completion.routes and (self.routes or not self.turns)
         self.routes = self.routes + completion.routes[len(self.routes) :] if is_whole else b""
         self.pending = array("i")

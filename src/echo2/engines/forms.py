@@ -1,6 +1,6 @@
 """Forms of weights: a snapshot rounded to fewer bits. A form is a function of the snapshot alone.
 
-So nobody publishes or sends a form: a worker derives it from the snapshot, and so does the machine that checks the
+So forms are neither published nor sent: a worker derives it from the snapshot, and so does the machine that checks the
 worker, which then computes with the same numbers. That holds because only single operations of IEEE arithmetic are used
 (no sums, whose order may differ). What samples is the rounded policy, and its logprobs are its own.
 
@@ -51,7 +51,7 @@ def misfit(shapes: Mapping[str, tuple[int, ...]], form: str) -> str:
     """Return why a model whose tensors have these shapes has no such form; empty: it has."""
     for name, shape in shapes.items():
         if format_of(name, form) not in ("", HALF) and shape[1] % BLOCK:
-            return f"rows of {shape[1]} items in {name}, which is no multiple of {BLOCK}"
+            return f"rows of {shape[1]} items in {name}, which is not a multiple of {BLOCK}"
     return ""
 
 
@@ -83,7 +83,7 @@ def _inverse(step_N1: Tensor) -> Tensor:
 
 
 def decode(blocks: Tensor, kind: str) -> Tensor:
-    """Return the N * 32 values that these blocks stand for [N, 32], float32."""
+    """Return the N * 32 values of these blocks [N, 32], float32."""
     step_N1 = blocks[:, :2].contiguous().view(torch.float16).float()
     if kind == "q8_0":
         return blocks[:, 2:].contiguous().view(torch.int8).float() * step_N1
@@ -119,7 +119,7 @@ def packed(q_NI: Tensor, kind: str) -> Tensor:
 
 
 def rounded(weight: Tensor, kind: str) -> Tensor:
-    """Return what a matrix stands for in a format, float32."""
+    """Return the values of a matrix in a format, float32."""
     found = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
     for into, piece in zip(_pieces(found), _pieces(weight), strict=True):
         into.copy_(_rounded(piece, kind).view(-1))

@@ -289,7 +289,7 @@ def _stored_name(name: str, prefix: str, stored: Shapes) -> str | None:
 
 
 def _place(name: str, shape: tuple[int, ...], view: Tensor, offset: int) -> TensorPart | None:
-    """Return the place of a view of a tensor of this shape, from its offset and strides; None: it is no rectangle."""
+    """Return the place of a view of a tensor of this shape, from its offset and strides; None: not a rectangle."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     start = [offset // stride % length for stride, length in zip(strides, shape, strict=True)]
     region, dims = [(first, first + 1) for first in start], list[int | None]()

@@ -199,7 +199,7 @@ class MlxCache(Cache):
         return lengths
 
     def pad(self, padding: Sequence[int]) -> None:
-        """So many of the tokens that come are no tokens of their rows, at the end of each."""
+        """So many of the tokens that come are not tokens of their rows, at the end of each."""
         for layer in self.layers:
             layer.prepare(right_padding=list(padding))
 

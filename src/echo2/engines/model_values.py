@@ -65,7 +65,7 @@ def all_values(config: Mapping[str, Any]) -> dict[str, Any]:
         return text_part(config)
     try:
         return values_of(transformers_config(json.dumps(dict(config)).encode()))
-    except Exception:  # each class fails in its own way; whoever needs a value says which one config.json lacks
+    except Exception:  # each class fails in its own way; code that needs a value names what config.json lacks
         return text_part(config)
 
 

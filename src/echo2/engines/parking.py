@@ -1,6 +1,6 @@
 """Puts tensors away: from a device into the machine's memory, and back to where they were.
 
-What is put away is the memory of tensors, not the tensors: parameters, views and whoever refers to them stay what they
+The memory of tensors is put away, not the tensors: parameters, views and references to them stay what they
 are, and have no memory meanwhile. They must not be used before they are back.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: What is not looked into for tensors: code, and values.
+#: Types that are not searched for tensors: code, and values.
 PASSED_OVER = (
     *(str, bytes, int, float, type, type(None), partial, torch.dtype, torch.device),
     *(types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType),

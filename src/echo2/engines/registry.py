@@ -3,10 +3,10 @@ is imported when it is made, since torch takes a second to import and transforme
 
 `compact` where it knows the model, on a Mac `mlx` in its place, else `transformers`: a model's config.json decides it,
 and the engine `auto` does so once the first snapshot is there. vLLM comes before all where it is installed and has a
-GPU for itself; the head allows it to machines of the owner alone, because nobody can check it
+GPU for itself; the head allows it to machines of the owner alone, because its rollouts cannot be checked
 (`head/serve/claims.py`).
 
-The names stand in `config/values.py`, each with a module that has a function `make_engine(device, slots)`. That of
+The names are in `config/values.py`, each with a module that has a function `make_engine(device, slots)`. That of
 `FORMS` takes the form, too, and that of `SERVERS` the place.
 """
 
@@ -247,8 +247,8 @@ class AutoBuilder:
 async def load_or_replace(
     engine: Engine, snapshot: Snapshot, base: Snapshot | None, device: str
 ) -> tuple[Engine, float]:
-    """Give a token server that nobody named its first weights. If it does not start, the engine `auto` takes its place.
-    Return the engine with these weights, and the seconds that generation paused.
+    """Give a token server that was chosen by default its first weights. If it does not start, the engine `auto` takes
+    its place. Return the engine with these weights, and the seconds that generation paused.
 
     Raises: as `Engine.update_weights`.
     """

@@ -48,7 +48,7 @@ class Routing:
         values = config.to_dict()
         experts, chosen = num_experts(values), num_chosen(values)
         if not 0 < chosen < experts:
-            raise UserError(f"{ASKED}: {config.model_type} is no mixture of experts. Leave it out.")
+            raise UserError(f"{ASKED}: {config.model_type} is not a mixture of experts. Leave it out.")
         routers = _routers(module, experts)
         if not routers:
             raise UserError(

@@ -26,7 +26,7 @@ from echo2.engines.model_values import read_context
 from echo2.weights.format.snapshot_files import end_tokens
 
 TOKENIZER_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model"})
-#: Files that say which text a token stands for.
+#: Files with the texts of tokens.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt")
 
 #: Stands for an earlier answer when a chat template is rendered to find the text that follows an answer.
@@ -83,7 +83,7 @@ class Tokenizer(Protocol):
 
 
 def prepare_tokenizers() -> None:
-    """Import what `load_tokenizer` needs, which takes seconds: while there are no files yet, nobody waits for that."""
+    """Import what `load_tokenizer` needs, which takes seconds, before there are files."""
     with _LOADING:
         from transformers import AutoTokenizer  # noqa: F401
 
@@ -95,8 +95,8 @@ def load_tokenizer(
     {"enable_thinking": False}, are passed to its chat template.
 
     Raises:
-        PeerError: a file name would leave the directory, the model's end tokens are none, or there is no tokenizer that
-            transformers can read.
+        PeerError: a file name would leave the directory, the model's end tokens are invalid, or there is no tokenizer
+            that transformers can read.
     """
     with _LOADING, TemporaryDirectory() as folder:
         from transformers import AutoTokenizer

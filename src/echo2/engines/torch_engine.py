@@ -142,7 +142,7 @@ class Model(ABC):
         Raises:
             PeerError: "snapshot_gone", the weights are rounded, and what others drew can't be checked with them.
         """
-        raise PeerError("snapshot_gone", "this engine checks nobody: it holds rounded weights")
+        raise PeerError("snapshot_gone", "this engine cannot check rollouts: it holds rounded weights")
 
 
 BuildModel = Callable[[Snapshot, torch.device], Model]

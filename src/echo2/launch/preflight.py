@@ -156,8 +156,8 @@ def check_budget(config: Config, offers: Iterable[Offer]) -> None:
 
 
 def check_tasks(tasks: TaskSource, scorer: Scorer, source: str, judged: Set[str] = frozenset()) -> int:
-    """Find bad rows, and rows without a column that a reward needs. Of rows in a file, `ROWS_CHECKED_MAX` are checked;
-    of generated rows, only the first. Return how many. `judged`: columns that the judge reads.
+    """Find bad rows, and rows without a column that a reward needs. `ROWS_CHECKED_MAX` rows of a file are checked, and
+    only the first of generated rows. Return how many. `judged`: columns that the judge reads.
 
     Raises:
         UserError: names the first bad row, or the column that no row has.
@@ -208,7 +208,7 @@ def check_environment(spec: str, tasks: TaskSource, source: str) -> None:
     if len(failures) == num_rows:
         of = f"the first {num_rows} rows" if num_rows > 1 else "the first row"
         has = ", ".join(sorted(stream.task(0).columns)) or "none"
-        raise UserError(f"{failures[0]} So it is with {of} of {source} (columns of the first: {has}).")
+        raise UserError(f"{failures[0]} The same is true of {of} of {source} (columns of the first: {has}).")
 
 
 def check_prompts(config: Config) -> None:
@@ -236,8 +236,8 @@ def check_prompts(config: Config) -> None:
 def check_prompt_lengths(
     tasks: TaskSource, source: str, tokenizer: Tokenizer, context: int, max_tokens: int = 0
 ) -> None:
-    """Print a warning if prompts leave no token of the model's context for an answer, or less than `max_tokens`. Of
-    rows in a file, `PROMPTS_CHECKED_MAX` are checked; of generated rows, only the first.
+    """Print a warning if prompts leave no token of the model's context for an answer, or less than `max_tokens`.
+    `PROMPTS_CHECKED_MAX` rows of a file are checked, and only the first of generated rows.
 
     Raises:
         UserError: no prompt of the whole source leaves one.
@@ -275,7 +275,7 @@ def check_machine(config: Config) -> None:
     if host in ANY_HOST and not config.head.advertise:
         raise UserError(
             f"head.listen = {config.head.listen!r} lets other machines join, and tickets would name {host}, which "
-            "nobody can call. Set head.advertise to a name or address of this machine that they can reach."
+            "no other machine can call. Set head.advertise to a name or address of this machine that they can reach."
         )
     for target in config.run.log_to:
         package = LOG_PACKAGES[target.partition(":")[0]]

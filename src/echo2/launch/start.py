@@ -102,7 +102,7 @@ def _are_moved(old: DistillConfig, new: DistillConfig) -> bool:
 
 def how_to_continue(arguments: Sequence[str]) -> str:
     """Return the command that continues a run that did not come to its end, from its `arguments`, those of `echo2`.
-    Only --resume is named if Python started the run: nobody typed the command."""
+    Only --resume is named if Python started the run, for no command was typed."""
     if LIFELINE_VARIABLE in os.environ:
         return "continue the run with --resume"
     resume = [] if "--resume" in arguments else ["--resume"]

@@ -239,7 +239,7 @@ class Supervisor:
             return
         if status == UserError.exit_status and self._is_revoked(child):
             child.process = None
-            word = f"{child.name} is out: it was revoked, or the ticket by which it came. The run goes on without it"
+            word = f"{child.name} is out: it was revoked, or the ticket it joined with. The run goes on without it"
             command = shlex.join(["echo2", "worker", f"@{self.rundir.ticket}"])
             print(f"{word}; a worker in its place: {command}", file=sys.stderr)
             return

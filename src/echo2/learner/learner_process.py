@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 RANKS_END_SECONDS = 10.0
 #: Exit statuses with a meaning of their own, which are passed on; any other becomes 1.
 TELLING_STATUSES = (2, 3)
-TOLD_TO_STOP = "the learner was told to stop"
+TOLD_TO_STOP = "the learner got a signal to stop"
 #: Exit status after a signal: the run is not over.
 STOPPED_STATUS = 128 + signal.SIGTERM
 
@@ -260,7 +260,7 @@ class LeadingClient(GrpoClient):
 
 @dataclass(frozen=True, slots=True)
 class _ToldSaving:
-    """A checkpoint under way. When the first rank waits for it, the other ranks are told to wait too."""
+    """A checkpoint under way. When the first rank waits for it, it has the other ranks wait too."""
 
     client: LeadingClient
     saving: Saving

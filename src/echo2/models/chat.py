@@ -26,7 +26,7 @@ def run(options: argparse.Namespace) -> int:
     """Talk until an empty line or the end of input; answer once if stdin is not a terminal.
 
     Raises:
-        UserError: there is no such checkpoint or model, it can't be loaded, or nothing was said to it.
+        UserError: there is no such checkpoint or model, it can't be loaded, or the input is empty.
     """
     if options.temperature < 0 or options.max_tokens < 1:
         raise UserError("Give --temperature 0 or more and --max-tokens 1 or more.")

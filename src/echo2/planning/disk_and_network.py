@@ -36,8 +36,8 @@ from echo2.weights.format.manifest import MAX_DELTAS
 TOKEN_BYTES, PROMPT_BYTES = 9, 4
 #: Of a rollout besides its tokens, with its score, and of a group's lease.
 ROLLOUT_BYTES, LEASE_BYTES = 50, 200
-#: Of a group in the ledger, without its rollouts, and in the event log; of a token that is written for people. Measured
-#: in runs of the demo and of SmolLM2 (docs/capacity.md).
+#: Bytes of a group in the ledger, without its rollouts, and in the event log; bytes of a token in files for people.
+#: Measured in runs of the demo and of SmolLM2 (docs/capacity.md).
 LEDGER_BYTES, EVENT_BYTES, SAMPLED_BYTES = 500, 2600, 40
 
 

@@ -42,7 +42,7 @@ PROMPTS_READ = 64
 
 
 class Probed(msgspec.Struct):
-    """What is used of the JSON that `echo2 probe` prints."""
+    """The used part of the JSON that `echo2 probe` prints."""
 
     num_rollouts: int
     core_seconds: float
@@ -146,7 +146,7 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
         raise UserError("--here forecasts the workers that `echo2 run` starts, and workers.count = 0. Set it to 1.")
     if config.tasks.environment and probed is None:
         raise UserError(
-            "--here knows nothing of how long an environment's turns take. Measure them: `echo2 probe CONFIG --json > "
+            "--here does not know how long an environment's turns take. Measure them: `echo2 probe CONFIG --json > "
             "probe.json`, then `echo2 plan CONFIG --here probe.json`."
         )
     if what := here_refuses(config):
@@ -156,8 +156,8 @@ def forecast_here(config: Config, probed: Probed | None = None, answer_tokens: f
         )
     if not Path(config.model.path).is_dir():
         raise UserError(
-            f"--here reads the model's files, and model.path = {config.model.path!r} is no directory here. Fetch the "
-            "model and name its directory: --model.path DIR."
+            f"--here reads the model's files, and model.path = {config.model.path!r} is not a directory here. Fetch "
+            "the model and name its directory: --model.path DIR."
         )
     shape = fetched_shape(config.model.path)
     needs = Needs(learner_that_fits(config, shape, hardware), worker_that_fits(config, shape, hardware))
@@ -288,7 +288,7 @@ def _prompt_tokens(config: Config) -> float:
     """Return the mean length of the first prompts.
 
     Raises:
-        UserError: the model is no directory, or a task is wrong.
+        UserError: the model is not a directory, or a task is wrong.
     """
     tokenizer = load_tokenizer(model_files(Path(config.model.path)), config.model.chat_template_args)
     tasks = training_tasks(config.tasks, config.run.seed)

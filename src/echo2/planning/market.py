@@ -24,7 +24,7 @@ from echo2.planning.gpus import GPUS, several
 #: Written by hand from pages of two providers' prices (docs/what-will-it-cost.md).
 SHIPPED = Path(__file__).with_name("market.csv")
 COLUMNS = ("date", "provider", "region", "gpu", "usd_per_hour", "spot")
-#: Machines of each kind, where nothing else is said.
+#: Machines of each kind by default.
 COUNT = 64
 #: A spot machine is lost about as often, in hours, and replaced after so many seconds (examples/offers.toml).
 SPOT_LIFE_HOURS, SPOT_REPLACE_SECONDS, SPOT_RELIABILITY = 4.0, 600.0, 0.98
@@ -192,7 +192,7 @@ def _read(path: Path) -> list[Price]:
             rows = list(csv.DictReader(file))
         found = [_price(row) for row in rows]
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise UserError(f"{path} is no list of prices ({error}); delete it") from error
+        raise UserError(f"{path} is not a list of prices ({error}); delete it") from error
     if not found:
         raise UserError(f"{path} has no prices; delete it")
     return found

@@ -23,7 +23,7 @@ from echo2.worker.decide.home import SLOTS_MIN, EngineCandidate, SamplingNeed, n
 
 #: Settings that are changed together, at most, to make a run fit.
 CHANGES_MAX = 2
-#: Said where learner and workers do not fit beside each other on the only GPU.
+#: The message if learner and workers do not fit beside each other on the only GPU.
 TURNS = "learner and workers take turns on the GPU: a step takes the seconds of both, and those of moving their tensors"
 #: Parts smaller than this share of the total are not shown.
 SHOWN = 0.01

@@ -38,7 +38,7 @@ WALKS = 3
 FORECASTS_MAX = 16
 #: Rates that are tried for one (S, kappa) lie between the needed one and this power of `RATE_STEP` of it.
 _MAX_TRIES = 50
-#: Of the times of rewards, the share beyond which they are said to be late.
+#: Rewards count as late beyond this share of their times.
 LATE_SHARE = 0.9
 #: Staleness bounds and periods are tried one by one up to this, then in steps of a third to a half.
 _ONE_BY_ONE = 8

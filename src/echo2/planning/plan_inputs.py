@@ -20,7 +20,7 @@ from echo2.head.fleet.decide import activation, formulas
 from echo2.head.fleet.decide.forecast import ScoringDelays
 from echo2.head.fleet.decide.formulas import INSTALLED_QUANTILE, Demand
 
-#: Of the times of rewards so many are kept, and an event's type is looked for in so many bytes of its line.
+#: So many times of rewards are kept, and an event's type is looked for in so many bytes of its line.
 DELAYS_MAX, EVENT_TYPE_BYTES = 512, 200
 
 
@@ -124,7 +124,7 @@ class PlanInputs:
         return (self.learner_usd_per_hour + workers_usd_per_hour) * step_seconds / 3600
 
     def pool(self, max_staleness: int) -> list[tuple[Offer, activation.Kind]]:
-        """Return the offers, cheapest for a rollout first. Of one offer no more machines count than there are groups
+        """Return the offers, cheapest for a rollout first. No more machines of one offer count than there are groups
         that may be sampled at a time: those of max_staleness + 1 steps.
         """
         most = (max_staleness + 1) * self.groups_per_step

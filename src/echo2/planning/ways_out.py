@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
+import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import echo2
 from echo2.config import Config
 from echo2.config.offers import Offer
+from echo2.config.rundir import RunDir
 from echo2.core.devices import this_machine
 from echo2.core.errors import UserError
-from echo2.learner.core.fitting import learner_need, machine_with, model_shape, worker_need
+from echo2.learner.core.fitting import known_models, learner_need, machine_with, model_shape, worker_need
 from echo2.learner.decide.memory import GB
 from echo2.learner.decide.model_shape import ModelShape
 from echo2.planning.chosen_learner import with_learner
@@ -32,7 +35,6 @@ from echo2.planning.plan import NoPlanError, Plan, SearchLimit, check_inputs, ma
 from echo2.planning.plan_inputs import PastRun
 from echo2.planning.plan_request import MARKET, are_estimated, configured, learner_machine, offered, ready
 from echo2.planning.remedies import Remedy, remedies
-from echo2.planning.repairs import CONFIG, repairs
 
 AT_ONCE = "sampling.groups_per_batch"
 #: A machine of which no memory is known is taken to hold any worker, as `offers_that_fit` does.
@@ -49,6 +51,24 @@ WAYS_OUT = 16
 IDLE_MAX = 0.5
 #: Without `--learner`, its machine may have so many times as much memory.
 MEMORY_FACTORS = (2, 4, 8, 16, 32, 64)
+#: A change of this name is the configuration file, which is not a flag.
+CONFIG = "CONFIG"
+#: Stands for the demo's configuration, which is always there.
+DEMO = Path(echo2.__file__).parent / "demo" / "sort.toml"
+#: Flags of a plan that have a value, and that it can do without.
+DISPENSABLE = (
+    *("--answer-tokens", "--train-seconds", "--reward-seconds", "--broadcast-seconds", "--snapshot-bytes"),
+    *("--uplink-mbps", "--learner-memory-gb", "--max-idle", "--budget", "--each", "--region", "--spot", "--gpus"),
+    *("--memory-gb", "--providers", "--from", "--learner"),
+)
+#: Ranks that are tried where no GPUs are named.
+RANKS = (8, 4, 2, 1)
+#: So many changes are tried together.
+CHANGES_MAX = 3
+#: Groups of changes that are tried at most.
+TRIES_MAX = 200
+#: Billions of weights in a model's name.
+_BILLIONS = re.compile(r"(\d+(?:\.\d+)?) ?[Bb](?![a-z])")
 
 
 def way_out(options: argparse.Namespace, past: PastRun | None, error: UserError) -> str:
@@ -84,7 +104,7 @@ def _valid(options: argparse.Namespace, past: PastRun | None) -> dict[str, str] 
     model = None
     with contextlib.suppress(UserError):
         model = configured(_flagged(options, {"--learner": ""})).model.path if options.config else None
-    for changes in repairs(options, model):
+    for changes in _repairs(options, model):
         asked = _flagged(options, changes)
         if past is None if asked.source is not None else str(asked.config) not in asked.given:
             continue  # that run cannot be read; or it had the configuration
@@ -300,3 +320,57 @@ def _words(options: argparse.Namespace, changes: dict[str, str]) -> list[str]:
             del words[at : at + (1 if is_alone else 2)]
         words += [flag, value] if value else []
     return words
+
+
+def _repairs(options: argparse.Namespace, model: str | None) -> Iterator[dict[str, str]]:
+    """Yield changes with which a refused command may be valid, by flag; "" takes one away: the fewest changes first.
+    `model`: the path in the configuration; None: that is not readable."""
+    needed = {**_of_config(options), **_of_model(model), **({} if options.here is None else {"--here": ""})}
+    if needed:
+        yield needed
+    given = [word.partition("=")[0] for word in options.given]
+    singles = [*_fewer_ranks(options), *({flag: ""} for flag in DISPENSABLE if flag in given)]
+    singles += [{word: ""} for word in given if word.startswith("--") and "." in word]
+    singles += [{"--offers": "market"}] if str(options.offers) != "market" else []
+    groups = (them for number in range(1, CHANGES_MAX + 1) for them in itertools.combinations(singles, number))
+    for group in itertools.islice(groups, TRIES_MAX):
+        changes = {flag: value for one in group for flag, value in one.items()}
+        if len(changes) == sum(map(len, group)):  # no flag twice
+            yield needed | changes
+
+
+def _of_config(options: argparse.Namespace) -> dict[str, str]:
+    if options.config is not None and options.config.exists():
+        return {}
+    own = RunDir(options.source).config if options.source else DEMO
+    return {CONFIG: str(own if own.is_file() else DEMO)}
+
+
+def _of_model(model: str | None) -> dict[str, str]:
+    """Where the model has no sizes that are known, one that has."""
+    return {} if model is None or model_shape(model) is not None else {"--model.path": _near(model)}
+
+
+def _fewer_ranks(options: argparse.Namespace) -> Iterator[dict[str, str]]:
+    """As many ranks as GPUs, or with fewer of both; without known GPUs, other ranks than the configuration has."""
+    try:
+        count, name, _ = several(options.learner or "", "--learner")
+    except UserError:
+        yield from ({"--learner.ranks": str(count)} for count in RANKS)
+        return
+    yield {"--learner.ranks": str(count)}
+    while count > 1:
+        count //= 2
+        yield {"--learner": f"{count}x{name}", "--learner.ranks": str(count)}
+
+
+def _near(model: str) -> str:
+    """Return the model of known sizes that is nearest by the size in its name."""
+    found = _BILLIONS.search(Path(model).name)
+    billions = float(found[1]) if found else 1.0
+
+    def distance(name: str) -> float:
+        known = _BILLIONS.search(name)
+        return abs(float(known[1]) / billions - 1) if known else 1e9
+
+    return min(known_models(), key=distance)

@@ -106,12 +106,12 @@ def evaluate(text: str, *_: Any) -> Any:
 
 def _check_formula(text: str) -> None:
     if not _FORMULA.fullmatch(text):
-        raise ValueError("no formula: it holds characters that formulas have not")
+        raise ValueError("not a formula: it has characters that formulas do not have")
     for node in ast.walk(_parsed(text.strip(), _FORMULAS)):
         if isinstance(node, ast.Name) and node.id.startswith("_"):
             raise ValueError(f"no formula: it names {node.id!r}")
         if isinstance(node, ast.Call) and (ast.unparse(node.func) not in _FUNCTIONS or node.keywords):
-            raise ValueError("no formula: it calls what is no function of mathematics")
+            raise ValueError("not a formula: it calls something other than a mathematical function")
 
 
 def _parsed(text: str, allowed: tuple[type[ast.AST], ...]) -> ast.Expression:

@@ -44,7 +44,7 @@ class JudgeFailure(RewardFailure):
 
 
 class BudgetSpent(UserError):
-    """The judge's budget does not suffice for another request. What is not judged waits for a larger one."""
+    """The judge's budget does not suffice for another request. Unjudged rollouts wait for a larger one."""
 
 
 class MinuteLimit:
@@ -86,7 +86,7 @@ def open_judge(
 
 class Judge:
     """Scores rollouts, for one event loop. `seed` draws the order of compared answers; `seconds` limits one request;
-    `spent_usd` is what was spent before; `on_retry` hears of each request that is made again.
+    `spent_usd` is what was spent before; `on_retry` is called for each repeated request.
 
     Raises:
         UserError: as `read_key`.
@@ -233,7 +233,7 @@ class Judge:
         self._counted(await self._endpoint.exchange(CHAT, body, REPLY_BYTES_MAX), self._estimate(body))
 
     def _counted(self, data: bytes, estimate: Usage) -> JudgeReply:
-        """Read a reply, and count what it costs; `estimate`: one that nobody can read.
+        """Read a reply, and count what it costs; `estimate`: the cost of an unreadable one.
 
         Raises:
             NoVerdict: it is that.

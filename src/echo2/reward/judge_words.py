@@ -25,7 +25,7 @@ from echo2.core.types import Task
 #: Best grade.
 GRADE_MAX = 10.0
 WINS: Mapping[str, float] = {"A": 1.0, "B": 0.0, "C": 0.5}
-#: What is asked for of one answer, and of two.
+#: The instructions for one answer, and for two.
 ENDINGS = (
     "Grade the answer from 0 (worst) to 10 (best). End with a line that has only the grade, as in [[7]].",
     "Compare the answers. End with a line that has only your verdict: [[A]] if the first answer is better, [[B]] if "
@@ -95,7 +95,7 @@ def read_reply(data: bytes) -> JudgeReply:
     try:
         return msgspec.json.decode(data, type=JudgeReply)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise NoVerdict(f"its reply is no chat completion: {error}") from error
+        raise NoVerdict(f"its reply is not a chat completion: {error}") from error
 
 
 def verdict(reply: JudgeReply, is_pair: bool) -> float:

@@ -37,8 +37,8 @@ GROUPS_TOGETHER = 64
 #: Time beyond `timeout_seconds` for an asynchronous function to be cancelled in its process.
 CANCEL_SECONDS = 5.0
 #: Tries of a group whose function raises, as when a judge's service is overloaded for a moment, and the pauses between
-#: them: five in 7.5 s. Of groups that fail in 6 % of tries one in a million is lost, of groups of 8 calls that fail so
-#: (39 %) one in a hundred.
+#: them: five in 7.5 s. If 6 % of tries fail, one group in a million is lost; if each of 8 calls of a group fails so (39
+#: %), one in a hundred.
 TRIES_MAX = 5
 BACKOFF = Backoff(0.5, 4.0)
 ADVICE = "Make it faster, or raise reward.timeout_seconds."

@@ -203,7 +203,7 @@ def _checked(function: RewardFunction, returned: Any, task: Task, rollouts: Sequ
 
 
 def _result(function: RewardFunction, value: Any, task: Task) -> _Result:
-    """Return what the function says of one rollout. What is no score is the failure of this one."""
+    """Return the function's score of one rollout. An invalid score fails this rollout."""
     if not isinstance(value, Exception):
         try:
             return _score(function.name, value, task)

@@ -1,7 +1,7 @@
 """The forms in which chat clients call the model: OpenAI's chat completions and Anthropic's messages.
 
 Both are read into one form of call, a `ChatCall`, whose messages are OpenAI's with one text as their content. Streams
-are told as the real servers tell them, event by event; tool calls, token ids and logprobs come when the answer is
+are streamed as by the real servers, event by event; tool calls, token ids and logprobs come when the answer is
 whole. Options that a run's settings decide, such as the temperature, are not read.
 """
 
@@ -97,14 +97,14 @@ def bad(complaint: str) -> CallRefused:
 
 
 def longest(value: Any) -> int | None:
-    """Return a call's longest answer. Raises CallRefused if it is no number of tokens."""
+    """Return a call's longest answer. Raises CallRefused if it is not a number of tokens."""
     if value is not None and (type(value) is not int or value < 1):
-        raise bad("max_tokens is no whole number above 0")
+        raise bad("max_tokens is not a whole number above 0")
     return value
 
 
 def essence(message: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the fields by which messages are compared. Other fields, which clients may add, are ignored."""
+    """Return the fields that are compared of messages. Other fields, which clients may add, are ignored."""
     calls: Sequence[Mapping[str, Any]] = message.get("tool_calls") or ()
     return message["role"], message["content"], [call["function"] for call in calls], message.get("tool_call_id")
 
@@ -126,7 +126,7 @@ def plain(message: Any) -> Json:
 
 
 def message_of(text: str, has_tools: bool, call_number: int) -> Json:
-    """Return an answer as an OpenAI message. Tool calls are parsed only if the request named tools; what is no valid
+    """Return an answer as an OpenAI message. Tool calls are parsed only if the request named tools; what is not a valid
     call stays in the text, and the harness decides what to reply."""
     calls: list[Json] = []
 
@@ -164,7 +164,7 @@ def _text(content: Any) -> str:
     if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str | None):
-        raise bad("the content of a message is no text")
+        raise bad("the content of a message is not text")
     return content or ""
 
 
@@ -175,13 +175,13 @@ def _inner(body: Json, outer: str, name: str) -> Any:
 
 def _messages(messages: Any) -> list[Json]:
     if not isinstance(messages, list) or not 0 < len(messages) <= MESSAGES_MAX:
-        raise bad(f"messages is no list of 1 to {MESSAGES_MAX}")
+        raise bad(f"messages is not a list of 1 to {MESSAGES_MAX}")
     return list(map(plain, messages))
 
 
 def _tools(tools: Any) -> list[Json] | None:
     if tools and not (isinstance(tools, list) and len(tools) <= TOOLS_MAX):
-        raise bad(f"tools is no list of at most {TOOLS_MAX}")
+        raise bad(f"tools is not a list of at most {TOOLS_MAX}")
     return tools or None
 
 
@@ -202,7 +202,7 @@ def _openai_call(body: Json) -> ChatCall:
             raise bad(f"{refused} is not supported")
     count = 1 if body.get("n") is None else body["n"]
     if type(count) is not int or not 0 < count <= ANSWERS_MAX:
-        raise bad(f"n is no whole number of 1 to {ANSWERS_MAX}")
+        raise bad(f"n is not a whole number of 1 to {ANSWERS_MAX}")
     return ChatCall(
         _messages(body.get("messages")),
         None if body.get("tool_choice") == "none" else _tools(body.get("tools")),
@@ -293,7 +293,7 @@ def _anthropic_call(body: Json) -> ChatCall:
         raise bad("max_tokens: Field required")
     said = body.get("messages")
     if not isinstance(said, list):
-        raise bad("messages is no list")
+        raise bad("messages is not a list")
     system = _text(body.get("system"))
     messages = [one for message in said for one in _openai_messages(message)]
     tools = [_openai_tool(tool) for tool in _tools(body.get("tools")) or ()]

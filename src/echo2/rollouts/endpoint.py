@@ -303,7 +303,7 @@ async def _models(rollout: ChatRollout, _: Json, bounds: CallBounds) -> Json:
 async def _generate(rollout: ChatRollout, body: Json, bounds: CallBounds) -> Json:
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
-        raise bad("sampling_params is no object")
+        raise bad("sampling_params is not an object")
     for refused in ("features", "content_parts", "stop"):
         if body.get(refused) or sampling.get(refused):
             raise bad(f"{refused} is not supported: tokens go in, and stop tokens end them")
@@ -371,7 +371,7 @@ async def _read(request: Request) -> dict[str, Any]:
     except ValueError as error:
         raise bad(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
-        raise bad("the body is no JSON object")
+        raise bad("the body is not a JSON object")
     if may_have_half_character(data) and (complaint := half_character(body)):
         raise bad(complaint)
     return body
@@ -380,7 +380,7 @@ async def _read(request: Request) -> dict[str, Any]:
 def _token_ids(name: str, value: Any) -> array[int]:
     is_ids = isinstance(value, list) and all(type(one) is int and 0 <= one <= TOKEN_ID_MAX for one in value)
     if not is_ids:
-        raise bad(f"{name} is no list of token ids")
+        raise bad(f"{name} is not a list of token ids")
     return array("i", value)
 
 

@@ -66,7 +66,7 @@ async def sample_group(
     sampled or given up.
 
     The group is given up if a snapshot of another lineage or policy is installed while it is sampled: one version
-    number would stand for two sets of weights.
+    number would mean two sets of weights.
 
     Raises:
         UserError: the engine has no weights.

@@ -84,7 +84,7 @@ class RecordedRollout:
 
     async def complete(self, prompt: array[int], bounds: CallBounds = CallBounds()) -> Completion:
         """Sample a completion of `prompt`: all that a row has so far and the tokens that the harness adds, or the start
-        of a new row. An answer that nobody waits for any more is forgotten.
+        of a new row. An answer without a waiting client is forgotten.
 
         Raises:
             CallRefused: with the reason. The rollout may be valid nevertheless; see `played`.

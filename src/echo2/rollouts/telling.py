@@ -1,6 +1,6 @@
 """What of an answer may be told while it is drawn: its text so far, without what later tokens may take back.
 
-Held back are half of a character, what may become a stop string, and, if the call names tools, all from what may become
+It holds back half of a character, what may become a stop string, and, if the call names tools, all from what may become
 a tool call on, with the whitespace before it: a message with tool calls is stripped. What is told is always the
 beginning of the message that the whole answer becomes.
 """
@@ -15,8 +15,8 @@ from echo2.engines.tokenizer import BROKEN, Tokenizer, decoded
 
 #: Begins what may be a tool call (`chat_forms.TOOL_CALL`).
 TOOL_MARK = "<tool_call>"
-#: So many tokens without a whole character are no text, and decoding them again with each token would become slow. The
-#: rest is told at the end.
+#: So many tokens without a whole character are not text, and decoding them again with each token would become slow. The
+#: rest is streamed at the end.
 BROKEN_TOKENS_MAX = 64
 
 
@@ -54,7 +54,7 @@ class Telling:
         """
         said = "".join(self._said)
         if not content.startswith(said):
-            detail = f"{content[:80]!r} does not begin with {said[:80]!r}, which was told"
+            detail = f"{content[:80]!r} does not begin with {said[:80]!r}, which was sent"
             raise UserError(f"This model's tokenizer rewrites text, so call without `stream`: {detail}.")
         self._say(content[len(said) :])
 

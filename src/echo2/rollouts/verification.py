@@ -25,8 +25,8 @@ from echo2.core.types import Assignment, Rollout, RolloutGroup, SnapshotRef
 from echo2.engines.engine import Floats, Ints, Prefill, PrefillRequest, Spans, derived_seed, stream_keys, uniforms
 from echo2.transport.routes import unpacked
 
-#: Standard deviations by which a group's mean surprise may differ from its mean entropy. An honest group in 500 million
-#: would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
+#: Number of standard deviations that a group's mean surprise may differ from its mean entropy. An honest group in 500
+#: million would exceed 6 if surprises were normal; they have a tail, so the limit is wider.
 SURPRISE_DEVIATIONS_MAX = 7.0
 #: Where a sharp policy turns on rounding, a token may be off by far more than the others: in a real model in bfloat16
 #: one of 30,000 was. One token of a group, and one more in each OUTLIER_TOKENS, may miss its interval by up to twice
@@ -87,8 +87,8 @@ class Verdict:
 
     worst_interval  largest distance of a token's random number from its interval; 0: all lie inside
     typical_interval
-                    square of the mean root of these distances, which few large ones change little: whoever draws from
-                    slightly other distributions is off by little at most tokens
+                    square of the mean root of these distances, which few large ones change little: an engine that draws
+                    from slightly other distributions is off by little at most tokens
     worst_support   largest `support_errors`
     typical_support
                     square of their mean root

@@ -76,7 +76,7 @@ async def _serve_together(handler: Handler, requests: queue.Queue[dict[str, Any]
 
 
 def _broken(error: Exception) -> None:
-    """End the process: the parent hears of that, and of the last words, and would wait for the answer in vain."""
+    """End the process: the parent learns of that with its last output, and would wait for the answer in vain."""
     traceback.print_exception(error)
     sys.stderr.flush()
     os._exit(1)

@@ -7,7 +7,7 @@ seccomp (which system calls are allowed). They hold even if code in the process 
 
 `python -m echo2.sandbox.confinement FOLDER BYTES PROCESSES COMMAND ...` runs a command of a task (`containers.py`): it
 reads the system's programs and FOLDER, writes the folders in it, files of at most so many bytes, and has no network.
-All that it starts stays in its process group, so that whoever started it ends it whole.
+All that it starts stays in its process group, so that its parent ends it whole.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BURST = 8
 #: What programs read outside the folders of the system's programs, without secrets.
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/passwd", "/etc/group", "/etc/localtime")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-#: System calls that a task's command does not need: keys of whoever started it; memory that no process holds, or that
+#: System calls that a task's command does not need: keys of its parent; memory that no process holds, or that
 #: outlives it; namespaces, in which it would have more rights; parts of the kernel that few programs use.
 REFUSED = (
     *("add_key", "keyctl", "request_key", "shmget", "semget", "msgget", "mq_open", "memfd_create", "memfd_secret"),
@@ -171,7 +171,7 @@ def confine_command(folder: Path, file_bytes: int, num_processes: int) -> None:
     """Give up what a task's command does not need, root's rights first. `folder`: the only one outside the system.
 
     The kernel counts the threads of a user, not of a command: the limit is what the user has now and `BURST` times
-    `num_processes`. It keeps a machine alive until whoever counts the command's own processes has ended it.
+    `num_processes`. It keeps a machine alive until the counter of the command's own processes has ended it.
 
     Raises:
         OSError: the kernel refuses; the process still has its rights and must not go on.
@@ -231,7 +231,7 @@ def main() -> None:
         try:
             confine_command(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
             os.execvp(sys.argv[4], sys.argv[4:])
-        finally:  # what was raised is printed by nobody else
+        finally:  # no other code prints the exception
             traceback.print_exc()
             os._exit(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -243,7 +243,7 @@ def main() -> None:
 
 
 def _end_all() -> None:
-    """End and bury all that the command has left. Whoever started this process ends what goes on in spite of that."""
+    """End and bury all that the command has left. The parent of this process ends what goes on in spite of that."""
     while True:
         for pid in usage(os.getpid()).pids - {os.getpid()}:
             with suppress(ProcessLookupError):

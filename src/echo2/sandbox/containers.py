@@ -1,7 +1,7 @@
 """Containers in which a task's commands run: files that stay from one command to the next, and processes that do not.
 
 What is there decides (`find_runtime`): podman or docker, which run images; else bubblewrap, whose containers see the
-programs of this machine, read-only; else Landlock and seccomp (`confinement.py`), which give no files of their own. Of
+programs of this machine, read-only; else Landlock and seccomp (`confinement.py`), which give no files of their own. In
 the last two, /app, /logs and so on are folders of this machine, and without bubblewrap they are not at these places:
 scripts for all four begin their paths with $ECHO2_ROOT, which is empty elsewhere.
 
@@ -182,7 +182,7 @@ def find_runtime() -> str:
 
 
 def _unasked(name: str) -> str:
-    """Why nobody gets a runtime who did not ask for it."""
+    """Why a runtime must be asked for."""
     if name != "landlock" or os.getuid() == 0:
         return ""
     told = "as no root its commands can change modes and times of all files of this user"
@@ -242,7 +242,7 @@ class Containers:
         await self._tidy()
         folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         if os.getuid() == 0:
-            os.chmod(folder, 0o755)  # commands run as somebody else
+            os.chmod(folder, 0o755)  # commands run as another user
         opened = FolderContainer(folder, image.directory, limits, self.runtime == "bubblewrap")
         for name in FOLDERS:
             await opened.put(name, (image.files or {}) if name == "app" else {})

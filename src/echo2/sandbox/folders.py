@@ -1,4 +1,8 @@
-"""Containers over folders of this machine, where there are no images: bubblewrap, or Landlock (`containers.py`)."""
+"""Containers over folders of this machine, where there are no images: bubblewrap, or Landlock (`containers.py`).
+
+No quota limits their files, so these are counted, while they change: a count is near the truth, and what it cannot see,
+the room that is left on the disk shows.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,16 @@ import asyncio
 import os
 import resource
 import secrets
+import shutil
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from echo2.core.child import PACKAGE_ROOT
 from echo2.core.errors import UserError
-from echo2.sandbox import confinement, storage
+from echo2.sandbox import confinement
 from echo2.sandbox.process_table import Used, usage
 from echo2.sandbox.programs import WRAPPED, ContainerFault, ContainerLimits, Program, Ran, must, outcome, refused
 
@@ -31,14 +37,18 @@ CALLS = ".calls"
 BEGUN = f'exec 9<"$0" && echo {confinement.ENDED_FIRST} >/proc/self/oom_score_adj && exec "$@"'
 #: Variables of a command, where there is no image.
 PLAIN = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "LANG": "C.UTF-8", "TERM": "dumb"}
-#: Removes a folder in which a command may have made folders that nobody may enter.
+#: Removes a folder in which a command may have made folders without rights to enter them.
 REMOVE = ("/bin/sh", "-c", 'chmod -R u+rwX "$0" 2>/dev/null; rm -rf "$0"')
 #: What may be read of /etc without secrets.
 ETC = ("alternatives", "ld.so.cache", "localtime", "passwd", "group")
+#: Files and folders below a folder; with more, counting and removing them takes a machine minutes.
+ENTRIES_MAX = 200_000
+#: Of the disk, which commands leave to the machine.
+LEFT_BYTES = 1 << 30
 
 
 def write_files(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
-    """Write files below a new folder that nobody else can change.
+    """Write files below a new folder that no other user can change.
 
     Raises:
         UserError: a path leads out of it.
@@ -62,7 +72,7 @@ def _write(folder: Path, files: Mapping[str, tuple[bytes, bool]]) -> None:
         (folder / name).chmod(0o755 if is_executable else 0o644)
     for place in (folder, *folder.rglob("*/")):
         if place.is_dir():
-            place.chmod(0o755)  # whatever this process's mask is: commands run as somebody else
+            place.chmod(0o755)  # whatever this process's mask is: commands run as another user
 
 
 class FolderContainer:
@@ -93,9 +103,7 @@ class FolderContainer:
         if not stopped:
             stopped = await asyncio.to_thread(self._stored)
         if stopped == DISK:
-            raise ContainerFault(
-                f"The disk of {self.folder.parent} is full: less than {storage.LEFT_BYTES} bytes left."
-            )
+            raise ContainerFault(f"The disk of {self.folder.parent} is full: less than {LEFT_BYTES} bytes left.")
         self._has_room = stopped != STORAGE
         if status < 0 and not stopped:
             raise ContainerFault(f"A container was killed from outside, by signal {-status}.")
@@ -124,10 +132,10 @@ class FolderContainer:
         return "memory" if used.exceeds(self._limits.memory_bytes) else ""
 
     def _stored(self, pid: int | None = None) -> str:
-        if storage.is_full(self.folder):
+        if is_full(self.folder):
             return DISK
         pids = usage(pid).pids if pid is not None else ()
-        return STORAGE if storage.exceeds(self.folder, pids, self._limits.storage_bytes) else ""
+        return STORAGE if exceeds(self.folder, pids, self._limits.storage_bytes) else ""
 
     def _bubblewrap(self, variables: Mapping[str, str], command: tuple[str, ...]) -> Started:
         words = ["setpriv", f"--reuid={confinement.NOBODY}", f"--regid={confinement.NOBODY}", "--clear-groups"]
@@ -159,3 +167,53 @@ class FolderContainer:
         given = [f"{name}={value}" for name, value in {**own, **variables}.items()]  # not for what runs before
         inner = ("/usr/bin/env", "-i", *given, "/bin/sh", "-c", 'cd "$0" && exec "$@"', f"{folder}/app", *command)
         return (*words, *inner), {"PYTHONPATH": PACKAGE_ROOT, "PATH": os.defpath}
+
+
+def is_full(folder: Path) -> bool:
+    """Whether the disk of a folder has hardly any room left."""
+    return shutil.disk_usage(folder).free < LEFT_BYTES
+
+
+def exceeds(folder: Path, pids: Iterable[int], bytes_max: int) -> bool:
+    """Whether more bytes, or more than `ENTRIES_MAX` files, are below a folder or held open by processes without a name
+    there. Paths that are longer than the kernel takes count as too much, because files behind them cannot be
+    counted."""
+    num_bytes, linked = 0, set[int]()
+    try:
+        for number, facts in enumerate(_facts(folder)):
+            if facts.st_ino not in linked:
+                num_bytes += 512 * facts.st_blocks
+            if facts.st_nlink > 1 and not stat.S_ISDIR(facts.st_mode):
+                linked.add(facts.st_ino)
+            if number >= ENTRIES_MAX or num_bytes > bytes_max:
+                return True
+    except OSError:
+        return True
+    return num_bytes + _nameless_bytes(pids, folder.stat().st_dev) > bytes_max
+
+
+def _facts(folder: Path) -> Iterator[os.stat_result]:
+    waiting = [str(folder)]
+    while waiting:
+        changed = suppress(FileNotFoundError, NotADirectoryError, PermissionError)  # or closed by its owner
+        with changed, os.scandir(waiting.pop()) as found:
+            for entry in found:
+                with suppress(FileNotFoundError):
+                    facts = entry.stat(follow_symlinks=False)
+                    if stat.S_ISDIR(facts.st_mode):
+                        waiting.append(entry.path)
+                    yield facts
+
+
+def _nameless_bytes(pids: Iterable[int], device: int) -> int:
+    """Return what processes hold open of a device after its last name has gone."""
+    found = dict[int, int]()
+    for pid in pids:
+        try:
+            for descriptor in os.listdir(f"/proc/{pid}/fd"):
+                facts = os.stat(f"/proc/{pid}/fd/{descriptor}")
+                if not facts.st_nlink and facts.st_dev == device:
+                    found[facts.st_ino] = 512 * facts.st_blocks
+        except OSError:  # it has ended, closed one, or hides its descriptors
+            continue
+    return sum(found.values())

@@ -60,10 +60,10 @@ def refused(command: str) -> Ran | None:
     try:
         is_short = len(command.encode()) <= COMMAND_BYTES_MAX
     except UnicodeEncodeError:
-        return Ran(126, "this is no command: it has half a character of UTF-16")
+        return Ran(126, "this is not a command: it has half a character of UTF-16")
     if "\0" in command:
-        return Ran(126, "this is no command: it has a character of value 0")
-    return None if is_short else Ran(126, f"this is no command: it has more than {COMMAND_BYTES_MAX} bytes")
+        return Ran(126, "this is not a command: it has a character of value 0")
+    return None if is_short else Ran(126, f"this is not a command: it has more than {COMMAND_BYTES_MAX} bytes")
 
 
 class _Heard:

@@ -67,7 +67,7 @@ def load_environment(spec: str) -> Any:
 
 
 class LocalEnvironment:
-    """Instances of one environment class in this process, by number. Meant for a process that may be killed."""
+    """Instances of one environment class in this process, by number, for a process that may be killed."""
 
     def __init__(self, spec: str) -> None:
         self._spec, self._kind = spec, load_environment(spec)

@@ -56,7 +56,7 @@ OF_TESTS = {"PYTHONNOUSERSITE": "1"}
 ALONE = ".echo2-alone.sh"
 #: What the tests' shell reads first. Before it writes a reward itself it ends what a tested program has left behind, to
 #: write another one: processes that this shell neither began nor stems from. What it cannot end in 50 rounds, because
-#: it forks all the time, ends the tests. Where there is no /proc (Landlock) it sees nobody.
+#: it forks all the time, ends the tests. Where there is no /proc (Landlock) it sees no process.
 ALONE_TEXT = r"""unset BASH_ENV
 __echo2_others() {
   local file line pid rest; local -A parent=() mine=()

@@ -193,7 +193,7 @@ def _plain_file(path: Path, room: int) -> tuple[bytes, bool]:
     with os.fdopen(descriptor, "rb") as file:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
-            raise UserError(f"{path} is no plain file.")
+            raise UserError(f"{path} is not a plain file.")
         data = file.read(room + 1)
     return data, bool(mode & stat.S_IXUSR)
 
@@ -201,7 +201,7 @@ def _plain_file(path: Path, room: int) -> tuple[bytes, bool]:
 def _task(folder: Path, said: Mapping[str, Any]) -> HarborTask:
     parts = {name: said.get(name, {}) for name in (ENVIRONMENT, "agent", "verifier")}
     if wrong := [name for name, part in parts.items() if not isinstance(part, Mapping)]:
-        raise UserError(f"{folder}/{TASK_FILE}: {wrong[0]} = {shown(parts[wrong[0]])} is no table.")
+        raise UserError(f"{folder}/{TASK_FILE}: {wrong[0]} = {shown(parts[wrong[0]])} is not a table.")
     for name, why in REFUSED.items():
         table, _, key = name.rpartition(".")
         if (parts[table] if table else said).get(key):

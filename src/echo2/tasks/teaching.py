@@ -20,8 +20,8 @@ def teacher_of(task: Task, teachers: Mapping[str, str], environment: str) -> str
     """Return the name of the task's teacher; of a single teacher it is empty. `environment`: `tasks.environment`.
 
     Raises:
-        UserError: the row names none of the teachers, the policy would read what it teaches itself, or the teacher's
-            prompt has none to stand in place of.
+        UserError: the row names none of the teachers, the policy would read what it teaches itself, or there is
+            no prompt that the teacher's replaces.
     """
     if TEACHER_PROMPT in task.columns and is_harness(environment):
         raise UserError(
@@ -46,7 +46,7 @@ def task_for_teacher(task: Task) -> Task | None:
     """Return the task with the prompt that its teacher reads; None if that is the policy's.
 
     Raises:
-        UserError: it is no prompt.
+        UserError: it is not a prompt.
     """
     if TEACHER_PROMPT not in task.columns:
         return None
@@ -74,7 +74,7 @@ def check_teaching(config: Config, tasks: TaskSource, source: str, num_rows: int
         except UserError as error:
             problems.append(str(error))
     if problems and len(problems) == num_rows:
-        raise UserError(f"{problems[0]} So it is with all rows of {source} that were read.")
+        raise UserError(f"{problems[0]} The same is true of all rows of {source} that were read.")
     if problems:
         told = f"{len(problems)} of {num_rows} rows of {source} can't be taught, and their groups will fail"
         print(f"warning: {told}: {problems[0]}", file=sys.stderr)

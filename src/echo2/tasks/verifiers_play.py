@@ -53,7 +53,7 @@ def register() -> None:
         """The harness has no settings of its own."""
 
     class ChatHarness(Harness[ChatConfig]):  # type: ignore[misc]
-        """Asks the model once a segment, with all that was said."""
+        """Asks the model once a segment, with the whole conversation."""
 
         APPENDS_SYSTEM_PROMPT = True
         SUPPORTS_RESUME = True
@@ -170,7 +170,7 @@ def _outcome(episode: Any, agent: str) -> float:
     if not traces and episode.errors:  # the episode failed before the agent said anything
         raise _failure(episode.errors[-1])
     if len(traces) != 1:
-        names = ", ".join(str(trace.agent.name) for trace in episode.traces) or "nobody"
+        names = ", ".join(str(trace.agent.name) for trace in episode.traces) or "none"
         raise UserError(
             f"The episode has {len(traces)} traces of the agent {agent!r} (there are: {names}). Set tasks.params.agent."
         )

@@ -3,7 +3,7 @@ second in both directions.
 
 Each peer belongs to *parties* that share a budget: the peer itself, all peers of its ticket, all strangers together.
 Nobody waits for another ticket: what is waited for (a rate, a slot) belongs to a peer or to a ticket. What strangers
-share is memory and connections. Where these are used up, `PeerServer` cuts off whoever has most of them.
+share is memory and connections. Where these are used up, `PeerServer` cuts off the peer with most of them.
 """
 
 from __future__ import annotations

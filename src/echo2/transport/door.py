@@ -244,7 +244,7 @@ class Door:
         return self._handshakes.take("", rate, burst, now, amount) >= 1.0 - amount
 
     async def forward(self, connection: Connection) -> int:
-        """Connect a connection to the server; returns the port by which the server knows it.
+        """Connect a connection to the server; returns its port as the server sees it.
 
         Raises:
             OSError: the server does not answer, or no descriptors are left.
@@ -254,7 +254,7 @@ class Door:
         return int(transport.get_extra_info("sockname")[1])
 
     def entered(self, connection: Connection, inner_port: int) -> None:
-        """Record the port by which the server knows this connection."""
+        """Record the port of this connection as the server sees it."""
         self._inside[inner_port] = connection
 
     def proven(self, connection: Connection) -> None:

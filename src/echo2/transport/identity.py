@@ -120,7 +120,9 @@ class RunIdentity:
         known = self.ticket(ticket_id)
         until = time.time() + hours * 3600
         if known.refuses == "revoked":
-            raise UserError(f"Ticket {ticket_id} was revoked, with all who came by it. Make another: `echo2 invite`.")
+            raise UserError(
+                f"Ticket {ticket_id} was revoked, with all machines that joined with it. Make another: `echo2 invite`."
+            )
         if until > known.terms.valid_until:
             days = max(0.0, known.terms.valid_until - time.time()) / 86_400
             raise UserError(f"Ticket {ticket_id} can be renewed for {days:.0f} days at most. Make another.")
@@ -227,7 +229,7 @@ class RunIdentity:
         """
         entry = self._members.get(peer_id)
         if entry is None:
-            raise PeerError("unknown", f"nobody enrolled as {peer_id}")
+            raise PeerError("unknown", f"no peer is enrolled as {peer_id}")
         return Enrolment(entry["ticket"], self._is_own(entry["ticket"]))
 
     def _is_own(self, ticket_id: str) -> bool:
@@ -251,7 +253,7 @@ class RunIdentity:
         """
         entry = self._members.get(revoked_id)
         if entry is None and revoked_id not in self._terms.ids():
-            known = ", ".join([*sorted(self._members), *self._terms.ids()]) or "nobody"
+            known = ", ".join([*sorted(self._members), *self._terms.ids()]) or "none"
             raise UserError(f"There is no {revoked_id!r} to revoke. Known peers and tickets: {known}.")
         try:
             (self._directory / _REVOKED / revoked_id).touch(mode=0o600)
@@ -286,7 +288,7 @@ class RunIdentity:
             raise PeerError("revoked", f"{peer_id} was revoked")
         entry = self._members.get(peer_id)
         if entry is not None and self._is_revoked(entry["ticket"]):
-            raise PeerError("revoked", f"the ticket by which {peer_id} came was revoked")
+            raise PeerError("revoked", f"the ticket with which {peer_id} joined was revoked")
 
     def _is_revoked(self, name: str) -> bool:
         return os.path.exists(f"{self._directory}/{_REVOKED}/{name}") if name else False
@@ -341,7 +343,7 @@ class PeerIdentity:
         """Store the certificate from enrolment; returns (peer id, credentials).
 
         Raises:
-            PeerError: "malformed", when it is no certificate.
+            PeerError: "malformed", when it is not a certificate.
         """
         try:
             certificate = certificates.read_der(certificate_der)

@@ -117,5 +117,5 @@ REWARD_MAX = 1e6
 PRICE_MAX_USD_PER_HOUR = 10_000.0
 #: Smallest behaviour logprob. Sampling with 32 random bits gives about -25 at least; those of logs are clipped here.
 LOGPROB_MIN = -100.0
-#: Rounding error by which a logprob may exceed 0.
+#: Rounding error that lets a logprob exceed 0.
 LOGPROB_SLACK = 1e-4

@@ -17,7 +17,7 @@ from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
 HASH_BYTES = 32
 #: The message of a sender that is alive but has nothing to send yet.
 ALIVE = b""
-#: A message without meaning. What is written after a pause pushes out the end of what was written before.
+#: An empty message. A message that is written after a pause pushes out the end of the one before.
 NUDGE = b"\x12\x01\x00"
 
 _HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
@@ -60,7 +60,7 @@ def unpack(message: bytes) -> tuple[bytes, memoryview]:
         return b"", memoryview(NUDGE)[2:]
     end = len(_HASH) + HASH_BYTES
     if message[: len(_HASH)] != _HASH or len(message) < end:
-        raise PeerError("malformed", f"a message of {len(message)} bytes that is no chunk")
+        raise PeerError("malformed", f"a message of {len(message)} bytes that is not a chunk")
     hash_, start = message[len(_HASH) : end], end
     if len(message) == end:
         return hash_, memoryview(b"")

@@ -177,7 +177,7 @@ def decode_delivery(
     """
     message.DiscardUnknownFields()
     lost, samples = samples_of(message, lease)
-    _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is no duration")
+    _require(0 <= message.generate_seconds <= limits.DURATION_SECONDS_MAX, "generate_seconds is not a duration")
     check_rollouts(message.rollouts)
     return RolloutGroup(
         group=group_ref(message),
@@ -374,8 +374,8 @@ def decode_assignment(message: wire.Lease) -> Assignment:
     _require(math.isfinite(message.temperature) and message.temperature >= 0, "temperature is not a number >= 0")
     _require(0 < message.top_p <= 1, f"top_p = {message.top_p}")
     _require(0 <= message.min_p < 1, f"min_p = {message.min_p}")
-    _require(math.isfinite(message.deadline), "the deadline is no time")
-    _require(0 <= message.seconds <= limits.DURATION_SECONDS_MAX, "the lease's length is no duration")
+    _require(math.isfinite(message.deadline), "the deadline is not a time")
+    _require(0 <= message.seconds <= limits.DURATION_SECONDS_MAX, "the lease's length is not a duration")
     _require(0 < message.max_turns <= limits.TURNS_MAX, f"max_turns = {message.max_turns}")
     _bound_chars("environment", message.environment, limits.NAME_CHARS_MAX)
     exact = whole_number("exact_version", message.exact_version) if message.HasField("exact_version") else None
@@ -450,7 +450,7 @@ def finite(what: str, value: float) -> float:
 
 def policy_id(text: str) -> str:
     """Return `text` if it is a valid policy id. Raises PeerError("malformed") otherwise."""
-    _require(is_policy_id(text), f"{text[:80]!r} is no policy id")
+    _require(is_policy_id(text), f"{text[:80]!r} is not a policy id")
     return text
 
 

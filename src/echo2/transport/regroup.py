@@ -26,7 +26,9 @@ def samples_of(message: wire.Delivery, lease: Lease) -> tuple[tuple[LostRollout,
     lost = [one.sample for one in message.lost]
     is_possible = not lost or (len(lost) < lease.num_samples and lease.group.kind == "train")
     if not is_possible or lost != sorted(set(lost) & set(leased)):
-        raise PeerError("malformed", f"of {leased} of a {lease.group.kind} group, {len(lost)} are said to be lost")
+        raise PeerError(
+            "malformed", f"{len(lost)} of {leased} rollouts of a {lease.group.kind} group are reported lost"
+        )
     gone = tuple(LostRollout(one.sample, "environment_failed", one.detail) for one in message.lost)
     left, num_rows = sorted(set(leased) - set(lost)), len(message.rollouts)
     rows = message.rows or [1] * num_rows

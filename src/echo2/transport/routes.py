@@ -152,7 +152,7 @@ def _data(frame: bytes, num_tokens: int) -> bytes:
             raise PeerError("malformed", f"{size} bytes of routes for {num_tokens} tokens")
         data = zstandard.ZstdDecompressor().decompress(frame, max_output_size=size, allow_extra_data=False)
     except zstandard.ZstdError as error:
-        raise PeerError("malformed", f"routes that are no zstd frame: {error}") from error
+        raise PeerError("malformed", f"routes that are not a zstd frame: {error}") from error
     if len(data) != size:
         raise PeerError("malformed", f"{len(data)} bytes of routes in a frame of {size}")
     return data

@@ -4,7 +4,7 @@ text     "echo2-" + base64url(JSON): the head's addresses, the CA's certificate,
          key. Even enrolment thus runs over mutual TLS, on the one port (docs/decisions/0001).
 terms    how many machines a ticket admits, until when, and whether they are the owner's: one file a ticket, read at
          every enrolment and replaced whole, so that `echo2 invite` and a running head share it without a lock. The
-         admitted peers stand in the list of members, which only the head writes.
+         admitted peers are in the list of members, which only the head writes.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def _parse_ticket(text: str) -> Ticket:
             "version of echo2 that the run's head has."
         )
     if plain["v"] != TICKET_VERSION:
-        raise ValueError("its version is no number")
+        raise ValueError("its version is not a number")
     address = str(plain["addr"])
     if not _ADDRESSES.fullmatch(address):
         raise _no_ticket(text, f"its address {address[:100]!r} is not HOST:PORT")

@@ -86,8 +86,8 @@ def _end(path: Path, bytes_max: int) -> str:
 
 def pack(rundir: RunDir, to: Path, machine: object, environment: Mapping[str, str] = os.environ) -> list[str]:
     """Write the bundle, a .tar.gz, and return the names of its files. `machine`: what is known of this machine and its
-    packages. Left out: keys, tickets, inputs, rollouts, weights, the output of the user's own functions, credentials in
-    addresses, and the values of secret environment variables.
+    packages. It leaves out keys, tickets, inputs, rollouts, weights, the output of the user's own functions,
+    credentials in addresses, and the values of secret environment variables.
 
     Raises:
         UserError: this is not a run directory, a file of it is damaged, or `to` exists or can't be written.

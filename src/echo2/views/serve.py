@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0, as_json: bool = False) -> int:
-    """Serve the dashboard of these runs until the process is told to end. `port` 0: any free port.
+    """Serve the dashboard of these runs until the process gets a signal to end. `port` 0: any free port.
 
     Raises:
         UserError: the address is taken, or a directory is not there.
@@ -88,7 +88,7 @@ def serve(directories: Sequence[Path], host: str = LOOPBACK, port: int = 0, as_j
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which ends the event streams of open pages when it is told to end."""
+    """uvicorn, which ends the event streams of open pages at its shutdown."""
 
     def __init__(self, dashboard: Dashboard) -> None:
         settings = uvicorn.Config(

@@ -1,4 +1,4 @@
-"""What is said of a run's status: who waits for whom, what failed, the fleet, strangers and the trust in them."""
+"""The text of a run's status: who waits for whom, what failed, the fleet, strangers and the trust in them."""
 
 from __future__ import annotations
 

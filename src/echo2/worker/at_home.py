@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 #: Seconds between measurements of the machine.
 MEASURE_SECONDS = 2.0
-#: What a machine at home gives, of cores and of memory, unless its owner says otherwise.
+#: The default share of a home machine's cores and of its memory.
 HOME_SHARE = 0.5
 #: Nice value of a worker at home: the owner's programs come first.
 HOME_NICE = 10

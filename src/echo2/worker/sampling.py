@@ -50,9 +50,8 @@ def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
 class LeaseSampler:
     """Samples leases with one `engine`, which `load` gives its weights. `dispatch` receives the scheduler's events,
     `fail` the fatal errors. `card`: directory of the locks of a card that the learner uses, too. `server`: the token
-    server that the engine is although nobody named one (empty: it is none); if it does not start, the engine that
-    `device` has takes its place. `one_version`: what a lease's rollouts begin with draws all of their tokens.
-    """
+    server that was chosen by default (empty: none was); if it does not start, the engine that `device` has takes its
+    place. `one_version`: what a lease's rollouts begin with draws all of their tokens."""
 
     def __init__(
         self,

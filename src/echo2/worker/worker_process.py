@@ -357,7 +357,7 @@ class WorkerProcess:
             self._heartbeat_seconds = reply.heartbeat_seconds or self._heartbeat_seconds
 
     async def _tell(self, method: str, message: Any, what: str, seconds: float = CALL_SECONDS) -> Any:
-        """Call the head and return its reply. What it does not take is not told again: None."""
+        """Call the head and return its reply; None if it refuses, after which the call is not repeated."""
         try:
             return await self._link.call(method, message, seconds)
         except (LinkError, PeerError) as error:

@@ -21,7 +21,7 @@ from echo2_service.settings import ServiceSettings, Tariff, load
 
 
 def serve(config: Path, out: Path, port: int | None) -> int:
-    """Serve until the process is told to end. `port`: overrides the file's; 0: any free port.
+    """Serve until the process gets a signal to end. `port`: overrides the file's; 0: any free port.
 
     Raises:
         UserError: the settings are wrong, or the address is taken.

@@ -2,10 +2,9 @@
 of the fleet that has room, or else on this machine.
 
 A machine has room until it has twice as many running sequences as it decodes at once, so that it never waits for the
-next call. One tenant may use all but a sixteenth of that, so that the others do not wait until its sequences end. Of
-the machines with room, the one with the least load for its size is taken. A machine that never sampled from the
-snapshot counts as more loaded than it is, because it has to fetch the snapshot.
-"""
+next call. One tenant may use all but a sixteenth of that, so that the others do not wait until its sequences end. The
+machine with room that has the least load for its size is taken. A machine that never sampled from the snapshot counts
+as more loaded than it is, because it has to fetch the snapshot."""
 
 from __future__ import annotations
 

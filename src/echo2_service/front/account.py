@@ -27,7 +27,7 @@ from echo2_service.front.request_guard import Caller, answer
 from echo2_service.front.usage import Bills
 from echo2_service.front.work import Work
 
-#: Newest keys and runs, longest waits, and newest requests for samples that are told, and sequences of each of these.
+#: So many of the newest keys, runs and sampling requests, of the longest waits, and sequences of each request.
 KEYS_TOLD, RUNS_TOLD, WAITS_TOLD, SAMPLES_TOLD, SEQUENCES_TOLD = 100, 50, 20, 20, 4
 #: Tokens of a sequence that are decoded, and characters of its text.
 TOKENS_READ, TEXT_CHARS = 256, 1000
@@ -48,7 +48,7 @@ class Account:
         self._measured: dict[str, float] = {}
         # Of each tenant one page of samples at a time: their answers have megabytes.
         self._reading = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        self._decoding = asyncio.Lock()  # one page at a time: the process that decodes reads everybody's training data
+        self._decoding = asyncio.Lock()  # one page at a time: the process that decodes reads all tenants' training data
 
     async def show(self, caller: Caller, request: Request, body: bytes) -> Response:
         """Return bill, keys, newest runs, and waits."""

@@ -267,7 +267,7 @@ def parse(kind: type[T], body: bytes) -> T:
 
 
 def _half_character(body: bytes) -> str:
-    """Return the sentence about half of a character, of which msgspec does not name the field; empty: there is none."""
+    """Return a sentence that names the field with half of a character, which msgspec does not; empty: there is none."""
     try:
         return half_character(parse_json(body)) if may_have_half_character(body) else ""
     except ValueError:

@@ -1,4 +1,4 @@
-"""Removes what nobody needs any more: sessions, models, checkpoints, answers, and the directories of all these.
+"""Removes sessions, models, checkpoints and answers that are no longer needed, and the directories of all these.
 
 A model leaves the disk when its session is finished, or a day after the session fell silent; saved checkpoints stay.
 """
@@ -95,7 +95,7 @@ class Cleaning:
         ticks = self._ticks()
         self._heard = {session: self._heard.get(session, ticks) for session in live}  # not while this process was away
         for session in [session for session, heard in self._heard.items() if heard <= ticks - SILENCE_SECONDS]:
-            self._dispatcher.end_session(session, f"Nothing was heard of the session for {SILENCE_SECONDS:g} seconds.")
+            self._dispatcher.end_session(session, f"The session sent nothing for {SILENCE_SECONDS:g} seconds.")
 
     async def _tidy(self, now: float) -> None:
         """Delete the models of sessions that are done, once no request of theirs is open."""

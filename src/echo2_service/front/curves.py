@@ -19,7 +19,7 @@ from echo2_service.backend import TrainWork
 from echo2_service.front.database import Database, Row, steps
 from echo2_service.front.usage import Bills
 
-#: What a point tells, in the order of columns.
+#: The values of a point, in the order of columns.
 COLUMNS = ("loss", "grad_norm", "tokens", "usd")
 #: Metrics of an optimizer step that clients log: dollars of the session since the model's last step, and so far.
 STEP_USD, SO_FAR_USD = "cost/step_usd", "cost/cum_usd"

@@ -227,7 +227,7 @@ def _datum(tokens: Array, inputs: Mapping[str, Array]) -> tuple[ClientDatum, int
     floats = {name: _floats(name, inputs[name], targets) for name in inputs if name != "target_tokens"}
     low, high = int(targets.min()), int(targets.max())
     if low < 0 or high >= 2**31:
-        raise UserError(f"target_tokens has {low if low < 0 else high}, which is no token.")
+        raise UserError(f"target_tokens has {low if low < 0 else high}, which is not a token.")
     clips = [array("d", floats[name].astype("<f8").tobytes()) if name in floats else None for name in CLIPS]
     masks = [floats[name] for name in ("mask", "sequence_ratio_mask") if name in floats]
     weights = floats.get("weights", masks[0] if masks else None)
@@ -310,7 +310,7 @@ def read_targets(tensor: TensorBody, length: int) -> tuple[Ints, Ints]:
     """Return ascending positions in a prompt of this length, and the tokens to score there.
 
     Raises:
-        UserError: the tensor is no int64 tensor [length - 1, K] of tokens, dense or with compressed rows.
+        UserError: the tensor is not an int64 tensor [length - 1, K] of tokens, dense or with compressed rows.
     """
     shape = tensor.shape or []
     if tensor.dtype != "int64" or len(shape) != 2 or shape[0] != length - 1:

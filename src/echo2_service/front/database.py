@@ -223,7 +223,7 @@ class Database:
             self._when_stored.append(act)
 
     def find(self, table: Table, columns: Sequence[str] = (), **where: Any) -> Row | None:
-        """Return the row with these values; None if there is none. A tuple stands for any of its values."""
+        """Return the row with these values; None if there is none. A tuple matches any of its values."""
         rows = self.select(table, limit=1, columns=columns, **where)
         return rows[0] if rows else None
 

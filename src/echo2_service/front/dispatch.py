@@ -66,7 +66,7 @@ class Dispatcher:
         clock: Callable[[], float],
         ticks: Callable[[], float],
     ) -> None:
-        """`clock`: seconds since 1970; `ticks`: seconds that never step, by which requests wait for others."""
+        """`clock`: seconds since 1970; `ticks`: seconds that never step, for requests that wait for others."""
         self._database, self._work, self._bodies = database, work, bodies
         self._bills, self._curves = bills, curves
         self._clock, self._ticks = clock, ticks
@@ -342,7 +342,7 @@ class Dispatcher:
         del self._lanes[model]
 
     def _lane_failed(self, model: str, lane: _Lane, error: Exception) -> None:
-        """Fail the requests that nobody would carry out any more; others of the model begin anew."""
+        """Fail the requests that no machine would carry out any more; others of the model begin anew."""
         del self._lanes[model]
         for request in lane.waiting:
             self._request_failed(request, error)

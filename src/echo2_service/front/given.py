@@ -33,8 +33,8 @@ BODIES: Mapping[str, Any] = {
 }
 #: Shorter bodies are read at once: a thread costs more.
 SHORT_BYTES = 32 << 10
-#: Longer training data in JSON are read in a process of their own: in a thread they would hold up the event loop for
-#: 20 ms and more.
+#: Longer training data in JSON are read in a process of their own: in a thread they would block the event loop for 20
+#: ms and more.
 LONG_JSON_BYTES = 256 << 10
 #: Memory of a sample's body as it was read, over its bytes, at most (numbers of three digits); of training data 1.
 SAMPLE_MEMORY = 10
@@ -139,5 +139,5 @@ def read_stored(body: bytes, kind: str) -> Given:
 
 
 def digest_of(body: bytes) -> str:
-    """Return the digest by which a repeated request is known."""
+    """Return the digest that identifies a repeated request."""
     return hashlib.sha256(body).hexdigest()

@@ -123,7 +123,7 @@ def address_connections_max() -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, which prints its address, and which calls `stop` to answer open polls when it is told to end. `serve` it
+    """uvicorn, which prints its address, and which calls `stop` to answer open polls at its shutdown. `serve` it
     with a socket of `listening`; it returns after SIGTERM or SIGINT, which uvicorn would raise again instead.
     """
 

@@ -94,7 +94,7 @@ class Overview:
 
 class Faults(logging.Handler):
     """Keeps the newest warnings and errors that this process has logged, one line for those that say the same. What
-    strangers cause at will, requests that are no HTTP, is no fault.
+    strangers cause at will, requests that are not HTTP, is no fault.
     """
 
     def __init__(self) -> None:

@@ -34,8 +34,8 @@ def take_adapter(archive: bytes, base: BaseInfo, owner: str, to: Path) -> ModelS
     """Write the adapter in a tar file to `to`, in float32, and return the spec of a model created from it.
 
     Raises:
-        UserError: the adapter is no LoRA adapter of this base model, or has a value that is not finite.
-        PeerError: the archive is no tar file.
+        UserError: the adapter is not a LoRA adapter of this base model, or has a value that is not finite.
+        PeerError: the archive is not a tar file.
     """
     with TemporaryDirectory(dir=to.parent) as unpacked:
         _unpack(archive, Path(unpacked))
@@ -68,7 +68,7 @@ def _unpack(archive: bytes, to: Path) -> None:
                     assert data is not None
                     (to / name).write_bytes(data.read())
     except (tarfile.TarError, ValueError, RecursionError) as error:
-        raise PeerError("malformed", f"the body is no tar file: {error}.") from error
+        raise PeerError("malformed", f"the body is not a tar file: {error}.") from error
     for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS):
         if not (to / name).is_file():
             both = f"{ADAPTER_CONFIG} {ADAPTER_WEIGHTS}"

@@ -32,7 +32,7 @@ from echo2_service.front.request_guard import (
 )
 
 FOLDER = files("echo2_service") / "pages"
-#: What the pages load, beside the parts of all pages.
+#: Files that these pages load, beside the parts of all pages.
 SCRIPTS = ("service.js", "tenant.js", "owner.js")
 #: As of the dashboard, but its own forms may be sent, and name this server as their origin.
 POLICY = HEADERS["Content-Security-Policy"].replace("form-action 'none'", "form-action 'self'")
@@ -64,7 +64,7 @@ class Pages:
             return _sign_in_page(PeerError("scope", ELSEWHERE))
         body = bytearray()
         try:
-            passage = self._guard.traffic.begin("")  # of somebody who is not known yet
+            passage = self._guard.traffic.begin("")  # the caller is not known yet
         except PeerError as error:
             return refused(error)
         try:
@@ -95,7 +95,7 @@ class Pages:
 
 
 def _is_from_elsewhere(request: Request) -> bool:
-    """Whether a browser sends a form of another site: it would be signed in with a key of somebody else, or out."""
+    """Whether a browser sends a form of another site, which would sign it in with another person's key, or out."""
     headers = request.headers
     if site := headers.get("sec-fetch-site"):  # of browsers, over encrypted lines and on this machine
         return site not in ("same-origin", "none")

@@ -132,7 +132,7 @@ class ApiKeys:
     def __init__(
         self, database: Database, clock: Callable[[], float], ticks: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: seconds since 1970, by which keys expire; `ticks`: seconds that never step, for their rates."""
+        """`clock`: seconds since 1970, when keys expire; `ticks`: seconds that never step, for their rates."""
         self._database, self._clock, self._ticks = database, clock, ticks
         self._budgets: dict[str, tuple[float, float]] = {}
 
@@ -332,7 +332,7 @@ def split(key: str) -> tuple[str, str]:
 
 
 def joined(one: str, other: str) -> str:
-    """Return the key of two halves; empty: they are none."""
+    """Return the key of two halves; empty: they are not halves of a key."""
     try:
         pairs = zip(bytes.fromhex(one), bytes.fromhex(other), strict=True)
         return bytes(mine ^ yours for mine, yours in pairs).decode()
@@ -341,7 +341,7 @@ def joined(one: str, other: str) -> str:
 
 
 def for_browsers(response: Response) -> Response:
-    """Add the headers by which a browser does no more than is meant, unless the response has others."""
+    """Add the headers that restrict what a browser does, unless the response has others."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     return response

@@ -3,7 +3,7 @@
 A record is appended when its operation has been carried out, before the answer is sent. So every answered operation is
 in the journal; an operation that was in progress at a kill is not, and is requested again. Records are written but not
 synced: a killed process loses nothing, but a power failure may lose the last second. So an incomplete last record is
-cut off. Any other damage is an error, because what stands behind it was answered. A record that could not be written
+cut off. Any other damage is an error, because later records were answered. A record that could not be written
 is cut off at once: its operation has failed, and may be requested again.
 """
 

@@ -149,7 +149,7 @@ def _check_clips(place: int, datum: ClientDatum, loss: str) -> None:
 
 def _weights(datum: ClientDatum, loss: str) -> array[float] | None:
     """Return the client's weights, with 0 for padding in the losses with advantages. In gspo without weights, tokens of
-    advantage 0 are no part of a sequence's ratio, so their weight is 0, too.
+    advantage 0 are not part of a sequence's ratio, so their weight is 0, too.
     """
     if loss == "cross_entropy" or datum.advantages is None:
         return datum.weights

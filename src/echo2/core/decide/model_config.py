@@ -17,7 +17,7 @@ from typing import Any
 
 #: Of the length in config.json: the usual one, GPT-2's, and DBRX's.
 NAMES = ("max_position_embeddings", "n_positions", "max_seq_len")
-#: What the whole model decides, where it says anything.
+#: Keys that the whole model decides, if it has them.
 OF_THE_WHOLE = ("tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
 
 

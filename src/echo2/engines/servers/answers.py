@@ -165,7 +165,7 @@ def _routes(drawn: Drawn, request: SampleRequest, served: ServedModel) -> bytes:
         size, _, dtype = np.lib.format.read_array_header_1_0(file)
         ids = np.frombuffer(file.read(), dtype).reshape(size)
     except ValueError as error:
-        raise PeerError("bad_answer", f"the token server's answer: its experts are no .npy file: {error}") from error
+        raise PeerError("bad_answer", f"the token server's answer: its experts are not a .npy file: {error}") from error
     # Dense layers may have a place, too.
     places = {routed.num_layers: list(routed.places), shape.layers: list(range(shape.layers))}
     is_fit = ids.ndim == 3 and dtype.kind in "iu" and ids.shape[1] in places

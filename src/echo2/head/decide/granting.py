@@ -2,7 +2,7 @@
 ones, with backfill of later steps up to the staleness bound (RolloutPipe's frontier dispatch as a priority, not a
 gate).
 
-A worker with a free slot gets a second lease on a group that is late, before any group that nobody samples yet, and the
+A worker with a free slot gets a second lease on a group that is late, before any group without a lease, and the
 first valid result counts. A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or
 for `lease_seconds` while that is not known; whether the learner waits for its step already does not matter, because by
 then a second lease would come too late.
@@ -257,7 +257,7 @@ def last_step(state: PlannerState, installed: SnapshotRef | None) -> int:
 
 def grant_backup_leases(state: PlannerState, now: float) -> None:
     """Grant second leases on late groups of the steps that may be sampled, the earliest step's first, before any slot
-    goes to a group that nobody samples yet.
+    goes to a group without a lease.
     """
     for step in _open_steps(state):
         while (late := _latest(state, step)) is not None and late[0] <= now and late[1].granted_at < now:

@@ -221,7 +221,7 @@ class GroupBook:
         """
         if state not in MOVES[record.state]:
             raise InvariantError(
-                f"group {record.number} of step {record.step}: {record.state} -> {state} is no legal move"
+                f"group {record.number} of step {record.step}: {record.state} -> {state} is not a legal move"
             )
         of_step = self._by_step[record.step]
         if record.state == "ready":
@@ -253,7 +253,7 @@ class GroupBook:
         keeps.
         """
         record.num_kept, record.num_top_ups = num_kept, record.num_top_ups + 1
-        record.failed_by.clear()  # nobody has tried the next samples
+        record.failed_by.clear()  # no worker has tried the next samples
         if record.state != "pending":
             self.move(record, "pending")
 

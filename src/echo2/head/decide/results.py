@@ -94,7 +94,7 @@ def _unknown_weights(state: PlannerState, event: ev.GroupDelivered, lease: Lease
         ref = state.snapshots.published.get(version)
         if ref is None or ref.lineage != event.lineage:
             named = f"version {version} of lineage {event.lineage}"
-            return f"sampled with {named}, which is not published: nobody can check it"
+            return f"sampled with {named}, which is not published, so it cannot be checked"
     return None
 
 
@@ -462,7 +462,7 @@ def _replayed(state: PlannerState, worker_id: str, seconds: float, is_failed: bo
 
 
 def _sole_supplier(state: PlannerState, record: PlannedGroup) -> str | None:
-    """Return the ticket of the stranger that supplied all rollouts of a delivered group; None if nobody did alone."""
+    """Return the ticket of the stranger that alone supplied all rollouts of a delivered group, else None."""
     if len(record.supplied_by) == 1 and sum(record.supplied_by.values()) >= state.options.group_size:
         return next(iter(record.supplied_by))
     return None

@@ -284,7 +284,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the bill.
 
     Raises:
-        UserError: this is no run directory, or its head has not saved accounts yet.
+        UserError: this is not a run directory, or its head has not saved accounts yet.
     """
     report = read_report(options.directory)
     if options.json:

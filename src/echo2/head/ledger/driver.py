@@ -85,7 +85,7 @@ class Driver:
         return answers
 
     def _record(self, command: do.Durable, now: float) -> None:
-        """Record a command in the ledger. Of evaluations, only the used lease ids are recorded."""
+        """Record a command in the ledger. Only the used lease ids of evaluations are recorded."""
         ledger = self._ledger
         match command:
             case do.IssueGroup():

@@ -49,7 +49,7 @@ _ARROWS = {
 
 
 class Left(NamedTuple):
-    """What is left of a delivered group whose rewards failed for some rollouts, which are `lost`."""
+    """The rest of a delivered group whose rewards failed for some rollouts, which are `lost`."""
 
     rollouts: bytes
     num_tokens: int

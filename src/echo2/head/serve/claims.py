@@ -104,7 +104,7 @@ def check_engine(config: Config, draws: bool, engine: str) -> None:
         named = f"the run's, {config.workers.engine}" if engine == "auto" else repr(printable(engine, 50))
         raise PeerError(
             "unchecked_engine",
-            f"its engine is {named}, which does not draw tokens from the head's random stream, so nobody can check "
+            f"its engine is {named}, which does not draw tokens from the head's random stream, so it cannot be checked "
             "whether it delivers the best of many tries. Start the worker with --engine compact or --engine "
             "transformers, or ask the run's owner to set workers.require_checks = false, or for a ticket for own "
             "machines",

@@ -139,8 +139,8 @@ class Connections:
             connection.put(order)
 
     def grant(self, worker_id: str, leases: Sequence[Lease]) -> None:
-        """Send leases to a worker, if it attends. In deterministic mode each grant is a message: leases granted
-        together are sampled together.
+        """Send leases to a worker, if it attends. In deterministic mode each grant is a message of its own:
+        leases that are granted together are sampled together.
         """
         if (connection := self.workers.get(worker_id)) is not None:
             connection.grant(leases, self._is_deterministic)

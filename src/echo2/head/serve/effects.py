@@ -66,7 +66,7 @@ async def send_check(head: Head, command: do.CheckGroup) -> None:
         return
     config, group = head.config, messages.parse_group(data)
     if group.logged:
-        missed = "it comes from a log; nobody drew it"
+        missed = "it comes from a log and was not sampled"
         head.events.tell(ev.GroupChecked(command.worker_id, command.group, missed=missed))
         return
     seconds = head.options.lease_seconds

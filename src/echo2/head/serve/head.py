@@ -160,7 +160,7 @@ class EventQueue:
         return answer.result()
 
     def seen(self, worker_id: str) -> None:
-        """Record that a worker is alive without news. The planner is told of all such workers together, every half
+        """Record that a worker is alive without news. The planner gets all such workers in one event, every half
         heartbeat.
         """
         if not self._alive:

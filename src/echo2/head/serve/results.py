@@ -91,7 +91,7 @@ class Scoring:
             return ev.GroupUnfit(ref, error.reason, error.detail)
 
     def teaching(self, kind: GroupKind, task: Task) -> Teaching:
-        """Return what the learner is told of the teacher of a task.
+        """Return what the learner gets about the teacher of a task.
 
         Raises:
             UserError: the row names no teacher, or nothing that a teacher can read, or a harness makes the prompts.

@@ -328,7 +328,7 @@ class Service:
 
 
 def _waiting(handler: Handler, check: Callable[[], None], waits: Callable[[], Awaitable[None]]) -> Handler:
-    """Return the handler of which each message waits before it leaves. `check` refuses calls that would wait long."""
+    """Return a handler each of whose messages waits before it leaves. `check` refuses calls that would wait long."""
 
     async def call(peer: Peer, request: Any) -> Any:
         check()

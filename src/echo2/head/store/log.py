@@ -210,7 +210,8 @@ def take_log(objects: Objects, replica: Replica, claim: Claim, copy: Callable[[]
 
 
 def send(objects: Objects, position: int, entry: Entry) -> Entry:
-    """Create an entry. Return what is there afterwards: this one, whoever created it first, or another head's.
+    """Create an entry. Return what is there afterwards: this entry, also if another head created it, or a different
+    one.
 
     Raises:
         LinkError: the store cannot be reached; the entry may be there or not.
@@ -245,7 +246,7 @@ def why_over(objects: Objects, found: bytes | None) -> str:
 
 
 def add_mark(objects: Objects, mark: Mark) -> None:
-    """Add a mark, unless a later one is there, and delete what nobody reads any more."""
+    """Add a mark, unless a later one is there, and delete objects that are no longer read."""
     number = 0
     while True:
         newest, number = newest_mark(objects, number)

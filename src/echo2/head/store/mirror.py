@@ -4,10 +4,9 @@ which it depends are stored. (The state of the store itself: `log.py`; the rules
 The head goes on deciding while records are on their way. Only its messages wait, so that a slow store costs latency and
 no throughput: what was recorded meanwhile goes with the next entry.
 
-Transactions are numbered, and each is passed on as a record of the statements that changed the ledger. The number
-stands in the ledger itself and is written in the same transaction, so that a copy made at any moment says which records
-it has, and no record is applied twice.
-"""
+Transactions are numbered, and each is passed on as a record of the statements that changed the ledger. The number is in
+the ledger itself and is written in the same transaction, so that a copy made at any moment says which records it has,
+and no record is applied twice."""
 
 from __future__ import annotations
 
@@ -253,7 +252,7 @@ class Mirror:
         }
 
     async def run(self, fail: Callable[[Exception], object]) -> None:
-        """Send what is recorded, until another head takes the run over, of which `fail` is told."""
+        """Send what is recorded. When another head takes the run over, call `fail` and end."""
         retries, self._began_at = Retries(RETRY_SECONDS), self._clock.now()
         while self._writer.fenced is None:
             try:

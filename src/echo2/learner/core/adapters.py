@@ -56,7 +56,7 @@ MAMBA_TYPES, MAMBA_LAYERS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "ne
 #: Names that layers of experts have in files. PEFT takes targets of these names for the experts' fused tensors, where a
 #: model has those, and leaves linear layers of the same names out.
 EXPERT_LAYERS = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-#: From this share of the weights in layers on, it is said that they have no adapter.
+#: A larger share of weights in layers without an adapter causes a warning.
 LEFT_SHARE = 0.01
 
 
@@ -309,9 +309,9 @@ def load_base(
     path: str, device: str, mesh: Mesh | None = None, dtype: Literal["stored", "bfloat16", "nf4"] = "stored"
 ) -> BaseModel:
     """Load the model of a directory or hub id, as it is stored, rounded to bfloat16, or with its linear layers in nf4
-    and the rest in bfloat16. Learner and workers have the same weights: those of nf4 are published as the bfloat16 that
-    they stand for; on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there.
-    `mesh`: the ranks that the model is cut over.
+    and the rest in bfloat16. Learner and workers have the same weights: those of nf4 are published as their values in
+    bfloat16; on a CPU, 16 bits are held in float32, whose products are up to a hundred times faster there. `mesh`: the
+    ranks that the model is cut over.
 
     Raises:
         UserError: the model or the device is not usable.
@@ -426,9 +426,9 @@ def load_merged(base: str, adapter: Path, device: str, in_4_bits: bool = False) 
             else:
                 weights[f"{layer}.weight"].add_(up @ down, alpha=scale)
         if factors:
-            raise UserError(f"{adapter} has {min(factors)}, which is no factor of a linear layer of {base}.")
+            raise UserError(f"{adapter} has {min(factors)}, which is not a factor of a linear layer of {base}.")
     except (KeyError, TypeError, RuntimeError) as error:
-        raise UserError(f"{adapter} is no adapter of {base}: {error!r}.") from error
+        raise UserError(f"{adapter} is not an adapter of {base}: {error!r}.") from error
     return policy
 
 

@@ -280,7 +280,7 @@ def fetch(objects: Objects, root: Path, version: int) -> int | None:
                 client = state["client"]
                 found.append((client["version"], client["lineage"], key.rpartition("/")[0], state))
             except (ValueError, KeyError, TypeError):
-                log.warning("%s in the store is no checkpoint's", key)
+                log.warning("%s in the store is not a checkpoint's", key)
     for number, _, folder, state in sorted(found, key=lambda one: one[:2], reverse=True):
         if number > version:
             continue

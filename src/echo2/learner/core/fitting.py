@@ -307,11 +307,11 @@ def snapshot_bytes(model: Path, snapshot_dtype: str) -> int:
     """Return the bytes of tensors that a worker receives in a full snapshot of this model.
 
     Raises:
-        UserError: it is no directory with safetensors files.
+        UserError: it is not a directory with safetensors files.
     """
     if not model.is_dir() or (count := num_parameters(str(model))) is None or not any(model.glob("*.safetensors")):
         raise UserError(
-            f"The size of a snapshot is not known: model.path = {str(model)!r} is no local directory with "
+            f"The size of a snapshot is not known: model.path = {str(model)!r} is not a local directory with "
             "*.safetensors files. Give --snapshot-bytes (parameters x 2 for bfloat16, x 4 for float32; with "
             "lora.rank, of the adapter's)."
         )

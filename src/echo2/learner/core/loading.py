@@ -44,7 +44,7 @@ SAFETENSORS_NAMES = {
 #: Dtypes of weights, by name in safetensors. Weights stored as integers are quantised.
 _DTYPES = {name: dtype for dtype, name in SAFETENSORS_NAMES.items() if dtype.is_floating_point}
 
-#: quant_method of makers' own files -> transformers' class of settings by which it reads them without quantisation.
+#: quant_method of makers' own files -> transformers' class of settings to read them without quantisation.
 _DEQUANTISING = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
 
 

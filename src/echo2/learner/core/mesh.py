@@ -132,7 +132,7 @@ class Mesh:
         return part
 
     def leave(self) -> None:
-        """End the communication in good order; every rank must call it."""
+        """Shut the communication down; every rank must call it."""
 
 
 class RankMesh(Mesh):

@@ -88,7 +88,7 @@ def tiled_scores(
     wants_total: bool = True,
     tile: tuple[int, int] | None = None,
 ) -> Scores:
-    """Compute scores from hidden states. Without `wants_total` there is no pass over the vocabulary. `tile`: positions
+    """Compute scores from hidden states. Without `wants_total`, no pass is made over the vocabulary. `tile`: positions
     and tokens of a tile, by default those of the device's type.
     """
     device = hidden_uD.device.type

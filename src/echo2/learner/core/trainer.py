@@ -316,7 +316,7 @@ class Trainer:
         }
 
     def _one_by_one(self, policy: Policy, dtype: torch.dtype) -> Iterator[tuple[str, StoredTensor]]:
-        """Yield the stored tensors of a policy. Of tensors of the module that are cut, one at a time is whole."""
+        """Yield the stored tensors of a policy. Tensors that are cut over ranks are made whole one at a time."""
         pieces_of = defaultdict[str, list[tuple[str, TensorPart]]](list)
         for key, place in policy.places().items():
             pieces_of[place.name].append((key, place))

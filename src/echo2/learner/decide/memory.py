@@ -53,7 +53,7 @@ FORM_BITS: Mapping[str, float] = {"q8_0": 8.5, "q4_0": 4.5, "mlx-q8": 9.0, "mlx-
 #: llama.cpp computes logits of so many tokens at a time, in float32. Its keys and values have 16 bits; their cells
 #: double, and both sets are there while they move.
 LLAMACPP_TOKENS, LLAMACPP_VALUE_BYTES, LLAMACPP_CELLS = 512, 2, 3
-#: Of offloaded moments, what is on the GPU at a time: values and their gradients (`learner/core/optimizer.py`).
+#: The part of offloaded moments on the GPU at a time: values and their gradients (`learner/core/optimizer.py`).
 OFFLOADED_BYTES = 12 << 24
 #: Share of a device's memory that a forecast may fill. The rest is for fragmentation and unknown consumers.
 USABLE = 0.9

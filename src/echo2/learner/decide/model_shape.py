@@ -8,7 +8,7 @@ A layer has a mixer of tokens and a feed-forward part, or one of the two (Nemotr
 
 Activations are bytes that autograd keeps of a token, by kind as they were measured in transformers' models
 (`tests/unit/test_learner_model_shape.py` counts them). Recurrent layers are those of its plain PyTorch code; kernels of
-fla and mamba-ssm keep less. What stands in no configuration here gives no shape, not a wrong one.
+fla and mamba-ssm keep less. A configuration that does not state its layers gives no shape, not a wrong one.
 
 D hidden, F feed-forward, H and K values of all heads' queries and keys.
 """

@@ -45,7 +45,7 @@ class LearnerCard:
             meter.add_card_time(waited, time.monotonic() - started - waited)
 
     def leave(self, client: TrainedPolicy, device: torch.device, meter: StepMeter) -> None:
-        """Put the tensors away once nobody reads them, and let workers have the card."""
+        """Put the tensors away once no code reads them, and let workers have the card."""
         with meter.time("publish_wait"):
             tensors = client.trainer.tensors()
         started = time.monotonic()

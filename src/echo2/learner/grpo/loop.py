@@ -10,7 +10,7 @@ the losses, `teachers.py` a reference and teachers, `trained_policy.py` what a s
 Four rules of order must hold:
 
 1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
-2. a checkpoint is durable before the head is told, because the head then drops the groups that it covers. It is written
+2. a checkpoint is durable before it is reported, because the head then drops the groups that it covers. It is written
    while the groups of the next step arrive, and the next update waits for it. A stop at any time leaves a checkpoint;
 3. a snapshot is read from the weights themselves, in the background while the next step's gradients are computed: the
    update waits until all of it is encoded (but not sent);

@@ -1,7 +1,7 @@
 """What outlives a learner: the run's checkpoints, and the record of the groups on which it was training when it died.
 
-Checkpoints are written in the background and are durable before the head is told. The newest few, every Nth, and the
-best evaluated one are kept.
+Checkpoints are written in the background and are durable before they are reported to the head. The newest
+few, every Nth, and the best evaluated one are kept.
 
 A group that was fed is in the ledger and is fed again after a restart, so a group that kills the learner (out of
 memory, a crash of a kernel) would kill every later learner. After TOGETHER_MAX deaths in a micro-batch, its groups are
@@ -217,7 +217,7 @@ class Checkpoints:
     @contextmanager
     def leaving(self) -> Iterator[None]:
         """Save the last recorded version when training inside this context ends: the run is over, is stopped, or the
-        head is gone. The end of the run is no error (`HeadSession.stop_reason`).
+        head is gone. The end of the run is not an error (`HeadSession.stop_reason`).
 
         Raises:
             LinkError, PeerError: the head is gone.

@@ -279,7 +279,7 @@ class Taught:
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics of one training step. `num_tokens` is N; `divisor` is the divisor of the sums; `grad_norm` is before
-    clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew all the same).
+    clipping; `skipped`: nothing to learn from, weights and optimizer unchanged (the version grew nevertheless).
 
     `logprobs`: of the first groups of the step, under the policy as it was trained; 0 where a token is not trained on.
     `taught`: by teacher.

@@ -169,7 +169,7 @@ class Teachers:
         return [(array("d", logprobs), ids, tops) for logprobs, ids, tops in told]
 
     def _questions(self, group: RolloutGroup) -> list[Question]:
-        """Return what an endpoint is asked about a group's rows; nothing if its teacher is none."""
+        """Return what an endpoint is asked about a group's rows; nothing if its teacher is not behind an endpoint."""
         name, prompt = group.teaching.teacher, group.teaching.prompt_tokens or group.prompt_tokens
         if name not in self._endpoints:
             return []
@@ -182,8 +182,8 @@ class Teachers:
         data: Sequence[Datum],
         logprobs: Sequence[array[float]],
     ) -> dict[str, Taught]:
-        """Return what the teachers said of the data, of which the policy has these logprobs. The seconds are those
-        since the last call."""
+        """Return what the teachers say of the data. `logprobs`: the policy's. The seconds are those since the last
+        call."""
         told = dict[str, Taught]()
         for name, places in _by_teacher(groups, parts).items():
             found = [_log_ratios(data[place], logprobs[place]) for place, _ in places]
@@ -218,7 +218,7 @@ def _by_teacher(
 
 def _log_ratios(datum: Datum, logprobs: array[float]) -> list[float]:
     if datum.teacher_logprobs is None:
-        raise InvariantError("a datum was trained on without its teacher's word")
+        raise InvariantError("a datum was trained on without its teacher's logprobs")
     both = zip(logprobs, datum.teacher_logprobs, datum.loss_mask, strict=True)
     return [own - theirs for own, theirs, counts in both if counts]
 

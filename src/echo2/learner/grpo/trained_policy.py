@@ -233,7 +233,7 @@ class TrainedPolicy:
         try:
             position = msgspec.convert(client, RunPosition)
         except msgspec.ValidationError as error:
-            raise UserError(f"{directory} is no checkpoint of a run: {error}. Name a checkpoints/step_N.") from error
+            raise UserError(f"{directory} is not a checkpoint of a run: {error}. Name a checkpoints/step_N.") from error
         self._forget_sums()
         self._before, self._logprobs = None, {}
         self.version = position.version

@@ -1,7 +1,7 @@
 """The learner's client of the head: its half of `wire.proto`. It waits for a head that restarts.
 
 Every call is repeated while the head is away, with growing pauses, for at most `patience_seconds` in a row. All calls
-may be repeated: the head knows a step it has recorded and chunks it has. A restarted head is told again what it forgot:
+may be repeated: the head knows a step it has recorded and chunks it has. A restarted head gets again what it forgot:
 
 * the learner: LearnerHello, with the version that it has. Each hello gives a new epoch, which every later call carries;
   while another learner is connected, the head refuses (`_hello`);

@@ -37,7 +37,7 @@ PAUSE_SECONDS = Backoff(0.1, 3.0)
 OFFER_CHUNKS = 1024  # chunks named in one call
 PARALLEL_CHUNKS = 8  # enough to hide the round trip of a chunk, few enough to be bounded in memory
 UNKNOWN_LEARNER = "unknown_learner"  # the head's reason: it was restarted and needs a hello
-#: What the other ranks are told: to encode and send the weights of a version, the last content as a whole, or those
+#: An order to the other ranks: encode and send the weights of a version, the last content as a whole, or those
 #: chunks of the last payload that the head lacks.
 WEIGHTS, WHOLE, AGAIN = "weights", "whole", "again"
 
@@ -259,8 +259,8 @@ class RankSender:
         self._serving = self._thread.start(self._serve())
 
     def lend(self, version: int, weights: BorrowedWeights) -> None:
-        """Lend this rank's share of the weights of a version, until those of another are lent. Without effect if the
-        first rank is gone, or this sender closed."""
+        """Lend this rank's share of the weights of a version, until those of another are lent. It has no effect if the
+        first rank is gone, or this sender is closed."""
         if not self._serving.done():
             self._thread.call(self._loans.put_nowait, (version, weights))
 

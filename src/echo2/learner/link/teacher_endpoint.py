@@ -2,7 +2,7 @@
 like it. It is asked for no text, but for how likely it finds the policy's tokens:
 
     POST /v1/completions    token ids as the prompt, `prompt_logprobs` = k: at each position the token's logprob and the
-                            k most likely. Of the one token that it must generate nothing is read
+                            k most likely. The one token that it must generate is not read
     POST /detokenize        the text of token ids, for a comparison of the tokenizers
     GET  /v1/models         the names that it serves, and how many tokens it reads
 
@@ -10,7 +10,7 @@ The logprobs are those at temperature 1 over the whole vocabulary; others cannot
 
 Everything that it says is checked: that it read our tokens, the number of positions, that logprobs are finite, at most
 0, and those of one position together no more than 1, and its bytes. What fails `core/endpoint.py` too often stops the
-run, which can be resumed: a token without its teacher's word is never trained on as if there were one.
+run, which can be resumed: a token without its teacher's logprobs is never trained on as if there were one.
 """
 
 from __future__ import annotations

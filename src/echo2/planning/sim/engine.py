@@ -29,7 +29,7 @@ class FullEngine:
         self.ends[lease_id] = self._work + seconds
 
     def keep(self, lease_ids: Container[int]) -> float | None:
-        """Forget all other leases. Return the seconds until the next of these is done; None: as was said before."""
+        """Forget all other leases. Return the seconds until the next of these is done; None: unchanged."""
         self.ends = {lease_id: end for lease_id, end in self.ends.items() if lease_id in lease_ids}
         if self._timed == self.ends.keys():
             return None

@@ -62,7 +62,7 @@ class WorkersSpec:
     answer's and not the machine's: a group's second lease takes as long again. `ticket`: the ticket with which
     strangers joined; empty for machines of the run's owner. `zone`: workers that `[[outages]]` strike together.
     `offer`: these workers exist only when the planner rents them, one `restart_seconds` after each request; the planner
-    is told their `Scenario.worker_rate`.
+    knows their `Scenario.worker_rate`.
     """
 
     count: Count = 1

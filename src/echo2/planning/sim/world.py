@@ -33,7 +33,7 @@ KEEPALIVE_SECONDS = 4.0
 SMALL_BYTES = 500
 HEAD = "head"
 LEARNER = "learner"
-#: Bytes of a rollout: 4 that stand for its tokens, and the number of its sample.
+#: Bytes of a rollout: 4 that represent its tokens, and the number of its sample.
 _ROLLOUT_BYTES = 8
 
 
@@ -220,7 +220,7 @@ class Take(Event):
 
 
 class Publish(Event):
-    """The learner's snapshot; `digest` stands for its weights."""
+    """The learner's snapshot; `digest` represents its weights."""
 
     ref: SnapshotRef
     digest: bytes
@@ -271,7 +271,7 @@ class SampledBatch(Attachment):
 
 
 def of_samples(digest: bytes, samples: Iterable[int]) -> bytes:
-    """The bytes of these rollouts of a lease, whose tokens the digest stands for."""
+    """The bytes of these rollouts of a lease, whose tokens the digest represents."""
     return b"".join(digest[:4] + sample.to_bytes(4, "big") for sample in samples)
 
 

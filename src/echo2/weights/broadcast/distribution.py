@@ -3,7 +3,7 @@
 A worker with an older version gets the deltas from that version to the newest; any other worker gets an anchor and the
 deltas since. Several deltas are first merged into one.
 
-Thousands of workers are told in waves, those with the oldest snapshot first: telling and routing one takes a
+Thousands of workers are notified in waves, those with the oldest snapshot first: to notify and route one takes a
 millisecond of the head, and so does its report, for which results would wait.
 """
 
@@ -26,7 +26,7 @@ from echo2.weights.store.archive import JOINED_MAX, Archive
 
 log = logging.getLogger(__name__)
 
-#: Workers that are told of a snapshot together, and the time until the next wave of as many.
+#: Workers that hear of a snapshot together, and the time until the next wave of as many.
 WAVE_WORKERS, WAVE_SECONDS = 256, 1.0
 #: Maximum number of payloads of one version that are joined at the request of one worker.
 JOINS_MAX = 3
@@ -89,7 +89,7 @@ class Distribution:
             self._announce(ref, [key for key in wave if key not in known or known[key].payload.ref != ref])
 
     def _announce(self, ref: SnapshotRef, worker_ids: Iterable[str], merges: bool = True) -> None:
-        """`merges`: workers that need several deltas are told once these are merged."""
+        """`merges`: workers that need several deltas hear of the snapshot once these are merged."""
         with_base: defaultdict[SnapshotRef | None, list[str]] = defaultdict(list)
         for worker_id in worker_ids:
             worker = self._attending(worker_id)
@@ -102,7 +102,7 @@ class Distribution:
             try:
                 manifest = self.archive.payload(ref, base)
             except PeerError as error:
-                log.warning("%d workers with %s are not told of %s: %s", len(told), base, ref, error)
+                log.warning("%d workers with %s get no notice of %s: %s", len(told), base, ref, error)
                 continue
             self._tell(manifest, told)
 

@@ -399,7 +399,7 @@ class Edges:
             PeerError: "malformed".
         """
         if any(number >= len(routes.sources) for number in routes.stripes) or not routes.stripes:
-            raise PeerError("malformed", "a stripe of no source")
+            raise PeerError("malformed", "a stripe has no source")
         for source in routes.sources:
             self._set_address(source)
         return decode_payload(routes.payload), tuple(routes.sources[number].peer_id for number in routes.stripes)
@@ -461,7 +461,7 @@ class Edges:
     async def _give_chunk(self, peer: Peer, message: bytes) -> wire.Empty:
         source = self._awaited.get(peer.peer_id)
         if source is None:
-            raise PeerError("unasked", "nothing is wanted of you")
+            raise PeerError("unasked", "no chunks are wanted from this peer")
         await source.give(message)
         return wire.Empty()
 

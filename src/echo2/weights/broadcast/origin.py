@@ -356,7 +356,7 @@ def _tallies(report: wire.FetchReport) -> tuple[ev.Tally, ...]:
         raise PeerError("oversized", f"{len(report.tallies)} sources; {TALLIES_MAX} allowed")
     tallies = tuple(ev.Tally(each.source[:NAME_CHARS_MAX], each.num_bytes, each.seconds) for each in report.tallies)
     if any(not 0 <= tally.seconds < math.inf for tally in tallies):
-        raise PeerError("malformed", "seconds that are none")
+        raise PeerError("malformed", "seconds are not a number >= 0")
     if sum(tally.num_bytes for tally in tallies) > report.bytes_total:
         raise PeerError("malformed", "more bytes than the payload has")
     return tallies

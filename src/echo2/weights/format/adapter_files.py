@@ -86,7 +86,7 @@ def lora_factors(config: Any, is_trained: bool = False) -> LoraFactors:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether the value may be compared: numbers equal truth values, and are none here."""
+    """Whether the value may be compared: numbers equal truth values in Python, and are not compared here."""
     return value is None or isinstance(value, bool | str | dict | list)
 
 
@@ -153,7 +153,7 @@ def _targets(config: Any) -> list[str]:
 
 def lora_targets(linear: Collection[str], targets: Sequence[str]) -> list[str]:
     """Return the targets in PEFT's form, sorted: suffixes of the names of linear layers. `linear`: the names of all
-    linear layers except the model's head. "experts" is no linear layer, and not among them.
+    linear layers except the model's head. "experts" is not a linear layer, and not among them.
 
     Raises:
         UserError: a target matches no linear layer.

@@ -310,7 +310,7 @@ def _check_head(manifest: Manifest) -> None:
     _require(manifest.base != manifest.ref, f"a delta of {manifest.ref} over itself")
     base = manifest.base or manifest.ref
     _require(base.policy == manifest.ref.policy, f"a delta of {manifest.ref} over another policy's {base}")
-    _require(is_policy_id(base.policy), f"{base.policy[:80]!r} is no policy id")
+    _require(is_policy_id(base.policy), f"{base.policy[:80]!r} is not a policy id")
     for ref in (manifest.ref, base):
         for name, value in (("lineage", ref.lineage), ("version", ref.version)):
             _require(0 <= value <= MAX_NUMBER, f"{name} {value} is outside 0..{MAX_NUMBER}")
@@ -346,7 +346,7 @@ def _check_files(files: tuple[FileEntry, ...], base: SnapshotRef | None) -> None
         _require(entry.num_bytes >= 0, f"file {entry.name!r} has {entry.num_bytes} bytes")
         _check_digest(entry.digest)
         if entry.record is None:
-            _require(base is not None, f"file {entry.name!r} is said to be the base's; there is none")
+            _require(base is not None, f"file {entry.name!r} refers to a base; there is none")
         else:
             _check_record(entry.record, entry.num_bytes)
             _require(entry.record.codec == RAW, f"file {entry.name!r} is encoded as {entry.record.codec[:32]!r}")
@@ -379,7 +379,7 @@ def _check_segments(manifest: Manifest) -> None:
 
 def _check_base_model(manifest: Manifest) -> None:
     base_model = manifest.base_model
-    _require(base_model is None or base_model.is_base_model, f"an adapter of {base_model}, which is no base model")
+    _require(base_model is None or base_model.is_base_model, f"an adapter of {base_model}, which is not a base model")
     if not manifest.ref.policy.startswith("base-"):
         return
     _require(base_model is None, f"{manifest.ref} is a base model and an adapter")

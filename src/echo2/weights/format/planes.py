@@ -9,7 +9,7 @@ one symbol. If gaps are long, their low bytes are almost uniform and go into a p
 
 *Steps* are differences of items read as integers, modulo their width: a step of -1, 0 or +1 takes 2 bits of a plane
 before entropy coding. Four such symbols, or two of 4 bits, make one byte, since Huffman coding needs symbols of several
-bits. The largest symbol stands for any other step; those steps follow in planes of their own.
+bits. The largest symbol means any other step; those steps follow in planes of their own.
 
 The input of a reader may come from an untrusted peer: sizes are checked before memory is allocated.
 """

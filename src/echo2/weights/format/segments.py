@@ -199,7 +199,7 @@ def apply_segment(segment: Segment, width: int, base: Bytes, read_chunk: ReadChu
 def merge_deltas(segment: Segment, width: int, read_chunk: ReadChunk, num_segments: int) -> tuple[Segment, Chunks]:
     """Add up the deltas of a segment into one. Returns the new segment, and the chunks of the merged delta by hash.
     Deltas add up without the base. A split delta needs the base, so a segment with a split delta stays as it is.
-    So does a segment that would not get smaller.
+    A segment that would not get smaller does so, too.
 
     width         bytes of one item
     num_segments  of the payload; it determines the chunk size

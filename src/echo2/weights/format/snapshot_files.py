@@ -40,7 +40,7 @@ def read_factors(snapshot: Snapshot) -> LoraFactors:
     """Return how the factors of a snapshot's adapter are applied.
 
     Raises:
-        PeerError: the snapshot is no LoRA adapter, or one that computes something else than engines do.
+        PeerError: the snapshot is not a LoRA adapter, or one that computes something else than engines do.
     """
     try:
         return lora_factors(read_object(snapshot.files, ADAPTER_CONFIG))

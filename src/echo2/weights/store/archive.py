@@ -7,8 +7,8 @@ weights.
 
 An adapter is published after its base model, which is kept until the end of the run; the planner does not know it.
 
-Every snapshot that the planner retains can be served to a worker without any base. Of the dropped ones, the newest
-deltas stay as *history*, so that a worker that was away for some versions gets deltas.
+Every snapshot that the planner retains can be served to a worker without any base. The newest deltas of the dropped
+ones stay as *history*, so that a worker that was away for some versions gets deltas.
 
 One thread stores and deletes, one operation at a time, so that no chunk is deleted before its payload is listed.
 """

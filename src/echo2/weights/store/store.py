@@ -158,7 +158,7 @@ class Packs:
             except OSError as error:
                 if error.errno not in PASSING | {*NO_ROOM}:
                     raise
-                log.warning("%s keeps, for now, chunks that nobody needs: %s", self.directory, error.strerror)
+                log.warning("%s keeps unneeded chunks for now: %s", self.directory, error.strerror)
 
     def _move(self, hash_: bytes, place: ChunkPlace) -> None:
         data = b""

@@ -107,7 +107,7 @@ def forecast(
     machine: OneMachine | None = None,
     delays: ScoringDelays | None = None,
 ) -> Prediction:
-    """Predict a run of so many steps. `machine`: the one on which all of it happens; None: everybody has their own.
+    """Predict a run of so many steps. `machine`: the one on which all of it happens; None: each process has its own.
     `delays`: of rewards; None: there are none.
 
     Raises:

@@ -235,7 +235,7 @@ class FleetNeed:
 
     @property
     def text(self) -> str:
-        """What is missing, as a sentence for the operator."""
+        """The missing rate, as a sentence for the operator."""
         if self.needed_rate is None:
             return "how many workers are needed is known after the first step"
         if self.reward_seconds is not None:

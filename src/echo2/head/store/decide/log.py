@@ -100,7 +100,7 @@ class LogWriter:
         return self._sent
 
     def answered(self, found: Entry) -> None:
-        """Take what is at `position` now: the entry sent, whoever created it first; or another one."""
+        """Take what is at `position` now: the entry that was sent, by this or another head; or a different one."""
         if found != self._sent:
             self.fenced = found
         else:

@@ -20,7 +20,7 @@ UNCHECKED_MAX = 4
 #: Clean checks in a row that end a quarantine.
 CLEAN_TO_LEAVE = 8
 #: Standard deviations by which the tokens of all checked groups of a ticket together may be more or less surprising
-#: than their entropies say: somebody that samples a little too cold passes each check alone. The sums are halved when
+#: than their entropies say: a worker that samples a little too cold passes each check alone. The sums are halved when
 #: their variance reaches so many nats^2, so that a bias by rounding, far below the spread, never adds up to a fault.
 SURPRISE_MAX, SURPRISE_KEPT = 7.0, 30_000.0
 #: Events kept in a ticket's history.
@@ -167,7 +167,7 @@ class OpenCheck:
     missed_by: tuple[str, ...] = ()
 
     def give_to(self, worker_id: str) -> None:
-        """Have this worker check the group; empty: nobody yet."""
+        """Have this worker check the group; empty: no worker yet."""
         self.checker = worker_id
 
     def miss(self, worker_id: str) -> None:
@@ -205,7 +205,7 @@ class TrustBook:
         return check if check is not None and check.checker == checker else None
 
     def interrupt(self, worker_id: str, is_gone: bool) -> None:
-        """Ask others for the open checks of this worker. Of one that is gone no late verdict comes either."""
+        """Ask others for the open checks of this worker. A worker that is gone sends no late verdict either."""
         for check in self.open.values():
             if check.checker == worker_id:
                 check.give_to("")

@@ -1,7 +1,7 @@
 """The learner alone beside plain PyTorch, and a worker's engine alone beside `generate`, on a pretrained model.
 
     make outputs/models/smollm2/config.json       # once
-    make bench-alone ARGS='[--rounds 5] [--out FILE]'
+    make bench-plain_torch ARGS='[--rounds 5] [--out FILE]'
 
 What the machinery around them costs or gains is not in here: no network, no snapshots, no other process. Each round
 times all sides one after the other on the same rollouts, so what else runs on the machine slows all of them; the ratio
@@ -236,7 +236,7 @@ def main() -> None:
     figures = asyncio.run(measure(options.model, options.rows, options.rounds))
     for name, (least, median, most) in figures["spread"].items():
         print(f"{name}: {median:.3g} ({least:.3g} to {most:.3g})")
-    save("alone", {"threads": torch.get_num_threads(), **figures}, options.out)
+    save("plain_torch", {"threads": torch.get_num_threads(), **figures}, options.out)
 
 
 if __name__ == "__main__":
