@@ -90,8 +90,21 @@ def test_ratios_are_taken_within_a_round() -> None:
         rounds.add(number, result("even-4", "chain", seconds={f"w{at:02}": shared for at in range(1, 5)}))
     rows = {(row["scenario"], row["setup"]): row for row in rounds.summary(scenarios.chosen(["even-4"]))}
     over = rows["even-4", "chain"]["over_alone"]
-    assert over == pytest.approx({"median": 1.2, "min": 1.1, "max": 1.5})
+    assert over == pytest.approx({"median": 1.2, "p90": 1.5, "min": 1.1, "max": 1.5})
     assert rows["even-4", "chain"]["over_floor"]["median"] == 30.0 / 8.0
+
+
+def test_first_and_later_broadcasts_are_distributions_of_their_own_each_held_against_its_own() -> None:
+    rounds = figures.Rounds()
+    for number in range(5):
+        for nth in (1, 2, 3):
+            alone = 10.0 if nth == 1 else 5.0
+            rounds.add(number, result("alone", seconds={"w01": alone}, nth=nth))
+            rounds.add(number, result("even-4", seconds={"w01": alone * (1.0 + number / 10 + nth)}, nth=nth))
+    rows = {row["which"]: row for row in rounds.summary([known("even-4")])}
+    assert rows["first"]["over_alone"] == pytest.approx({"median": 2.2, "p90": 2.4, "min": 2.0, "max": 2.4})
+    assert rows["later"]["over_alone"] == pytest.approx({"median": 3.7, "p90": 4.3, "min": 3.0, "max": 4.4})
+    assert rows["later"]["broadcasts"] == 10
 
 
 def test_what_a_fault_cost_is_counted_without_its_detection() -> None:
