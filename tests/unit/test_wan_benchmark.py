@@ -11,8 +11,13 @@ import broadcast_node as node
 import broadcast_prediction as prediction
 import broadcast_scenarios as scenarios
 import broadcast_trial as trial
+import connections
 import pytest
 from wan import lines, net
+
+from echo2.weights.broadcast.decide.origin import PACE
+from echo2.weights.broadcast.probe import STRIPES_MIN
+from echo2.weights.format.segments import chunk_bytes_for
 
 MIB = 1 << 20
 
@@ -105,6 +110,12 @@ def test_first_and_later_broadcasts_are_distributions_of_their_own_each_held_aga
     assert rows["first"]["over_alone"] == pytest.approx({"median": 2.2, "p90": 2.4, "min": 2.0, "max": 2.4})
     assert rows["later"]["over_alone"] == pytest.approx({"median": 3.7, "p90": 4.3, "min": 3.0, "max": 4.4})
     assert rows["later"]["broadcasts"] == 10
+
+
+def test_the_plain_connections_that_are_measured_are_those_of_a_run() -> None:
+    assert connections.WAYS["shared"].connections == STRIPES_MIN
+    assert connections.WAYS["shared"].pace == PACE
+    assert chunk_bytes_for(24 * MIB) == connections.CHUNK_BYTES
 
 
 def test_what_a_fault_cost_is_counted_without_its_detection() -> None:
