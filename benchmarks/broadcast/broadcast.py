@@ -2,13 +2,16 @@
 
     sudo make bench-broadcast                       # everything, three rounds: hours
     sudo make bench-broadcast ARGS='--only even-4 even-8 --size-mib 64 --repeats 1'
+    sudo make bench-broadcast ARGS='--only even-4 --size-mib 64 --schemes trees --broadcasts 3 --repeats 20'
     sudo make bench-broadcast ARGS='--list'
 
 Origin and workers are real processes in network namespaces (`wan/`), with real enrolment, mutual TLS, signed manifests
 and stores; every worker's bytes are compared with the origin's before its time counts. In one round every scenario runs
 once with every scheme, one after the other, so that a machine that slows down slows all of them; ratios are taken
 within a round. With `--broadcasts 3` each trial sends three contents in turn, the later ones over connections that the
-first opened, as in a run; a later one is held against the later one of a worker alone.
+first opened, as in a run; a later one is held against the later one of a worker alone. The first and the later ones of
+all rounds are told of apart: median, least, 90th percentile, greatest. With `--before DIR` the program in that checkout
+of another commit runs in each round, too.
 
     over alone    T(n) over the time one worker alone took in the same round, over the same links
     over G/B_w    T(n) over the content's bits over a worker's line rate: headers and hand-shakes count against us
@@ -35,10 +38,14 @@ HERE = Path(__file__).resolve().parent
 OURS = "trees"
 
 
-def setup(scheme: str, fan_out: int) -> Setup:
-    """echo2, by this interpreter."""
+def setup(scheme: str, fan_out: int, before: Path | None = None) -> Setup:
+    """echo2, by this interpreter; or as it was `before`."""
     options = {"broadcast": {"scheme": scheme, "fan_out": fan_out}}
-    return Setup(scheme, (sys.executable, str(HERE / "broadcast_node.py")), options)
+    if before is None:
+        return Setup(scheme, (sys.executable, str(HERE / "broadcast_node.py")), options)
+    node = before / HERE.relative_to(HERE.parents[1]) / "broadcast_node.py"
+    command = ("env", f"PYTHONPATH={before / 'src'}", sys.executable, str(node))
+    return Setup(f"{scheme} before", command, options)
 
 
 def plan(wanted: Sequence[Scenario], options: argparse.Namespace) -> Iterator[tuple[int, Scenario, Setup]]:
@@ -50,6 +57,8 @@ def plan(wanted: Sequence[Scenario], options: argparse.Namespace) -> Iterator[tu
                 is_pointless = scheme == "star" and (scenario.fault or len(scenario.workers) > options.star_max)
                 if not is_pointless:
                     yield number, scenario, setup(scheme, options.fan_out)
+                if options.before is not None and not (is_pointless or is_alone):
+                    yield number, scenario, setup(scheme, options.fan_out, options.before.resolve())
 
 
 def measure(trials: Sequence[tuple[int, Scenario, Setup]], num_bytes: int, num_broadcasts: int = 1) -> Rounds:
@@ -109,6 +118,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES))
     parser.add_argument("--broadcasts", type=int, default=1, help="in each trial, over connections that stay open")
     parser.add_argument("--star-max", type=int, default=8, help="workers up to which the star, n times as slow, is run")
+    parser.add_argument("--before", type=Path, metavar="DIR", help="a checkout of another commit, to run as well")
     parser.add_argument("--list", action="store_true", help="say which scenarios there are")
     options = parser.parse_args()
     if options.list:

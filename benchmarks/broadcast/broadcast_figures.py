@@ -1,7 +1,8 @@
-"""What trials of broadcasts come to: ratios within one round, their median and spread, as a table and as JSON."""
+"""What trials of broadcasts come to: ratios within one round, and how they are distributed, as a table and as JSON."""
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -14,11 +15,12 @@ from broadcast_trial import Result, Scenario
 
 
 def spread(values: Iterable[float | None]) -> dict[str, float] | None:
-    """Median, least and greatest of those that are known."""
-    known = [value for value in values if value is not None]
+    """Median, 90th percentile (nearest rank), least and greatest of those that are known."""
+    known = sorted(value for value in values if value is not None)
     if not known:
         return None
-    return {"median": statistics.median(known), "min": min(known), "max": max(known)}
+    p90 = known[math.ceil(0.9 * len(known)) - 1]
+    return {"median": statistics.median(known), "p90": p90, "min": known[0], "max": known[-1]}
 
 
 class Rounds:
@@ -35,9 +37,9 @@ class Rounds:
         self.failures.append({"round": number, "scenario": scenario, "setup": setup, "why": why})
 
     def summary(self, scenarios: Sequence[Scenario]) -> list[dict[str, Any]]:
-        """One row for each scenario and setup, and for each broadcast of a trial."""
-        kinds = list(dict.fromkeys((setup, nth) for _, _, setup, nth in self._results))
-        rows = [self._row(scenario, setup, nth) for scenario in scenarios for setup, nth in kinds]
+        """One row for each scenario and setup: for the first broadcast of all trials, and one for all later ones."""
+        kinds = list(dict.fromkeys((setup, _which(nth)) for _, _, setup, nth in self._results))
+        rows = [self._row(scenario, setup, which) for scenario in scenarios for setup, which in kinds]
         return [row for row in rows if row is not None]
 
     def all(self) -> list[dict[str, Any]]:
@@ -47,21 +49,25 @@ class Rounds:
             for (number, *_), result in self._results.items()
         ]
 
-    def _row(self, scenario: Scenario, setup: str, nth: int) -> dict[str, Any] | None:
-        wanted = (scenario.name, setup, nth)
-        mine = {number: result for (number, *which), result in self._results.items() if tuple(which) == wanted}
+    def _row(self, scenario: Scenario, setup: str, which: str) -> dict[str, Any] | None:
+        wanted = (scenario.name, setup, which)
+        mine = [
+            (number, result)
+            for (number, name, by, nth), result in self._results.items()
+            if (name, by, _which(nth)) == wanted
+        ]
         if not mine:
             return None
 
         def each(value: Callable[[int, Result], float | None]) -> dict[str, float] | None:
-            return spread(value(number, result) for number, result in mine.items())
+            return spread(value(number, result) for number, result in mine)
 
         return {
             "scenario": scenario.name,
             "setup": setup,
-            "nth": nth,
+            "which": which,
             "num_workers": len(scenario.workers),
-            "rounds": len(mine),
+            "broadcasts": len(mine),
             "last_seconds": each(lambda _, r: r.last),
             "quantile_seconds": each(lambda _, r: r.quantile),
             "over_alone": each(lambda number, r: self._over_alone(number, scenario, r)),
@@ -71,8 +77,8 @@ class Rounds:
             "noticed_seconds": each(lambda _, r: r.noticed_seconds),
             "origin_sent_ratio": each(lambda _, r: r.origin_sent_ratio),
             "machine_busy_share": each(lambda _, r: r.machine_busy_share),
-            "predicted_seconds": next(iter(mine.values())).predicted_seconds,
-            "network_bound_rounds": sum(r.is_network_bound for r in mine.values()),
+            "predicted_seconds": mine[0][1].predicted_seconds,
+            "network_bound_broadcasts": sum(r.is_network_bound for _, r in mine),
         }
 
     def _over_alone(self, number: int, scenario: Scenario, result: Result) -> float | None:
@@ -88,11 +94,11 @@ class Rounds:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """For people: medians, with least and greatest."""
+    """For people: the median, in brackets the least, the 90th percentile and the greatest."""
     heads = (
         "scenario",
         "setup",
-        "nth",
+        "broadcasts",
         "last worker, s",
         "over alone",
         "over G/B_w",
@@ -103,7 +109,13 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
     keys = ("last_seconds", "over_alone", "over_floor", "over_bound", "origin_sent_ratio", "machine_busy_share")
     lines = [
-        [row["scenario"], row["setup"], str(row["nth"]), *(_cell(row[key]) for key in keys), _predicted(row)]
+        [
+            row["scenario"],
+            row["setup"],
+            f"{row['broadcasts']} {row['which']}",
+            *(_cell(row[key]) for key in keys),
+            _predicted(row),
+        ]
         for row in rows
     ]
     widths = [max(len(line[at]) for line in [list(heads), *lines]) for at in range(len(heads))]
@@ -114,7 +126,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         f"{_cell(row['over_undisturbed_less_detection'])} times undisturbed"
         for row in faults
     ]
-    bound = [row for row in rows if row["network_bound_rounds"] < row["rounds"]]
+    bound = [row for row in rows if row["network_bound_broadcasts"] < row["broadcasts"]]
     if bound:
         names = ", ".join(f"{row['scenario']} {row['setup']}" for row in bound)
         text.append(f"The machine was too busy in some rounds, whose times are its own, not the network's: {names}.")
@@ -154,12 +166,16 @@ def one_line(result: Result) -> str:
     )
 
 
+def _which(nth: int) -> str:
+    return "first" if nth == 1 else "later"
+
+
 def _cell(value: dict[str, float] | None) -> str:
     if value is None:
         return "-"
     if value["min"] == value["max"]:
         return f"{value['median']:.2f}"
-    return f"{value['median']:.2f} [{value['min']:.2f}, {value['max']:.2f}]"
+    return f"{value['median']:.2f} [{value['min']:.2f}, {value['p90']:.2f}, {value['max']:.2f}]"
 
 
 def _predicted(row: dict[str, Any]) -> str:

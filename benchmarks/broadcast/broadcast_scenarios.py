@@ -45,6 +45,10 @@ def scenarios() -> list[Scenario]:
         replace(even("alone-cubic", 1, fast, "alone-cubic"), congestion="cubic"),
         replace(even("cubic-8", 8, fast, "alone-cubic"), congestion="cubic"),
         with_links(eight, "uneven-8", uneven),
+        even("loss-4", 4, lossy, "alone-loss"),
+        replace(even("cubic-4", 4, fast, "alone-cubic"), congestion="cubic"),
+        replace(even("alone-40-cubic", 1, modest, "alone-40-cubic"), congestion="cubic"),
+        replace(even("cubic-16", 16, modest, "alone-40-cubic"), congestion="cubic"),
         even("even-5", 5, fast),
         with_links(even("uneven-5", 5, fast), "uneven-5", {f"w{at:02}": uneven[f"w{at + 2:02}"] for at in range(1, 6)}),
         replace(even("alone-cubic-loss", 1, hardly, "alone-cubic-loss"), congestion="cubic"),
@@ -53,7 +57,7 @@ def scenarios() -> list[Scenario]:
 
 
 #: Not run unless asked for: those for the comparison with other programs, and one that takes an hour.
-EXTRA = ("even-5", "uneven-5", "alone-cubic-loss", "cubic-loss-8")
+EXTRA = ("loss-4", "cubic-4", "alone-40-cubic", "cubic-16", "even-5", "uneven-5", "alone-cubic-loss", "cubic-loss-8")
 
 
 def chosen(only: Sequence[str]) -> list[Scenario]:

@@ -52,6 +52,21 @@ def test_a_slow_member_does_not_delay_others(count: int) -> None:
     assert outcome.last_seconds <= 10.5 * ALONE
 
 
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_a_tenth_that_is_slow_delays_nobody_else(count: int) -> None:
+    outcome = send(count, **{f"w{at}": SLOW for at in range(0, count, 10)})
+    assert outcome.finished[count - count // 10 - 1] <= 1.15 * ALONE
+    assert outcome.last_seconds <= 10.5 * ALONE
+    assert outcome.origin_bytes <= 1.01 * 64 * MIB
+
+
+@pytest.mark.slow
+def test_a_thousand_have_256_mib_within_a_tenth_of_what_no_scheme_beats() -> None:
+    outcome = predict(1000, num_bytes=256 * MIB, chunk_bytes=MIB // 2, up=UP, down=UP, latency_seconds=0.05)
+    assert outcome.last_seconds <= 1.10 * 256 * MIB / (UP * EFFICIENCY)
+    assert outcome.origin_bytes <= 1.01 * 256 * MIB
+
+
 @pytest.mark.parametrize("count", [4, 8, 16])
 def test_undialable_members_cost_little_up_to_a_third(count: int) -> None:
     hidden = {f"w{at}": {"is_dialable": False} for at in range(0, count, 3)}

@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import re
+import socket
 from array import array
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from agent_cases import sampled, trained
+from echo2.core.addresses import LOOPBACK
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import RolloutGroup, SamplingParams, SnapshotRef, Task
 from echo2.engines.engine import Completion, Engine, Outcome, RequestFailure, SampleRequest
@@ -320,3 +322,19 @@ def test_a_rollout_that_is_given_up_frees_its_slot(engine: Engine) -> None:
         await environment.close()
 
     asyncio.run(scene())
+
+
+def test_the_second_part_of_an_answer_does_not_wait_until_the_harness_acknowledges_the_first() -> None:
+    async def scenario() -> None:
+        endpoint = http.LoopbackEndpoint()
+        await endpoint.start()
+        _, writer = await asyncio.open_connection(LOOPBACK, endpoint._port)
+        connections = endpoint._server.server_state.connections
+        await until(lambda: bool(connections))
+        (connection,) = connections
+        accepted = connection.transport.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        writer.close()
+        await endpoint.close()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))

@@ -140,7 +140,9 @@ def test_a_member_that_asks_for_nothing_or_was_revoked_is_dropped(
     run(scenario())
 
 
-def test_the_kernel_probes_the_machine_of_a_silent_caller(identity: RunIdentity, tmp_path: Path) -> None:
+def test_the_kernel_probes_the_machine_of_a_silent_caller_and_sends_at_once(
+    identity: RunIdentity, tmp_path: Path
+) -> None:
     async def scenario() -> None:
         server = GrpcServer(LOOPBACK, 0, identity, {"Report": Desk().report})
         async with linked(await server.start(), enrolled(identity, tmp_path / "peer")[1]) as link:
@@ -148,6 +150,7 @@ def test_the_kernel_probes_the_machine_of_a_silent_caller(identity: RunIdentity,
             (connection,) = server._door.connections()
             taken = connection.outer.transport.get_extra_info("socket")
             assert taken.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         await server.stop()
 
     run(scenario())

@@ -11,8 +11,13 @@ import broadcast_node as node
 import broadcast_prediction as prediction
 import broadcast_scenarios as scenarios
 import broadcast_trial as trial
+import connections
 import pytest
 from wan import lines, net
+
+from echo2.weights.broadcast.decide.origin import PACE
+from echo2.weights.broadcast.probe import STRIPES_MIN
+from echo2.weights.format.segments import chunk_bytes_for
 
 MIB = 1 << 20
 
@@ -90,8 +95,27 @@ def test_ratios_are_taken_within_a_round() -> None:
         rounds.add(number, result("even-4", "chain", seconds={f"w{at:02}": shared for at in range(1, 5)}))
     rows = {(row["scenario"], row["setup"]): row for row in rounds.summary(scenarios.chosen(["even-4"]))}
     over = rows["even-4", "chain"]["over_alone"]
-    assert over == pytest.approx({"median": 1.2, "min": 1.1, "max": 1.5})
+    assert over == pytest.approx({"median": 1.2, "p90": 1.5, "min": 1.1, "max": 1.5})
     assert rows["even-4", "chain"]["over_floor"]["median"] == 30.0 / 8.0
+
+
+def test_first_and_later_broadcasts_have_distributions_of_their_own() -> None:
+    rounds = figures.Rounds()
+    for number in range(5):
+        for nth in (1, 2, 3):
+            alone = 10.0 if nth == 1 else 5.0
+            rounds.add(number, result("alone", seconds={"w01": alone}, nth=nth))
+            rounds.add(number, result("even-4", seconds={"w01": alone * (1.0 + number / 10 + nth)}, nth=nth))
+    rows = {row["which"]: row for row in rounds.summary([known("even-4")])}
+    assert rows["first"]["over_alone"] == pytest.approx({"median": 2.2, "p90": 2.4, "min": 2.0, "max": 2.4})
+    assert rows["later"]["over_alone"] == pytest.approx({"median": 3.7, "p90": 4.3, "min": 3.0, "max": 4.4})
+    assert rows["later"]["broadcasts"] == 10
+
+
+def test_the_plain_connections_that_are_measured_are_those_of_a_run() -> None:
+    assert connections.WAYS["shared"].connections == STRIPES_MIN
+    assert connections.WAYS["shared"].pace == PACE
+    assert chunk_bytes_for(24 * MIB) == connections.CHUNK_BYTES
 
 
 def test_the_cost_of_a_fault_excludes_its_detection() -> None:

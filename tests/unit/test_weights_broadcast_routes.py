@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from broadcast_schemes import plan_chain
@@ -87,6 +88,23 @@ def test_a_slow_receiver_is_a_leaf_and_the_others_do_as_well_as_without_it(count
     assert "zslow" not in loads(routes)
     fast = loads({key: value for key, value in routes.items() if key != "zslow"})
     assert max(fast.values()) <= 1.05
+
+
+@pytest.mark.parametrize("count", [40, 100, 1000])
+def test_a_tenth_that_is_slow_costs_the_origin_nothing_and_the_relays_little(count: int) -> None:
+    slow = {f"w{at:05d}" for at in range(0, count, 10)}
+    fleet = [replace(one, up=UP / 10, down=UP / 10) if one.worker_id in slow else one for one in members(count)]
+    routes = plan_routes(fleet, fan_out=8, num_stripes=64, origin_up=UP)
+    assert loads(routes)[""] == 1.0  # no slow member takes anything from it
+    assert max(len(mine) for source, mine in children(routes).items() if source) <= 8
+    weights = {worker_id: 0.1 if worker_id in slow else 1.0 for worker_id in routes}
+    stripes = len(next(iter(routes.values())))
+    sent = Counter[str]()
+    for worker_id, sources in routes.items():
+        for source in sources:
+            sent[source] += weights[worker_id] / stripes
+    assert max(sent.values()) <= 1.11
+    assert not slow & sent.keys()
 
 
 def test_uplinks_are_loaded_in_proportion() -> None:

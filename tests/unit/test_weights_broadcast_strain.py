@@ -8,8 +8,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -20,10 +19,11 @@ from echo2.core.types import RUN_POLICY, PayloadId, SnapshotRef
 from echo2.transport import message_bytes
 from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
-from echo2.weights.broadcast.edges import EDGES_MAX, GIVES_MAX, REDIAL_SECONDS, AwaitedSource, Intake, Source
+from echo2.weights.broadcast.edges import EDGES_MAX
 from echo2.weights.broadcast.origin import PROBE_SECONDS_MAX, PROBE_SLOT_SECONDS, OriginNode
 from echo2.weights.broadcast.probe import DONE
 from echo2.weights.broadcast.serving import ChunkCache, Server, encode_payload
+from echo2.weights.broadcast.sources import GIVES_MAX, REDIAL_SECONDS, AwaitedSource
 from echo2.weights.store.store import ChunkStore
 from memory_links import LOOPBACK, MemoryNetwork
 
@@ -79,37 +79,9 @@ def test_a_paced_peer_gets_chunks_at_its_rate_and_notice_of_more(tmp_path: Path)
             given = server.serve(Peer("w-1", "worker"), request)
             came = [(time.monotonic(), message) async for message in given]
         kinds = [message if len(message) < 1000 else b"chunk" for _, message in came]
-        alive, nudge = message_bytes.ALIVE, message_bytes.NUDGE
-        assert kinds == [alive, b"chunk", b"chunk", nudge, alive, b"chunk", nudge]
-        assert came[5][0] - began_at >= 1000 / 1e5 + 1000 / 1050.0
-
-    run(scenario())
-
-
-def test_a_nudge_follows_the_last_chunk_of_a_burst_and_is_empty(tmp_path: Path) -> None:
-    data = [bytes([at]) * 1000 for at in range(3)]
-    hashes = [blake3(piece).digest() for piece in data]
-
-    async def scenario() -> None:
-        with ThreadPoolExecutor(1) as disk:
-            cache, came = ChunkCache(ChunkStore(tmp_path), disk), []
-            for at in range(2):
-                cache.arrived(hashes[at], message_bytes.pack(hashes[at], data[at]))
-            given = Server(cache, lambda payload: True).serve(
-                Peer("w-1", "worker"), wire.ChunkRequest(hashes=hashes, payload=PAYLOAD)
-            )
-            async for message in given:
-                came.append(message)
-                if message == message_bytes.NUDGE and not cache.has(hashes[2]):
-                    cache.arrived(hashes[2], message_bytes.pack(hashes[2], data[2]))
-        kinds = ["chunk" if len(message) > 1000 else message for message in came]
-        assert kinds == [message_bytes.ALIVE, "chunk", "chunk", message_bytes.NUDGE, "chunk", message_bytes.NUDGE]
-        heard: list[str] = []
-        source = Source("w-2", cast("Intake", SimpleNamespace(alive=heard.append)))
-        await source.take(message_bytes.NUDGE, {})
-        assert heard == []  # one that waits for its own source says ALIVE
-        await source.take(message_bytes.ALIVE, {})
-        assert heard == ["w-2"]
+        alive = message_bytes.ALIVE
+        assert kinds == [alive, b"chunk", b"chunk", alive, b"chunk"]
+        assert came[4][0] - began_at >= 1000 / 1e5 + 1000 / 1050.0
 
     run(scenario())
 

@@ -184,6 +184,9 @@ class Door:
                 taken.close()
                 continue
             taken.setblocking(False)
+            # asyncio does that only where a socket names its protocol, and accepted ones don't. With Nagle's algorithm
+            # the end of a chunk waits a round trip and goes out alone; BBR takes it for all that the path carries.
+            taken.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _notice_when_gone(taken)
             Connection(self, host).start(taken)
 

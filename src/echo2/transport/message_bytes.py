@@ -2,7 +2,7 @@
 
 A chunk (`wire.Chunk`) is read and written without a copy of its data: a relay hashes, stores and forwards the bytes of
 the same message. Only one encoding is accepted: protobuf's, with `hash` before `data`. No hash and no data: the sender
-is alive. A hash without data: the sender has no such chunk. Data without a hash: `NUDGE`, which says nothing.
+is alive. A hash without data: the sender has no such chunk.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from echo2.transport.limits import LOGGED_GROUPS, LOGGED_TOKENS
 HASH_BYTES = 32
 #: The message of a sender that is alive but has nothing to send yet.
 ALIVE = b""
-#: An empty message. A message that is written after a pause pushes out the end of the one before.
-NUDGE = b"\x12\x01\x00"
 
 _HASH = bytes((0x0A, HASH_BYTES))  # field 1, bytes, of this length
 _DATA = 0x12  # field 2, bytes
@@ -49,15 +47,13 @@ def hash_of(message: bytes) -> bytes:
 
 def unpack(message: bytes) -> tuple[bytes, memoryview]:
     """Decode a message into (hash, data); the data is a view of the message. Both empty: alive. Data empty: no such
-    chunk. Hash empty: a nudge.
+    chunk.
 
     Raises:
         PeerError: "malformed".
     """
     if not message:
         return b"", memoryview(b"")
-    if message == NUDGE:
-        return b"", memoryview(NUDGE)[2:]
     end = len(_HASH) + HASH_BYTES
     if message[: len(_HASH)] != _HASH or len(message) < end:
         raise PeerError("malformed", f"a message of {len(message)} bytes that is not a chunk")

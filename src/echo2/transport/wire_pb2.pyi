@@ -497,12 +497,14 @@ class ManifestRequest(_message.Message):
     def __init__(self, lineage: _Optional[int] = ..., version: _Optional[int] = ..., base: _Optional[_Union[SnapshotId, _Mapping]] = ..., policy: _Optional[str] = ...) -> None: ...
 
 class ChunkRequest(_message.Message):
-    __slots__ = ("hashes", "payload")
+    __slots__ = ("hashes", "payload", "number")
     HASHES_FIELD_NUMBER: _ClassVar[int]
     PAYLOAD_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     hashes: _containers.RepeatedScalarFieldContainer[bytes]
     payload: PayloadId
-    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., payload: _Optional[_Union[PayloadId, _Mapping]] = ...) -> None: ...
+    number: int
+    def __init__(self, hashes: _Optional[_Iterable[bytes]] = ..., payload: _Optional[_Union[PayloadId, _Mapping]] = ..., number: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("hash", "data")

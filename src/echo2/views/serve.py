@@ -104,9 +104,11 @@ class _Server(uvicorn.Server):
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        return socket.create_server((host, port), family=family(host))
+        listening = socket.create_server((host, port), family=family(host))
     except OSError as error:
         raise UserError(f"Cannot listen on {join(host, port)}: {error.strerror}. Choose another --port.") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # also of what it accepts: responses are two writes
+    return listening
 
 
 def exposition(views: Sequence[RunView]) -> str:

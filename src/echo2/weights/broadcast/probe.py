@@ -30,6 +30,8 @@ FAST_SECONDS = 0.1
 MAX_RATE = PROBE_BYTES / FAST_SECONDS
 STRIPES = 8
 STRIPES_GAIN = 1.5
+#: Connections used otherwise, so that one that is slow for seconds does not decide (`decide/dealing.py`).
+STRIPES_MIN = 4
 #: Concurrent PutProbe calls over all connections, at the start and at most (130 Mbit/s at 100 ms). Starting with more
 #: would make all calls on a slow link complete together, late in the measurement.
 FIRST_PUTS = 8
@@ -110,7 +112,7 @@ async def _measure(links: list[Link], open_link: Callable[[], Link]) -> Rates:
     many_down, _ = await _race(links, _pull)
     many_up, _ = await _race(links, _push)
     is_better = many_down > STRIPES_GAIN * down or many_up > STRIPES_GAIN * up
-    return Rates(max(up, many_up), max(down, many_down), STRIPES if is_better else 1)
+    return Rates(max(up, many_up), max(down, many_down), STRIPES if is_better else STRIPES_MIN)
 
 
 async def _race(links: Sequence[Link], run: Callable[[Link, _Tape, int], Awaitable[None]]) -> tuple[float, bool]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import AsyncGenerator, Callable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable
 from concurrent.futures import Executor
 
 from echo2.core.errors import PeerError, UserError
@@ -21,6 +21,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Peer
 from echo2.transport.budgets import Buckets
 from echo2.transport.messages import decode_ref, encode_ref
+from echo2.weights.broadcast.decide.dealing import Dealing
 from echo2.weights.format.manifest import HASH_BYTES
 from echo2.weights.store.store import ChunkStore
 
@@ -32,11 +33,6 @@ REQUEST_CHUNKS_MAX = 4096
 RECENT_BYTES = 64 << 20
 #: Interval of keep-alive messages while there is no chunk to send.
 ALIVE_SECONDS = 0.5
-#: When nothing follows a chunk for so long, a nudge does. Without it, BBR's estimate of a connection could fall to a
-#: fifth at a pause, and needed seconds to grow again. The last packet of a chunk (618 to 1,080 bytes in `ss`) seems to
-#: wait in TCP and to go out alone: BBR no longer knows then that the sender had nothing to send, and takes the few
-#: packets of that round trip for all that the path carries.
-NUDGE_SECONDS = 0.02
 #: Maximum number of concurrent requests of one peer.
 REQUESTS_PER_PEER_MAX = 64
 #: What a peer may be sent: this many copies of every chunk that is new here, and as many of the largest payload, which
@@ -177,62 +173,84 @@ class Server:
         self._under_way: Counter[str] = Counter()
         self._due: dict[str, float] = {}  # peer -> when its next chunk may be sent
         self._orders: set[_Order] = set()
+        self._shared: dict[tuple[str, int], _Order] = {}  # (peer, number): of a request over several connections
         self._is_closed = False
         self.bytes_sent = 0
 
     async def serve(self, peer: Peer, request: wire.ChunkRequest) -> AsyncGenerator[bytes, None]:
-        """Yield messages with the requested chunks, in any order, and keep-alive messages and nudges in between.
+        """Yield messages with the requested chunks, in any order, and keep-alive messages in between; of a request that
+        came over several connections, those that this one is the first to be free for.
 
         Raises:
             PeerError: "missing", when some chunks are neither stored nor expected; "malformed"; "oversized"; "busy";
                 "closing".
         """
-        wanted, payload, peer_id = requested(request), decode_payload(request.payload), peer.peer_id
-        if self._under_way[peer_id] >= REQUESTS_PER_PEER_MAX:
-            raise PeerError("busy", f"{peer_id} has {REQUESTS_PER_PEER_MAX} requests under way")
-        self._under_way[peer_id] += 1
-        order = _Order(self._cache, wanted)
-        self._orders.add(order)
+        payload, peer_id = decode_payload(request.payload), peer.peer_id
+        order = self._order(peer_id, request)
+        dealing = order.dealing
+        dealing.num_connections += 1
         try:
             yield message_bytes.ALIVE  # tells the caller that the request arrived
-            order.begin()
             clock = asyncio.get_running_loop().time
             told_at = clock()
-            while order.wanted:
+            while dealing.wanted:
                 self._check_open()
-                if not order.ready and not self._expects(payload):
-                    raise PeerError("missing", f"{len(order.wanted)} chunks of {payload} are not here and not expected")
-                if not order.ready and clock() - told_at >= ALIVE_SECONDS:
+                if not dealing.ready and not self._expects(payload):
+                    raise PeerError("missing", f"{len(dealing.wanted)} chunks of {payload} are not here or expected")
+                if not dealing.ready and clock() - told_at >= ALIVE_SECONDS:
                     # Every chunk received so far is sent: if the peer finds this slow, the cause is this node's own
                     # source, even if that source still delivers a little.
                     told_at = clock()
                     yield message_bytes.ALIVE
-                if not order.ready:
+                if not dealing.ready:
                     await order.something()
-                is_sending = bool(order.ready)
-                while order.ready:
+                while dealing.ready:
                     message = await self._read(order, payload)
                     if message is None:
                         continue
                     due = self._due_at(peer_id, payload, len(message))
-                    if due - clock() > NUDGE_SECONDS:
-                        await asyncio.sleep(NUDGE_SECONDS)
-                        yield message_bytes.NUDGE
                     while (wait_seconds := due - clock()) > 0.0:
                         await asyncio.sleep(min(wait_seconds, ALIVE_SECONDS))
                         if wait_seconds > ALIVE_SECONDS:
                             yield message_bytes.ALIVE
                     self.bytes_sent += len(message)
                     yield message
-                if is_sending and not await order.something(NUDGE_SECONDS):
-                    yield message_bytes.NUDGE
+            order.woken.set()  # the other connections of this request have nothing left to wait for
         finally:
-            order.end()
-            self._orders.discard(order)
-            self._under_way[peer_id] -= 1
-            if not self._under_way[peer_id]:
-                del self._under_way[peer_id]
-                self._due.pop(peer_id, None)
+            dealing.num_connections -= 1
+            if not dealing.num_connections:
+                self._ended(peer_id, order)
+
+    def _order(self, peer_id: str, request: wire.ChunkRequest) -> _Order:
+        """Return what a request asks for: a request of its own, or one that came over another connection already.
+
+        Raises:
+            PeerError: "malformed"; "oversized"; "busy".
+        """
+        wanted, key = requested(request), (peer_id, request.number)
+        order = self._shared.get(key) if request.number else None
+        if order is not None:
+            if not order.dealing.may_join(wanted):
+                raise PeerError("malformed", f"request {request.number} asked for other chunks, or came too often")
+            return order
+        if self._under_way[peer_id] >= REQUESTS_PER_PEER_MAX:
+            raise PeerError("busy", f"{peer_id} has {REQUESTS_PER_PEER_MAX} requests under way")
+        self._under_way[peer_id] += 1
+        order = _Order(self._cache, wanted, key)
+        self._orders.add(order)
+        if request.number:
+            self._shared[key] = order
+        return order
+
+    def _ended(self, peer_id: str, order: _Order) -> None:
+        order.end()
+        self._orders.discard(order)
+        if self._shared.get(order.key) is order:
+            del self._shared[order.key]
+        self._under_way[peer_id] -= 1
+        if not self._under_way[peer_id]:
+            del self._under_way[peer_id]
+            self._due.pop(peer_id, None)
 
     @property
     def is_busy(self) -> bool:
@@ -253,19 +271,18 @@ class Server:
     async def _read(self, order: _Order, payload: PayloadId) -> bytes | None:
         """Return the next message; None if its chunk was dropped before it was read, and is awaited again."""
         self._check_open()
-        hash_ = order.ready.popleft()
+        hash_ = order.dealing.take()
         try:
-            message = await self._cache.message(hash_)
+            return await self._cache.message(hash_)
         except PeerError as error:
+            order.dealing.put_back(hash_)
             if error.reason != "missing" or not self._expects(payload):
                 raise
             if self._cache.has(hash_):  # written in the meantime
-                order.ready.append(hash_)
+                order.dealing.arrived(hash_)
             else:
                 self._cache.wait_for(hash_, order.tell)
             return None
-        del order.wanted[hash_]
-        return message
 
     def close(self) -> None:
         """Refuse new requests, and end those under way."""
@@ -283,34 +300,30 @@ class Server:
 
 
 class _Order:
-    """One request: the chunks still to be sent (`wanted`), and those of them that can be sent now (`ready`)."""
+    """One request: the chunks still to be dealt, and the waiting for those that are not here."""
 
-    def __init__(self, cache: ChunkCache, wanted: dict[bytes, None]) -> None:
-        self._cache, self.wanted = cache, wanted
-        self.ready: deque[bytes] = deque()
+    def __init__(self, cache: ChunkCache, wanted: Iterable[bytes], key: tuple[str, int]) -> None:
+        self._cache, self.dealing, self.key = cache, Dealing(wanted), key
         self.woken = asyncio.Event()
-
-    def begin(self) -> None:
-        for hash_ in self.wanted:
-            if self._cache.has(hash_):
-                self.ready.append(hash_)
+        for hash_ in self.dealing.asked:
+            if cache.has(hash_):
+                self.dealing.arrived(hash_)
             else:
-                self._cache.wait_for(hash_, self.tell)
+                cache.wait_for(hash_, self.tell)
 
     def end(self) -> None:
-        for hash_ in self.wanted:
+        for hash_ in self.dealing.wanted:
             self._cache.forget(hash_, self.tell)
 
     def tell(self, hash_: bytes) -> None:
-        self.ready.append(hash_)
+        self.dealing.arrived(hash_)
         self.woken.set()
 
-    async def something(self, seconds: float = ALIVE_SECONDS) -> bool:
-        """Wait for a chunk to send, or for `reconsider`. Return False after so many seconds without either."""
+    async def something(self) -> None:
+        """Wait for a chunk to send, for the end of the request, or for `reconsider`; no longer than ALIVE_SECONDS."""
         self.woken.clear()
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(ALIVE_SECONDS):
                 await self.woken.wait()
         except TimeoutError:
-            return False
-        return True
+            pass

@@ -39,7 +39,7 @@ BIAS_STEP = 0.2
 BIAS_BOUNDS = (0.1, 2.0)
 #: Share of the origin's measured uplink that is filled: at more, the connections fight for it again. Above this rate in
 #: bytes per second nothing is paced: processors are the limit there, and a short burst does not tell a link's rate.
-PACE = 0.9
+PACE = 0.97
 PACED_MAX = 50e6
 #: Broadcasts shorter than this say nothing about rates.
 MIN_TALLY_SECONDS = 0.5

@@ -48,6 +48,8 @@ MOVES_A_MEMBER = 8
 #: Share of the child places kept free, for the children of a relay that drops out. (In a mesh all members are
 #: neighbours already and need no new places.)
 SPARE_PLACES = 0.25
+#: Parents of a slow member: two share its load, and each slow member has a place at no more than these.
+SLOW_PARENTS = 2
 #: Members examined as a possible parent outside the own colour.
 SPARE_TRIES = 64
 
@@ -265,9 +267,10 @@ class _Trees:
         num_stripes: int,
         blocked: AbstractSet[tuple[str, str]],
     ) -> None:
-        self.members, self.pace, self.origin_up = members, pace, origin_up
+        self.members, self.pace, self.origin_up, self.fan_out = members, pace, origin_up, fan_out
         self.num_stripes, self.blocked = num_stripes, blocked
         self.children: dict[str, set[str]] = {member.worker_id: set() for member in members}
+        self.slow_parents: dict[str, dict[str, None]] = {}
         self.load = dict.fromkeys(self.children, 0.0)
         self.spare = [member for member in pace.relays if member.address] or list(pace.relays)
         self.next_spare = 0
@@ -316,7 +319,10 @@ class _Trees:
     def _colours(self) -> list[_Tree]:
         """Build one tree per colour, all with the same share."""
         colours = self._inner_nodes()
-        return [self._grow(inner, 1.0 / len(colours)) for inner in colours]
+        trees = [self._grow(inner, 1.0 / len(colours)) for inner in colours]
+        for tree in trees:  # last: they would take the places of relays whose own tree is not grown yet
+            self._place_slow(tree)
+        return trees
 
     def _inner_nodes(self) -> list[list[Receiver]]:
         """Return the inner nodes of each tree: relays dealt so that all trees can send the same, dialable relays first.
@@ -356,22 +362,28 @@ class _Trees:
         return tree
 
     def _place_slow(self, tree: _Tree) -> None:
-        """Place slow members below the least loaded parent that receives no slower: a relay, or an earlier slow one."""
+        """Place slow members below the least loaded parents that receive no slower: relays, or earlier slow ones. They
+        may have the places that are kept free otherwise. From the origin each would take the uplink of a fast one."""
         by_id = {member.worker_id: member for member in self.members}
         free = [(self._use(member), member.worker_id) for member in tree.placed if member.worker_id in self.pace.able]
         heapq.heapify(free)
         for member in self.pace.slow:
+            known = [key for key in self.slow_parents.get(member.worker_id, ()) if key in tree.parent]
+            parent = None if len(known) < SLOW_PARENTS else by_id[min(known, key=lambda key: self._use(by_id[key]))]
             seen: list[tuple[float, str]] = []
-            parent: Receiver | None = None
             while free and parent is None and len(seen) < SPARE_TRIES:
                 use, worker_id = heapq.heappop(free)
                 other = by_id[worker_id]
                 seen.append((self._use(other), worker_id))
                 if use < seen[-1][0]:
                     heapq.heappush(free, seen.pop())  # its load has grown since
-                elif self._may_take(other, member):
+                elif self._may_take(other, member, self.fan_out):
                     parent = other
+            if parent is None and known:
+                parent = by_id[known[0]]
             self._place(tree, member, parent)
+            if parent is not None:
+                self.slow_parents.setdefault(member.worker_id, {})[parent.worker_id] = None
             for item in seen:
                 heapq.heappush(free, item)
             if member.worker_id in self.pace.able:
@@ -424,7 +436,6 @@ class _Trees:
             self._place(tree, member, parent)
             if member.worker_id in inner_ids:
                 open_at.append(member)
-        self._place_slow(tree)
         return tree
 
     def _open_parent(self, member: Receiver, open_at: list[Receiver], slots: dict[str, int]) -> Receiver | None:
@@ -436,11 +447,11 @@ class _Trees:
                 return parent
         return None
 
-    def _may_take(self, parent: Receiver, member: Receiver) -> bool:
+    def _may_take(self, parent: Receiver, member: Receiver, most: int = 0) -> bool:
         if not can_link(parent, member) or is_blocked(parent, member, self.blocked):
             return False
         mine = self.children[parent.worker_id]
-        return len(mine) < self.most_children or member.worker_id in mine
+        return len(mine) < (most or self.most_children) or member.worker_id in mine
 
     def _spare_parent(self, member: Receiver, tree: _Tree) -> Receiver | None:
         """Return a relay of another colour that also receives this tree's stripes and has room for a child, or None."""
