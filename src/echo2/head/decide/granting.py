@@ -9,6 +9,10 @@ then a second lease would come too late.
 Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so
 that taking the first result does not favour shorter completions.
 
+While a snapshot travels, a worker that has it already takes no more than its share of the steps that only this snapshot
+may sample. Otherwise the first few to install it would take them all, and the others, a few seconds later, would have
+nothing to sample, while the step waits for groups that share an engine or wait at a worker.
+
 A lease lasts for `lease_seconds`, or for twice as long as its worker needs for all that it may hold, at its measured
 rate: a worker that is slower than `lease_seconds` must not lose its groups only to get the same ones again. At its
 deadline it is extended while the rate is not known yet. Meanwhile a free worker samples the group, too, so nobody waits
@@ -20,6 +24,7 @@ its leases until it counts as lost.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
@@ -41,6 +46,9 @@ LEASES_KNOWN = 8
 LATE_AFTER = 2.0
 #: Steps from the next one on whose groups may have second leases: this is looked through at every event.
 LATE_STEPS_MAX = 8
+#: While a snapshot travels, its steps are shared, but no longer than this multiple of the usual time of a broadcast: a
+#: worker whose link is broken must not keep others from its share.
+SHARED_TIMES = 1.5
 #: The longest lease, as a multiple of `lease_seconds`.
 LEASE_STRETCH_MAX = 8.0
 #: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
@@ -185,7 +193,8 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
     with_room: Iterator[int] = (step for step in range(state.training.version, last + 1) if room(state, step) > 0)
     if state.options.deterministic:  # groups are numbered step by step
         with_room = itertools.islice(with_room, 1)
-    new_step = next((step for step in with_room if strangers.may_supply(state, worker, step)), None)
+    may_take = (step for step in with_room if not has_share(state, worker, step))
+    new_step = next((step for step in may_take if strangers.may_supply(state, worker, step)), None)
     left: list[PlannedGroup] = []
     found: list[PlannedGroup] = []
     while not found and (pending := state.groups.first_pending()) is not None and len(left) < UNITS_LEFT_MAX:
@@ -203,6 +212,24 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
     for record in left:
         state.groups.push_pending(record)
     return found
+
+
+def has_share(state: PlannerState, worker: Worker, step: int) -> bool:
+    """Whether this worker holds its share, by slots, of a step that is shared for now."""
+    if step <= state.snapshots.last_before(state.options.max_staleness) or state.now >= shared_until(state):
+        return False
+    held = (state.leases.get(lease_id) for lease_id in state.leases.of_worker(worker.worker_id))
+    num_held = sum(one is not None and one[1].group.kind == "train" and one[1].step == step for one in held)
+    slots = max(1, state.fleet.active_groups)
+    return num_held >= math.ceil(state.options.groups_per_step * state.fleet.at_once(worker) / slots)
+
+
+def shared_until(state: PlannerState) -> float:
+    """Return until when the steps that only the newest snapshot may sample are shared; -inf: they are not."""
+    if state.options.deterministic or not state.measurements.is_spreading:
+        return -math.inf
+    usual = state.measurements.typical_broadcast_seconds() or state.options.lease_seconds
+    return state.snapshots.published_at + SHARED_TIMES * usual
 
 
 def issue_unit(state: PlannerState, step: int) -> None:

@@ -132,6 +132,8 @@ class Planner(PlannerState):
             dues.append(self.rentals.next_at)  # there may be no worker whose reports wake it
         if self.health.paused is None and (late_at := granting.next_at(self)) is not None:
             dues.append(late_at)
+        if self.now < (until := granting.shared_until(self)):
+            dues.append(until)
         if dues:
             self.wake_at(min(dues), "next deadline of a lease or of a silent worker")
 

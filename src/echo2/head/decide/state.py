@@ -162,6 +162,11 @@ class Snapshots:
     def newest(self) -> SnapshotRef | None:
         return self.published[max(self.published)] if self.published else None
 
+    def last_before(self, max_staleness: int) -> int:
+        """The last step that the snapshots before the newest may sample for; -1: there is none."""
+        before = sorted(self.published)[-2:-1]
+        return before[0] + max_staleness if before else -1
+
     def newest_retained(self) -> SnapshotRef | None:
         return self.retained[max(self.retained)] if self.retained else None
 

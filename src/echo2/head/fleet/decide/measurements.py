@@ -149,6 +149,11 @@ class Measurements:
             self._broadcast_over(now)
         self._spreading, self._num_installed = (ref, now) if self._steps_seconds() else None, 0
 
+    @property
+    def is_spreading(self) -> bool:
+        """Whether a snapshot is on its way to the workers; also while the first step is sampled, and workers join."""
+        return self._spreading is not None or not self._steps_seconds()
+
     def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
         """Record that one more worker has installed this snapshot."""
         if self._spreading is not None and ref == self._spreading[0]:
