@@ -74,6 +74,7 @@ class ScriptedHead:
         self.best: set[int] = set()
         self.groups: Callable[[int], list[RolloutGroup]] = step_groups
         self.stop_at: int | None = None
+        self.publish_every = lambda step: 0  # as the run was set
         self.session: HeadSession | None = None
 
     def restart(self) -> None:
@@ -113,7 +114,9 @@ class ScriptedHead:
             fed[request.step].add(group.group.number)
             yield wire.FedGroups(groups=[messages.encode_group(group).SerializeToString()])
         self._lives_on(fed)
-        yield wire.FedGroups(done=wire.StepDone(cursor=(request.step + 1) * 3))
+        yield wire.FedGroups(
+            done=wire.StepDone(cursor=(request.step + 1) * 3, publish_every=self.publish_every(request.step))
+        )
 
     def _lives_on(self, fed: dict[int, set[int]]) -> None:
         """A stream ends with the head that it began with: another call may have met a restart meanwhile."""
@@ -232,6 +235,15 @@ def test_five_steps(tmp_path: Path, undisturbed: dict[str, bytes]) -> None:
     assert {name: bytes(tensor.read(0, tensor.num_bytes)) for name, tensor in snapshot.tensors.items()} == {
         name: bytes(tensor.data) for name, tensor in trainer.policy.tensors(torch.float32).items()
     }
+
+
+def test_the_head_says_how_many_steps_lie_between_snapshots(tmp_path: Path) -> None:
+    head, trainer = ScriptedHead(), GrpoClient(tiny_policy(), OPTIONS)
+    head.publish_every = lambda step: 1 if step == 1 else 3 if step == 3 else 0
+    run(head, trainer, tmp_path, publish_every=4, max_staleness=3)
+    assert sorted(head.published) == [0, 2, 3, 5], (
+        "each after the second and third step, then every third, and the last"
+    )
 
 
 def bf16_trainer() -> GrpoClient:

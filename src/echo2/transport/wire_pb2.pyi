@@ -605,14 +605,16 @@ class FedGroups(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[bytes]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
-    __slots__ = ("cursor", "stop", "reason")
+    __slots__ = ("cursor", "stop", "reason", "publish_every")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_EVERY_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     stop: bool
     reason: str
-    def __init__(self, cursor: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    publish_every: int
+    def __init__(self, cursor: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ..., publish_every: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step", "groups", "metrics_json", "epoch", "logprobs")

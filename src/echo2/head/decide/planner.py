@@ -202,6 +202,7 @@ class Planner(PlannerState):
             self.emit(do.RefuseLearner, reason)
             return
         training.join()
+        self.cadence.interrupted()
         if self.width_search is not None:
             self.width_search.interrupted()
         if version < training.version:
@@ -258,11 +259,22 @@ class Planner(PlannerState):
             self.fleet.limit(self.width_search.width)
             if self.width_search.width != before:
                 self.emit(do.LimitGroups, self.width_search.why(), num_groups=self.width_search.width)
+        self._space_snapshots(now)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None
             self.groups.move(record, "trained")
         training.train()
+
+    def _space_snapshots(self, now: float) -> None:
+        """Change the number of steps between snapshots, if that ends waits of the learner."""
+        cadence, train_seconds = self.cadence, self.measurements.typical_train_seconds()
+        cadence.step_trained(now)
+        if self.options.deterministic or not train_seconds or not cadence.is_due():
+            return
+        found = {count: standby.predicted_idle_ratio(self, now, count) for count in cadence.choices()}
+        if cadence.look(now, train_seconds, {count: idle for count, idle in found.items() if idle is not None}):
+            self.emit(do.SpaceSnapshots, cadence.why(), publish_every=cadence.publish_every)
 
     def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
         training = self.training
@@ -344,7 +356,14 @@ class Planner(PlannerState):
         self.measurements.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
         last = self.groups.highest_number(step)
         cursor = self.groups.next_number if last is None else last + 1
-        self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
+        self.emit(
+            do.EndStep,
+            "every group of the step is fed",
+            step=step,
+            num_groups=len(live),
+            cursor=cursor,
+            publish_every=self.publish_every,
+        )
 
     # ---- evaluation, end -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, Lease, SnapshotRef, Wait
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import GroupBook, LeaseTable
-from echo2.head.decide.pacing import WidthSearch
+from echo2.head.decide.pacing import Cadence, WidthSearch
 from echo2.head.fleet.decide.activation import Rentals
 from echo2.head.fleet.decide.fleet import Fleet
 from echo2.head.fleet.decide.measurements import Measurements
@@ -363,11 +363,17 @@ class PlannerState(StateMachine):
         self.leases = LeaseTable()
         self.evaluation = Evaluation(options.policy, options.eval_size, options.eval_every, options.max_steps)
         self.width_search = WidthSearch(options.groups_per_batch) if options.order == "frontier" else None
+        self.cadence = Cadence(options.publish_every, options.max_staleness)
         self.fleet = Fleet(options.heartbeat_seconds, options.group_size, self.groups.groups_per_unit)
         self.rentals = Rentals() if options.activation else None
         self.measurements = Measurements()
         self.credits, self.penalties, self.trust = TicketCredits(), WorkerPenalties(), TrustBook()
         self.now = 0.0
+
+    @property
+    def publish_every(self) -> int:
+        """Steps between snapshots, now."""
+        return self.cadence.publish_every
 
     def begin_at(self, event: ev.Event, now: float) -> None:
         self.begin(event)

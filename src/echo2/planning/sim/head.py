@@ -436,7 +436,7 @@ class SimHead(Actor):
             case do.FeedGroup():
                 self._feed(command.number)
             case do.EndStep():
-                self._to_learner(StepDone(command.step, command.num_groups))
+                self._to_learner(StepDone(command.step, command.num_groups, command.publish_every))
                 self.learner_epoch = None
             case do.RecordLearner():
                 self.evaluated = {version for version in self.evaluated if version <= command.version}
