@@ -43,6 +43,7 @@ class World:
     max_staleness: int = 2
     workers: int = 13
     slots: int = 4
+    room: int = 0
     full: int = 0
     slow: int = 0
     slow_factor: float = 10.0
@@ -55,7 +56,7 @@ class World:
     def scenario(self) -> Scenario:
         rate = 1.0 if not self.full else min(1.0, self.slots / self.full)
         common: dict[str, Any] = {
-            "capacity_groups": self.slots,
+            "capacity_groups": self.room or self.slots,
             "full_groups": self.full,
             "spread": 0.1 if self.answers else 0.3,
             "answer_spread": self.answers,
@@ -98,8 +99,8 @@ FAMILIES: dict[str, tuple[World, dict[str, World]]] = {
         World(4, stragglers=0.02, lease_seconds=1200.0),
         {"120 s": World(4, stragglers=0.02, lease_seconds=120.0)},
     ),
-    "slots too few": (World(full=4, slots=1), {"4 groups": World(full=4, slots=4)}),
-    "slots too many": (World(full=4, slots=16), {"4 groups": World(full=4, slots=4)}),
+    "slots too few": (World(full=4, slots=1, room=16), {"4 groups": World(full=4, slots=4)}),
+    "slots too many": (World(full=4, slots=16, room=16), {"4 groups": World(full=4, slots=4)}),
     "steps between snapshots": (World(4, publish_every=4), {"1": World(4)}),
 }
 

@@ -102,7 +102,8 @@ def test_a_worker_that_has_begun_with_few_gets_more_once_one_is_in() -> None:
 def test_every_slot_is_filled_while_there_is_work_and_no_worker_holds_more_than_twice_its_slots(
     slots: list[int], group_size: int, data: st.DataObject
 ) -> None:
-    desk = Desk(PlannerOptions(groups_per_step=60, group_size=group_size, max_steps=9, max_staleness=1))
+    options = PlannerOptions(60, group_size, max_steps=9, max_staleness=1, groups_per_batch=40)
+    desk = Desk(options)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
     for number, count in enumerate(slots):
         desk.tell(ev.WorkerJoined(f"w{number}", count, 0.5, SnapshotRef(RUN_POLICY, 1, 0)))

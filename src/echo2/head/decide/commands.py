@@ -278,6 +278,14 @@ class LimitGroups(PolicyCommand):
     num_groups: int
 
 
+class SetWidth(PolicyCommand):
+    """Sent to the worker: from now on decode so many groups at once, of `num_slots` rollouts."""
+
+    worker_id: str
+    num_groups: int
+    num_slots: int
+
+
 class SpaceSnapshots(PolicyCommand):
     """From now on so many steps lie between two snapshots."""
 

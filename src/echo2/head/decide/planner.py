@@ -88,6 +88,7 @@ class Planner(PlannerState):
                 pass  # ignore everything from an expelled worker
             case ev.GroupDelivered():
                 results.delivered(self, event, now)
+                workers.adapt(self, event.worker_id, now)
             case ev.DeliveryMalformed():
                 results.delivery_malformed(self, event)
             case ev.LeaseFailed():

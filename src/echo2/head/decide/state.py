@@ -383,6 +383,8 @@ class PlannerState(StateMachine):
         worker = self.fleet.get(worker_id)
         self.leases.add(worker_id, lease, self.newest_had(worker_id))
         self.penalties.granted(worker_id)
+        if worker is not None:
+            self.fleet.take(worker, lease.lease_id, self.now)
         if worker is not None and not worker.is_own:
             self.credits.opened(worker.ticket, lease.lease_id)
             self._supply(lease, worker.ticket, lease.num_samples)
@@ -399,6 +401,9 @@ class PlannerState(StateMachine):
     def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
         """Close a lease and return (worker, lease). `is_in`: its result was accepted for the group."""
         worker_id, lease = self.leases.close(lease_id)
+        if (worker := self.fleet.get(worker_id)) is not None:
+            is_whole = lease.group.kind == "train" and lease.num_samples == self.options.group_size
+            self.fleet.end(worker, lease_id, is_in and is_whole, self.now)
         ticket = self.credits.closed(lease_id)
         if ticket is not None and not is_in:
             self._supply(lease, ticket, -lease.num_samples)

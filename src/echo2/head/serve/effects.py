@@ -157,6 +157,8 @@ class HeadEffects:
                 head.spawn(send_check(head, command))
             case do.ExpelWorker():
                 log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
+            case do.SetWidth():
+                head.connections.order(command.worker_id, wire.Order(slots=command.num_slots))
             case do.RestWorker() | do.LimitGroups() | do.SpaceSnapshots():
                 pass  # the planner's tables have them already
             case do.ActivateWorker():

@@ -32,6 +32,8 @@ CAUSES: Mapping[str, str] = MappingProxyType(
 )
 #: Steps and broadcasts remembered.
 NUM_REMEMBERED = 15
+#: Steps, the last of those, whose waits say whether more groups at once would help.
+NUM_LATEST = 4
 #: Share of its training time that the learner may wait before a bottleneck is reported.
 LITTLE_WAIT = 0.05
 #: Weight of the newest group in the running means of the seconds that the head spends on a group.
@@ -171,6 +173,12 @@ class Measurements:
         self.broadcasts.append(now - self._spreading[1])
         self.num_broadcasts += 1
         self._spreading = None
+
+    def waits_for_workers(self) -> bool:
+        """Whether the learner waited for workers in the last few steps."""
+        last = list(self.waits)[-NUM_LATEST:]
+        waited = math.fsum(wait.seconds[cause] for wait in last for cause in ("lease", "sampling", "lost"))
+        return waited > LITTLE_WAIT * len(last) * (self.typical_train_seconds() or math.inf)
 
     def bottleneck(self) -> str | None:
         """Return what the learner mostly waits for (`CAUSES`), or None if it hardly waits."""

@@ -285,11 +285,7 @@ def predicted_idle_ratio(state: PlannerState, now: float, publish_every: int | N
     workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
     if demand is None or not workers:
         return None
-    most = state.options.groups_per_batch
-    paces = [
-        WorkerKind(rates[worker.worker_id], 1, min(state.fleet.at_once(worker), most), _spread(worker))
-        for worker in workers
-    ]
+    paces = [WorkerKind(rates[worker.worker_id], 1, state.fleet.at_once(worker), _spread(worker)) for worker in workers]
     return forecast(demand, paces, max(STEPS, 4 * demand.publish_every)).steady_idle_ratio
 
 
