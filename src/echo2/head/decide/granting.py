@@ -6,6 +6,8 @@ A worker with a free slot gets a second lease on a group that is late, before an
 first valid result counts. A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or
 for `lease_seconds` while that is not known; whether the learner waits for its step already does not matter, because by
 then a second lease would come too late.
+The one group of a worker that was too slow before is late at once: it shows whether the worker is quicker now, and
+nobody waits for it.
 Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so
 that taking the first result does not favour shorter completions.
 
@@ -287,7 +289,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
     goes to a group that nobody samples yet.
     """
     for step in _open_steps(state):
-        while (late := _latest(state, step)) is not None and late[0] <= now and late[1].granted_at < now:
+        while (late := _latest(state, step)) is not None and is_late(state, late, now):
             _, late_lease, holder = late
             worker, record = _free_worker(state, late_lease, holder), state.groups.get(late_lease.group.number)
             if worker is None or record is None:
@@ -298,6 +300,12 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
             reason = f"group {record.number} is late at {holder}: the first result counts"
             state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,), is_second=True)
             state.settle(now)
+
+
+def is_late(state: PlannerState, late: tuple[float, Lease, str], now: float) -> bool:
+    """Whether a second lease on this group is due: in the instant in which it was leased only to a worker on trial."""
+    lease = late[1]
+    return late[0] <= now and (lease.granted_at < now or state.leases.held_since(lease) < lease.granted_at)
 
 
 def next_at(state: PlannerState) -> float | None:
@@ -327,7 +335,7 @@ def _latest(state: PlannerState, step: int) -> tuple[float, Lease, str] | None:
     usual = state.measurements.lease_seconds
     after = LATE_AFTER * usual if state.measurements.num_leases >= LEASES_KNOWN else state.options.lease_seconds
     worker_id, lease = held
-    return lease.granted_at + after, lease, worker_id
+    return max(lease.granted_at, state.leases.held_since(lease) + after), lease, worker_id
 
 
 def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | None:
@@ -341,6 +349,8 @@ def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | Non
         first = state.fleet.rankings(0)[kind].first()
         worker = None if first is None else state.fleet.get(first[-1])
         if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
+            continue
+        if state.fleet.is_on_trial(worker):
             continue
         may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
         if may and last_step(state, worker.installed) >= lease.step and not (is_third and worker.samples):

@@ -117,13 +117,13 @@ class Throughput:
 @dataclass(slots=True)
 class Worker:
     """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
-    begins a step, until one of them is delivered (`pacing.WidthSearch`); None: no such limit. `detached_at`: when its
-    connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's
-    owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine
-    was rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
-    snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers;
-    `form`: to which it rounds its weights; `rounds`: it can check such weights. `width`: how many groups it decodes at
-    once; None: as many as fill its slots.
+    begins a step (`pacing.WidthSearch`), or after it was too slow, until one of them is delivered; None: no limit.
+    `detached_at`: when its connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for
+    machines of the run's owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`:
+    from which its machine was rented; `returned`: the machine is being returned. `samples`: leased to it and not
+    delivered yet. `refused`: the snapshot that it could not install, and why. `draws`: its engine draws from the head's
+    random numbers; `form`: to which it rounds its weights; `rounds`: it can check such weights. `width`: how many
+    groups it decodes at once; None: as many as fill its slots.
     """
 
     worker_id: str
@@ -287,10 +287,18 @@ class Fleet:
 
     def came_late(self, worker: Worker, now: float) -> float:
         """Record that a second lease on a group of this worker was quicker. A worker with as many such groups in a row
-        as it decodes at once is too slow to be of use, and rests. Return as `rest`.
+        as it decodes at once is too slow to be of use, and rests; then it gets one group, until it comes first with it.
+        Return as `rest`.
         """
         worker.late_in_a_row += 1
-        return self.rest(worker, now, LATE_REST_SECONDS) if worker.late_in_a_row >= self.at_once(worker) else 0.0
+        if worker.late_in_a_row < self.at_once(worker):
+            return 0.0
+        worker.first_groups = 1
+        return self.rest(worker, now, LATE_REST_SECONDS)
+
+    def is_on_trial(self, worker: Worker) -> bool:
+        """Whether the worker was too slow, and gets one group at a time until it comes first with it."""
+        return worker.late_in_a_row >= self.at_once(worker)
 
     def rest(self, worker: Worker, now: float, backoff: Backoff = REST_SECONDS) -> float:
         """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
