@@ -5,7 +5,7 @@ machines of 1 rollout a second with four groups at once (32 s a group), about 9 
 with wrong settings and lists others to begin with; the best of these, by all dollars of the run, is the comparison.
 With `--search` the others are a grid, from which successive halving finds the best: each round has twice the seeds and
 the better half of the settings. The planner adapts what it can whatever a run begins with, so the others are not fixed;
-`--starts` with the source of another commit in PYTHONPATH gives that one's figures. A short run (`--steps`) pays for its
+`--starts` with the source of another commit in PYTHONPATH gives its figures. A short run (`--steps`) pays for its
 beginning, a long one for its steady state. The idle ratio is of the second half of the steps, the dollars are of the
 whole run; the learner costs $12.24 an hour, a machine $0.30.
 
