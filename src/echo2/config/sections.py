@@ -196,7 +196,7 @@ class SamplingConfig:
     ] = field(default_factory=list)
     max_turns: Annotated[int, _doc("Most turns of a rollout in an environment.", ge=1, le=10_000)] = 16
     groups_per_batch: Annotated[
-        int, _doc("Groups that a worker decodes at once, to begin with; `echo2 worker --slots`: the most.", ge=1, le=4096)
+        int, _doc("Groups that a worker decodes at once, to begin with. `worker --slots`: the most.", ge=1, le=4096)
     ] = 8
 
 
