@@ -92,6 +92,10 @@ def check_planner(planner: Planner) -> None:
     for worker in planner.fleet:
         if worker.installed is not None and worker.installed.policy != planner.options.policy:
             raise InvariantError(f"{worker.worker_id} has {worker.installed}, which is of no use here")
+        if worker.width is not None and not 1 <= worker.width.groups <= worker.width.most:
+            raise InvariantError(f"{worker.worker_id} decodes {worker.width.groups} groups at once: {worker.width}")
+    if planner.options.publish_every % planner.publish_every:
+        raise InvariantError(f"{planner.publish_every} steps lie between snapshots")
     live: dict[int, int] = {}
     for record in planner.groups:
         live[record.step] = live.get(record.step, 0) + (record.state != "retired")
@@ -204,8 +208,8 @@ def check_scheduler(scheduler: WorkerScheduler) -> None:
         raise InvariantError(f"{scheduler.missing_base} is here, and is to be fetched")
     running = [held.num_running for held in scheduler.generating.values()]
     largest = max((held.lease.num_samples for held in scheduler.generating.values()), default=0)
-    if not scheduler.deterministic and sum(running) >= scheduler.slots + max(1, largest):
-        raise InvariantError(f"{sum(running)} rollouts are generating in {scheduler.slots} slots")
+    if not scheduler.deterministic and sum(running) >= scheduler.most_slots + max(1, largest):
+        raise InvariantError(f"{sum(running)} rollouts are generating in {scheduler.most_slots} slots")
 
 
 def check_fetcher(fetcher: Fetcher) -> None:

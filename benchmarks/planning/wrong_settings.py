@@ -2,14 +2,17 @@
 
 In the simulator: the real planner and worker scheduler, a learner of 30 s a step (32 groups of 8), broadcasts of 6 s,
 machines of 1 rollout a second with four groups at once (32 s a group), about 9 of which are needed. Each family begins
-with wrong settings and lists others, which stay fixed; the best of these, by dollars a step, is the comparison. With
-`--search` the others are a grid, from which successive halving finds the best: each round has twice the seeds and the
-better half of the settings. Idle ratio and step are of the second half of the steps; the learner costs $12.24 an hour,
-a machine $0.30.
+with wrong settings and lists others to begin with; the best of these, by all dollars of the run, is the comparison.
+With `--search` the others are a grid, from which successive halving finds the best: each round has twice the seeds and
+the better half of the settings. The planner adapts what it can whatever a run begins with, so the others are not fixed;
+`--starts` with the source of another commit in PYTHONPATH gives its figures. A short run (`--steps`) pays for its
+beginning, a long one for its steady state. The idle ratio is of the second half of the steps, the dollars are of the
+whole run; the learner costs $12.24 an hour, a machine $0.30.
 
     make bench-wrong_settings                        # 20 seeds: ten minutes on two cores
     make bench-wrong_settings ARGS='--seeds 3 --only straggler'
     make bench-wrong_settings ARGS='--seeds 8 --search'
+    make bench-wrong_settings ARGS='--steps 12'
 """
 
 from __future__ import annotations
@@ -37,12 +40,13 @@ class World:
     """A run's settings and its fleet. `slow`: machines `slow_factor` times slower beside `workers`; `stragglers`: share
     of the groups that take ten times as long, by the machine's fault; `answers`: spread of durations that are the
     answer's; `rented`: most machines on offer, and then the planner chooses who works; `full`: groups with which an
-    engine is full.
+    engine is full; `room`: groups that it has room for (0: as many as `slots`).
     """
 
     max_staleness: int = 2
     workers: int = 13
     slots: int = 4
+    room: int = 0
     full: int = 0
     slow: int = 0
     slow_factor: float = 10.0
@@ -51,11 +55,12 @@ class World:
     rented: int = 0
     publish_every: int = 1
     lease_seconds: float = 120.0
+    steps: int = STEPS
 
     def scenario(self) -> Scenario:
         rate = 1.0 if not self.full else min(1.0, self.slots / self.full)
         common: dict[str, Any] = {
-            "capacity_groups": self.slots,
+            "capacity_groups": self.room or self.slots,
             "full_groups": self.full,
             "spread": 0.1 if self.answers else 0.3,
             "answer_spread": self.answers,
@@ -70,7 +75,7 @@ class World:
             kinds.append(spec)
         return Scenario(
             name=str(self),
-            max_steps=STEPS,
+            max_steps=self.steps,
             groups_per_step=32,
             group_size=8,
             max_staleness=self.max_staleness,
@@ -98,8 +103,12 @@ FAMILIES: dict[str, tuple[World, dict[str, World]]] = {
         World(4, stragglers=0.02, lease_seconds=1200.0),
         {"120 s": World(4, stragglers=0.02, lease_seconds=120.0)},
     ),
-    "slots too few": (World(full=4, slots=1), {"4 groups": World(full=4, slots=4)}),
-    "slots too many": (World(full=4, slots=16), {"4 groups": World(full=4, slots=4)}),
+    "slots too few": (World(full=4, slots=1, room=16), {"4 groups": World(full=4, slots=4, room=16)}),
+    "slots too many": (World(full=4, slots=16, room=16), {"4 groups": World(full=4, slots=4, room=16)}),
+    "slots too many, too few machines": (
+        World(workers=6, full=4, slots=16, room=16),
+        {"4 groups": World(workers=6, full=4, slots=4, room=16)},
+    ),
     "steps between snapshots": (World(4, publish_every=4), {"1": World(4)}),
 }
 
@@ -138,10 +147,15 @@ def searched(family: str, start: World, seeds: int, pool: Pool) -> list[dict[str
 
 
 def measure(task: tuple[World, int]) -> tuple[float, float, int, bool]:
-    """Return idle ratio, dollars a step, leases that another overtook, and whether the run ended."""
+    """Return idle ratio, all dollars by steps, leases that another overtook, and whether the run ended."""
     world, seed = task
     report = run_scenario(world.scenario(), seed, keeps_events=False)
-    return report.steady_idle_ratio, report.usd_per_step, report.leases.get("superseded", 0), report.finished
+    return (
+        report.steady_idle_ratio,
+        (report.usd + report.learner_usd) / max(1, report.steps),
+        report.leases.get("superseded", 0),
+        report.finished,
+    )
 
 
 def summed_up(name: str, found: Sequence[tuple[float, float, int, bool]]) -> dict[str, Any]:
@@ -165,6 +179,7 @@ def main() -> None:
         "--starts", action="store_true", help="only the wrong starts: for the planner of another commit"
     )
     parser.add_argument("--search", action="store_true", help="find the best fixed settings in a grid")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -173,6 +188,8 @@ def main() -> None:
         for family, (start, others) in FAMILIES.items():
             if options.only not in family or (options.search and family not in GRIDS):
                 continue
+            start = replace(start, steps=options.steps)
+            others = {name: replace(world, steps=options.steps) for name, world in others.items()}
             fixed = searched(family, start, options.seeds, pool) if options.search else []
             worlds = {"as started": start, **({} if options.starts or options.search else others)}
             tasks = [(world, seed) for world in worlds.values() for seed in range(options.seeds)]
@@ -190,7 +207,7 @@ def main() -> None:
                 f"{best['idle']:5.1%}, ${best['usd_per_step']:.4f}: {above:+.1%}",
                 flush=True,
             )
-    path = save("wrong_settings", {"seeds": options.seeds, "steps": STEPS, "rows": rows}, options.out)
+    path = save("wrong_settings", {"seeds": options.seeds, "steps": options.steps, "rows": rows}, options.out)
     print(f"written to {path}")
 
 

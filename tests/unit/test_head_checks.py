@@ -325,14 +325,9 @@ def test_a_stranger_may_not_name_unpublished_weights(
     oldest: int, newest: int, lineage: int, between: tuple[int, ...]
 ) -> None:
     """Nobody could sample such a group again: who names them would escape every check. The owner's word counts."""
-    desk = desk_with("s", groups_per_step=4, max_staleness=2, publish_every=2)
-    for _ in range(2):
-        brings(desk, "own")
-    for _ in range(2):
-        for asked in of(do.CheckGroup, brings(desk, "s")):
-            answers(desk, asked)
-    desk.train(0)
-    desk.train(1)
+    desk = desk_with("s", groups_per_step=8, max_staleness=2, publish_every=2)
+    for step in range(2):
+        _train(desk, step, version=0)
     desk.publish(2)
     desk.tell(ev.GroupsWanted(2))
     named = {"oldest_version": oldest, "newest_version": newest, "lineage": lineage, "versions_between": between}
@@ -416,15 +411,19 @@ def test_weights_from_before_the_fall_back_are_not_held_against_a_stranger() -> 
     assert of(do.AcceptDelivery, desk.deliver(desk.planner.leases.of_worker("s")[0], 1))
 
 
-def _complete(desk: Desk, step: int) -> None:
-    """Everybody delivers what it holds of the step, sampled with its version, until the learner has it; all install
-    what comes of it."""
+def _train(desk: Desk, step: int, version: int) -> None:
+    """Everybody delivers what it holds of the step, sampled with this version, until the learner has it."""
     desk.tell(ev.GroupsWanted(step))
     while not desk.planner.training.has_all:
         lease_id = next(one for one in desk.open() if desk.leases[one][1].step == step)
-        for asked in of(do.CheckGroup, desk.deliver(lease_id, step)):
+        for asked in of(do.CheckGroup, desk.deliver(lease_id, version)):
             answers(desk, asked)
     desk.tell(ev.StepTrained(step, tuple(one.number for one in desk.planner.groups.of_step(step))))
+
+
+def _complete(desk: Desk, step: int) -> None:
+    """The step is trained, and all install what comes of it."""
+    _train(desk, step, step)
     desk.publish(step + 1)
     for worker in list(desk.planner.fleet):
         desk.tell(ev.WorkerReported(worker.worker_id, SnapshotRef(RUN_POLICY, 1, step + 1)))

@@ -27,15 +27,31 @@ from head_cases import OpenHead, rows, settings, until
 
 
 @pytest.mark.parametrize(
-    ("said", "asked", "slots"), [(NO_SLOT_LIMIT, 1, 8), (NO_SLOT_LIMIT, 64, 512), (35, 8, 35), (3, 8, 3)]
+    ("said", "asked", "slots"),
+    [(NO_SLOT_LIMIT, 1, 8), (NO_SLOT_LIMIT, 64, 512), (35, 8, 35), (3, 8, 3), (99, 8, 99), (1000, 8, 512)],
 )
 def test_a_worker_counts_for_as_many_slots_as_it_will_fill(said: int, asked: int, slots: int) -> None:
-    """It says hello before it knows what the run asks for. Counted for more, it would hold leases that others wait for
-    while the learner waits for them.
-    """
+    """It says hello before it knows what the run asks for. If its owner sets no limit, it may have room for no more."""
     hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=said)
     sampling = SamplingConfig(groups_per_batch=asked, group_size=8)
     assert worker_joined(Peer("w", "worker"), hello, sampling).slots == slots
+
+
+def test_a_worker_with_room_for_more_makes_its_engine_larger_and_begins_as_set(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        raw = settings(rows(tmp_path / "rows.jsonl", "53="))
+        async with OpenHead(tmp_path, raw) as open_head:
+            sampling = open_head.head.config.sampling
+            batch = sampling.groups_per_batch * sampling.group_size
+            for slots, told in ((3 * batch, batch), (NO_SLOT_LIMIT, 0)):
+                hello = wire.WorkerHello(protocol=PROTOCOL_VERSION, slots=slots)
+                stream = open_head.service.attend(open_head.peer("w-1"), hello)
+                first, second = await anext(stream), await anext(stream) if told else wire.Order()
+                assert first.settings.slots == (slots if told else batch)
+                assert second.slots == told
+                await stream.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 60.0))
 
 
 def test_a_worker_that_samples_nothing_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import pytest
@@ -13,8 +14,11 @@ from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide import granting
 from echo2.head.decide.granting import LATE_AFTER, LEASES_KNOWN
+from echo2.head.decide.groups import LeaseTable
 from echo2.head.decide.state import PlannerOptions
 from echo2.head.fleet.decide.fleet import LATE_REST_SECONDS, Fleet, Worker
+from echo2.planning.sim.scenario import BroadcastSpec, LearnerSpec, Scenario, WorkersSpec
+from invariants import run_scenario
 from planner_cases import OPTIONS, Desk, of, running
 
 ON_POLICY = PlannerOptions(groups_per_step=12, group_size=2, max_steps=50, max_staleness=0, groups_per_batch=4)
@@ -102,7 +106,8 @@ def test_a_worker_that_has_begun_with_few_gets_more_once_one_is_in() -> None:
 def test_every_slot_is_filled_while_there_is_work_and_no_worker_holds_more_than_twice_its_slots(
     slots: list[int], group_size: int, data: st.DataObject
 ) -> None:
-    desk = Desk(PlannerOptions(groups_per_step=60, group_size=group_size, max_steps=9, max_staleness=1))
+    options = PlannerOptions(60, group_size, max_steps=9, max_staleness=1, groups_per_batch=40)
+    desk = Desk(options)
     desk.tell(ev.LearnerJoined(0), ev.GroupsWanted(0))
     for number, count in enumerate(slots):
         desk.tell(ev.WorkerJoined(f"w{number}", count, 0.5, SnapshotRef(RUN_POLICY, 1, 0)))
@@ -285,6 +290,46 @@ def test_a_worker_whose_groups_others_sample_sooner_rests_and_the_status_says_wh
     assert desk.planner.fleet.rests.get("b") == desk.now + LATE_REST_SECONDS.after(1)
     (said,) = [wait.reason for wait in desk.planner.waits(desk.now) if wait.waiter == "b"]
     assert said == "it is too slow: others began its last 2 groups later and had them sooner, and come first for 60 s"
+
+
+def test_a_worker_that_was_too_slow_gets_one_group_and_nobody_waits_for_it() -> None:
+    fleet = Fleet(2.0, group_size=2)
+    for name in "ab":
+        fleet.join(Worker(name, 6, 0.0, None, 0.0), 0.0)
+    slow = next(iter(fleet))
+    assert not any(fleet.came_late(slow, 1.0) for _ in range(2))
+    assert (fleet.room(slow, 0), fleet.is_on_trial(slow)) == (6, False)
+    assert fleet.came_late(slow, 1.0) == LATE_REST_SECONDS.after(1)
+    assert (fleet.room(slow, 0), fleet.room(slow, 1), fleet.is_on_trial(slow)) == (2, 2, True)
+    table, desk = LeaseTable(), with_usual_leases(SECOND)
+    (first, second), step = [desk.leases[lease_id][1] for lease_id in desk.open()[:2]], desk.planner.training.version
+    table.add("b", replace(first, step=step))
+    table.add("a", replace(second, step=step), is_late_at_once=True)
+    assert table.longest_held(step) == ("a", replace(second, step=step))
+    table.close(second.lease_id)
+    assert table.longest_held(step) == ("b", replace(first, step=step))
+    fleet.deliver(slow, 2, True, 2.0)
+    assert (fleet.room(slow, 0), fleet.is_on_trial(slow)) == (6, False)
+
+
+def test_slow_machines_hardly_hold_a_run_up() -> None:
+    """Three of ten take ten times as long: after each rest they are tried with one group, which others sample, too."""
+    kinds = [WorkersSpec(count=count, rollout_seconds=seconds) for count, seconds in ((7, 32.0), (3, 320.0))]
+    scenario = Scenario(
+        max_steps=30,
+        groups_per_step=16,
+        group_size=4,
+        max_staleness=2,
+        heartbeat_seconds=5.0,
+        lease_seconds=120.0,
+        max_failures=1000,
+        faults_until_seconds=0.0,
+        workers=tuple(kinds),
+        learner=LearnerSpec(train_seconds=30.0, publish_seconds=0.5),
+        broadcast=BroadcastSpec(scheme="fixed", seconds=6.0),
+    )
+    idle = [run_scenario(scenario, seed).steady_idle_ratio for seed in range(3)]
+    assert statistics.fmean(idle) < 0.15, idle
 
 
 @given(

@@ -74,6 +74,7 @@ class ScriptedHead:
         self.best: set[int] = set()
         self.groups: Callable[[int], list[RolloutGroup]] = step_groups
         self.stop_at: int | None = None
+        self.publish_every = lambda step: 0  # as the run was set
         self.session: HeadSession | None = None
 
     def restart(self) -> None:
@@ -113,7 +114,9 @@ class ScriptedHead:
             fed[request.step].add(group.group.number)
             yield wire.FedGroups(groups=[messages.encode_group(group).SerializeToString()])
         self._lives_on(fed)
-        yield wire.FedGroups(done=wire.StepDone(cursor=(request.step + 1) * 3))
+        yield wire.FedGroups(
+            done=wire.StepDone(cursor=(request.step + 1) * 3, publish_every=self.publish_every(request.step))
+        )
 
     def _lives_on(self, fed: dict[int, set[int]]) -> None:
         """A stream ends with the head that it began with: another call may have met a restart meanwhile."""

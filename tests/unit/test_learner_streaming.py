@@ -56,3 +56,12 @@ def test_training_while_groups_arrive_gives_the_bits_of_training_on_all_of_them(
         run(head, trainer, tmp_path / str(is_streamed), deterministic=True)
         found.append(weights(trainer))
     assert found[0] == found[1]
+
+
+def test_the_head_says_how_many_steps_lie_between_snapshots(tmp_path: Path) -> None:
+    head = ScriptedHead()
+    head.publish_every = lambda step: {1: 1, 3: 3}.get(step, 0)
+    run(head, GrpoClient(tiny_policy(), OPTIONS), tmp_path, publish_every=4, max_staleness=3)
+    assert sorted(head.published) == [0, 2, 3, 5], (
+        "each after the second and third step, then every third, and the last"
+    )

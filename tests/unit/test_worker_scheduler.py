@@ -459,3 +459,15 @@ def random_event(rng: random.Random, scheduler: WorkerScheduler) -> ev.Event | N
     if scheduler.installed is None:
         events.pop()  # it would end the worker
     return rng.choice(events)
+
+
+def test_the_head_says_how_many_rollouts_are_decoded_at_once_of_those_that_there_is_room_for() -> None:
+    bench = Bench(slots=4)
+    bench.install(V1)
+    bench.tell(ev.SlotsSet(2))
+    assert started(bench.tell(granted((lease(1), lease(2), lease(3))))) == [1]
+    assert started(bench.tell(ev.SlotsSet(4))) == [2]
+    assert started(bench.tell(ev.SlotsSet(1 << 30))) == []
+    assert bench.scheduler.slots == 4
+    bench.tell(ev.SlotsSet(0))
+    assert bench.scheduler.slots == 1

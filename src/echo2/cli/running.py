@@ -83,7 +83,7 @@ def _add_worker(parser: argparse.ArgumentParser) -> None:
     flag("--device", default="auto", help="cpu | cuda | cuda:0 | mps | xpu ... | auto (a GPU if there is one)")
     flag("--price-usd-per-hour", type=float, default=0.0, metavar="USD", help="price of this machine (default: 0)")
     flag("--offer", default="", metavar="NAME", help="name that the rent command of an offer gave this machine")
-    flag("--slots", type=_num_slots, default=0, help="most rollouts to decode at once (0: as many as the run asks for)")
+    flag("--slots", type=_num_slots, default=0, help="most rollouts to decode at once (0: as many as the run says)")
     text = "directory or hub id of the base model of a LoRA run (default: fetch it from the run)"
     flag("--base", default="", metavar="MODEL", help=text)
     text = "an environment installed on this machine that the run may use; may be repeated"

@@ -196,7 +196,7 @@ class SamplingConfig:
     ] = field(default_factory=list)
     max_turns: Annotated[int, _doc("Most turns of a rollout in an environment.", ge=1, le=10_000)] = 16
     groups_per_batch: Annotated[
-        int, _doc("Most groups that a worker decodes at once. A worker with fewer slots decodes fewer.", ge=1, le=4096)
+        int, _doc("Groups that a worker decodes at once, to begin with. `worker --slots`: the most.", ge=1, le=4096)
     ] = 8
 
 
@@ -208,7 +208,7 @@ class ScheduleConfig:
     max_staleness: Annotated[
         int, _doc("S: no step trains on a token older than S policy versions. 0: strictly on-policy.", ge=0)
     ] = 1
-    publish_every: Annotated[int, _doc("Steps between snapshots (kappa): at most max_staleness + 1.", ge=1)] = 1
+    publish_every: Annotated[int, _doc("Most steps between snapshots (kappa): at most max_staleness + 1.", ge=1)] = 1
     dynamic_sampling: Annotated[
         bool, _doc("Replace groups whose rewards are all equal, so that every group in a step has a gradient.")
     ] = False

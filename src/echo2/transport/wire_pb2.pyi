@@ -223,7 +223,7 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol: _Optional[int] = ..., price_usd_per_hour: _Optional[float] = ..., held_leases: _Optional[_Iterable[int]] = ..., engine: _Optional[str] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., host: _Optional[str] = ..., listen_port: _Optional[int] = ..., advertise: _Optional[str] = ..., offer: _Optional[str] = ..., environments: _Optional[_Iterable[str]] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., slots: _Optional[int] = ..., servers: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers", "check", "sample")
+    __slots__ = ("settings", "leases", "snapshot", "revoked", "stop", "routes", "dial", "revoked_peers", "check", "sample", "slots")
     SETTINGS_FIELD_NUMBER: _ClassVar[int]
     LEASES_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +234,7 @@ class Order(_message.Message):
     REVOKED_PEERS_FIELD_NUMBER: _ClassVar[int]
     CHECK_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
     settings: RunSettings
     leases: LeaseBatch
     snapshot: SnapshotNotice
@@ -244,7 +245,8 @@ class Order(_message.Message):
     revoked_peers: RevokedPeers
     check: Check
     sample: bytes
-    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., sample: _Optional[bytes] = ...) -> None: ...
+    slots: int
+    def __init__(self, settings: _Optional[_Union[RunSettings, _Mapping]] = ..., leases: _Optional[_Union[LeaseBatch, _Mapping]] = ..., snapshot: _Optional[_Union[SnapshotNotice, _Mapping]] = ..., revoked: _Optional[_Union[LeaseRevoked, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., routes: _Optional[_Union[Routes, _Mapping]] = ..., dial: _Optional[_Union[DialPeer, _Mapping]] = ..., revoked_peers: _Optional[_Union[RevokedPeers, _Mapping]] = ..., check: _Optional[_Union[Check, _Mapping]] = ..., sample: _Optional[bytes] = ..., slots: _Optional[int] = ...) -> None: ...
 
 class Check(_message.Message):
     __slots__ = ("lease", "group", "ref", "is_from_stream", "form")
@@ -607,14 +609,16 @@ class FedGroups(_message.Message):
     def __init__(self, groups: _Optional[_Iterable[bytes]] = ..., done: _Optional[_Union[StepDone, _Mapping]] = ...) -> None: ...
 
 class StepDone(_message.Message):
-    __slots__ = ("cursor", "stop", "reason")
+    __slots__ = ("cursor", "stop", "reason", "publish_every")
     CURSOR_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_EVERY_FIELD_NUMBER: _ClassVar[int]
     cursor: int
     stop: bool
     reason: str
-    def __init__(self, cursor: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ...) -> None: ...
+    publish_every: int
+    def __init__(self, cursor: _Optional[int] = ..., stop: _Optional[bool] = ..., reason: _Optional[str] = ..., publish_every: _Optional[int] = ...) -> None: ...
 
 class StepReport(_message.Message):
     __slots__ = ("step", "groups", "metrics_json", "epoch", "logprobs")

@@ -331,6 +331,8 @@ class WorkerProcess:
             self._weights.announced(order.snapshot)
         elif order.HasField("revoked"):
             self._dispatch(ev.LeaseRevoked(order.revoked.lease_id, order.revoked.reason))
+        elif order.HasField("slots"):
+            self._dispatch(ev.SlotsSet(order.slots))
         elif order.HasField("check"):
             if self._sampling is not None:
                 self._background.spawn(self._check(self._sampling.sampler, order.check))

@@ -132,11 +132,14 @@ class FeedGroup(PolicyCommand):
 
 
 class EndStep(PolicyCommand):
-    """To the learner: the step has all its groups. `cursor`: the first task that no step up to this one has used."""
+    """To the learner: the step has all its groups. `cursor`: the first task that no step up to this one has used.
+    `publish_every`: steps between snapshots, from this step on.
+    """
 
     step: int
     num_groups: int
     cursor: int
+    publish_every: int
 
 
 class RecordStep(Durable):
@@ -273,6 +276,20 @@ class LimitGroups(PolicyCommand):
     """Workers begin a step with at most so many groups each."""
 
     num_groups: int
+
+
+class SetWidth(PolicyCommand):
+    """Sent to the worker: from now on decode so many groups at once, of `num_slots` rollouts."""
+
+    worker_id: str
+    num_groups: int
+    num_slots: int
+
+
+class SpaceSnapshots(PolicyCommand):
+    """From now on so many steps lie between two snapshots."""
+
+    publish_every: int
 
 
 class RentMachine(PolicyCommand):

@@ -6,8 +6,14 @@ A worker with a free slot gets a second lease on a group that is late, before an
 first valid result counts. A group is late when its lease has run `LATE_AFTER` times as long as leases usually take, or
 for `lease_seconds` while that is not known; whether the learner waits for its step already does not matter, because by
 then a second lease would come too late.
+The one group of a worker that was too slow before is late at once: it shows whether the worker is quicker now, and
+nobody waits for it.
 Deterministic mode, where a batch's shape is fixed, has no second leases. Both workers sample with the group's seed, so
 that taking the first result does not favour shorter completions.
+
+While a snapshot travels, a worker that has it already takes no more than its share of the steps that only this snapshot
+may sample. Otherwise the first few to install it would take them all, and the others, a few seconds later, would have
+nothing to sample, while the step waits for groups that share an engine or wait at a worker.
 
 A lease lasts for `lease_seconds`, or for twice as long as its worker needs for all that it may hold, at its measured
 rate: a worker that is slower than `lease_seconds` must not lose its groups only to get the same ones again. At its
@@ -20,6 +26,7 @@ its leases until it counts as lost.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Container, Iterator
 from dataclasses import replace
 
@@ -41,6 +48,9 @@ LEASES_KNOWN = 8
 LATE_AFTER = 2.0
 #: Steps from the next one on whose groups may have second leases: this is looked through at every event.
 LATE_STEPS_MAX = 8
+#: While a snapshot travels, its steps are shared, but no longer than this multiple of the usual time of a broadcast: a
+#: worker whose link is broken must not keep others from its share.
+SHARED_TIMES = 1.5
 #: The longest lease, as a multiple of `lease_seconds`.
 LEASE_STRETCH_MAX = 8.0
 #: How long a lease lasts at least, as a multiple of the time that its worker needs for all groups that it may hold.
@@ -185,7 +195,8 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
     with_room: Iterator[int] = (step for step in range(state.training.version, last + 1) if room(state, step) > 0)
     if state.options.deterministic:  # groups are numbered step by step
         with_room = itertools.islice(with_room, 1)
-    new_step = next((step for step in with_room if strangers.may_supply(state, worker, step)), None)
+    may_take = (step for step in with_room if not has_share(state, worker, step))
+    new_step = next((step for step in may_take if strangers.may_supply(state, worker, step)), None)
     left: list[PlannedGroup] = []
     found: list[PlannedGroup] = []
     while not found and (pending := state.groups.first_pending()) is not None and len(left) < UNITS_LEFT_MAX:
@@ -203,6 +214,24 @@ def next_unit(state: PlannerState, worker: Worker) -> list[PlannedGroup]:
     for record in left:
         state.groups.push_pending(record)
     return found
+
+
+def has_share(state: PlannerState, worker: Worker, step: int) -> bool:
+    """Whether this worker holds its share, by slots, of a step that is shared for now."""
+    if step <= state.snapshots.last_before(state.options.max_staleness) or state.now >= shared_until(state):
+        return False
+    held = (state.leases.get(lease_id) for lease_id in state.leases.of_worker(worker.worker_id))
+    num_held = sum(one is not None and one[1].group.kind == "train" and one[1].step == step for one in held)
+    slots = max(1, state.fleet.active_groups)
+    return num_held >= math.ceil(state.options.groups_per_step * state.fleet.at_once(worker) / slots)
+
+
+def shared_until(state: PlannerState) -> float:
+    """Return until when the steps that only the newest snapshot may sample are shared; -inf: they are not."""
+    if state.options.deterministic or not state.measurements.is_spreading:
+        return -math.inf
+    usual = state.measurements.typical_broadcast_seconds() or state.options.lease_seconds
+    return state.snapshots.published_at + SHARED_TIMES * usual
 
 
 def issue_unit(state: PlannerState, step: int) -> None:
@@ -260,7 +289,7 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
     goes to a group without a lease.
     """
     for step in _open_steps(state):
-        while (late := _latest(state, step)) is not None and late[0] <= now and late[1].granted_at < now:
+        while (late := _latest(state, step)) is not None and is_late(state, late, now):
             _, late_lease, holder = late
             worker, record = _free_worker(state, late_lease, holder), state.groups.get(late_lease.group.number)
             if worker is None or record is None:
@@ -271,6 +300,12 @@ def grant_backup_leases(state: PlannerState, now: float) -> None:
             reason = f"group {record.number} is late at {holder}: the first result counts"
             state.emit(do.GrantLeases, reason, worker_id=worker.worker_id, leases=(lease,), is_second=True)
             state.settle(now)
+
+
+def is_late(state: PlannerState, late: tuple[float, Lease, str], now: float) -> bool:
+    """Whether a second lease on this group is due: in the instant in which it was leased only to a worker on trial."""
+    lease = late[1]
+    return late[0] <= now and (lease.granted_at < now or state.leases.held_since(lease) < lease.granted_at)
 
 
 def next_at(state: PlannerState) -> float | None:
@@ -300,7 +335,7 @@ def _latest(state: PlannerState, step: int) -> tuple[float, Lease, str] | None:
     usual = state.measurements.lease_seconds
     after = LATE_AFTER * usual if state.measurements.num_leases >= LEASES_KNOWN else state.options.lease_seconds
     worker_id, lease = held
-    return lease.granted_at + after, lease, worker_id
+    return max(lease.granted_at, state.leases.held_since(lease) + after), lease, worker_id
 
 
 def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | None:
@@ -314,6 +349,8 @@ def _free_worker(state: PlannerState, lease: Lease, holder: str) -> Worker | Non
         first = state.fleet.rankings(0)[kind].first()
         worker = None if first is None else state.fleet.get(first[-1])
         if worker is None or worker.worker_id == holder or (kind[1] and kind[1] == ticket):
+            continue
+        if state.fleet.is_on_trial(worker):
             continue
         may = strangers.has_credit(state, worker) and strangers.may_supply(state, worker, lease.step)
         if may and last_step(state, worker.installed) >= lease.step and not (is_third and worker.samples):

@@ -364,6 +364,7 @@ class LeaseTable:
     deadlines: LazyHeap[int, float] = field(default_factory=LazyHeap)
     changed: dict[str, None] = field(default_factory=dict)
     _newest: dict[int, LazyHeap[int, float]] = field(default_factory=dict)
+    _late_at_once: set[int] = field(default_factory=set)
 
     def start_at(self, lease_id: int) -> None:
         """Number further leases from here on: an earlier head granted those before."""
@@ -379,8 +380,10 @@ class LeaseTable:
         self.next_id += 1
         return self.next_id - 1
 
-    def add(self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None) -> None:
-        """Add a lease held by this worker, which has these weights.
+    def add(
+        self, worker_id: str, lease: Lease, installed: SnapshotRef | None = None, is_late_at_once: bool = False
+    ) -> None:
+        """Add a lease held by this worker, which has these weights. `is_late_at_once`: nobody shall wait for it.
 
         Raises:
             InvariantError: the lease is granted already.
@@ -388,6 +391,8 @@ class LeaseTable:
         if lease.lease_id in self._open:
             raise InvariantError(f"lease {lease.lease_id} granted twice")
         self._open[lease.lease_id] = (worker_id, lease)
+        if is_late_at_once:
+            self._late_at_once.add(lease.lease_id)
         self.installed_at[lease.lease_id] = installed
         self._index(lease, is_newest=False)
         self._by_group.setdefault(lease.group, {})[lease.lease_id] = None
@@ -410,6 +415,7 @@ class LeaseTable:
         self.changed[worker_id] = None
         self.deadlines.drop(lease_id)
         del self.installed_at[lease_id]
+        self._late_at_once.discard(lease_id)
         self._samples[worker_id] -= lease.num_samples
         self._index(lease, is_newest=False)
         del self._by_group[lease.group][lease_id]
@@ -428,11 +434,15 @@ class LeaseTable:
             return
         newest, heap = max(held), self._newest.setdefault(lease.step, LazyHeap())
         if is_newest:
-            heap.set(newest, self._open[newest][1].granted_at)
+            heap.set(newest, self.held_since(self._open[newest][1]))
             return
         heap.drop(newest)
         if not heap:
             del self._newest[lease.step]
+
+    def held_since(self, lease: Lease) -> float:
+        """Since when the lease has been held; -inf if it is late at once."""
+        return -math.inf if lease.lease_id in self._late_at_once else lease.granted_at
 
     def longest_held(self, step: int) -> tuple[str, Lease] | None:
         """Return the worker and the lease of the train group of this step whose newest lease was granted first."""

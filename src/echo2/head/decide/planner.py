@@ -88,6 +88,7 @@ class Planner(PlannerState):
                 pass  # ignore everything from an expelled worker
             case ev.GroupDelivered():
                 results.delivered(self, event, now)
+                workers.adapt(self, event.worker_id, now)
             case ev.DeliveryMalformed():
                 results.delivery_malformed(self, event)
             case ev.LeaseFailed():
@@ -132,6 +133,8 @@ class Planner(PlannerState):
             dues.append(self.rentals.next_at)  # there may be no worker whose reports wake it
         if self.health.paused is None and (late_at := granting.next_at(self)) is not None:
             dues.append(late_at)
+        if self.now < (until := granting.shared_until(self)):
+            dues.append(until)
         if dues:
             self.wake_at(min(dues), "next deadline of a lease or of a silent worker")
 
@@ -200,6 +203,7 @@ class Planner(PlannerState):
             self.emit(do.RefuseLearner, reason)
             return
         training.join()
+        self.cadence.interrupted()
         if self.width_search is not None:
             self.width_search.interrupted()
         if version < training.version:
@@ -256,11 +260,22 @@ class Planner(PlannerState):
             self.fleet.limit(self.width_search.width)
             if self.width_search.width != before:
                 self.emit(do.LimitGroups, self.width_search.why(), num_groups=self.width_search.width)
+        self._space_snapshots(now)
         for number in fed:
             record = self.groups.get(number)
             assert record is not None
             self.groups.move(record, "trained")
         training.train()
+
+    def _space_snapshots(self, now: float) -> None:
+        """Change the number of steps between snapshots, if that ends waits of the learner."""
+        cadence, train_seconds = self.cadence, self.measurements.typical_train_seconds()
+        cadence.step_trained(now)
+        if self.options.deterministic or not train_seconds or not cadence.is_due():
+            return
+        found = {count: standby.predicted_idle_ratio(self, now, count) for count in cadence.choices()}
+        if cadence.look(now, train_seconds, {count: idle for count, idle in found.items() if idle is not None}):
+            self.emit(do.SpaceSnapshots, cadence.why(), publish_every=cadence.publish_every)
 
     def _snapshot_published(self, ref: SnapshotRef, now: float) -> None:
         training = self.training
@@ -342,7 +357,14 @@ class Planner(PlannerState):
         self.measurements.step_fed(learner_wait(step, self.groups.of_step(step), since, now), now)
         last = self.groups.highest_number(step)
         cursor = self.groups.next_number if last is None else last + 1
-        self.emit(do.EndStep, "every group of the step is fed", step=step, num_groups=len(live), cursor=cursor)
+        self.emit(
+            do.EndStep,
+            "every group of the step is fed",
+            step=step,
+            num_groups=len(live),
+            cursor=cursor,
+            publish_every=self.publish_every,
+        )
 
     # ---- evaluation, end -------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from echo2.core.types import RUN_POLICY, GroupRef, Lease, SnapshotRef, Wait
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
 from echo2.head.decide.groups import GroupBook, LeaseTable
-from echo2.head.decide.pacing import WidthSearch
+from echo2.head.decide.pacing import Cadence, WidthSearch
 from echo2.head.fleet.decide.activation import Rentals
 from echo2.head.fleet.decide.fleet import Fleet
 from echo2.head.fleet.decide.measurements import Measurements
@@ -161,6 +161,11 @@ class Snapshots:
 
     def newest(self) -> SnapshotRef | None:
         return self.published[max(self.published)] if self.published else None
+
+    def last_before(self, max_staleness: int) -> int:
+        """The last step that the snapshots before the newest may sample for; -1: there is none."""
+        before = sorted(self.published)[-2:-1]
+        return before[0] + max_staleness if before else -1
 
     def newest_retained(self) -> SnapshotRef | None:
         return self.retained[max(self.retained)] if self.retained else None
@@ -358,11 +363,17 @@ class PlannerState(StateMachine):
         self.leases = LeaseTable()
         self.evaluation = Evaluation(options.policy, options.eval_size, options.eval_every, options.max_steps)
         self.width_search = WidthSearch(options.groups_per_batch) if options.order == "frontier" else None
+        self.cadence = Cadence(options.publish_every, options.max_staleness)
         self.fleet = Fleet(options.heartbeat_seconds, options.group_size, self.groups.groups_per_unit)
         self.rentals = Rentals() if options.activation else None
         self.measurements = Measurements()
         self.credits, self.penalties, self.trust = TicketCredits(), WorkerPenalties(), TrustBook()
         self.now = 0.0
+
+    @property
+    def publish_every(self) -> int:
+        """Steps between snapshots, now."""
+        return self.cadence.publish_every
 
     def begin_at(self, event: ev.Event, now: float) -> None:
         self.begin(event)
@@ -370,8 +381,11 @@ class PlannerState(StateMachine):
 
     def open_lease(self, worker_id: str, lease: Lease) -> None:
         worker = self.fleet.get(worker_id)
-        self.leases.add(worker_id, lease, self.newest_had(worker_id))
+        is_on_trial = worker is not None and self.fleet.is_on_trial(worker)
+        self.leases.add(worker_id, lease, self.newest_had(worker_id), is_on_trial)
         self.penalties.granted(worker_id)
+        if worker is not None:
+            self.fleet.take(worker, lease.lease_id, self.now)
         if worker is not None and not worker.is_own:
             self.credits.opened(worker.ticket, lease.lease_id)
             self._supply(lease, worker.ticket, lease.num_samples)
@@ -388,6 +402,9 @@ class PlannerState(StateMachine):
     def close_lease(self, lease_id: int, is_in: bool = False) -> tuple[str, Lease]:
         """Close a lease and return (worker, lease). `is_in`: its result was accepted for the group."""
         worker_id, lease = self.leases.close(lease_id)
+        if (worker := self.fleet.get(worker_id)) is not None:
+            is_whole = lease.group.kind == "train" and lease.num_samples == self.options.group_size
+            self.fleet.end(worker, lease_id, is_in and is_whole, self.now)
         ticket = self.credits.closed(lease_id)
         if ticket is not None and not is_in:
             self._supply(lease, ticket, -lease.num_samples)

@@ -246,6 +246,10 @@ def _decided(command: do.Command) -> str:
             return f"{command.worker_id} samples it, too"
         case do.LimitGroups():
             return f"{counted(command.num_groups, 'group')} at once"
+        case do.SetWidth():
+            return f"{command.worker_id} decodes {counted(command.num_groups, 'group')} at once"
+        case do.SpaceSnapshots():
+            return f"a snapshot after every {counted(command.publish_every, 'step')}"
         case do.RentMachine():
             return f"a machine is rented: {command.offer}"
         case do.ReturnMachine():

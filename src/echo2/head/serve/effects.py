@@ -157,7 +157,9 @@ class HeadEffects:
                 head.spawn(send_check(head, command))
             case do.ExpelWorker():
                 log.warning("%s is expelled for %.0f s: %s", command.worker_id, command.seconds, command.reason)
-            case do.RestWorker() | do.LimitGroups():
+            case do.SetWidth():
+                head.connections.order(command.worker_id, wire.Order(slots=command.num_slots))
+            case do.RestWorker() | do.LimitGroups() | do.SpaceSnapshots():
                 pass  # the planner's tables have them already
             case do.ActivateWorker():
                 head.books.costs.activated(command.worker_id, now)
@@ -191,7 +193,7 @@ class HeadEffects:
         learner = head.connections.learner
         if isinstance(command, do.EndStep):
             if learner is not None:
-                learner.send(wire.StepDone(cursor=command.cursor))
+                learner.send(wire.StepDone(cursor=command.cursor, publish_every=command.publish_every))
             return
         group = head.ledger.rollouts(command.number)
         if learner is not None:

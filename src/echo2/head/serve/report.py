@@ -126,7 +126,7 @@ def fleet_status(head: Head) -> dict[str, Any]:
         "idle_ratio": waited / whole if whole > 0 else None,
         "idle_steps": len(recent),
         "rented": head.machines.names(),
-        "publish_every": head.options.publish_every,
+        "publish_every": head.planner.publish_every,
     }
 
 

@@ -18,11 +18,14 @@ from functools import partial
 from typing import Any, cast
 
 from echo2.config.sections import SamplingConfig
+from echo2.config.values import NO_SLOT_LIMIT
 from echo2.core.errors import PeerError, UserError
 from echo2.core.printable import printable, printable_lines
 from echo2.core.types import GroupRef, SnapshotRef
 from echo2.head.decide import commands as do
 from echo2.head.decide import events as ev
+from echo2.head.fleet.decide.widths import GROWTH
+from echo2.head.fleet.decide.workers import adapts
 from echo2.head.serve import claims
 from echo2.head.serve.connections import WorkerConnection, check_hello
 from echo2.head.serve.effects import orders
@@ -174,7 +177,7 @@ class Service:
             run_id=self._head.run_id,
             heartbeat_seconds=self._head.planner.fleet.report_seconds,
             swap=config.swap_of(is_own=not joined.ticket, draws=joined.draws),
-            slots=_slots(config.sampling),
+            slots=joined.slots if adapts(self._head.planner, not joined.ticket) else _slots(config.sampling),
             engine=config.workers.engine,
             server=server,
             deterministic=config.run.deterministic,
@@ -347,11 +350,14 @@ def _waiting(handler: Handler, check: Callable[[], None], waits: Callable[[], Aw
 
 
 def worker_joined(peer: Peer, hello: wire.WorkerHello, sampling: SamplingConfig) -> ev.WorkerJoined:
-    """Return the event of a worker that joins, from its checked message. Its slots are capped at one batch."""
+    """Return the event of a worker that joins, from its checked message. Its slots are one batch, unless its owner says
+    for how many it has room.
+    """
     check_hello(hello)
+    batch = _slots(sampling)
     return ev.WorkerJoined(
         worker_id=peer.peer_id,
-        slots=min(hello.slots, _slots(sampling)),
+        slots=batch if hello.slots >= NO_SLOT_LIMIT else min(hello.slots, GROWTH * batch),
         price_usd_per_hour=hello.price_usd_per_hour,
         installed=_installed(hello),
         held_leases=tuple(messages.whole_number("lease_id", lease_id) for lease_id in hello.held_leases),

@@ -29,7 +29,8 @@ LOOK_SECONDS = 0.2
 
 class Feed:
     """The groups of one step after the other. `meter` measures the step under way; `is_complete`: all its groups have
-    come; `cursor` is the position in the task stream after it.
+    come; `cursor` is the position in the task stream after it. `publish_every`: steps between
+    snapshots, as the head says.
 
     Raises:
         UserError: the learner dies on one group after the other.
@@ -45,6 +46,7 @@ class Feed:
         self.meter = StepMeter(client.version, client.config)
         self.is_complete = False
         self.cursor = 0
+        self.publish_every = client.config.schedule.publish_every
 
     def begin_step(self) -> None:
         """Ask for the groups of the next step, unless the run has no more."""
@@ -79,6 +81,7 @@ class Feed:
                     return
                 self.is_complete = is_last = True
                 self.cursor = item.cursor
+                self.publish_every = item.publish_every or self.publish_every
             else:
                 is_last = num_updates > 1 and (len(numbers) + 1) % groups_per_update == 0
                 if self._is_fit(item):

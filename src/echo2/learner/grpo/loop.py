@@ -2,7 +2,8 @@
 
 The terms are those of ECHO-2 (arXiv 2602.02192). Step t trains version v_t = t of the policy on the R rollouts that are
 bound to it, which the versions t - S to t sampled, and makes version t + 1. Every kappa steps the weights are published
-as a snapshot. Settings: R = `groups_per_step` times `group_size`, S = `max_staleness`, kappa = `publish_every`.
+as a snapshot. Settings: R = `groups_per_step` times `group_size`, S = `max_staleness`, kappa =
+`publish_every`, unless the head says otherwise (`Feed.publish_every`).
 
 `feed.py` waits for groups, checks them, and cuts them into micro-batches; `data.py` has their advantages, `losses.py`
 the losses, `teachers.py` a reference and teachers, `trained_policy.py` what a step changes.
@@ -58,10 +59,10 @@ def train(client: GrpoClient, head: HeadSession, checkpoints: Path, card: Learne
     with saves.leaving():
         saves.report_again()
         feed.begin_step()
-        publish_if_due(client, head)
+        publish_if_due(client, head, feed.publish_every)
         while client.version < head.max_steps and train_step(client, head, feed, saves):
             feed.begin_step()
-            publish_if_due(client, head)
+            publish_if_due(client, head, feed.publish_every)
             if client.version % client.config.learner.checkpoint_every == 0 or client.version == head.max_steps:
                 # A learner that resumes from this checkpoint can make this version's snapshot again, but no earlier
                 # one, and later steps may need that.
@@ -102,14 +103,14 @@ def train_step(client: GrpoClient, head: HeadSession, feed: Feed, saves: Checkpo
     return True
 
 
-def publish_if_due(client: GrpoClient, head: HeadSession) -> None:
+def publish_if_due(client: GrpoClient, head: HeadSession, publish_every: int) -> None:
     """Publish the weights if kappa steps have passed or this is the last step, and they are not published yet.
 
     After a resume between two publications, the head may have lost the newest snapshot that was due. Then the current
     weights take its place; otherwise workers would wait for ever.
     """
     version, published = client.version, head.published
-    newest_due = version - version % client.config.schedule.publish_every
+    newest_due = version - version % publish_every
     is_due = version == newest_due or version == head.max_steps
     if version in published or (not is_due and any(newest_due <= have < version for have in published)):
         return

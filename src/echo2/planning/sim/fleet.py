@@ -128,7 +128,9 @@ class SimWorker(Actor):
         self._restart()
 
     def _restart(self) -> None:
-        groups = min(self.spec.capacity_groups, self.scenario.groups_per_batch)
+        groups = self.spec.capacity_groups
+        if self.spec.ticket or self.scenario.deterministic or self.scenario.order == "frontier":
+            groups = min(groups, self.scenario.groups_per_batch)
         self.scheduler = WorkerScheduler(
             groups * self.scenario.group_size, self.scenario.swap_of(self.spec), self.scenario.deterministic
         )
@@ -263,7 +265,7 @@ class SimWorker(Actor):
         held = (*scheduler.waiting, *scheduler.generating, *scheduler.produced)
         return ev.WorkerJoined(
             self.name,
-            self.scheduler.slots,
+            self.scheduler.most_slots,
             self.spec.price_usd_per_hour,
             scheduler.installed,
             held,
@@ -287,7 +289,7 @@ class SimWorker(Actor):
             case wev.Connected():
                 self.tell(body)
                 self.peering.handle(fev.OriginBack())
-            case wev.LeaseRevoked():
+            case wev.LeaseRevoked() | wev.SlotsSet():
                 self.tell(body)
             case _:
                 raise InvariantError(f"a worker does not know {body}")

@@ -418,6 +418,8 @@ class SimHead(Actor):
             case do.RevokeLease():
                 for lease_id in command.lease_ids:
                     self._order(command.worker_id, wev.LeaseRevoked(lease_id, command.reason))
+            case do.SetWidth():
+                self._order(command.worker_id, wev.SlotsSet(command.num_slots))
             case do.AnnounceSnapshot():
                 if command.ref not in self.store:
                     raise InvariantError(f"snapshot {command.ref} is announced and not stored")
@@ -436,7 +438,7 @@ class SimHead(Actor):
             case do.FeedGroup():
                 self._feed(command.number)
             case do.EndStep():
-                self._to_learner(StepDone(command.step, command.num_groups))
+                self._to_learner(StepDone(command.step, command.num_groups, command.publish_every))
                 self.learner_epoch = None
             case do.RecordLearner():
                 self.evaluated = {version for version in self.evaluated if version <= command.version}
@@ -447,8 +449,7 @@ class SimHead(Actor):
                 self._wakes += 1
                 self.post(command.at - now, _Wake(self._wakes))
             case do.WorkerGone():
-                epoch = self.attending.pop(command.worker_id, None)
-                if epoch is not None:
+                if (epoch := self.attending.pop(command.worker_id, None)) is not None:
                     self.origin.left(command.worker_id)
                     self.world.post(0.1, command.worker_id, StreamBroke(command.worker_id, epoch))
             case do.RentMachine():
@@ -476,8 +477,7 @@ class SimHead(Actor):
             self._order(worker_id, Arriving(self.origin.manifest(PayloadId(ref)), seconds))
 
     def _order(self, worker_id: str, body: object) -> None:
-        epoch = self.attending.get(worker_id)
-        if epoch is not None:
+        if (epoch := self.attending.get(worker_id)) is not None:
             self.network.order(worker_id, epoch, body)
 
     def _to_learner(self, body: object) -> None:

@@ -70,7 +70,7 @@ class SimLearner(Actor):
         acknowledged.
         """
         self.version, self.digest = self.checkpoints[-1] if self.checkpoints else (0, FIRST_DIGEST)
-        self.lineage = 0
+        self.lineage, self.publish_every = 0, self.scenario.publish_every
         self.ahead: tuple[tuple[int, ...], bytes] | None = None
         self._busy_seconds = 0.0
         self.fed: list[Fed] = []
@@ -159,7 +159,7 @@ class SimLearner(Actor):
     def _welcomed(self, welcome: Welcome) -> None:
         self.lineage = welcome.lineage
         have = {*welcome.published, *self._unpublished}
-        newest_due = self.version - self.version % self.scenario.publish_every
+        newest_due = self.version - self.version % self.publish_every
         # After a fall-back between two publications, the newest snapshot that was due may be gone; then the current
         # weights take its place.
         if not any(newest_due <= version <= self.version for version in have) or self._is_due(self.version):
@@ -186,7 +186,7 @@ class SimLearner(Actor):
             case StepDone():
                 if body.num_groups != len(self.fed) or body.step != self.version:
                     raise InvariantError(f"{body} came at version {self.version} with {len(self.fed)} groups")
-                self.taking = False
+                self.taking, self.publish_every = False, body.publish_every
                 self._train()
 
     def _train(self) -> None:
@@ -223,7 +223,7 @@ class SimLearner(Actor):
         self._take()
 
     def _is_due(self, version: int) -> bool:
-        return version == self.scenario.max_steps or version % self.scenario.publish_every == 0
+        return version == self.scenario.max_steps or version % self.publish_every == 0
 
     def _publish(self, version: int) -> None:
         self.post(self.world.around(self.scenario.learner.publish_seconds, 0.3), _Encoded(version))

@@ -252,6 +252,7 @@ class StepDone(Event):
 
     step: int
     num_groups: int
+    publish_every: int
 
 
 class Refused(Event):

@@ -96,6 +96,12 @@ class SnapshotTooLarge(SchedulerEvent):
     reason: str
 
 
+class SlotsSet(SchedulerEvent):
+    """The head says how many rollouts are to be decoded at once, from now on."""
+
+    slots: int
+
+
 class RolloutEnded(SchedulerEvent):
     """A rollout of this lease no longer needs its slot."""
 

@@ -75,12 +75,13 @@ class IncomingSnapshot:
 
 
 class WorkerScheduler(StateMachine):
-    """State, and one method per kind of event. `slots`: rollouts that the engine decodes at once. `deterministic`:
+    """State, and one method per kind of event. `slots`: rollouts that the engine decodes at once, of
+    `most_slots` that it has room for. `deterministic`:
     leases are sampled grant by grant, because the shape of a batch is part of the request."""
 
     def __init__(self, slots: int, swap: Swap, deterministic: bool) -> None:
         super().__init__()
-        self.slots = slots
+        self.slots = self.most_slots = slots
         self.swap: Swap = swap
         self.deterministic = deterministic
         self.connected = False
@@ -132,6 +133,8 @@ class WorkerScheduler(StateMachine):
                 self._installed(event.ref)
             case ev.SnapshotTooLarge():
                 self._too_large(event, now)
+            case ev.SlotsSet():
+                self.slots = max(1, min(event.slots, self.most_slots))
             case ev.RolloutEnded():
                 if (held := self.generating.get(event.lease_id)) is not None:
                     held.num_running = max(0, held.num_running - 1)

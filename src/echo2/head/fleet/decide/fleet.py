@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from echo2.core.decide.lazy_heap import LazyHeap
 from echo2.core.types import Backoff, SnapshotRef
+from echo2.head.fleet.decide.widths import Spreads, Width
 
 #: Batches of a worker between two measurements of its rate; the first measurement takes one batch.
 BATCHES_PER_RATE = 4
@@ -116,12 +117,13 @@ class Throughput:
 @dataclass(slots=True)
 class Worker:
     """One worker of the fleet. `slots`: rollouts that it decodes at once. `first_groups`: limit of groups with which it
-    begins a step, until one of them is delivered (`pacing.WidthSearch`); None: no such limit. `detached_at`: when its
-    connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for machines of the run's
-    owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`: from which its machine
-    was rented; `returned`: the machine is being returned. `samples`: leased to it and not delivered yet. `refused`: the
-    snapshot that it could not install, and why. `draws`: its engine draws from the head's random numbers;
-    `form`: to which it rounds its weights; `rounds`: it can check such weights.
+    begins a step (`pacing.WidthSearch`), or after it was too slow, until one of them is delivered; None: no limit.
+    `detached_at`: when its connection closed, if it has not returned. `ticket`: with which a stranger joined; empty for
+    machines of the run's owner. `standby_since`: since when it has waited to be activated; it gets no leases. `offer`:
+    from which its machine was rented; `returned`: the machine is being returned. `samples`: leased to it and not
+    delivered yet. `refused`: the snapshot that it could not install, and why. `draws`: its engine draws from the head's
+    random numbers; `form`: to which it rounds its weights; `rounds`: it can check such weights. `width`: how many
+    groups it decodes at once; None: as many as fill its slots.
     """
 
     worker_id: str
@@ -144,6 +146,7 @@ class Worker:
     draws: bool = False
     form: str = ""
     rounds: bool = False
+    width: Width | None = None
 
     def can_check(self, form: str = "") -> bool:
         """Whether its engine can check rollouts that were drawn with weights in this form."""
@@ -180,6 +183,7 @@ class Fleet:
     num_free: int = 0
     active_groups: int = 0
     most_groups: int | None = None
+    spreads: Spreads = field(default_factory=Spreads)
     _returned_at: float = -math.inf
     _workers: dict[str, Worker] = field(default_factory=dict)
     _own: dict[str, Worker] = field(default_factory=dict)
@@ -283,10 +287,18 @@ class Fleet:
 
     def came_late(self, worker: Worker, now: float) -> float:
         """Record that a second lease on a group of this worker was quicker. A worker with as many such groups in a row
-        as it decodes at once is too slow to be of use, and rests. Return as `rest`.
+        as it decodes at once is too slow to be of use, and rests; then it gets one group, until it comes first with it.
+        Return as `rest`.
         """
         worker.late_in_a_row += 1
-        return self.rest(worker, now, LATE_REST_SECONDS) if worker.late_in_a_row >= self.at_once(worker) else 0.0
+        if worker.late_in_a_row < self.at_once(worker):
+            return 0.0
+        worker.first_groups = 1
+        return self.rest(worker, now, LATE_REST_SECONDS)
+
+    def is_on_trial(self, worker: Worker) -> bool:
+        """Whether the worker was too slow, and gets one group at a time until it comes first with it."""
+        return worker.late_in_a_row >= self.at_once(worker)
 
     def rest(self, worker: Worker, now: float, backoff: Backoff = REST_SECONDS) -> float:
         """Rest a worker that failed a lease, if others are there to get the next leases. Failures of one batch count
@@ -343,7 +355,7 @@ class Fleet:
 
     def at_once(self, worker: Worker) -> int:
         """Return how many groups this worker decodes at once now: as many as fill its slots, but at least one unit."""
-        groups = self._fill(worker)
+        groups = self._fill(worker) if worker.width is None else min(self._fill(worker), worker.width.groups)
         return max(self.groups_per_unit, groups if self.most_groups is None else min(groups, self.most_groups))
 
     def _fill(self, worker: Worker) -> int:
@@ -367,6 +379,23 @@ class Fleet:
         """Return the smallest depth at which the worker has room for a unit, or None."""
         unit = self.groups_per_unit * self.group_size
         return next((depth for depth in range(LOOK_AHEAD) if self.room(worker, depth) >= unit), None)
+
+    def take(self, worker: Worker, lease_id: int, now: float) -> None:
+        """Record that the worker got a lease."""
+        if worker.width is not None:
+            worker.width.take(lease_id, now)
+
+    def end(self, worker: Worker, lease_id: int, is_measured: bool, now: float) -> None:
+        """Record that a lease of the worker is over. `is_measured`: it brought a whole group."""
+        if worker.width is not None:
+            worker.width.end(lease_id, is_measured, self.spreads, now)
+
+    def adapt(self, worker: Worker, is_waited_for: bool, now: float) -> bool:
+        """Change how many groups the worker decodes at once, if its durations say so. Return whether it changed."""
+        if worker.width is None or not worker.width.look(self.spreads, is_waited_for):
+            return False
+        self.load(worker, worker.samples, now)
+        return True
 
     def limit(self, most_groups: int) -> None:
         """Limit the groups that a worker decodes at once, from now on."""

@@ -32,6 +32,8 @@ CAUSES: Mapping[str, str] = MappingProxyType(
 )
 #: Steps and broadcasts remembered.
 NUM_REMEMBERED = 15
+#: Steps, the last of those, whose waits say whether more groups at once would help.
+NUM_LATEST = 4
 #: Share of its training time that the learner may wait before a bottleneck is reported.
 LITTLE_WAIT = 0.05
 #: Weight of the newest group in the running means of the seconds that the head spends on a group.
@@ -149,6 +151,11 @@ class Measurements:
             self._broadcast_over(now)
         self._spreading, self._num_installed = (ref, now) if self._steps_seconds() else None, 0
 
+    @property
+    def is_spreading(self) -> bool:
+        """Whether a snapshot is on its way to the workers; also while the first step is sampled, and workers join."""
+        return self._spreading is not None or not self._steps_seconds()
+
     def installed(self, ref: SnapshotRef, num_active: int, now: float) -> None:
         """Record that one more worker has installed this snapshot."""
         if self._spreading is not None and ref == self._spreading[0]:
@@ -166,6 +173,12 @@ class Measurements:
         self.broadcasts.append(now - self._spreading[1])
         self.num_broadcasts += 1
         self._spreading = None
+
+    def waits_for_workers(self) -> bool:
+        """Whether the learner waited for workers in the last few steps."""
+        last = list(self.waits)[-NUM_LATEST:]
+        waited = math.fsum(wait.seconds[cause] for wait in last for cause in ("lease", "sampling", "lost"))
+        return waited > LITTLE_WAIT * len(last) * (self.typical_train_seconds() or math.inf)
 
     def bottleneck(self) -> str | None:
         """Return what the learner mostly waits for (`CAUSES`), or None if it hardly waits."""

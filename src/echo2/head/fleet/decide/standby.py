@@ -90,8 +90,8 @@ def _release_unneeded(state: PlannerState, candidates: list[Candidate], rate: fl
             release(state, one.worker_id, f"{rate:.4g} rollouts/s are needed; cheaper ones have {found.rate:.4g}", now)
 
 
-def live_demand(state: PlannerState) -> Demand | None:
-    """Return the learner's demand by measurements; None until a step is trained."""
+def live_demand(state: PlannerState, publish_every: int | None = None) -> Demand | None:
+    """Return the learner's demand by measurements; None until a step is trained. `publish_every`: if not as now."""
     options, measurements = state.options, state.measurements
     train_seconds = measurements.typical_train_seconds()
     if not train_seconds:
@@ -99,7 +99,7 @@ def live_demand(state: PlannerState) -> Demand | None:
     return Demand(
         groups_per_step=options.groups_per_step + math.ceil(statistics.mean(measurements.replaced or (0,))),
         group_size=options.group_size,
-        publish_every=options.publish_every,
+        publish_every=publish_every or state.publish_every,
         max_staleness=state.options.max_staleness,
         train_seconds=train_seconds,
         broadcast_seconds=measurements.typical_broadcast_seconds(),
@@ -276,20 +276,16 @@ def _limit(state: PlannerState) -> str:
         return str(error).removesuffix(".")
 
 
-def predicted_idle_ratio(state: PlannerState, now: float) -> float | None:
+def predicted_idle_ratio(state: PlannerState, now: float, publish_every: int | None = None) -> float | None:
     """Return the predicted share of time that the learner waits with these workers, in the steady state. None while it
-    is unknown, or if the learner waits for rewards, which workers do not compute.
+    is unknown, or if the learner waits for rewards, which workers do not compute. `publish_every`: if not as now.
     """
-    demand = live_demand(state) if state.measurements.bottleneck() != "rewards" else None
+    demand = live_demand(state, publish_every) if state.measurements.bottleneck() != "rewards" else None
     rates = {one.worker_id: one.rate for one in list_candidates(state, now) if one.is_active and one.rate > 0}
     workers = [worker for worker in state.fleet.active() if worker.worker_id in rates]
     if demand is None or not workers:
         return None
-    most = state.options.groups_per_batch
-    paces = [
-        WorkerKind(rates[worker.worker_id], 1, min(state.fleet.at_once(worker), most), _spread(worker))
-        for worker in workers
-    ]
+    paces = [WorkerKind(rates[worker.worker_id], 1, state.fleet.at_once(worker), _spread(worker)) for worker in workers]
     return forecast(demand, paces, max(STEPS, 4 * demand.publish_every)).steady_idle_ratio
 
 

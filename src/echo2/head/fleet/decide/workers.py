@@ -11,6 +11,7 @@ from echo2.head.decide import granting
 from echo2.head.decide.results import end_lease
 from echo2.head.decide.state import PlannerState
 from echo2.head.fleet.decide.fleet import Throughput, Worker
+from echo2.head.fleet.decide.widths import GROWTH, Width
 from echo2.head.strangers.decide import strangers
 
 #: Minimum limit of leases that a returning worker may claim to hold; otherwise twice the most that it is ever granted.
@@ -31,9 +32,10 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     else:
         known = Throughput() if before is None else before.speed
         speed = Throughput(known.rate, known.variance, num_unmeasured=samples)
+    slots = min(event.slots, GROWTH * most if adapts(state, is_own=not event.ticket) else most)
     worker = Worker(
         event.worker_id,
-        min(event.slots, most) if event.ticket else event.slots,
+        slots,
         event.price_usd_per_hour,
         installed,
         now,
@@ -48,12 +50,17 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         draws=event.draws,
         form=event.form,
         rounds=event.rounds,
+        width=_width(state, before, slots, is_own=not event.ticket),
     )
     state.fleet.join(worker, now)
+    if worker.width is not None and slots > most:
+        _tell_width(state, worker, "it has room for more")
     if installed is not None and not worker.standby and (before is None or before.installed != installed):
         state.measurements.installed(installed, state.fleet.num_active, now)
     held = set(state.leases.of_worker(event.worker_id))
-    ended = tuple(lease_id for lease_id in possible_claims(state, event.held_leases) if lease_id not in held)
+    ended = tuple(
+        lease_id for lease_id in possible_claims(state, event.worker_id, event.held_leases) if lease_id not in held
+    )
     if ended:
         reason = "these leases ended while the worker was away"
         state.emit(do.RevokeLease, reason, worker_id=event.worker_id, lease_ids=ended)
@@ -61,9 +68,45 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
         announce_newest(state, "newest when the worker joined", (event.worker_id,))
 
 
-def possible_claims(state: PlannerState, lease_ids: Iterable[int]) -> tuple[int, ...]:
+def adapts(state: PlannerState, is_own: bool) -> bool:
+    """Whether the width of a worker is found from its durations. A stranger's count for nothing, batches of a fixed
+    shape stay as they are, and with `order = "frontier"` one width is sought for all.
+    """
+    return is_own and not state.options.deterministic and state.width_search is None
+
+
+def _width(state: PlannerState, before: Worker | None, slots: int, is_own: bool) -> Width | None:
+    """Return how many groups a worker that joins decodes at once; None: as many as fill its slots."""
+    options = state.options
+    if not adapts(state, is_own):
+        return None
+    most = -(-slots // options.group_size)
+    width = None if before is None else before.width
+    if width is None:
+        return Width(min(options.groups_per_batch, most), most)
+    width.resize(most)
+    return width
+
+
+def _tell_width(state: PlannerState, worker: Worker, reason: str) -> None:
+    groups = state.fleet.at_once(worker)
+    slots = min(worker.slots, groups * state.options.group_size)
+    state.emit(do.SetWidth, reason, worker_id=worker.worker_id, num_groups=groups, num_slots=slots)
+
+
+def adapt(state: PlannerState, worker_id: str, now: float) -> None:
+    """After a result of this worker: change how many groups it decodes at once, if the durations say so."""
+    worker, measured = state.fleet.get(worker_id), state.measurements
+    if worker is None or worker.width is None:
+        return
+    is_waited_for = measured.typical_train_seconds() is None or measured.waits_for_workers()
+    if state.fleet.adapt(worker, is_waited_for, now):
+        _tell_width(state, worker, worker.width.why)
+
+
+def possible_claims(state: PlannerState, worker_id: str, lease_ids: Iterable[int]) -> tuple[int, ...]:
     """Return those of the claimed leases that were ever granted, and no more of them than a worker can hold."""
-    most = max(CLAIMS_MIN, 4 * state.options.groups_per_batch)
+    most = max(CLAIMS_MIN, 4 * state.options.groups_per_batch, len(state.leases.of_worker(worker_id)))
     granted = (lease_id for lease_id in dict.fromkeys(lease_ids) if 0 < lease_id < state.leases.next_id)
     return tuple(itertools.islice(granted, most))
 
