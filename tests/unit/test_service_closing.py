@@ -14,6 +14,7 @@ import logging
 import os
 import random
 import socket
+import subprocess
 import sys
 import tempfile
 from array import array
@@ -37,7 +38,7 @@ from echo2.transport.identity import PeerIdentity, RunIdentity
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.tickets import Ticket
 from echo2.weights.broadcast.distribution import Distribution
-from echo2_service.backend import Answer, SampleSpec, TextCall
+from echo2_service.backend import AdamSettings, Answer, JournalRecord, OptimStepCall, SampleSpec, TextCall
 from echo2_service.calling import AnsweringProcess
 from echo2_service.fleet.machines import JoinedMachine, Samplers
 from echo2_service.fleet.server import FleetServer
@@ -46,6 +47,8 @@ from echo2_service.front.chat_api import ChatApi
 from echo2_service.front.database import OPEN, Database, requests
 from echo2_service.front.dispatch import Dispatcher
 from echo2_service.front.given import BodyReader
+from echo2_service.learner import journal
+from echo2_service.learner.journal import Journal
 from echo2_service.settings import FleetSettings
 from front_service import Service
 from model_cases import model_directory
@@ -275,6 +278,40 @@ def fleet(draw: random.Random) -> None:
     assert not faults.made or is_heard([*raised, *told.errors]), faults.made
 
 
+def opened(path: Path) -> Journal:
+    """The journal, as soon as it can be read."""
+    while True:
+        with suppress(OSError):
+            return Journal(path)
+
+
+def journals(draw: random.Random) -> None:
+    """Operations are recorded and covered by checkpoints while the disk fails: none that was answered is lost."""
+    faults, step, told = Faults(draw), OptimStepCall("model", 0, AdamSettings(0.1)), 0
+    writes = [(os, "replace"), (journal, "append_whole"), (journal, "frame"), (Path, "open")]
+    with directory() as path, faults.in_calls(writes, before=True):
+        made, saved = opened(path / "journal"), 0
+        for _ in range(draw.randrange(40)):
+            if draw.random() < 0.2:
+                saved = told
+                with suppress(OSError):
+                    made.cover()
+            elif draw.random() < 0.1:
+                made.close()
+                made = opened(path / "journal")
+                assert [one.operation for one in made.take_to_redo(saved)] == [*range(saved + 1, told + 1)]
+            with suppress(UserError, OSError):
+                made.append(JournalRecord(told + 1, step, Answer(metrics={"grad_norm": float(told + 1)})))
+                told += 1
+        made.close()
+        made = opened(path / "journal")
+        assert made.last_operation == told
+        for operation in range(max(1, told - 20), told + 1):
+            answer = made.answer(operation)
+            assert answer == Answer(metrics={"grad_norm": float(operation)})
+        made.close()
+
+
 def search_all(these: Iterable[int]) -> None:
     """All scenarios, outside of pytest."""
     patch = pytest.MonkeyPatch()
@@ -286,7 +323,7 @@ def search_all(these: Iterable[int]) -> None:
     patch.undo()
 
 
-SCENARIOS = [front, link, fleet]
+SCENARIOS = [front, link, fleet, journals]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
@@ -298,3 +335,11 @@ def test_whatever_fails_or_dawdles_everything_ends_and_somebody_hears(scenario: 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.__name__)
 def test_the_same_with_more_seeds(scenario: Any) -> None:
     search(scenario, MANY, foreseen=WORDS)
+
+
+def test_a_learner_that_cannot_read_a_request_ends() -> None:
+    """The thread that reads them is not the one that works: that would wait for the next request for ever."""
+    code = "import io; from echo2.core.frames import frame; from echo2_service.learner.call_queue import _receive; "
+    code += "_receive(io.BytesIO(frame(b'no request')), print)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, "a request can't be read" in done.stderr) == (1, True), done
