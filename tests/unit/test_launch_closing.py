@@ -14,7 +14,6 @@ import random
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterable
 from contextlib import redirect_stderr
 from io import StringIO
@@ -106,9 +105,7 @@ def run(seed: int, folder: Path) -> None:
                 made.run(on_poll)
             except (Exception, KeyboardInterrupt) as error:
                 raised = error
-    until = time.monotonic() + 30.0
-    while (left := children()) and time.monotonic() < until:  # those that are killed are about to be gone
-        time.sleep(0.005)
+    _, left = psutil.wait_procs(children(), timeout=30.0)  # those that are killed are about to be gone
     assert not left, left
     assert [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))] == before
     assert isinstance(raised, UserError | ProcessFailed | KeyboardInterrupt | None) or is_heard([raised]), repr(raised)
