@@ -104,11 +104,14 @@ class AnsweringProcess:
 
     async def call(self, call: Call) -> Answer:
         """Return the answer, restarting the process if it dies. Cancelling this also cancels the call in the process.
+        A call is cancelled if this is closed before its answer.
 
         Raises:
             UserError: the tenant's mistake, in the process's words.
             InvariantError: a bug in echo2, or the call kills the process.
         """
+        if self._is_closing:
+            raise asyncio.CancelledError(f"the {self._name} is closed")
         if self._running is None:
             self._running = spawn(self._run(), self._failed)
         number = next(self._numbers)

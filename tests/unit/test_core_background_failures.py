@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import sys
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import closing
@@ -23,7 +22,6 @@ import pytest
 
 import test_learner_sending as sending
 from broadcast_fleet import Fleet, content
-from echo2.core import background
 from echo2.core.types import RUN_POLICY, SnapshotRef
 from echo2.learner.core.publication import Publisher
 from echo2.learner.link import sending as link_words
@@ -32,36 +30,12 @@ from echo2.learner.link.sending import Meeting, OtherRanks
 from echo2.worker.decide import messages as ev
 from front_service import Service
 from head_cases import OpenHead, delivery, rows, sample, settings, until
+from random_faults import WORDS, Strike
 from test_worker_sampling import Bench, assignment
 
 MODEL = {"model_seq_id": 0, "base_model": "echo2/tiny", "lora_config": {"rank": 4}}
-BEGINNERS = {background.spawn.__code__, background.awaited.__code__}
-WORDS = "nobody foresaw this"
 
 Story = Callable[[Path, list[BaseException]], Awaitable[None]]
-
-
-class Strike:
-    """A task factory. Work of the name `on`, when it is begun in the background, raises; `seen`: names of all."""
-
-    def __init__(self, on: str = "") -> None:
-        self._on, self.seen = on, set[str]()
-
-    def __call__(self, loop: asyncio.AbstractEventLoop, work: Any, **more: Any) -> asyncio.Task[Any]:
-        frame, depth = sys._getframe(1), 0
-        while frame.f_back is not None and frame.f_code not in BEGINNERS and depth < 4:
-            frame, depth = frame.f_back, depth + 1
-        if frame.f_code in BEGINNERS:
-            name = f"{work.cr_code.co_filename.rpartition('/')[2]}:{work.__qualname__}"
-            self.seen.add(name)
-            if name == self._on:
-                work.close()
-                work = _raise()
-        return asyncio.Task(work, loop=loop, **more)
-
-
-async def _raise() -> None:
-    raise RuntimeError(WORDS)
 
 
 async def _broadcast(folder: Path, told: list[BaseException]) -> None:

@@ -1,80 +1,70 @@
-"""A row's logprobs do not depend on its neighbours, with any rotary embedding: in the learner and in the engine."""
+"""A row's logprobs do not depend on its neighbours: all families of transformers, with each kind of rotary embedding,
+alone and beside others, in the learner and in the engines. What a family can't do is refused, with the reason.
+
+A commit tries the families that the learner packs or `compact` computes, each with one kind, and Llama with all;
+`make test-all` the others.
+"""
 
 from __future__ import annotations
 
 from array import array
-from itertools import pairwise
-from typing import Any
+from itertools import cycle, pairwise
+from pathlib import Path
 
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from causal_families import KINDS, LONGEST, ORIGINAL, families, has_kinds, tiny_config
 from echo2.core.decide.model_config import context_length
-from echo2.engines.hf_engine import HfModel
-from echo2.engines.hub_layout import identity_layout
+from echo2.core.errors import UserError
+from echo2.core.types import RUN_POLICY, Snapshot, SnapshotRef
+from echo2.engines.compact import build_compact
+from echo2.engines.hf_engine import build_transformers
+from echo2.engines.hub_layout import text_module
+from echo2.engines.model_values import MODEL_TYPES, ROPE_TYPES
+from echo2.engines.torch_engine import Model
 from echo2.learner.core.batch import Layout, collate
 from echo2.learner.core.datum import Datum
-from echo2.learner.core.model import MASKED_DECODERS, Policy
+from echo2.learner.core.model import MASKED_DECODERS, Policy, load_policy
 from learner_cases import VOCAB
 
-LONGEST, ORIGINAL = 48, 12
-HALF = 4  # of the head's size
-ROPES: dict[str, dict[str, Any]] = {
-    "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 4.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
-    "llama3": {
-        "rope_type": "llama3",
-        "factor": 4.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": ORIGINAL,
-    },
-    "longrope": {
-        "rope_type": "longrope",
-        "factor": 4.0,
-        "short_factor": [1.0] * HALF,
-        "long_factor": [1.0, 4.0, 9.0, 20.0],
-        "original_max_position_embeddings": ORIGINAL,
-    },
+CPU = torch.device("cpu")
+COMMON = sorted({*MODEL_TYPES, *MASKED_DECODERS, "gemma2", "gpt_oss", "cohere2"})
+QUICK = {*zip(COMMON, cycle(KINDS), strict=False), *(("llama", kind) for kind in KINDS), ("phi3", "longrope")}
+CASES = [
+    pytest.param(family, kind, marks=() if (family, kind) in QUICK else pytest.mark.slow)
+    for family in families()
+    for kind in KINDS
+    if family != "cpmant" and (kind == "default" or has_kinds(family))  # it is refused, see below
+]
+#: Families that the engine `transformers` does not run, and what it says.
+NO_ENGINE = {
+    **dict.fromkeys(("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"), "no positions"),
+    **dict.fromkeys(("mvp", "pegasus", "plbart", "roformer", "trocr", "whisper"), "no positions"),
+    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), "numbers positions itself"),
+    **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl", "xmod"), "numbers positions itself"),
+    **dict.fromkeys(("minimax", "xlstm"), "cannot read with transformers' own cache"),
+    **dict.fromkeys(("openai-gpt", "rwkv"), "takes no cache"),
+    "deepseek_v4": "its cache compresses",
+    "dory": "windows of the cache",
+    "moshi": "its attention still sees",
+    "recurrent_gemma": "of the rows that it read last",
+    "xlm": "takes the lengths of rows from their tokens",
 }
-#: Of these, the rotary part is not half of the head, or rotary embeddings have no settings.
-OWN_ROTATION = {"ernie4_5", "glm", "glm4", "stablelm"}
-#: Beside the decoders that take masks: windows, and layers of several kinds.
-OTHERS = {"gemma2", "gpt_oss", "cohere2"}
-CASES = [("llama", kind) for kind in ROPES]
-CASES += [(family, "longrope") for family in sorted((MASKED_DECODERS | OTHERS) - OWN_ROTATION)]
-CASES += [(family, "dynamic") for family in sorted((MASKED_DECODERS | OTHERS) - OWN_ROTATION - {"phi3"})]
-
-
-def policy_of(family: str, rope: dict[str, Any]) -> Policy:
-    import transformers
-
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        family,
-        vocab_size=VOCAB,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=2 * HALF,
-        intermediate_size=32,
-        moe_intermediate_size=16,
-        num_experts=2,
-        num_local_experts=2,
-        num_experts_per_tok=1,
-        max_position_embeddings=LONGEST,
-        initializer_range=0.3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        sliding_window=None if family in MASKED_DECODERS else 8,
-        original_max_position_embeddings=ORIGINAL,  # Phi-3 has it here
-        rope_parameters={"rope_theta": 10_000.0, "partial_rotary_factor": 1.0, **rope},
-    )
-    return Policy(transformers.AutoModelForCausalLM.from_config(config).float(), {}, torch.device("cpu"))
+#: Kinds that transformers does not build in a family, or that are refused, and what is said.
+NO_KIND = {
+    **{(family, "proportional"): "rotates 8" for family in ("fuyu", "gpt_neox", "gpt_neox_japanese", "persimmon")},
+    **{(family, "proportional"): "rotates 8" for family in ("phi", "stablelm")},
+    **{("phi3", kind): r"must be one of \['longrope'\]|'rope_type'='longrope'" for kind in {*KINDS} - {"longrope"}},
+    **{("phimoe", kind): "short_mscale field must be a number" for kind in {*KINDS} - {"longrope"}},
+    **{("recurrent_gemma", kind): "does not support RoPE types|max_position_embeddings" for kind in KINDS},
+}
+NO_KIND |= {
+    (one, "longrope"): "'head_dim' is a per-layer attribute" for one in ("gemma4_unified", "gemma4_unified_text")
+}
+for one in ("phi3", "phimoe", "recurrent_gemma"):
+    del NO_KIND[one, "default"]
 
 
 def rows(context: int) -> list[list[int]]:
@@ -92,9 +82,8 @@ def learned(policy: Policy, texts: list[list[int]], layout: Layout) -> list[list
     return [by_place[place] for place in range(len(data))]
 
 
-def decoded(policy: Policy, text: list[int], other: list[int]) -> list[float]:
+def decoded(model: Model, text: list[int], other: list[int]) -> list[float]:
     """The engine's logprobs of `text`, read token by token, beside the prompt `other`."""
-    model = HfModel(policy.module, (2,), identity_layout(policy.module))
     cache = model.prefill([array("i", other), array("i", text[:1])])
     found = []
     for before, token in pairwise(text[1:]):
@@ -103,23 +92,85 @@ def decoded(policy: Policy, text: list[int], other: list[int]) -> list[float]:
     return found
 
 
+def engines(family: str, kind: str, policy: Policy) -> list[Model]:
+    """Of the policy's weights; those that refuse it are left out."""
+    snapshot, made = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), policy.tensors(), policy.files), []
+    if family in NO_ENGINE:
+        with pytest.raises(UserError, match=NO_ENGINE[family]):
+            build_transformers(snapshot, CPU)
+    else:
+        made.append(build_transformers(snapshot, CPU))
+    if family in MODEL_TYPES and kind in ROPE_TYPES:
+        made.append(build_compact(snapshot, CPU))
+    elif family in MODEL_TYPES:
+        with pytest.raises(UserError, match=f"this model has rope_type = '{kind}'"):
+            build_compact(snapshot, CPU)
+    for model in made:
+        model.fill(snapshot)
+    return made
+
+
 @pytest.mark.parametrize(("family", "kind"), CASES)
 @torch.no_grad()
 def test_a_row_has_the_same_logprobs_alone_and_beside_others(family: str, kind: str) -> None:
-    policy = policy_of(family, ROPES[kind])
-    context = policy.max_positions
-    assert context == HfModel(policy.module, (2,), identity_layout(policy.module)).limits.max_positions
-    assert context == (ORIGINAL if kind == "longrope" else LONGEST)
+    torch.manual_seed(0)
+    if (family, kind) in NO_KIND:
+        with pytest.raises(Exception, match=NO_KIND[family, kind]):
+            text_module(tiny_config(family, kind), torch.float32)
+        return
+    config = tiny_config(family, kind)
+    files = {"config.json": config.to_json_string(use_diff=False).encode()}
+    policy = Policy(text_module(config, torch.float32), files, CPU)
+    models = engines(family, kind, policy)
+    context = min(policy.max_positions or LONGEST, LONGEST)
+    assert kind != "longrope" or context == ORIGINAL
+    assert all(model.limits.max_positions >= context for model in models)
     texts = rows(context)
     alone = [learned(policy, [text], "plain")[0] for text in texts]
     layouts: list[Layout] = ["plain", "shared"] if policy.honours_masks else ["plain"]
     for layout in layouts:
-        beside = learned(policy, texts, layout)
-        for text, expected in zip(beside, alone, strict=True):
-            assert text == pytest.approx(expected, abs=3e-5)
-    for text, expected in zip(texts, alone, strict=True):
-        other = texts[1][: max(1, context - len(text))]  # with as many tokens more, it fills the context
-        assert decoded(policy, text, other) == pytest.approx(expected, abs=3e-5)
+        assert_same(learned(policy, texts, layout), alone)
+    for model in models:  # with as many tokens more, the other row fills the context
+        assert_same([decoded(model, text, texts[1][: max(1, context - len(text))]) for text in texts], alone)
+
+
+def assert_same(found: list[list[float]], expected: list[list[float]]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, abs=5e-5, rel=1e-4)
+
+
+def test_all_kinds_of_rotary_embeddings_are_tried() -> None:
+    assert KINDS.keys() == {"default", *ROPE_INIT_FUNCTIONS}
+    assert NO_ENGINE.keys() <= {*families()}
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "rembert"])
+def test_an_encoder_is_refused(family: str) -> None:
+    with pytest.raises(UserError, match="reads each token together with those behind it"):
+        text_module(tiny_config(family, is_decoder=False), torch.float32)
+
+
+def test_a_model_that_mixes_its_rows_is_refused() -> None:
+    with pytest.raises(UserError, match="puts tokens of its own in front of each row"):
+        text_module(tiny_config("cpmant"), torch.float32)
+
+
+def test_rotary_settings_that_transformers_passes_over_are_refused() -> None:
+    """GPT-J knows no kinds; config.json may name one, and would be believed by other engines."""
+    config = tiny_config("gptj")
+    config.rope_parameters = {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(UserError, match="rotary embeddings of the kind yarn, and transformers' GPTJForCausalLM"):
+        text_module(config, torch.float32)
+
+
+def test_rotary_settings_that_do_not_fit_together_are_refused_when_a_model_is_loaded(tmp_path: Path) -> None:
+    """Gemma 4 rotates whole heads; a quarter, as its own kind has it, fits no other kind."""
+    ropes = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    ropes["full_attention"] = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4, "partial_rotary_factor": 0.25}
+    config = tiny_config("gemma4_text", rope_parameters=ropes)
+    text_module(config, torch.float32).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="transformers' Gemma4ForCausalLM cannot compute with what config"):
+        load_policy(str(tmp_path), "float32", "cpu")
 
 
 def test_the_context_ends_where_rotary_frequencies_change() -> None:

@@ -7,7 +7,6 @@ Shape suffixes: R = prompts, B = rows, T = tokens of a row, V = vocabulary.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import json
@@ -30,6 +29,7 @@ from echo2.core.decide.model_config import context_length
 from echo2.core.errors import PeerError, UserError
 from echo2.core.types import Snapshot
 from echo2.engines.adapter import Adapter, LowRank, adapt, stacked_maps
+from echo2.engines.causal import refuse_cache, unfit
 from echo2.engines.decode_loop import DecodeLoop
 from echo2.engines.engine import Engine, RouteCheck
 from echo2.engines.hub_layout import HALVES, HubLayout, distinct, hub_layout, text_module
@@ -305,13 +305,11 @@ def build_transformers(snapshot: Snapshot, device: torch.device) -> HfModel:
         state[layout.places[name].name].data = state[layout.places[name].name].data.float()
     if not set(CACHE_NAMES) & inspect.signature(module.forward).parameters.keys():
         # Most forward methods accept and ignore unknown arguments: each step would read one token without context.
-        raise UserError(
-            f"The engine 'transformers' cannot run {type(module).__name__}: its forward method takes no cache "
-            f"(none of {', '.join(CACHE_NAMES)}). Take another model."
-        )
+        raise unfit(module, f"its forward method takes no cache (none of {', '.join(CACHE_NAMES)})")
     module.tie_weights()  # a part of weight initialisation, which is skipped above
     if snapshot.ref.is_base_model:  # a model directory byte for byte, and what transformers passes over may be in it
         layout = replace(layout, others=layout.others | layout.unknown)
+    refuse_cache(module, DynamicCache(config=module.config).layers)
     model = HfModel(module.eval(), end_tokens(snapshot.files), layout)
     if device.type != "meta":
         _refuse_rows_in_modules(module, model)
@@ -326,12 +324,16 @@ def _refuse_rows_in_modules(module: Any, model: HfModel) -> None:
     Raises:
         UserError: names the module.
     """
-    with contextlib.suppress(RuntimeError, IndexError):  # such values may be no model's
+    try:
         model.prefill([array("i", [0])] * PROBE_ROWS)
+    except (RuntimeError, IndexError):  # such values may be no model's
+        pass
+    except (ValueError, TypeError, AttributeError, AssertionError) as error:
+        first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise unfit(module, f"it cannot read with transformers' own cache ({first_line})") from error
     for name, part in module.named_modules():
         for key, kept in vars(part).items():
             if isinstance(kept, Tensor) and kept.ndim and kept.shape[0] == PROBE_ROWS:
-                raise UserError(
-                    f"The engine 'transformers' cannot run {type(module).__name__}: its module {name} keeps {key} of "
-                    "the rows that it read last, so rows are not independent. Take another model."
+                raise unfit(
+                    module, f"its module {name} keeps {key} of the rows that it read last, so rows are not independent"
                 )

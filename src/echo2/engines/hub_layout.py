@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from echo2.core.errors import UserError
+from echo2.engines.causal import refuse_model
 
 #: First and last + 1 in each dimension of a tensor.
 Region: TypeAlias = "tuple[tuple[int, int], ...]"
@@ -129,13 +130,18 @@ def _first_names(module: nn.Module) -> dict[str, str]:
 def text_module(config: Any, dtype: torch.dtype) -> Any:
     """Build the text model of a configuration, with weights of `dtype`. Code that comes with a model is never run.
 
-    Raises: OSError, KeyError, ValueError, TypeError, ImportError: transformers has no such model.
+    Raises:
+        UserError: transformers has it, and would compute something else than config.json describes.
+        OSError, KeyError, ValueError, TypeError, ImportError: transformers has no such model.
     """
     from transformers import AutoModelForCausalLM  # takes three seconds: only to build a model
 
     text = copy.deepcopy(config.get_text_config())
-    text.tie_word_embeddings = getattr(config, "tie_word_embeddings", text.tie_word_embeddings)
-    return AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=False)
+    if (tied := getattr(config, "tie_word_embeddings", None)) is not None:
+        text.tie_word_embeddings = tied
+    module = AutoModelForCausalLM.from_config(text, dtype=dtype, trust_remote_code=False)
+    refuse_model(text, module)
+    return module
 
 
 def hub_layout(config: Any, stored: Shapes, half: torch.dtype = torch.bfloat16) -> HubLayout:

@@ -20,7 +20,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,8 @@ END_SECONDS = 10.0
 PATIENCE_SECONDS = 3.0
 #: Time for the other processes to end once the head is gone.
 STRAGGLER_SECONDS = 3.0
+#: Time for a process to end after SIGTERM, before it is killed.
+KILL_SECONDS = 2.0
 #: Timeout for the head to start listening.
 HEAD_START_SECONDS = 180.0
 POLL_SECONDS = 0.1
@@ -139,6 +141,7 @@ class Supervisor:
             self.others.append(Child(name, ["worker", f"@{rundir.ticket}", *places, *card, *worker_arguments]))
         self._signalled: signal.Signals | None = None
         self._num_signals = 0
+        self._failure: Exception | None = None
         self._listed = ""
 
     @property
@@ -155,28 +158,30 @@ class Supervisor:
             KeyboardInterrupt: the run was stopped by a signal; it can be resumed.
         """
         previous = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-        failure: Echo2Error | None = None
-        try:
-            self._start(self.head)
-            self._wait_for_head()
-            for child in self.others:
-                self._start(child)
-            while (outcome := self._outcome()) is None:
-                if self._signalled is not None:
-                    raise KeyboardInterrupt
-                self._look_after()
-                self._list()
-                on_poll()
-                time.sleep(POLL_SECONDS)
-            return outcome
-        except (UserError, ProcessFailed) as error:
-            failure = error
-            raise
-        finally:
-            self._end_all()
-            self._write_end(failure)
+        with contextlib.ExitStack() as ending:  # in reverse order; each of them is done, whatever becomes of the others
             for number, handler in previous.items():
-                signal.signal(number, handler)
+                ending.callback(signal.signal, number, handler)
+            ending.callback(self._write_end)
+            ending.callback(self._end_all)
+            try:
+                return self._run(on_poll)
+            except Exception as error:
+                self._failure = error
+                raise
+
+    def _run(self, on_poll: Callable[[], None]) -> dict[str, str]:
+        self._start(self.head)
+        self._wait_for_head()
+        for child in self.others:
+            self._start(child)
+        while (outcome := self._outcome()) is None:
+            if self._signalled is not None:
+                raise KeyboardInterrupt
+            self._look_after()
+            self._list()
+            on_poll()
+            time.sleep(POLL_SECONDS)
+        return outcome
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = signal.Signals(number)
@@ -334,7 +339,7 @@ class Supervisor:
             return False
         return self.learner.process is None or self.learner.process.status is not None
 
-    def _write_end(self, failure: Echo2Error | None) -> None:
+    def _write_end(self) -> None:
         """Add to outcome.json the error that ended the run, and the steps that no checkpoint covers."""
         outcome = self._outcome() or {
             "kind": "failed",
@@ -342,9 +347,10 @@ class Supervisor:
         }
         if self._signalled is not None and self._outcome() is None:
             outcome = {"kind": "stopped", "reason": STOP_WORDS[self._signalled]}  # before the head could record it
-        if failure is not None:
+        if (failure := self._failure) is not None:
             kind = "user_error" if isinstance(failure, UserError) else "failed"
-            outcome = {"kind": kind, "reason": str(failure)}
+            is_foreseen = isinstance(failure, Echo2Error)
+            outcome = {"kind": kind, "reason": str(failure) if is_foreseen else f"{type(failure).__name__}: {failure}"}
         version = (read_json(self.rundir.status) or {}).get("version", 0)
         saved = newest_checkpoint(self.rundir.checkpoints)
         if self.learner and version and saved != version and outcome["kind"] != "finished":
@@ -359,20 +365,36 @@ class Supervisor:
 
     def _end_all(self) -> None:
         """End all children: wait for those that the head tells to end, then SIGTERM, then SIGKILL."""
+        started = [child.process for child in self.children if child.process is not None]
+        with contextlib.ExitStack() as ending:  # each of them ends, whatever becomes of the others
+            for process in reversed(started):
+                ending.callback(_kill, process)
+            try:
+                self._ask_to_end(started)
+            except BaseException:
+                for process in started:
+                    ending.callback(process.signal, signal.SIGTERM)
+                raise
+
+    def _ask_to_end(self, started: Sequence[ChildProcess]) -> None:
         told = self._head_tells()
         if told:
             self._wait_for_checkpoint()
         deadline = time.monotonic() + (END_SECONDS if told else 0.0)
-        started = [(child, child.process) for child in self.children if child.process is not None]
-        for child, process in started:
+        for process in started:
             if process.wait(max(0.1, deadline - time.monotonic())) is None:
                 process.signal(signal.SIGTERM)
-            if child is self.head:  # the head is first and has ended: no further message will reach the others
+            if process is self.head.process:  # the head has ended: no further message will reach the others
                 deadline = min(deadline, time.monotonic() + STRAGGLER_SECONDS)
-        for _, process in started:
-            if process.wait(2.0) is None:
-                process.kill()
-                process.wait()
+
+
+def _kill(process: ChildProcess) -> None:
+    try:
+        process.wait(KILL_SECONDS)
+    finally:
+        if process.status is None:
+            process.kill()
+            process.wait()
 
 
 def progress(status: Mapping[str, Any], role: str, peer_id: str, num_left_out: int) -> tuple[int, ...]:

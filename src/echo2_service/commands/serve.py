@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from echo2.config.rundir import claimed
@@ -72,19 +73,16 @@ def base_directories(bases: dict[str, str], out: Path) -> dict[str, str]:
 
 
 async def _serve(settings: ServiceSettings, tariff: Tariff, out: Path, database: Database, port: int) -> None:
-    listener = listening(settings.host, port)
-    backend = LocalBackend(base_directories(settings.bases, out), out / "backend", settings.device)
-    fleet = None
-    if settings.fleet.listen:
-        directories = {name: base.directory for name, base in backend.bases.items()}
-        fleet = FleetServer(out, settings.fleet, directories, backend.samplers)
-        await fleet.open()
-    front = App(database, backend, out / "checkpoints", time.time, tariff, fleet=fleet.told if fleet else None)
-    server = HttpServer(front.asgi, front.requests.stop)
-    try:
-        await server.serve([listener])
-    finally:
-        if fleet is not None:
-            await fleet.close()
-        await backend.close()
-        database.close()
+    async with AsyncExitStack() as closing:  # in reverse order; each of them closes, whatever becomes of the others
+        closing.callback(database.close)
+        listener = closing.enter_context(listening(settings.host, port))
+        backend = LocalBackend(base_directories(settings.bases, out), out / "backend", settings.device)
+        closing.push_async_callback(backend.close)
+        fleet = None
+        if settings.fleet.listen:
+            directories = {name: base.directory for name, base in backend.bases.items()}
+            fleet = FleetServer(out, settings.fleet, directories, backend.samplers)
+            closing.push_async_callback(fleet.close)
+            await fleet.open()
+        front = App(database, backend, out / "checkpoints", time.time, tariff, fleet=fleet.told if fleet else None)
+        await HttpServer(front.asgi, front.requests.stop).serve([listener])

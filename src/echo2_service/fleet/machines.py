@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -226,8 +227,9 @@ class LocalBackend:
         return await self.samplers.sample(base, snapshot, spec)
 
     async def close(self) -> None:
-        await self.learner.close()
-        await self.sampler.close()
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the other
+            closing.push_async_callback(self.sampler.close)
+            closing.push_async_callback(self.learner.close)
 
 
 def _context(directory: Path) -> int:

@@ -10,6 +10,7 @@ import logging
 import shlex
 import time
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import msgspec
 
 from echo2.config.rundir import RunDir, write_atomically
 from echo2.core.addresses import join
-from echo2.core.background import spawn
+from echo2.core.background import Background
 from echo2.core.errors import PeerError, UserError
 from echo2.core.printable import printable
 from echo2.head.serve.connections import check_hello
@@ -63,7 +64,7 @@ class FleetServer:
         self._revoked: frozenset[str] = frozenset()
         host, port = settings.address
         self._server = GrpcServer(host, port, self._identity, self._handlers(), self._failed, ADVICE)
-        self._watching: asyncio.Task[None] | None = None
+        self._watching = Background(self._failed)
 
     async def open(self) -> None:
         """Listen, and write the ticket.
@@ -75,18 +76,18 @@ class FleetServer:
         address = join(self._settings.advertise or self._settings.address[0], port)
         tickets = OwnTickets(self._identity, {self._rundir.ticket: "sampler"}, address)
         tickets.keep()
-        self._watching = spawn(self._watch(tickets), self._failed)
+        self._watching.spawn(self._watch(tickets))
         command = shlex.join(["echo2", "worker", f"@{self._rundir.ticket}"])
         print(f"your other machines sample for it with: {command}", flush=True)
 
     async def close(self) -> None:
         """Disconnect all machines; they reconnect if the service restarts."""
-        if self._watching is not None:
-            self._watching.cancel()
-        for machine in list(self._machines.values()):
-            machine.lose()
-        await self._server.stop()
-        await self._payloads.distribution.close()
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            closing.push_async_callback(self._payloads.distribution.close)
+            closing.push_async_callback(self._server.stop)
+            for machine in self._machines.values():
+                closing.callback(machine.lose)
+            closing.push_async_callback(self._watching.close)
 
     def told(self) -> dict[str, Any]:
         """Return host, device, activity, work and price of each machine by name, and the number of calls for which no

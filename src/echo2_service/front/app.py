@@ -9,7 +9,7 @@ import logging
 import shutil
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from starlette.applications import Starlette
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from echo2.core.background import spawn
+from echo2.core.background import Background
 from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
 from echo2_service.front.account import Account
@@ -180,16 +180,17 @@ class App:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        self.overview.faults.start()
-        self.dispatcher.start()
-        sweeper = spawn(self._sweep(), self._sweeping_ended)
-        yield
-        sweeper.cancel()
-        await asyncio.gather(sweeper, return_exceptions=True)
-        await self.dispatcher.close()
-        await self.bodies.close()
-        await self.chats.close()
-        self.overview.faults.stop()
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            self.overview.faults.start()
+            closing.callback(self.overview.faults.stop)
+            closing.push_async_callback(self.chats.close)
+            closing.push_async_callback(self.bodies.close)
+            closing.push_async_callback(self.dispatcher.close)
+            sweeping = Background(self._sweeping_ended)
+            closing.push_async_callback(sweeping.close)
+            self.dispatcher.start()
+            sweeping.spawn(self._sweep())
+            yield
 
     async def _sweep(self) -> None:
         while True:

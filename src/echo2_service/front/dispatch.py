@@ -243,9 +243,10 @@ class Dispatcher:
     async def close(self) -> None:
         """Stop all work; open requests stay stored."""
         self._fair_queue = FairQueue()  # no other sample begins
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        while self._tasks:  # what fails now is to be stored by another task
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _order(self, model: str) -> ModelOrder:
         if model not in self._orders:
@@ -343,12 +344,17 @@ class Dispatcher:
 
     def _lane_failed(self, model: str, lane: _Lane, error: Exception) -> None:
         """Fail the requests that no machine would carry out any more; others of the model begin anew."""
+        log.error("the requests of the model %s", model, exc_info=error)
         del self._lanes[model]
         for request in lane.waiting:
             self._request_failed(request, error)
 
     def _request_failed(self, request: str, error: Exception) -> None:
         log.error("request %s failed", request, exc_info=error)
+        failing = self._reached(partial(self._fail, request))
+        self._spawn(failing, partial(log.error, "request %s stays open until a restart: %s", request))
+
+    def _fail(self, request: str) -> None:
         row = self._database.find(requests, columns=STOPPED, id=request, state=OPEN)
         if row is not None:
             self._end(row, "failed", error=FAILED, category="server")

@@ -7,6 +7,7 @@ Calls of one model are carried out in order of arrival. Between models, the owne
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import sys
 import threading
@@ -15,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -105,6 +107,15 @@ class CallQueue:
         self._tell(msgspec.structs.replace(answer, number=number))
 
 
+def _receive(inbox: BinaryIO, take: Callable[[Request], None]) -> None:
+    """Receive requests, as `receive` does. If one can't be read, this process ends, and the front starts another."""
+    try:
+        receive(inbox, take)
+    except BaseException:
+        log.exception("a request can't be read")
+        os._exit(1)  # the main thread would wait for the next one for ever
+
+
 def main(settings_text: str) -> None:
     """Answer calls until stdin ends."""
     inbox, tell = begin("learner")
@@ -114,7 +125,7 @@ def main(settings_text: str) -> None:
         for tenants in bases.values():
             tenants.warm_up()
         calls, requests = CallQueue(Models(bases, Path(settings.root)), tell), queue.Queue[Request]()
-        threading.Thread(target=receive, args=(inbox, requests.put), daemon=True).start()
+        threading.Thread(target=_receive, args=(inbox, requests.put), daemon=True).start()
         log.info("ready: %s", ", ".join(bases))
         while True:
             if not calls.work():

@@ -93,15 +93,19 @@ class Journal:
 
     def cover(self) -> None:
         """Note that a checkpoint covers all operations, and keep only their answers."""
-        partial, self._covered = self._path.with_suffix(".partial"), self.last_operation
+        partial, covered = self._path.with_suffix(".partial"), self.last_operation
         answers = [JournalRecord(record.operation, None, record.answer) for record in self._recent]
-        with partial.open("wb") as file:
-            for record in (JournalRecord(self._covered, None, Answer(), is_checkpoint=True), *answers):
-                file.write(_checked(record))
-        os.replace(partial, self._path)
-        self._recent = deque(answers, maxlen=ANSWERS_KEPT)
+        partial.unlink(missing_ok=True)
+        file = partial.open("ab", buffering=0)  # which is the journal's own from then on
+        try:
+            for record in (JournalRecord(covered, None, Answer(), is_checkpoint=True), *answers):
+                append_whole(file, _checked(record))
+            os.replace(partial, self._path)
+        except BaseException:
+            file.close()
+            raise
         self._file.close()
-        self._file = self._path.open("ab", buffering=0)
+        self._file, self._covered, self._recent = file, covered, deque(answers, maxlen=ANSWERS_KEPT)
 
     @property
     def num_bytes(self) -> int:

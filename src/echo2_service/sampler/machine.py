@@ -13,7 +13,7 @@ import os
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -158,19 +158,22 @@ class SamplerMachine:
             LinkError: the service was unreachable for so long. PeerError: this machine was refused.
             UserError: the address can't be listened on, or the disk is full.
         """
-        self._port = await self._weights.node.start()
-        attending = spawn(self._attend(), self._fail)
-        try:
+        async with AsyncExitStack() as closing:  # each of them closes, whatever becomes of the others
+            closing.push_async_callback(self._link.close)
+            closing.push_async_callback(self._weights.node.close)
+            self._port = await self._weights.node.start()
+            closing.push_async_callback(self._close_samplers)
+            closing.callback(self._disconnected)
+            attending = spawn(self._attend(), self._fail)
+            closing.callback(attending.cancel)
             done, _ = await asyncio.wait({attending, self._failed}, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
             raise InvariantError("a machine attends for ever, or fails")
-        finally:
-            attending.cancel()
-            self._disconnected()
+
+    async def _close_samplers(self) -> None:
+        async with AsyncExitStack() as closing:
             for sampler in self._bases.made().values():
-                await sampler.close()
-            await self._weights.node.close()
-            await self._link.close()
+                closing.push_async_callback(sampler.close)
 
     async def _attend(self) -> None:
         patience_seconds = self._options.patience_seconds

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from echo2.core.decide.model_config import context_length
-from echo2.core.devices import Beside, pick_device
+from echo2.core.devices import Beside, is_out_of_memory, pick_device
 from echo2.core.errors import UserError
 from echo2.core.types import SnapshotRef, StoredTensor, TensorBytes
 from echo2.engines.hub_layout import HALVES, META, HubLayout, TensorPart, identity_layout
@@ -399,10 +399,10 @@ def _pair_cost(module: Any) -> float:
     """Return the cost of attending one pair of tokens, in units of one token's pass through the weights (see
     `batch.collate`).
     """
-    config = module.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", 1)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    pair_flops = 4 * config.num_hidden_layers * heads * head_dim
+    values = values_of(module.config)
+    heads = values.get("num_attention_heads") or 1
+    head_dim = values.get("head_dim") or values["hidden_size"] // heads
+    pair_flops = 4 * values["num_hidden_layers"] * heads * head_dim
     token_flops = 2 * num_weights(module)
     return float(ATTENTION_SLOWDOWN * pair_flops / token_flops)
 
@@ -423,7 +423,28 @@ def load_policy(path: str, dtype: str, device: str, mesh: Mesh | None = None, in
     if dtype in DTYPES:
         files["config.json"] = with_dtype(files["config.json"], dtype)
     tensors = stored_weights(directory)
-    return Policy(module, files, place, layout, {name: tensors[name] for name in sorted(layout.others)})
+    policy = Policy(module, files, place, layout, {name: tensors[name] for name in sorted(layout.others)})
+    if mesh is None or mesh.size == 1:  # ranks pass together, once their teachers and adapters are there, too
+        _check_pass(policy, path)
+    return policy
+
+
+def _check_pass(policy: Policy, path: str) -> None:
+    """Refuse a model whose first pass would fail: transformers builds some from values that do not fit together.
+
+    Raises:
+        UserError: in transformers' words.
+    """
+    try:
+        _ = policy.ends_with_output_layer
+    except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise UserError(
+            f"model.path = {path!r}: transformers' {type(policy.module).__name__} cannot compute with what config.json "
+            f"says: {str(error).splitlines()[0] if str(error) else type(error).__name__}. Compare config.json with the "
+            "one that the model came with."
+        ) from error
 
 
 def outline_policy(path: str) -> Policy:
