@@ -118,8 +118,8 @@ class DialledSource(Source):
         self._patience: asyncio.TimerHandle | None = None
 
     @property
-    def stripes(self) -> int:
-        """Number of connections."""
+    def num_connections(self) -> int:
+        """Number of connections over which chunks are asked for."""
         return len(self._links)
 
     @property
@@ -135,7 +135,7 @@ class DialledSource(Source):
     def ask(self, payload: PayloadId, hashes: Sequence[bytes]) -> None:
         """As `Source.ask`; the chunks are split among the connections."""
         for number, link in enumerate(self._links):
-            dealt = hashes[number :: self.stripes]
+            dealt = hashes[number :: self.num_connections]
             for start in range(0, len(dealt), REQUEST_CHUNKS_MAX):
                 part = dealt[start : start + REQUEST_CHUNKS_MAX]
                 self._tasks.spawn(self._fetch(link, payload, part))
@@ -343,8 +343,8 @@ class AwaitedSource(Source):
 
 
 class Edges:
-    """A worker's sources and dials, by peer. `stripes`: number of connections per new source. Sources stay open between
-    payloads: the congestion window of a new connection takes seconds to grow."""
+    """A worker's sources and dials, by peer. `num_connections`: to each new source, as `probe.py` decides. Sources stay
+    open between payloads: the congestion window of a new connection takes seconds to grow."""
 
     def __init__(
         self, network: Network, intake: Intake, server: Server, on_error: Callable[[Exception], object]
@@ -356,7 +356,7 @@ class Edges:
         self._addresses: dict[str, str] = {}
         self._revoked: frozenset[str] = frozenset()
         self._closing = Background(on_error)
-        self.stripes = 1
+        self.num_connections = 1
 
     def handlers(self) -> Handlers:
         """The methods that other workers may call."""
@@ -375,13 +375,17 @@ class Edges:
         if name != ORIGIN and not address:
             return self._awaited_source(name)
         known = self._dialled.get(name)
-        if known is not None and known.address == address and (known.is_busy or known.stripes == self.stripes):
+        if (
+            known is not None
+            and known.address == address
+            and (known.is_busy or known.num_connections == self.num_connections)
+        ):
             self._dialled[name] = self._dialled.pop(name)
             return known
         if known is not None:
             self._close(known)
         open_link = self._network.to_head if name == ORIGIN else lambda: self._network.to_peer(name, address)
-        links = [open_link() for _ in range(self.stripes)]
+        links = [open_link() for _ in range(self.num_connections)]
         self._dialled[name] = DialledSource(name, address, self._intake, links)
         self._bound(self._dialled)
         return self._dialled[name]
@@ -422,9 +426,9 @@ class Edges:
             if isinstance(known, DialledSource):
                 known.open()
 
-    def prepare(self, stripes: int) -> None:
-        """Set the number of connections per source, and connect to the origin."""
-        self.stripes = stripes
+    def prepare(self, num_connections: int) -> None:
+        """Set the number of connections to each source, and connect to the origin."""
+        self.num_connections = num_connections
         origin = self.source(ORIGIN)
         if isinstance(origin, DialledSource):
             origin.open()
