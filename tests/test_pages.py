@@ -50,6 +50,7 @@ def missing_names(page: Path) -> Iterator[str]:
             continue
         places = [REPOSITORY / path, SOURCE / PACKAGE / path, *(REPOSITORY / "tests").rglob(path)]
         places += (REPOSITORY / "benchmarks").rglob(path)
+        places += [SOURCE / "echo2_service" / path] * (page.name == "service.md")
         found = next((place for place in places if place.is_file()), None)
         if found is None and ("/" in path or path.startswith("test_")):
             yield code
