@@ -57,7 +57,7 @@ echo2.engines: decode_loop torch_engine snapshot_tensors
 """
 #: Files that a call of the service's `forward_backward` goes through, to the learner's trainer.
 FORWARD_BACKWARD = """
-echo2_service.front: app request_guard requests_api bodies data given dispatch database work
+echo2_service.front: app request_guard requests_api bodies data body_reader dispatch database work
 echo2_service: decide.order backend calling tinker_pb2 fleet.machines
 echo2_service.learner: call_queue models journal tenants
 echo2.learner.core: trainer

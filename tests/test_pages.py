@@ -14,6 +14,8 @@ import pytest
 
 from echo2 import __version__, config
 from echo2.cli import build_parser
+from echo2.head.decide.groups import FAILURES, UNINFORMATIVE
+from echo2.head.strangers.decide.checks import UNTRUSTED
 from echo2.planning.sim.scenario import (
     BroadcastSpec,
     HeadSpec,
@@ -23,6 +25,8 @@ from echo2.planning.sim.scenario import (
     WorkersSpec,
     load_study,
 )
+from echo2.reward.judge import JudgeFailure
+from echo2.reward.score import RewardFailure
 from house import PACKAGE, REPOSITORY, SOURCE
 
 #: All but those that tell what was: they may name what is gone.
@@ -46,6 +50,7 @@ def missing_names(page: Path) -> Iterator[str]:
             continue
         places = [REPOSITORY / path, SOURCE / PACKAGE / path, *(REPOSITORY / "tests").rglob(path)]
         places += (REPOSITORY / "benchmarks").rglob(path)
+        places += [SOURCE / "echo2_service" / path] * (page.name == "service.md")
         found = next((place for place in places if place.is_file()), None)
         if found is None and ("/" in path or path.startswith("test_")):
             yield code
@@ -104,6 +109,19 @@ def unknown_flags(page: Path) -> Iterator[str]:
 def test_names_on_a_page_exist(page: Path) -> None:
     found = (missing_names(page), missing_scripts(page), unknown_settings(page), unknown_flags(page))
     assert [name for names in found for name in names] == []
+
+
+def test_the_pages_name_every_reason_for_retiring_a_group() -> None:
+    docs = REPOSITORY / "docs"
+    row = re.search(r"^\| retired \|.*$", (docs / "glossary.md").read_text(), re.MULTILINE)
+    entry = re.search(r"\*\*Retired\*\* groups:.*?^- ", (docs / "operations.md").read_text(), re.DOTALL | re.MULTILINE)
+    assert row is not None
+    assert entry is not None
+    named = re.findall(r"`(\w+)`", row[0])
+    assert named == re.findall(r"`(\w+)`", entry[0])
+    given = {reason for reason, may_pass in FAILURES.items() if not may_pass}
+    given |= {RewardFailure.cause, JudgeFailure.cause, UNINFORMATIVE, UNTRUSTED}
+    assert given - {*named} == set()
 
 
 def test_a_command_that_does_not_exist_is_found(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ from echo2.engines.engine import Completion, Engine, Prefill, PrefillRequest, Sa
 from echo2.engines.hf_engine import build_transformers
 from echo2.engines.registry import make_engine
 from echo2.engines.torch_engine import BuildModel, Model, TorchDecoder
-from echo2.head.serve.reading import CopiedRollouts
+from echo2.head.strangers.copies import CopiedRollouts
 from echo2.rollouts.generate import sample_group
 from echo2.rollouts.verification import Verdict, check_group, readings_of
 

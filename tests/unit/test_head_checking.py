@@ -18,8 +18,8 @@ from rich.console import Console
 from echo2.core.errors import PeerError
 from echo2.core.types import RUN_POLICY, GroupRef, Rollout, RolloutGroup
 from echo2.engines.registry import make_engine
-from echo2.head.serve.reading import CopiedRollouts
 from echo2.head.serve.report import status
+from echo2.head.strangers.copies import CopiedRollouts
 from echo2.head.strangers.decide.trust import NEWCOMER_CHECKS
 from echo2.rollouts.generate import sample_group
 from echo2.transport import messages
@@ -214,7 +214,7 @@ def test_copies_are_what_honest_workers_do_not_draw_twice(monkeypatch: pytest.Mo
     ):
         with pytest.raises(PeerError, match="is a copy of rollout"):
             copies.check(copied, "t")
-    monkeypatch.setattr("echo2.head.serve.reading.COPIES_KEPT", 1)
+    monkeypatch.setattr("echo2.head.strangers.copies.COPIES_KEPT", 1)
     copies.check(grouped(3, (8, -6.0)), "t")
     copies.check(grouped(4, (5, -6.0)), "t")  # forgotten
 

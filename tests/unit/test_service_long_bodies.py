@@ -7,7 +7,7 @@ import os
 import signal
 from typing import Any
 
-from echo2_service.front.given import LONG_JSON_BYTES
+from echo2_service.front.body_reader import LONG_JSON_BYTES
 from front_service import PROTO, Service, protobuf
 
 

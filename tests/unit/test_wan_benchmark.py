@@ -16,7 +16,7 @@ import pytest
 from wan import lines, net
 
 from echo2.weights.broadcast.decide.origin import PACE
-from echo2.weights.broadcast.probe import STRIPES_MIN
+from echo2.weights.broadcast.probe import CONNECTIONS
 from echo2.weights.format.segments import chunk_bytes_for
 
 MIB = 1 << 20
@@ -113,7 +113,7 @@ def test_first_and_later_broadcasts_have_distributions_of_their_own() -> None:
 
 
 def test_the_plain_connections_that_are_measured_are_those_of_a_run() -> None:
-    assert connections.WAYS["shared"].connections == STRIPES_MIN
+    assert connections.WAYS["shared"].connections == CONNECTIONS
     assert connections.WAYS["shared"].pace == PACE
     assert chunk_bytes_for(24 * MIB) == connections.CHUNK_BYTES
 

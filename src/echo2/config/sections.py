@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from echo2.config.judge import JudgeConfig, read_judge
-from echo2.config.values import AUTO, CHECKED_FORMS, ENGINES, SELF, Divergence, is_endpoint, read_divergence, weighted
+from echo2.config.values import (
+    AUTO,
+    CHECKED_FORMS,
+    ENGINES,
+    SELF,
+    Advantage,
+    Divergence,
+    Normalisation,
+    is_endpoint,
+    read_divergence,
+    weighted,
+)
 from echo2.core.addresses import host_and_port, is_loopback, join_all
 from echo2.core.errors import UserError
 from echo2.core.types import STOP_CHARS_MAX, STOP_STRINGS_MAX
@@ -236,12 +247,12 @@ class LearnerConfig:
         dict[str, float], _doc("Parameters of the loss that differ from its defaults, e.g. {clip_high = 0.2}.")
     ] = field(default_factory=dict)
     normalisation: Annotated[
-        Literal["token", "sequence", "constant"],
+        Normalisation,
         _doc("Mean over all tokens, mean over rollouts of their means, or sum over rollouts times max_tokens."),
     ] = "token"
     reference_kl: Annotated[float, _doc("Weight of the KL penalty towards the initial policy. 0: none.", ge=0.0)] = 0.0
     advantage: Annotated[
-        Literal["grpo", "dr_grpo", "rloo", "none"],
+        Advantage,
         _doc(
             "Reward minus the group's mean, over its std (grpo) or not; rloo: minus the others' mean. none: 0, rewards "
             "are only shown."

@@ -1,4 +1,6 @@
-"""What single settings may be: engines (also `--engine`), the losses' parameters, targets of logs, weighted names."""
+"""What single settings may be: engines (also `--engine`), advantages, the losses' parameters, targets of logs, weighted
+names.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import string
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 import msgspec
@@ -48,6 +50,9 @@ ROUNDING_ENGINES = frozenset({AUTO, "compact"})
 SELF = "self"
 #: Slots that a worker says it has if its owner sets no limit: any number.
 NO_SLOT_LIMIT = 1 << 16
+#: How rewards become advantages, and what a step's losses are divided by; the formulas are in `learner/grpo/data.py`.
+Advantage = Literal["grpo", "dr_grpo", "rloo", "none"]
+Normalisation = Literal["token", "sequence", "constant"]
 
 _CLIP = {"clip_low": 0.2, "clip_high": 0.28}
 #: What each loss takes in learner.loss_params, with its defaults; the losses themselves are in learner/core/losses.py.

@@ -1,5 +1,7 @@
-"""The real backend: gRPC over TCP with mutual TLS. Workers and the learner connect to the head; workers that others can
-reach listen, too (`grpc_server`).
+"""The client side of gRPC: a machine joins a run with its ticket, and tries again while the head is away.
+
+The connections are TCP with mutual TLS. Workers and the learner connect to the head; workers that others can reach
+listen, too (`grpc_server`).
 
 No generated stubs: `base.METHODS` is the service. A refusal travels as PERMISSION_DENIED with "<reason>: <detail>" and
 becomes PeerError at the caller; most other failures become LinkError.

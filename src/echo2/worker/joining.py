@@ -1,4 +1,6 @@
-"""`echo2 worker TICKET`: enrols a machine, chooses what it samples with, and runs it as a worker."""
+"""`echo2 worker TICKET`: enrols a machine, chooses what it samples with, and runs it as a worker. It is enrolled, with
+several tries, by `transport/grpc_link.py: join`.
+"""
 
 from __future__ import annotations
 

@@ -19,10 +19,10 @@ from starlette.responses import Response
 from echo2.core.errors import PeerError
 from echo2.core.printable import printable
 from echo2_service import tinker_pb2 as pb
+from echo2_service.front.body_reader import BodyReader
 from echo2_service.front.curves import Curves
 from echo2_service.front.database import OPEN, Database, Row, keys, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.given import BodyReader
 from echo2_service.front.request_guard import Caller, answer
 from echo2_service.front.usage import Bills
 from echo2_service.front.work import Work

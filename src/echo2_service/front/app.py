@@ -22,12 +22,12 @@ from echo2.core.errors import PeerError
 from echo2_service.backend import Backend
 from echo2_service.front.account import Account
 from echo2_service.front.accounts_api import AccountsApi
+from echo2_service.front.body_reader import BodyReader
 from echo2_service.front.chat_api import ChatApi
 from echo2_service.front.cleaning import ARRIVING, Cleaning
 from echo2_service.front.curves import Curves
 from echo2_service.front.database import Database
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.given import BodyReader
 from echo2_service.front.overview import NO_FLEET, Fleet, Overview
 from echo2_service.front.pages import Pages
 from echo2_service.front.request_guard import ApiKeys, Caller, Handler, RequestGuard, refused

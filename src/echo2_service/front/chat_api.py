@@ -30,11 +30,11 @@ from echo2_service import tinker_pb2 as pb
 from echo2_service.backend import Ints, PromptCall, ReplyCall
 from echo2_service.calling import AnsweringProcess
 from echo2_service.front.bodies import ChunkBody, PromptBody, SampleBody, SamplingBody, parse
+from echo2_service.front.body_reader import off_loop
 from echo2_service.front.cleaning import Cleaning
 from echo2_service.front.data import sample_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.given import off_loop
 from echo2_service.front.request_guard import STATUS, Caller, Handler, answer, for_tenants
 from echo2_service.front.requests_api import POLL_SECONDS, RequestsApi
 from echo2_service.front.work import SCHEMES, Work, sample_spec

@@ -22,9 +22,9 @@ from echo2.core.errors import InvariantError, PeerError, UserError, counted
 from echo2_service import limits
 from echo2_service.backend import UnloadCall
 from echo2_service.decide.order import FairQueue, ModelOrder, Released
+from echo2_service.front.body_reader import BodyReader, Given, GivenRequests, read_stored
 from echo2_service.front.curves import Curves
 from echo2_service.front.database import OPEN, UNREACHED, Database, Row, models, requests, sessions
-from echo2_service.front.given import BodyReader, Given, GivenRequests, read_stored
 from echo2_service.front.request_guard import Caller, for_tenants
 from echo2_service.front.usage import ROW_BYTES, Bills
 from echo2_service.front.work import Done, Work

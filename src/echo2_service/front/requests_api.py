@@ -24,10 +24,10 @@ from echo2_service.front.bodies import (
     numbered,
     parse,
 )
+from echo2_service.front.body_reader import BODIES, BodyReader, Given, digest_of, off_loop
 from echo2_service.front.data import answer_as_json
 from echo2_service.front.database import OPEN, Row, checkpoints, models, requests, samplers, sessions
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.given import BODIES, BodyReader, Given, digest_of, off_loop
 from echo2_service.front.request_guard import Caller, Handler, WhenRefused, answer, for_tenants, refused
 from echo2_service.front.work import Work, sample_spec
 

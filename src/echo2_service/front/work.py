@@ -33,10 +33,10 @@ from echo2_service.backend import (
     TrainWork,
 )
 from echo2_service.front.bodies import AdamBody, LoadBody, OptimBody, SampleBody, SaveBody, prompt_tokens
+from echo2_service.front.body_reader import Given, off_loop
 from echo2_service.front.curves import Trained, trained
 from echo2_service.front.data import check_scores, read_targets, sample_answer, train_answer
 from echo2_service.front.database import Database, Row, checkpoints, models, samplers, sessions
-from echo2_service.front.given import Given, off_loop
 from echo2_service.front.usage import Storage
 
 T = TypeVar("T")

@@ -1,5 +1,6 @@
-"""The end of a lease: a result that is accepted or refused, or an end without a result. A refusal is one word, which is
-counted, and a readable reason.
+"""The end of a lease, with a result that is accepted or refused or without one; and the groups that are given up.
+
+A refusal is one word, which is counted, and a readable reason; so is the retirement of a group.
 
 A stranger's group wastes the seconds of the head beyond `FAR` times the usual ones, by its rewards or by its replay in
 the environment. Usual is the mean of the owner's groups, which no stranger can raise; until there is one, the mean of

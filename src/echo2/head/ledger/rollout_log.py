@@ -16,12 +16,13 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, TypedDict
 
+from echo2.config.values import Advantage
 from echo2.core.disk import append_whole
 from echo2.core.documents import parse_json
 from echo2.core.errors import UserError
 from echo2.core.printable import CUT_OFF, printable
 from echo2.core.types import LOGGED_ROLLOUTS, Rollout, RolloutGroup, Task
-from echo2.learner.grpo.data import Advantage, group_advantages
+from echo2.learner.grpo.data import group_advantages
 from echo2.transport.limits import LOGGED_GROUPS
 from echo2.transport.message_bytes import LearnerLogprobs, logged_tokens
 from echo2.transport.regroup import as_one_row

@@ -30,7 +30,8 @@ from echo2.head.decide import events as ev
 from echo2.head.decide import granting
 from echo2.head.decide.planner import Planner
 from echo2.head.ledger.ledger import Ledger
-from echo2.head.serve.reading import CopiedRollouts, RunTokenizer, TaskReader
+from echo2.head.serve.reading import RunTokenizer, TaskReader
+from echo2.head.strangers.copies import CopiedRollouts
 from echo2.head.strangers.replay import EnvironmentReplay, Result
 from echo2.reward.judge import BudgetSpent
 from echo2.reward.reward_processes import RewardProcesses

@@ -7,7 +7,8 @@
                                                         BLAKE3 digest of every other file
 
 A checkpoint is written to a temporary directory, synced, and renamed: it exists whole or not at all. No pickle.
-There is no random state to keep: the learner draws no random numbers.
+There is no random state to keep: the learner draws no random numbers. `trainer.py: save_state` names the files, and
+`load_state` reads them; a file here and in the store is any that state.json lists.
 
 `upload` and `fetch` take checkpoints to a run's store and back. Only the newest that the head knows of is kept there.
 """

@@ -26,16 +26,14 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from echo2.config.values import Advantage, Normalisation
 from echo2.core.errors import InvariantError
 from echo2.core.types import Rollout, RolloutGroup
 from echo2.learner.core.datum import Datum
 from echo2.transport.routes import RouteShape, unpacked
 
-Advantage = Literal["grpo", "dr_grpo", "rloo", "none"]
 STD_EPSILON = 1e-6
-Normalisation = Literal["token", "sequence", "constant"]
 
 
 def group_advantages(rewards: Sequence[float | None], kind: Advantage) -> tuple[float, ...]:

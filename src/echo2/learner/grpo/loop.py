@@ -6,17 +6,18 @@ as a snapshot. Settings: R = `groups_per_step` times `group_size`, S = `max_stal
 `publish_every`, unless the head says otherwise (`Feed.publish_every`).
 
 `feed.py` waits for groups, checks them, and cuts them into micro-batches; `data.py` has their advantages, `losses.py`
-the losses, `teachers.py` a reference and teachers, `trained_policy.py` what a step changes.
+the losses, `teachers.py` a reference and teachers, `trained_policy.py` what a step changes, `saving.py` checkpoints.
+docs/how-a-step-is-computed.md has the formulas, in this order.
 
 Four rules of order must hold:
 
 1. the head has *recorded* step t before anything builds on it: the groups of t + 1, its snapshot, its checkpoint;
 2. a checkpoint is durable before it is reported, because the head then drops the groups that it covers. It is written
    while the groups of the next step arrive, and the next update waits for it. A stop at any time leaves a checkpoint;
-3. a snapshot is read from the weights themselves, in the background while the next step's gradients are computed: the
-   update waits until all of it is encoded (but not sent);
+3. a snapshot is read from the weights themselves, in the background, while the next step's gradients are computed. The
+   next update waits until the whole snapshot is encoded; it may be sent later;
 4. groups are checked again before they are trained on: a group that is too old or out of order is a bug and ends the
-   learner; a group that can't be trained on is left out and logged.
+   learner; a group that the model can't process is left out and logged.
 
 Torch runs in this thread; networking runs in the thread of `session.HeadSession`.
 """
@@ -85,7 +86,7 @@ def train_step(client: GrpoClient, head: HeadSession, feed: Feed, saves: Checkpo
     """
     step = client.version
     while True:
-        for groups in feed.microbatches():  # waits for groups; those that are here are trained on meanwhile
+        for groups in feed.microbatches():  # each as soon as its groups have arrived
             client.forward_backward(groups)
         if head.stop_reason:
             return False
@@ -130,14 +131,14 @@ class GrpoClient(TrainedPolicy):
             InvariantError: a group is unscored or has an empty prompt.
         """
         learner, temperature = self.config.learner, self.config.sampling.temperature
-        # Advantages: each rollout's reward against its group's (`data.py`). Tokens of environments are masked.
+        # Each rollout's advantage: its reward relative to its group's (`data.py`). Tokens of environments are masked.
         parts = [self.take_data(group) for group in groups]
         data = [datum for part in parts for datum in part.data]
-        if self.teachers is not None:  # each token's part of the advantage, or of the loss (`teachers.py`)
+        if self.teachers is not None:  # adds the teacher's logprobs, which `GrpoLoss` uses
             data = self.teachers.taught(groups, parts)
         if learner.reference_kl > 0.0:
-            own_routes = [replace(datum, routes=None) for datum in data]  # the reference is a policy of its own
-            reference = self.trainer.forward(REFERENCE, own_routes, temperature)
+            unrouted = [replace(datum, routes=None) for datum in data]  # the reference's routers choose for themselves
+            reference = self.trainer.forward(REFERENCE, unrouted, temperature)
             data = [replace(datum, reference_logprobs=logp) for datum, logp in zip(data, reference, strict=True)]
         loss = GrpoLoss(self.loss, learner.reference_kl, self.config.distill)
         done = self.trainer.forward_backward(POLICY, data, loss, temperature)
@@ -157,9 +158,9 @@ class GrpoClient(TrainedPolicy):
         if not (ends_step and self.is_within_step and self.sums.num_rollouts == 0):
             learner = self.config.learner
             lr = learning_rate(learner, self.version, self.config.run.max_steps)
-            if learner.loss != "none":  # the negative control corrects nothing
-                # Far off-policy data move the weights less: ESS / B is the effective share of the sequences (VCPO,
-                # arXiv 2602.17616). The rate is scaled, not the gradient: Adam would cancel that.
+            if learner.loss != "none":  # that is the negative control, which corrects nothing
+                # Far off-policy data move the weights less (VCPO, arXiv 2602.17616): `ess_ratio` is the effective share
+                # of the sequences. The rate is scaled, not the gradient, because Adam would cancel that.
                 lr *= math.sqrt(self.sums.stats.ess_ratio)
             max_tokens = self.config.sampling.max_tokens
             divisor = divisor_of(learner.normalisation, self.sums.num_tokens, self.sums.num_rollouts, max_tokens)
@@ -172,8 +173,8 @@ class GrpoClient(TrainedPolicy):
 @dataclass(frozen=True, slots=True)
 class GrpoLoss:
     """The policy gradient with importance weights pi / mu, truncated or clipped as `learner.loss` says (`losses.py`),
-    plus beta = `reference_kl` times KL(pi || pi_ref) (`teachers.py`), and what a teacher adds (`teachers.py`).
-    Its output for each micro-batch: statistics.
+    plus `reference_kl` times KL(pi || pi_ref), plus the pull of a teacher (both in `teachers.py`). Returns the tokens'
+    losses, and statistics of the micro-batch.
 
     Shape suffixes: n = loss tokens, S = sequences.
     """

@@ -23,8 +23,8 @@ EDGES_MAX = 256
 
 
 class Edges:
-    """A worker's sources and dials, by peer. `stripes`: number of connections per new source. Sources stay open between
-    payloads: the congestion window of a new connection takes seconds to grow."""
+    """A worker's sources and dials, by peer. `num_connections`: to each new source, as `probe.py` decides. Sources stay
+    open between payloads: the congestion window of a new connection takes seconds to grow."""
 
     def __init__(
         self, network: Network, intake: Intake, server: Server, on_error: Callable[[Exception], object]
@@ -36,7 +36,7 @@ class Edges:
         self._addresses: dict[str, str] = {}
         self._revoked: frozenset[str] = frozenset()
         self._closing = Background(on_error)
-        self.stripes, self._is_acquainted = 1, False
+        self.num_connections, self._is_acquainted = 1, False
 
     def handlers(self) -> Handlers:
         """The methods that other workers may call."""
@@ -55,13 +55,17 @@ class Edges:
         if name != ORIGIN and not address:
             return self._awaited_source(name)
         known = self._dialled.get(name)
-        if known is not None and known.address == address and (known.is_busy or known.stripes == self.stripes):
+        if (
+            known is not None
+            and known.address == address
+            and (known.is_busy or known.num_connections == self.num_connections)
+        ):
             self._dialled[name] = self._dialled.pop(name)
             return known
         if known is not None:
             self._close(known)
         open_link = self._network.to_head if name == ORIGIN else lambda: self._network.to_peer(name, address)
-        links = [open_link() for _ in range(self.stripes)]
+        links = [open_link() for _ in range(self.num_connections)]
         self._dialled[name] = DialledSource(name, address, self._intake, links)
         self._bound(self._dialled)
         return self._dialled[name]
@@ -103,17 +107,17 @@ class Edges:
             names.append(source.peer_id)
         self._connect(names)
 
-    def prepare(self, stripes: int) -> None:
+    def prepare(self, num_connections: int) -> None:
         """Set the number of connections per source, and connect to the origin. In a large fleet, whose head needs its
         descriptors, over one connection until more are needed."""
-        self.stripes = stripes
+        self.num_connections = num_connections
         self._connect([ORIGIN, *self._dialled])
 
     def _connect(self, names: Iterable[str]) -> None:
         for name in dict.fromkeys(names):
             source = self.source(name)
             if isinstance(source, DialledSource):
-                source.open(source.stripes if self._is_acquainted else 1)
+                source.open(source.num_connections if self._is_acquainted else 1)
 
     # ---- sending chunks ------------------------------------------------------------------------------------------
 

@@ -400,7 +400,7 @@ class PeerNode:
 
     def _know(self, rates: Rates) -> None:
         self.rates = rates
-        self._edges.prepare(rates.stripes)
+        self._edges.prepare(rates.num_connections)
         self._tell_rates()
 
     async def _measure(self) -> None:

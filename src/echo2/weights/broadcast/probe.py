@@ -1,4 +1,4 @@
-"""Measures the link between a worker and the head: the rate in each direction, and whether several connections help.
+"""Measures the link between a worker and the head, and decides how many connections the worker has to each source.
 
 If the sender's congestion control treats loss as congestion (CUBIC), one connection on a long, slightly lossy path
 reaches a fraction of the link's rate, and eight reach several times as much. With BBR, one connection suffices.
@@ -23,15 +23,15 @@ PROBE_SECONDS = 1.6
 PROBE_BYTES = 16 << 20
 WINDOW_SECONDS = 0.4
 PIECE_BYTES = 32 << 10
-#: Several connections are tried only if one needs longer than this for `PROBE_BYTES` (1.3 Gbit/s), and used only if
-#: they are faster by `STRIPES_GAIN`.
+#: `CONNECTIONS_MAX` are tried only if one needs longer than this for `PROBE_BYTES` (1.3 Gbit/s), and used only if they
+#: are faster by `CONNECTIONS_GAIN`.
 FAST_SECONDS = 0.1
 #: Above this rate all links count as equal: so short a burst measures the processors at both ends, not the link.
 MAX_RATE = PROBE_BYTES / FAST_SECONDS
-STRIPES = 8
-STRIPES_GAIN = 1.5
+CONNECTIONS_MAX = 8
+CONNECTIONS_GAIN = 1.5
 #: Connections used otherwise, so that one that is slow for seconds does not decide (`decide/dealing.py`).
-STRIPES_MIN = 4
+CONNECTIONS = 4
 #: Concurrent PutProbe calls over all connections, at the start and at most (130 Mbit/s at 100 ms). Starting with more
 #: would make all calls on a slow link complete together, late in the measurement.
 FIRST_PUTS = 8
@@ -44,11 +44,11 @@ DONE = message_bytes.pack_missing(bytes(32))
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured rates in bytes per second, and the number of connections to use for bulk transfers."""
+    """Measured rates in bytes per second, and the number of connections to each source."""
 
     up: float
     down: float
-    stripes: int
+    num_connections: int
 
 
 #: Rates assumed within one machine, where a burst would measure only the load of its processors.
@@ -107,12 +107,12 @@ async def _measure(links: list[Link], open_link: Callable[[], Link]) -> Rates:
     up, is_fast_up = await _race(links, _push)
     if is_fast and is_fast_up:
         return Rates(up, down, 1)
-    links += [open_link() for _ in range(STRIPES - 1)]
+    links += [open_link() for _ in range(CONNECTIONS_MAX - 1)]
     await asyncio.gather(*(link.call("PutProbe", message_bytes.ALIVE, CALL_SECONDS) for link in links))
     many_down, _ = await _race(links, _pull)
     many_up, _ = await _race(links, _push)
-    is_better = many_down > STRIPES_GAIN * down or many_up > STRIPES_GAIN * up
-    return Rates(max(up, many_up), max(down, many_down), STRIPES if is_better else STRIPES_MIN)
+    is_better = many_down > CONNECTIONS_GAIN * down or many_up > CONNECTIONS_GAIN * up
+    return Rates(max(up, many_up), max(down, many_down), CONNECTIONS_MAX if is_better else CONNECTIONS)
 
 
 async def _race(links: Sequence[Link], run: Callable[[Link, _Tape, int], Awaitable[None]]) -> tuple[float, bool]:

@@ -136,8 +136,8 @@ class DialledSource(Source):
         self._patience: asyncio.TimerHandle | None = None
 
     @property
-    def stripes(self) -> int:
-        """Number of connections."""
+    def num_connections(self) -> int:
+        """Number of connections over which chunks are asked for."""
         return len(self._links)
 
     @property

@@ -1,5 +1,5 @@
-"""What open requests ask for: each body is read once, away from the event loop if it is large, and kept in memory if
-there is room.
+"""Reads the body of each request once, away from the event loop if it is large, and keeps what it asks for while the
+request is open, if memory has room.
 """
 
 from __future__ import annotations
