@@ -368,18 +368,32 @@ class Models:
             raise
         model = _Model(spec, tenants, journal, directory, self._ticks())
         self._in_memory[name] = model
-        self._make_room(name)
+        try:
+            self._make_room(name)
+        except BaseException:
+            self._forget(name)  # else its next call would find it here, with the weights of a new one
+            raise
         return model
 
     def _make_room(self, name: str) -> None:
-        """Unload the least recently used models until there is room for this one."""
+        """Unload the least recently used models until there is room for this one. One for whose checkpoint there is no
+        room stays.
+
+        Raises:
+            UserError, OSError: there is no room for this one either, then.
+        """
         sizes = {each: model.tenants.num_bytes(each) for each, model in self._in_memory.items()}
-        excess = sum(sizes.values()) - MEMORY_BYTES
+        excess, problem = sum(sizes.values()) - MEMORY_BYTES, None
         for other in [each for each, model in self._in_memory.items() if each != name and not model.is_busy]:
             if excess <= 0:
                 break
-            excess -= sizes[other]
-            self._unload(other)
+            try:
+                self._unload(other)
+                excess -= sizes[other]
+            except (UserError, OSError) as error:
+                problem = error
+        if problem is not None and excess > 0:
+            raise problem
 
     def _unload_idle(self) -> None:
         """Unload some of the models that rest. One with gradients stays: to load it again, its data would be run."""
