@@ -9,17 +9,21 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 import pytest
 
 from echo2.config import build
 from echo2.config.judge import JudgeConfig, read_judge
+from echo2.config.values import ServerPlace
 from echo2.core.errors import UserError
 from echo2.core.types import Backoff, Message, Rollout, Task
+from echo2.engines.servers.models import ServedModel
+from echo2.engines.servers.vllm import VllmServer
+from echo2.learner.link.teacher_endpoint import TeacherEndpoint
 from echo2.reward import judge as judges
-from echo2.reward.judge import BudgetSpent, Judge, JudgeFailure, MinuteLimit
+from echo2.reward.judge import BudgetSpent, Judge, JudgeFailure, MinuteLimit, read_key
 from echo2.reward.judge_words import NoVerdict, question, read_reply, verdict
 from echo2.reward.reward_processes import RewardProcesses
 from judge_standin import PROBE, JudgeStandIn, judge_standin
@@ -100,6 +104,24 @@ def test_a_judge_in_this_network_is_asked_without_a_proxy(monkeypatch: pytest.Mo
     with judge_standin() as standin:
         standin.url = standin.url.replace("127.0.0.1", host)
         assert scores(standin, "7") == [0.1]
+
+
+@pytest.mark.parametrize("key", ["as-the\ntest-wants", "as-the\x7ftest-wants", "as-the-t\xe4st-wants"])
+@pytest.mark.parametrize("variable", ["JUDGE_KEY", "ECHO2_TEACHER_KEY", "VLLM_API_KEY"])
+def test_a_key_that_no_header_can_have_is_refused_without_a_quote(
+    monkeypatch: pytest.MonkeyPatch, variable: str, key: str
+) -> None:
+    """The errors of a request with it would quote it: in logs, in the status, and as often as it is tried again."""
+    here = "http://127.0.0.1:1"
+    uses: dict[str, Callable[[], object]] = {
+        "JUDGE_KEY": lambda: read_key(msgspec.structs.replace(SETTINGS, api_key_env="JUDGE_KEY")),
+        "ECHO2_TEACHER_KEY": lambda: TeacherEndpoint(f"{here}/v1", 8, 0),
+        "VLLM_API_KEY": lambda: asyncio.run(VllmServer(ServerPlace(url=here), "cpu", 1).start(cast(ServedModel, None))),
+    }
+    monkeypatch.setenv(variable, key)
+    with pytest.raises(UserError, match=rf"key in \${variable} has a line break inside") as refusal:
+        uses[variable]()
+    assert "as-the" not in str(refusal.value)
 
 
 def test_a_judge_that_repeats_the_key_does_not_bring_it_into_messages(monkeypatch: pytest.MonkeyPatch) -> None:

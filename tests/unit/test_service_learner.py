@@ -124,6 +124,23 @@ def test_a_journal_is_bounded_until_a_step_lets_a_checkpoint_take_its_place(
     assert client.loss("m", operation + 3) < found * 10
 
 
+def test_what_is_not_repeated_leaves_the_disk(client: Client, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "JOURNAL_BYTES_MAX", 2000)
+    journal, found = tmp_path / "models" / "m" / "journal", list[float]()
+    for operation in range(1, 100):  # each answer has some 300 bytes
+        client.call(ForwardBackwardCall("m", operation, some_data("1"), "cross_entropy", {}, True))
+        assert journal.stat().st_size < 12_000, operation
+    client.call(SaveStateCall("m", 100, str(tmp_path / "new")))
+    for operation in range(101, 104):
+        assert not client.call(LoadStateCall("m", operation, str(tmp_path / "new"), True)).fault
+        assert [path.name for path in journal.parent.glob("step_*")] == [f"step_{operation}"]
+    monkeypatch.undo()
+    for operation in range(104, 108):
+        client.restart()
+        found += client.train("m", range(operation, operation + 1))
+    assert client.train("m", range(104, 108)) == found, "told again"
+
+
 def test_an_adapter_that_takes_too_much_memory_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "ADAPTER_MEMORY_BYTES", 100_000)
     with pytest.raises(UserError, match=r"rank 64 takes \d+ bytes .*Lower the rank"):
@@ -141,6 +158,32 @@ def test_a_model_moved_out_of_memory_comes_back(client: Client, monkeypatch: pyt
     assert found["m"] == found["same"]
     client.call(UnloadCall("m"))
     assert client.train("m", range(8, 11)) == client.train("same", range(8, 11))
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+def test_a_model_for_which_a_full_disk_leaves_no_memory_is_not_taken_for_a_new_one(
+    client: Client, monkeypatch: pytest.MonkeyPatch, is_new: bool
+) -> None:
+    expected = client.train("same", range(1, 7))
+    client.train("m", range(1, 4))
+    client.call(UnloadCall("m"))
+    monkeypatch.setattr(models_module, "MEMORY_BYTES", 1)
+    call = CreateModelCall("new", ModelSpec("tiny", rank=2)) if is_new else OptimStepCall("m", 4, ADAM)
+    for _ in range(2):
+        with no_file_beyond(100), pytest.raises(UserError, match="was not saved"):
+            client.call(call)
+        assert [name in client.tenants for name in ("m", "new", "same")] == [False, False, True]
+    assert client.train("m", range(4, 7)) == expected[3:]
+    assert "same" not in client.tenants
+
+
+def test_a_model_that_cannot_leave_memory_lets_another_leave(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.train("same", range(1, 4))
+    client.call(ForwardBackwardCall("m", 1, some_data("1"), "cross_entropy", {}, True))
+    monkeypatch.setattr(models_module, "MEMORY_BYTES", client.tenants.num_bytes("m") * 2)
+    with no_file_beyond(100):  # `same`, which rests longer, has a step that no checkpoint holds
+        client.call(CreateModelCall("new", ModelSpec("tiny", rank=2)))
+    assert [name in client.tenants for name in ("m", "same", "new")] == [False, True, True]
 
 
 def test_models_that_rest_leave_memory_a_few_at_a_time_and_come_back_the_same(

@@ -83,7 +83,7 @@ def test_a_bundle_has_what_a_report_needs_and_no_secret_or_text_of_a_rollout(run
     }
     rundir.events.write_text(json.dumps(event) + "\n" + '{"cut')
     to = tmp_path / "bundle.tar.gz"
-    names = pack(rundir, to, {"python": "3.13"}, {"WANDB_API_KEY": SECRET, "MY_TOKEN": "short"})
+    names = pack(rundir, to, {"python": "3.13"}, {"WANDB_API_KEY": f"{SECRET}\n", "MY_TOKEN": "short"})
     with tarfile.open(to) as file:
         members = file.getmembers()
         texts = {member.name: file.extractfile(member).read().decode() for member in members}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from echo2.core import addresses
+from echo2.core.errors import UserError
 from echo2.core.printable import printable
 from echo2.core.retries import Retries
 from echo2.core.types import Backoff
@@ -60,6 +62,20 @@ class RefusedRequest(UnfitAnswer):
 
 class FailedTries(Exception):
     """A request failed `TRIES_MAX` times. `args`: how it failed last."""
+
+
+def key_in(variable: str) -> str:
+    """Return the key in an environment variable, without spaces around it; empty: there is none.
+
+    Raises:
+        UserError: no header can have it. The errors of requests would quote it.
+    """
+    key = os.environ.get(variable, "").strip()
+    if not (key.isascii() and key.isprintable()):
+        raise UserError(
+            f"The key in ${variable} has a line break inside, or a character that is not ASCII. Export the key alone."
+        )
+    return key
 
 
 class Endpoint:

@@ -367,7 +367,7 @@ def _fewer_ranks(options: argparse.Namespace) -> Iterator[dict[str, str]]:
 def _near(model: str) -> str:
     """Return the model of known sizes that is nearest by the size in its name."""
     found = _BILLIONS.search(Path(model).name)
-    billions = float(found[1]) if found else 1.0
+    billions = (float(found[1]) if found else 0.0) or 1.0
 
     def distance(name: str) -> float:
         known = _BILLIONS.search(name)

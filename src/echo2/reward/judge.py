@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 from echo2.config import Config
 from echo2.config.judge import JudgeConfig
 from echo2.core.background import awaited
-from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries
+from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries, key_in
 from echo2.core.errors import UserError
 from echo2.core.types import Backoff, Task
 from echo2.reward.judge_words import JudgeReply, Usage, question, read_reply, verdict
@@ -65,10 +64,10 @@ def read_key(judge: JudgeConfig) -> str:
     """Return the endpoint's key; empty: it has none.
 
     Raises:
-        UserError: the variable that should have it has none.
+        UserError: the variable that should have it has none, or as `key_in`.
     """
-    key = os.environ.get(judge.api_key_env, "").strip() if judge.api_key_env else ""
-    if judge.api_key_env and not (key and key.isascii() and key.isprintable()):
+    key = key_in(judge.api_key_env) if judge.api_key_env else ""
+    if judge.api_key_env and not key:
         raise UserError(
             f"reward.judge.api_key_env = {judge.api_key_env!r}: there is no key in that environment variable. Export "
             "it where the head starts, or leave the setting out if the endpoint needs none."

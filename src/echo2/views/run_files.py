@@ -145,7 +145,8 @@ def _harmless(value: Any) -> Any:
 
 def _without_secrets(text: str, environment: Mapping[str, str]) -> str:
     text = _CREDENTIALS.sub("://(credentials)@", _TICKET.sub(f"{TICKET_PREFIX}(a ticket)", text))
-    for name, value in environment.items():
+    for name, told in environment.items():
+        value = told.strip()  # a file's last line break may be a part of it, and is none of what uses it
         if _SECRET_NAME.search(name) and len(value) >= SECRET_CHARS_MIN:
             text = text.replace(value, f"(${name})").replace(json.dumps(value)[1:-1], f"(${name})")
     return text.replace(str(Path.home()), "~") if len(str(Path.home())) > 1 else text

@@ -18,11 +18,13 @@ from pathlib import Path
 from echo2.core.disk import append_whole
 from echo2.core.errors import InvariantError, write_failed
 from echo2.core.frames import HEADER
+from echo2_service import limits
 from echo2_service.backend import Answer, JournalRecord
 from echo2_service.calling import RECORD_BEGINNING, RECORDS, frame
 
-#: Number of answers that can be requested again. A front has fewer operations of one model open at a time.
-ANSWERS_KEPT = 256
+#: Number of answers that can be requested again, and stay in memory. A front has fewer operations of one model open at
+#: a time; an answer may have 64 MB.
+ANSWERS_KEPT = 2 * limits.OPERATIONS_MAX
 _CHECK_BYTES = 4
 #: So many zeros at the end of a file were allocated, but not written.
 _UNWRITTEN_BYTES = 32

@@ -257,7 +257,7 @@ class Models:
         """Carry out an operation, and record it in the journal."""
         is_redone = isinstance(call, OptimStepCall)  # also if it fails: it has cleared the gradients
         try:
-            if isinstance(call, ForwardBackwardCall) and not call.forward_only:
+            if isinstance(call, ForwardBackwardCall):
                 self._check_journal(call.model, model)
             answer = yield from self._apply(model, call)
             is_redone |= isinstance(call, ForwardBackwardCall) and not call.forward_only
@@ -265,10 +265,12 @@ class Models:
             raise
         except UserError as error:
             answer = Answer(fault=str(error))
-        if isinstance(call, LoadStateCall) and not answer.fault:
+        if is_loaded := isinstance(call, LoadStateCall) and not answer.fault:
             self._save(call.model, model, call.operation)  # the source may be gone at the next restore
         redo = call if is_redone and isinstance(call, ForwardBackwardCall | OptimStepCall) else None
         model.journal.append(JournalRecord(call.operation, redo, answer))
+        if is_loaded:
+            self._forget_before(model)
         if model.redo_seconds > REDO_SECONDS:
             self._checkpoint(call.model, model)
         return answer
@@ -368,18 +370,32 @@ class Models:
             raise
         model = _Model(spec, tenants, journal, directory, self._ticks())
         self._in_memory[name] = model
-        self._make_room(name)
+        try:
+            self._make_room(name)
+        except BaseException:
+            self._forget(name)  # else its next call would find it here, with the weights of a new one
+            raise
         return model
 
     def _make_room(self, name: str) -> None:
-        """Unload the least recently used models until there is room for this one."""
+        """Unload the least recently used models until there is room for this one. One for whose checkpoint there is no
+        room stays.
+
+        Raises:
+            UserError, OSError: there is no room for this one either, then.
+        """
         sizes = {each: model.tenants.num_bytes(each) for each, model in self._in_memory.items()}
-        excess = sum(sizes.values()) - MEMORY_BYTES
+        excess, problem = sum(sizes.values()) - MEMORY_BYTES, None
         for other in [each for each, model in self._in_memory.items() if each != name and not model.is_busy]:
             if excess <= 0:
                 break
-            excess -= sizes[other]
-            self._unload(other)
+            try:
+                self._unload(other)
+                excess -= sizes[other]
+            except (UserError, OSError) as error:
+                problem = error
+        if problem is not None and excess > 0:
+            raise problem
 
     def _unload_idle(self) -> None:
         """Unload some of the models that rest. One with gradients stays: to load it again, its data would be run."""
@@ -399,7 +415,7 @@ class Models:
     def _check_journal(self, name: str, model: _Model) -> None:
         if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
             self._checkpoint(name, model)
-        if model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
+        if model.has_gradients and model.journal.num_bytes > limits.JOURNAL_BYTES_MAX:
             raise UserError(
                 f"The data since the last optim_step have {model.journal.num_bytes} bytes; {limits.JOURNAL_BYTES_MAX} "
                 "are kept. Call optim_step before more data."
@@ -408,8 +424,12 @@ class Models:
     def _checkpoint(self, name: str, model: _Model) -> None:
         if not model.has_gradients:
             self._save(name, model, model.journal.last_operation)
-            model.journal.cover()
-            checkpoint.prune(model.directory, keep=1)
+            self._forget_before(model)
+
+    def _forget_before(self, model: _Model) -> None:
+        """Delete what the newest checkpoint, of the last operation, makes superfluous."""
+        model.journal.cover()
+        checkpoint.prune(model.directory, keep=1)
 
     def _save(self, name: str, model: _Model, operation: int) -> None:
         model.tenants.save(name, checkpoint.step_directory(model.directory, operation), {"operation": operation})

@@ -25,6 +25,7 @@ import msgspec
 from echo2.config.values import ServerPlace
 from echo2.core.child import ChildProcess
 from echo2.core.devices import nth_device
+from echo2.core.endpoint import key_in
 from echo2.core.errors import LinkError, PeerError, UserError
 from echo2.engines.engine import Completion, SampleRequest, stream_keys
 from echo2.engines.servers import guard
@@ -183,8 +184,7 @@ class VllmServer:
             LinkError, PeerError: it does not answer, or refused.
         """
         if self._place.url:
-            key = os.environ.get("VLLM_API_KEY", "")
-            self._link = ServerLink(self._place.url, key=key)
+            self._link = ServerLink(self._place.url, key=key_in("VLLM_API_KEY"))
             await self.load(model)
         else:
             if not self._on_gpu:

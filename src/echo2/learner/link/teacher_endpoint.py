@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import os
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -27,7 +26,7 @@ import msgspec
 
 from echo2.config.values import endpoint_and_model
 from echo2.core.background import together
-from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries, RefusedRequest, UnfitAnswer
+from echo2.core.endpoint import BACKOFF, TRIES_MAX, Endpoint, FailedTries, RefusedRequest, UnfitAnswer, key_in
 from echo2.core.errors import UserError
 from echo2.core.printable import printable, shown
 from echo2.core.types import Backoff
@@ -85,6 +84,9 @@ class _Text(msgspec.Struct):
 class TeacherEndpoint:
     """A teacher for one event loop. `where`: as in `distill.teacher`; `num_tokens`: size of the policy's vocabulary;
     `top_k`: of the most likely tokens, as many are asked for. `greet` it before it is asked.
+
+    Raises:
+        UserError: as `key_in`.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class TeacherEndpoint:
     ) -> None:
         self._where, self._num_tokens, self._top_k = where, num_tokens, min(top_k, num_tokens)
         url, self._model = endpoint_and_model(where)
-        key = os.environ.get(KEY_VARIABLE, "").strip()
+        key = key_in(KEY_VARIABLE)
         about_key = f"the key is that of ${KEY_VARIABLE}" if key else f"${KEY_VARIABLE} has no key"
         self._endpoint = Endpoint(
             url,
