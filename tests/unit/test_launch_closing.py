@@ -72,13 +72,13 @@ def quick(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(supervisor, f"{name}_SECONDS", seconds, raising=False)
 
 
-def children() -> list[psutil.Process]:
-    return [one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE]
+def children() -> set[psutil.Process]:
+    return {one for one in psutil.Process().children() if one.status() != psutil.STATUS_ZOMBIE}
 
 
 def run(seed: int, folder: Path) -> None:
     """A run of this seed."""
-    draw = random.Random(seed)
+    draw, others = random.Random(seed), children()  # of earlier tests in this process
     faults, rundir = Faults(draw), create(folder / "run", Config(), resume=False)
     for role in ("head", "learner", "worker"):
         fates = [draw.choice((*FATES, *(["finishes"] if role == "head" else ["refuses"]))) for _ in range(60)]
@@ -105,7 +105,7 @@ def run(seed: int, folder: Path) -> None:
                 made.run(on_poll)
             except (Exception, KeyboardInterrupt) as error:
                 raised = error
-    _, left = psutil.wait_procs(children(), timeout=30.0)  # those that are killed are about to be gone
+    _, left = psutil.wait_procs(children() - others, timeout=30.0)  # those that are killed are about to be gone
     assert not left, left
     assert [*map(signal.getsignal, (signal.SIGINT, signal.SIGTERM))] == before
     assert isinstance(raised, UserError | ProcessFailed | KeyboardInterrupt | None) or is_heard([raised]), repr(raised)

@@ -106,7 +106,8 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
     assert len({one.name for one in all_jobs}) == len(all_jobs)
     assert Counter(one.part for one in all_jobs) == {
         "staleness": 18,
-        "workloads": 9,
+        "overlap": 12,
+        "workloads": 12,
         "trl-train": 6,
         "trl": 6,
         "mismatch": 6,
@@ -121,7 +122,7 @@ def test_every_job_comes_once_and_the_first_seed_of_all_variants_first(all_jobs:
     }
     ordered = bench.in_order(all_jobs)
     assert [one.told["S"] for one in ordered[:6]] == list(bench.STALENESS)
-    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 35 + [1] * 26 + [2] * 26
+    assert [one.told.get("seed", 0) for one in ordered[:-12]] == [0] * 40 + [1] * 31 + [2] * 31
     assert [one.told["side"] for one in ordered[-12:]] == ["echo2", "trl-1"] * 6
     assert [one.part for one in ordered[-12:]] == ["trl-train"] * 6 + ["trl"] * 6  # judges come last
 
@@ -139,7 +140,7 @@ def test_every_generated_configuration_is_valid(all_jobs: list[Job]) -> None:
             assert pairs.pop("out").endswith("/run")
             bench.load(Path(config), pairs)
             seen += 1
-    assert seen == 18 + 9 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 + 3 * 3 + 3
+    assert seen == 18 + 12 + 12 + 3 + 6 + 3 + 3 + 3 + 12 + 24 + 3 + 3 * 3 + 3
 
 
 def test_rows_of_a_teacher_mix_its_tasks() -> None:

@@ -46,7 +46,7 @@ from echo2_service.front import dispatch
 from echo2_service.front.chat_api import ChatApi
 from echo2_service.front.database import OPEN, Database, requests
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.given import BodyReader
+from echo2_service.front.body_reader import BodyReader
 from echo2_service.learner import journal
 from echo2_service.learner.journal import Journal
 from echo2_service.settings import FleetSettings
