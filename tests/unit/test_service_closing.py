@@ -43,10 +43,10 @@ from echo2_service.calling import AnsweringProcess
 from echo2_service.fleet.machines import JoinedMachine, Samplers
 from echo2_service.fleet.server import FleetServer
 from echo2_service.front import dispatch
+from echo2_service.front.body_reader import BodyReader
 from echo2_service.front.chat_api import ChatApi
 from echo2_service.front.database import OPEN, Database, requests
 from echo2_service.front.dispatch import Dispatcher
-from echo2_service.front.body_reader import BodyReader
 from echo2_service.learner import journal
 from echo2_service.learner.journal import Journal
 from echo2_service.settings import FleetSettings
