@@ -64,6 +64,18 @@ def test_an_engine_that_is_never_full_gets_all_that_it_has_room_for_and_keeps_it
     assert work(Width(16, 16), 256, 300, seed, spread=0.8) == [16], "what takes long is no engine that is full"
 
 
+def test_leases_of_an_earlier_head_fill_the_engine_and_tell_no_duration() -> None:
+    """Left out, they made each group of the new head look slow, and 40 machines were rented in place of 20."""
+    width, everybody = Width(4, 4), Spreads()
+    width.resume(range(4), now=100.0)
+    width.take(4, now=100.0)  # waits for room
+    for lease_id in range(4):
+        width.end(lease_id, True, everybody, now=101.0 + lease_id)
+    assert (everybody.count, any(width._means)) == (0, False)
+    width.end(4, True, everybody, now=133.0)
+    assert math.exp(width._means[0]) == pytest.approx(29.0 + 1.0 / 4 + 1.0 / 3 + 1.0 / 2, rel=0.2)
+
+
 def test_where_the_learner_does_not_wait_nothing_grows() -> None:
     assert work(Width(2, 16), 256, 100, waits=False) == [2]
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 #: Numbers of groups at which an engine may be full, and widths. The last: never full.
@@ -67,6 +68,7 @@ class Width:
     why: str = "as set"
     _too_many: int = 2 * LEVELS[-1]
     _held: dict[int, tuple[float, list[float]] | None] = field(default_factory=dict)
+    _resumed: set[int] = field(default_factory=set)
     _work: list[float] = field(default_factory=lambda: [0.0] * len(LEVELS))
     _at: float = 0.0
     _means: list[float] = field(default_factory=lambda: [0.0] * len(LEVELS))
@@ -86,11 +88,21 @@ class Width:
         self._held[lease_id] = None
         self._begin()
 
+    def resume(self, lease_ids: Iterable[int], now: float) -> None:
+        """The worker holds leases of an earlier head: they fill its engine, and when they began is not known."""
+        self._advance(now)
+        for lease_id in lease_ids:
+            if lease_id not in self._held:
+                self._held[lease_id] = None
+                self._resumed.add(lease_id)
+        self._begin()
+
     def end(self, lease_id: int, is_measured: bool, everybody: Spreads, now: float) -> None:
         """A lease is over. `is_measured`: it brought a whole group."""
         self._advance(now)
-        begun = self._held.pop(lease_id, None)
-        if begun is not None and is_measured:
+        begun, is_resumed = self._held.pop(lease_id, None), lease_id in self._resumed
+        self._resumed.discard(lease_id)
+        if begun is not None and is_measured and not is_resumed:
             self._num_since += self._is_used and begun[0] >= self._moved_at
             self._measure(
                 [max(1e-9, work - before) for work, before in zip(self._work, begun[1], strict=True)], everybody

@@ -58,6 +58,8 @@ def worker_joined(state: PlannerState, event: ev.WorkerJoined, now: float) -> No
     if installed is not None and not worker.standby and (before is None or before.installed != installed):
         state.measurements.installed(installed, state.fleet.num_active, now)
     held = set(state.leases.of_worker(event.worker_id))
+    if worker.width is not None:
+        worker.width.resume(sorted(held), now)
     ended = tuple(
         lease_id for lease_id in possible_claims(state, event.worker_id, event.held_leases) if lease_id not in held
     )
