@@ -1,7 +1,8 @@
 """Measures the link between a worker and the head, and decides how many connections the worker has to each source.
 
 If the sender's congestion control treats loss as congestion (CUBIC), one connection on a long, slightly lossy path
-reaches a fraction of the link's rate, and eight reach several times as much. With BBR, one connection suffices.
+reaches a fraction of the link's rate, and eight reach several times as much. With BBR, one reaches the rate, but may be
+slow for seconds.
 """
 
 from __future__ import annotations
