@@ -168,6 +168,12 @@ class Watched(TorchDecoder):
         return [*found, cache.kv if isinstance(cache, CompactCache) else cache.past.layers[0].keys]
 
 
+def until_asleep(engine: DecodeLoop) -> None:
+    """Wait until the engine was asked to sleep: on a slow machine all tokens could be there before."""
+    while not engine._is_asleep:
+        pass
+
+
 def requests(count: int) -> list[SampleRequest]:
     rng = random.Random(0)
     params = SamplingParams(temperature=1.0, max_tokens=24)
@@ -195,8 +201,7 @@ def test_an_engine_sleeps_in_the_middle_of_rollouts_and_goes_on(build: BuildMode
             await reached.wait()
             if sleeps:
                 sleeping = asyncio.create_task(engine.sleep())
-                while not engine._is_asleep:  # else a slow thread asks when all tokens are there
-                    await asyncio.sleep(0)
+                await asyncio.to_thread(until_asleep, engine)
                 stops.set()
                 await sleeping
                 assert held_bytes(*decoder.tensors()) == 0
