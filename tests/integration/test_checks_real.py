@@ -27,7 +27,7 @@ def lying(prompt, seed, *others, made=generate.SampleRequest, **named):
 generate.SampleRequest = lying
 sys.exit(main(sys.argv[1:]))
 """
-#: A worker that names the version after the one it sampled with. Of two versions one is published.
+#: A worker that names weights of a lineage that nobody has. (Another version may be published: that is the planner's.)
 MISNAMES = """
 import sys
 from echo2.cli import main
@@ -35,8 +35,8 @@ from echo2.worker import joining, worker_process
 
 class Misnaming(worker_process.WorkerProcess):
     async def _send(self, batch):
-        for span in (span for one in batch.items for rollout in one.rollouts for span in rollout.version_spans):
-            span.version += 1
+        for group in batch.items:
+            group.lineage += 1
         await super()._send(batch)
 
 joining.WorkerProcess = Misnaming
@@ -50,7 +50,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_supplies_nothing(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    settings = ("--schedule.max_staleness", "2", "--schedule.publish_every", "2", *ENDLESS)
+    settings = ("--schedule.max_staleness", "2", "--schedule.groups_per_step", "64", *ENDLESS)
     run = Run(tmp_path / "run", sort_model, "--workers.count", "1", *settings).start()  # ended below
     run.wait(lambda: (run.out / "ticket").exists(), "ticket")
     workers, tickets = [], {}
@@ -64,11 +64,11 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
         def told() -> dict[str, dict[str, int]]:
             return {row["ticket"]: row for row in run.command("trust")}
 
+        events = run.out / "events.jsonl"  # the newest events only, so this comes first
+        run.wait(lambda: b"; the run is in 1" in events.read_bytes(), "a result of weights that nobody has")
         turned_away(run, tmp_path / "state")
         run.wait(lambda: told().get(tickets["honest"], {}).get("num_passed", 0) > 0, "a check of the honest worker")
         run.wait(lambda: told().get(tickets["liar"], {}).get("num_failed", 0) > 1, "two checks of the liar")
-        events = run.out / "events.jsonl"
-        run.wait(lambda: b"is not published" in events.read_bytes(), "a result of weights that nobody has")
         run.stop()
     finally:
         for worker in workers:
@@ -79,7 +79,7 @@ def test_the_honest_stranger_is_believed_and_of_liars_one_is_expelled_and_one_su
     assert told()[tickets["liar"]]["is_quarantined"]
     assert tickets["misnames"] not in told()  # none of its groups was taken
     audit = run.command("audit")
-    assert audit["trained"] == 16 * run.status()["version"]
+    assert audit["trained"] == 64 * run.status()["version"]
     assert (audit["lost"], audit["doubled"]) == (0, 0)
     assert run.command("replay")["num_different"] == 0
 
