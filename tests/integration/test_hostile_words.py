@@ -35,7 +35,7 @@ async def talk(run: Run, state: Path) -> None:
     )
     orders = aiter(link.stream("Attend", hello))
     assert (await anext(orders)).HasField("settings")
-    await link.call("Report", wire.WorkerReport(doing=WORDS), SECONDS)
+    await link.call("Report", wire.WorkerReport(doing=WORDS, engine=WORDS), SECONDS)
     await link.call("FailLease", wire.LeaseFailed(lease_id=1, reason=WORDS[:40], detail=WORDS), SECONDS)
     await asyncio.to_thread(judge, run, worker_id)
     await link.close()

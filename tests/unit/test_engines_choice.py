@@ -17,6 +17,7 @@ import transformers
 from echo2.config import Config, build
 from echo2.config.values import ServerPlace
 from echo2.core.errors import UserError
+from echo2.core.types import Snapshot, SnapshotRef
 from echo2.engines.model_values import MODEL_TYPES
 from echo2.engines.registry import (
     EngineChoice,
@@ -29,6 +30,7 @@ from echo2.engines.registry import (
     servers_here,
     unchecked,
 )
+from echo2.worker.sampling import LeaseSampler
 from engine_builders import HAS_MLX
 from hub_models import FAMILIES
 from rollout_cases import load, requests, run, snapshot_of, tiny_module
@@ -151,6 +153,10 @@ def test_a_server_needs_a_gpu_for_itself() -> None:
 DYNAMIC = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}
 
 
+async def no_base(ref: SnapshotRef) -> Snapshot:
+    raise AssertionError(f"{ref} is a whole model")
+
+
 @pytest.mark.parametrize(("changes", "name"), [({}, "compact"), (DYNAMIC, "transformers")])
 def test_the_first_snapshot_decides_and_the_worker_says_so_once(
     changes: dict[str, Any], name: str, caplog: pytest.LogCaptureFixture
@@ -161,6 +167,10 @@ def test_the_first_snapshot_decides_and_the_worker_says_so_once(
     for engine in (auto, named):
         load(engine, snapshot)
         load(engine, replace(snapshot, ref=replace(snapshot.ref, version=1)))
+    sampler = LeaseSampler(auto, "w", {}, print, print)
+    assert sampler.engine_name == "auto"
+    asyncio.run(sampler.load(replace(snapshot, ref=replace(snapshot.ref, version=2)), no_base))
+    assert sampler.engine_name == name  # which `echo2 status` shows
     asked = requests(0)
     assert [one.tokens for one in run(auto, asked)] == [one.tokens for one in run(named, asked)]
     said = [line for line in caplog.messages if line.startswith("engine")]

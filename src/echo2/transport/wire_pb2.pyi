@@ -389,20 +389,22 @@ class Stop(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("doing", "bytes_received", "pause_seconds", "bytes_sent", "installed", "refused")
+    __slots__ = ("doing", "bytes_received", "pause_seconds", "bytes_sent", "installed", "refused", "engine")
     DOING_FIELD_NUMBER: _ClassVar[int]
     BYTES_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BYTES_SENT_FIELD_NUMBER: _ClassVar[int]
     INSTALLED_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
     doing: str
     bytes_received: int
     pause_seconds: float
     bytes_sent: int
     installed: SnapshotId
     refused: str
-    def __init__(self, doing: _Optional[str] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ...) -> None: ...
+    engine: str
+    def __init__(self, doing: _Optional[str] = ..., bytes_received: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., bytes_sent: _Optional[int] = ..., installed: _Optional[_Union[SnapshotId, _Mapping]] = ..., refused: _Optional[str] = ..., engine: _Optional[str] = ...) -> None: ...
 
 class ReportReply(_message.Message):
     __slots__ = ("heartbeat_seconds",)

@@ -24,7 +24,7 @@ from echo2.core.errors import PeerError, UserError, counted
 from echo2.core.file_lock import FileLock
 from echo2.core.types import Assignment, Snapshot, SnapshotRef
 from echo2.engines.engine import Engine, RequestFailure
-from echo2.engines.registry import load_or_replace
+from echo2.engines.registry import in_worker, load_or_replace
 from echo2.engines.tokenizer import Tokenizer, load_tokenizer
 from echo2.rollouts import generate
 from echo2.rollouts.harness import HarnessEnvironment
@@ -34,6 +34,7 @@ from echo2.tasks.environments import EnvironmentProcess
 from echo2.tasks.harness_process import HarnessProcess, is_harness
 from echo2.transport import messages
 from echo2.transport import wire_pb2 as wire
+from echo2.weights.format.snapshot_files import read_config
 from echo2.worker.decide import messages as ev
 
 log = logging.getLogger(__name__)
@@ -49,9 +50,10 @@ def open_environment(spec: str) -> EnvironmentProcess | HarnessEnvironment:
 
 class LeaseSampler:
     """Samples leases with one `engine`, which `load` gives its weights. `dispatch` receives the scheduler's events,
-    `fail` the fatal errors. `card`: directory of the locks of a card that the learner uses, too. `server`: the token
-    server that was chosen by default (empty: none was); if it does not start, the engine that `device` has takes its
-    place. `one_version`: what a lease's rollouts begin with draws all of their tokens."""
+    `fail` the fatal errors. `card`: directory of the locks of a card that the learner uses, too. `name`: of the engine,
+    as it was made. `server`: the token server that was chosen by default (empty: none was); if it does not start, the
+    engine that `device` has takes its place. `one_version`: what a lease's rollouts begin with draws all of their
+    tokens."""
 
     def __init__(
         self,
@@ -63,13 +65,14 @@ class LeaseSampler:
         *,
         device: str = AUTO,
         card: str = "",
+        name: str = AUTO,
         template_arguments: Mapping[str, Any] = MappingProxyType({}),
         server: str = "",
         one_version: bool = False,
     ) -> None:
         self._one_version = one_version
         self.engine, self._worker_id, self._dispatch, self._fail = engine, worker_id, dispatch, fail
-        self._environments = environments
+        self._environments, self._name = environments, name
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._charged_until = 0.0
         self._busy_before = 0.0
@@ -84,6 +87,11 @@ class LeaseSampler:
     def busy_seconds(self) -> float:
         """Seconds in which at least one lease was being sampled."""
         return self._busy_before + (0.0 if self._busy_since is None else time.monotonic() - self._busy_since)
+
+    @property
+    def engine_name(self) -> str:
+        """The engine that samples. Where the model decides ("auto"), it is known with the first weights."""
+        return self._name
 
     @property
     def doing(self) -> str:
@@ -113,10 +121,13 @@ class LeaseSampler:
 
     async def _update(self, snapshot: Snapshot, base: Snapshot | None) -> float:
         if not self.chosen or self.engine.installed is not None:
-            return await self.engine.update_weights(snapshot, base)
-        engine, pause = await load_or_replace(self.engine, snapshot, base, self._device)
-        if engine is not self.engine:
-            self.engine, self.chosen = engine, ""
+            pause = await self.engine.update_weights(snapshot, base)
+        else:
+            engine, pause = await load_or_replace(self.engine, snapshot, base, self._device)
+            if engine is not self.engine:
+                self.engine, self.chosen, self._name = engine, "", AUTO
+        if self._name == AUTO:
+            self._name = in_worker(read_config((base or snapshot).files)).name
         return pause
 
     async def check(self, asked: wire.Check) -> wire.CheckReport:

@@ -291,6 +291,7 @@ class WorkerProcess:
             self._give_up,
             device=options.device,
             card=options.card,
+            name=name,
             template_arguments=arguments,
             server=chosen,
             one_version=swap == "apart",
@@ -350,6 +351,7 @@ class WorkerProcess:
         report = wire.WorkerReport(doing="joining", pause_seconds=self._pause_seconds)
         if (sampling := self._sampling) is not None:
             report.doing, report.refused = sampling.sampler.doing, sampling.scheduler.refused
+            report.engine = sampling.sampler.engine_name
         node = self._weights.node
         report.bytes_received, report.bytes_sent = node.bytes_received, node.bytes_sent
         if (installed := self._installed()) is not None:

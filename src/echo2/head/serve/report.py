@@ -146,7 +146,7 @@ def _worker_rows(head: Head, workers: Iterable[Worker]) -> list[dict[str, Any]]:
                 "id": worker.worker_id,
                 "pid": connection.pid if connection else None,
                 "host": connection.host if connection else None,
-                "engine": connection.engine if connection else None,
+                "engine": (report.engine if report else "") or (connection.engine if connection else None),
                 "device": connection.device if connection else None,
                 "doing": report.doing if report else "",
                 "installed": str(worker.installed) if worker.installed else None,

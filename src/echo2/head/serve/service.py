@@ -197,9 +197,11 @@ class Service:
         if not 0 <= report.pause_seconds <= DURATION_SECONDS_MAX:
             raise PeerError("malformed", f"pause_seconds is {report.pause_seconds}")
         doing, refused = printable(report.doing, NAME_CHARS_MAX), printable(report.refused, DETAIL_CHARS_MAX)
+        engine = printable(report.engine, NAME_CHARS_MAX)
         report.ClearField("doing")
         report.ClearField("refused")
-        report.MergeFrom(wire.WorkerReport(doing=doing, refused=refused))
+        report.ClearField("engine")
+        report.MergeFrom(wire.WorkerReport(doing=doing, refused=refused, engine=engine))
         is_new, is_refused = connection.hear(report, installed)
         if report.refused and is_refused:
             self._head.books.failures.refused(peer.peer_id, report.refused)
