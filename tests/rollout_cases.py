@@ -41,6 +41,17 @@ CLASSES = {
     "mistral": "Mistral",
     "smollm3": "SmolLM3",
     "gemma3_text": "Gemma3",
+    "qwen3_5_text": "Qwen3_5",
+}
+HYBRID = {
+    "initializer_range": 0.15,  # transformers' own chunks and steps differ by 1e-4 with larger weights
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "num_hidden_layers": 3,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
 }
 
 
@@ -49,7 +60,7 @@ def tiny_module(family: str, seed: int = 0, **changes: Any) -> Any:
     import transformers
 
     name = CLASSES[family]
-    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
+    config_class = getattr(transformers, f"{name}TextConfig" if family.endswith("_text") else f"{name}Config")
     model_class = getattr(transformers, f"{name}ForCausalLM")
     sizes: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -64,8 +75,10 @@ def tiny_module(family: str, seed: int = 0, **changes: Any) -> Any:
         "bos_token_id": None,
         "eos_token_id": END,
     }
-    if family in ("qwen3", "gemma3_text"):
+    if family in ("qwen3", "gemma3_text", "qwen3_5_text"):
         sizes["head_dim"] = 16
+    if family == "qwen3_5_text":
+        sizes |= HYBRID
     if family == "smollm3":
         sizes["pad_token_id"] = 0
     torch.manual_seed(seed)

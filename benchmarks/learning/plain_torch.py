@@ -2,6 +2,7 @@
 
     make outputs/models/smollm2/config.json       # once
     make bench-plain_torch ARGS='[--rounds 5] [--out FILE]'
+    make bench-plain_torch ARGS='--hybrid 12'     # layers
 
 What the machinery around them costs or gains is not in here: no network, no snapshots, no other process. Each round
 times all sides one after the other on the same rollouts, so what else runs on the machine slows all of them; the ratio
@@ -12,6 +13,9 @@ gradient, gradient norm, AdamW. Plain PyTorch pads micro-batches of 8 rows and r
 writes it at first; its rows are a group's, so they share a prompt, which it runs 8 times. Engine: these rollouts,
 sampled from weights in bfloat16, by `compact` and by transformers' `generate` over one padded batch; tokens a second
 count what comes before the end token.
+
+`--hybrid`: instead, the engines `compact` and `transformers` on the shape of Qwen3.5-0.8B with so many of its 24 layers
+and random weights in bfloat16: seconds of this thread to read a prompt and to sample a token of each rollout.
 """
 
 from __future__ import annotations
@@ -31,12 +35,15 @@ from typing import Any
 import torch
 from recording import save, there
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef
+from echo2.core.types import RUN_POLICY, SamplingParams, Snapshot, SnapshotRef, TensorBytes
+from echo2.engines.compact import build_compact
 from echo2.engines.engine import Completion, Engine, SampleRequest
+from echo2.engines.hf_engine import build_transformers
 from echo2.engines.registry import make_engine
 from echo2.engines.tokenizer import load_tokenizer
+from echo2.engines.torch_engine import Model
 from echo2.learner.core.datum import Datum
 from echo2.learner.core.losses import LossTokens
 from echo2.learner.core.model import load_policy
@@ -226,13 +233,82 @@ async def measure(model: str, rows: Path, rounds: int) -> dict[str, Any]:
     return {"spread": spread, "rounds": found}
 
 
+# ---- a hybrid --------------------------------------------------------------------------------------------------------
+
+HYBRID: dict[str, Any] = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+PROMPT, STEPS = 64, 24
+
+
+def hybrid_seconds(model: Model, rollouts: int) -> tuple[float, float]:
+    """Seconds to read one prompt, and to sample a token of each rollout behind it."""
+    tokens_B, prompt = torch.randint(1000, (rollouts,)), array("i", torch.randint(1000, (PROMPT,)).tolist())
+    with torch.inference_mode():
+        began = time.thread_time()
+        cache = model.prefill([prompt])
+        reading = time.thread_time() - began
+        cache = cache.select(torch.zeros(rollouts, dtype=torch.long))
+        model.step(cache, tokens_B)  # which makes room
+        began = time.thread_time()
+        for _ in range(STEPS):
+            model.step(cache, tokens_B)
+        return reading, (time.thread_time() - began) / STEPS
+
+
+def hybrid(num_layers: int, rounds: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**(HYBRID | {"num_hidden_layers": num_layers}))
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    files = {"config.json": config.to_json_string(use_diff=False).encode()}
+    tensors = {
+        name: TensorBytes("BF16", tuple(tensor.shape), tensor.view(torch.uint8).numpy().data)
+        for name, tensor in module.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    snapshot, models = Snapshot(SnapshotRef(RUN_POLICY, 1, 0), tensors, files), {}
+    for name, build in (("compact", build_compact), ("transformers", build_transformers)):
+        models[name] = build(snapshot, torch.device("cpu"))
+        with torch.inference_mode():
+            models[name].fill(snapshot)
+    found: list[dict[str, Any]] = []
+    for _ in range(rounds):
+        for rollouts in (1, 8, 32):
+            seconds = {name: hybrid_seconds(model, rollouts) for name, model in models.items()}
+            (read, step), (other_read, other_step) = seconds["compact"], seconds["transformers"]
+            ratios = {"read_ratio": read / other_read, "step_ratio": step / other_step}
+            found.append({"rollouts": rollouts, "compact": seconds["compact"], "transformers": seconds["transformers"]})
+            found[-1] |= ratios
+            print(rollouts, "rollouts:", {name: round(one, 2) for name, one in ratios.items()}, flush=True)
+    return {"layers": num_layers, "rounds": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(REPOSITORY / "outputs" / "models" / "smollm2"))
     parser.add_argument("--rows", type=there, default=REPOSITORY / "outputs" / "data" / "facts" / "train.jsonl")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--hybrid", type=int, metavar="LAYERS", help="the engines on a shape of Qwen3.5")
     parser.add_argument("--out", type=Path, help="result file (default: benchmarks/results/...)")
     options = parser.parse_args()
+    if options.hybrid:
+        torch.set_num_threads(1)
+        save("plain_torch", {"threads": 1, **hybrid(options.hybrid, options.rounds)}, options.out)
+        return
     figures = asyncio.run(measure(options.model, options.rows, options.rounds))
     for name, (least, median, most) in figures["spread"].items():
         print(f"{name}: {median:.3g} ({least:.3g} to {most:.3g})")

@@ -49,6 +49,9 @@ MIXED: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {"sliding_window": 8, "layer_types": [LOCAL, GLOBAL], "query_pre_attn_scalar": 9}),
     ("gemma3_text", {"sliding_window": 64, "layer_types": [LOCAL, GLOBAL], "rope_parameters": GEMMA_ROPES}),
     ("gemma3_text", {"sliding_window": 4, "num_hidden_layers": 7}),
+    ("qwen3_5_text", {}),
+    ("qwen3_5_text", {"linear_num_key_heads": 4, "linear_conv_kernel_dim": 3, "tie_word_embeddings": True}),
+    ("qwen3_5_text", {"attention_bias": True, "layer_types": [GLOBAL, "linear_attention", "linear_attention"]}),
 ]
 KINDS = [*BUILDERS, "packed", "in blocks"]
 CASES = [*pairs(KINDS, VARIANTS), *pairs(["compact", "packed", "in blocks"], MIXED)]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from echo2.engines.compact_delta import DeltaStates
 from echo2.engines.rows import Cache
 
 GROW_COLUMNS = 32
@@ -27,11 +28,13 @@ class CompactCache(Cache):
     since rows differ in length; their values are finite.
 
     Where lengths differ much, rows are sorted by length and grouped into blocks, and attention of a block runs over its
-    own columns only. `order_B`: the row of the batch at each place; `place_B`: the place of each row.
+    own columns only. `order_B`: the row of the batch at each place; `place_B`: the place of each row. `deltas`: what
+    layers without keys and values keep.
     """
 
-    def __init__(self, kv: Tensor, lengths_B: Tensor, longest: int) -> None:
+    def __init__(self, kv: Tensor, lengths_B: Tensor, longest: int, deltas: DeltaStates | None = None) -> None:
         self.kv = kv
+        self.deltas = deltas
         self.lengths_B = lengths_B
         self.longest = longest
         self.blocks: list[Block] = []
@@ -40,12 +43,18 @@ class CompactCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        return self.kv.nbytes
+        return self.kv.nbytes + (0 if self.deltas is None else self.deltas.num_bytes)
 
-    def copy(self, row: int, length: int) -> CompactCache:
+    def copy(self, row: int, length: int) -> CompactCache | None:
+        """See `Cache.copy`. A state cannot go back to fewer tokens."""
+        if self.deltas is not None and length != int(self.lengths_B[row]):
+            return None
         place = int(self.place_B[row])
         kv = self.kv[:, :, place : place + 1, :, :length].clone()
-        return CompactCache(kv, self.lengths_B.new_tensor([length]), length)
+        deltas = None
+        if self.deltas is not None:
+            deltas = DeltaStates.gathered([(self.deltas, self.lengths_B.new_tensor([row]))])
+        return CompactCache(kv, self.lengths_B.new_tensor([length]), length, deltas)
 
     def select(self, rows: Tensor) -> CompactCache:
         return self._gathered([(self, rows)])
@@ -59,7 +68,8 @@ class CompactCache(Cache):
         layers, two, _, heads, _, head_dim = self.kv.shape
         longest, most = int(lengths_B.max()), SPLIT_ITEMS // (2 * heads * head_dim)
         kv = self.kv.new_zeros((layers, two, len(lengths_B), heads, longest + GROW_COLUMNS, head_dim))
-        found = CompactCache(kv, lengths_B, longest)
+        states = [(part.deltas, rows) for part, rows in parts if part.deltas is not None]
+        found = CompactCache(kv, lengths_B, longest, DeltaStates.gathered(states) if states else None)
         if kv.device.type == "cpu":
             found.order_B = lengths_B.argsort(descending=True)
             found.blocks = split_by_length(lengths_B[found.order_B].tolist(), most)

@@ -4,14 +4,14 @@ architecture that it computes; variants unknown to it are refused. No torch here
 Gemma 3 on the hub names neither its vocabulary nor its context: its class has them. transformers is asked only then; it
 takes up to three seconds to import, of which a process that loads a tokenizer spends most anyway.
 
-Source: transformers' configuration and modelling files (`models/{llama,mistral,qwen2,qwen3,smollm3,gemma3}`).
+Source: transformers' configuration and modelling files (`models/{llama,mistral,qwen2,qwen3,qwen3_5,smollm3,gemma3}`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,7 +25,7 @@ COMPUTED = ("num_hidden_layers", "layer_types")
 #: What llama.cpp and MLX compute here, too.
 PLAIN_TYPES = ("llama", "qwen2", "qwen3")
 #: Their config.json may leave out what their class has.
-WITH_DEFAULTS = ("mistral", "smollm3", "gemma3_text")
+WITH_DEFAULTS = ("mistral", "smollm3", "gemma3_text", "qwen3_5_text", "qwen3_5")
 MODEL_TYPES = (*PLAIN_TYPES, *WITH_DEFAULTS)
 ROPE_TYPES = ("default", "linear", "llama3")
 #: Eight times as many as the deepest models have. `tensor_shapes` lists every layer that a config.json claims.
@@ -102,10 +102,12 @@ class UnsupportedError(UserError):
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary position embedding. Of the last four fields, `llama3` uses all and `linear` uses only `factor`."""
+    """Rotary position embedding of the first `share` of a head's dimensions. Of the last four fields, `llama3` uses all
+    and `linear` uses only `factor`."""
 
     kind: str
     theta: float
+    share: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -122,13 +124,48 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaSizes:
+    """Sizes of layers with the gated delta rule (`compact_delta.py`). `kernel`: tokens that the convolution sees."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    kernel: int
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
+
+    def tensor_shapes(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of a layer's parameters."""
+        heads, values = self.num_value_heads, self.num_value_heads * self.value_dim
+        return {
+            "linear_attn.in_proj_qkv.weight": (self.num_channels, hidden_size),
+            "linear_attn.in_proj_z.weight": (values, hidden_size),
+            "linear_attn.in_proj_b.weight": (heads, hidden_size),
+            "linear_attn.in_proj_a.weight": (heads, hidden_size),
+            "linear_attn.out_proj.weight": (hidden_size, values),
+            "linear_attn.conv1d.weight": (self.num_channels, 1, self.kernel),
+            "linear_attn.A_log": (heads,),
+            "linear_attn.dt_bias": (heads,),
+            "linear_attn.norm.weight": (self.value_dim,),
+        }
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """Sizes and variants. Grouped-query attention: `num_heads` queries share `num_kv_heads` keys and values.
 
-    query_scale  what queries are multiplied by
-    gemma        norms multiply by 1 + weight, and stand behind attention and feed-forward, too; embeddings are
-                 multiplied by sqrt(hidden_size), and the activation is GELU
-    layers       the attention of each layer; empty: all see all tokens and rotate by `rope`
+    query_scale    what queries are multiplied by
+    zero_centered  norms multiply by 1 + weight
+    gemma          norms stand behind attention and feed-forward, too; embeddings are multiplied by sqrt(hidden_size),
+                   and the activation is GELU
+    layers         the attention of each layer, or None where it has `delta`; empty: all see all tokens and rotate by
+                   `rope`
+    gated          attention is multiplied by a gate, which lies behind each head's query
+    prefix, tower  what names of parameters begin with, and those of other parts that are passed over; empty: none
     """
 
     vocab_size: int
@@ -147,8 +184,13 @@ class Architecture:
     ffn_bias: bool
     qk_norm: bool
     query_scale: float
+    zero_centered: bool = False
     gemma: bool = False
-    layers: tuple[Attention, ...] = ()
+    layers: tuple[Attention | None, ...] = ()
+    gated: bool = False
+    delta: DeltaSizes | None = None
+    prefix: str = "model."
+    tower: str = ""
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its Hugging Face name."""
@@ -159,16 +201,18 @@ class Architecture:
             self.num_kv_heads * self.head_dim,
         )
         shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (self.vocab_size, d),
-            "model.norm.weight": (d,),
+            f"{self.prefix}embed_tokens.weight": (self.vocab_size, d),
+            f"{self.prefix}norm.weight": (d,),
         }
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, d)
-        linears = [
-            ("self_attn.q_proj", (heads, d), self.qkv_bias),
+        of_attention = [
+            ("self_attn.q_proj", (heads * (2 if self.gated else 1), d), self.qkv_bias),
             ("self_attn.k_proj", (kv, d), self.qkv_bias),
             ("self_attn.v_proj", (kv, d), self.qkv_bias),
             ("self_attn.o_proj", (d, heads), self.out_bias),
+        ]
+        linears = [
             ("mlp.gate_proj", (f, d), self.ffn_bias),
             ("mlp.up_proj", (f, d), self.ffn_bias),
             ("mlp.down_proj", (d, f), self.ffn_bias),
@@ -176,15 +220,17 @@ class Architecture:
         norms = {"input_layernorm": d, "post_attention_layernorm": d}
         if self.gemma:
             norms |= {"pre_feedforward_layernorm": d, "post_feedforward_layernorm": d}
-        if self.qk_norm:
-            norms |= {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim}
+        qk_norms = {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim} if self.qk_norm else {}
         for layer in range(self.num_layers):
-            prefix = f"model.layers.{layer}."
-            for name, shape, has_bias in linears:
+            prefix, has_delta = f"{self.prefix}layers.{layer}.", bool(self.layers) and self.layers[layer] is None
+            for name, shape, has_bias in linears if has_delta else of_attention + linears:
                 shapes[f"{prefix}{name}.weight"] = shape
                 if has_bias:
                     shapes[f"{prefix}{name}.bias"] = shape[:1]
-            shapes |= {f"{prefix}{name}.weight": (size,) for name, size in norms.items()}
+            if has_delta and self.delta is not None:
+                shapes |= {prefix + name: shape for name, shape in self.delta.tensor_shapes(d).items()}
+            sizes = norms if has_delta else norms | qk_norms
+            shapes |= {f"{prefix}{name}.weight": (size,) for name, size in sizes.items()}
         return shapes
 
 
@@ -199,7 +245,12 @@ def read_architecture(config: Mapping[str, Any], known: Sequence[str] = MODEL_TY
         _require(config.get("model_type") in known, "model_type", config.get("model_type"))
         values = all_values(config) if config["model_type"] in WITH_DEFAULTS else config
         _check_variant(values)
-        return _architecture(values)
+        found = _architecture(values)
+        if found.layers and len(found.layers) != found.num_layers:
+            raise ValueError(f"{len(found.layers)} layer_types of {found.num_layers} layers")
+        if config["model_type"] == "qwen3_5":
+            return replace(found, prefix="model.language_model.", tower="model.visual.")
+        return found
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -213,9 +264,11 @@ def _check_variant(config: Mapping[str, Any]) -> None:
     _require(told == ("gelu_pytorch_tanh" if is_gemma else "silu"), activation, told)
     for key in ("final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention"):
         _require(not config.get(key), key, config.get(key))
-    may_slide = model_type in WITH_DEFAULTS
-    kinds = set(config.get("layer_types") or ["full_attention"])
-    _require(kinds <= {"full_attention", *(["sliding_attention"] if may_slide else [])}, "layer_types", sorted(kinds))
+    may_slide = model_type in ("mistral", "smollm3", "gemma3_text")
+    kinds, others = set(config.get("layer_types") or ["full_attention"]), ["sliding_attention"] if may_slide else []
+    if model_type == "qwen3_5_text":
+        others = ["linear_attention"]
+    _require(kinds <= {"full_attention", *others}, "layer_types", sorted(kinds))
     slides = bool(config.get("sliding_window")) and config.get("use_sliding_window", model_type == "llama")
     _require(may_slide or not slides, "sliding_window", config.get("sliding_window"))
     _require(not config.get("quantization_config"), "quantization_config", "set")
@@ -227,6 +280,7 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
     if layers > LAYERS_MAX:
         raise ValueError(f"num_hidden_layers = {layers}; the limit is {LAYERS_MAX}")
     attention_bias, is_gemma = bool(config.get("attention_bias", False)), model_type == "gemma3_text"
+    is_hybrid = model_type == "qwen3_5_text"
     head_dim = int(config.get("head_dim") or (128 if model_type == "qwen3" else int(config["hidden_size"]) // heads))
     rope = _rope(config, (config["rope_parameters"] or {})["full_attention"] if is_gemma else None)
     return Architecture(
@@ -244,15 +298,26 @@ def _architecture(config: Mapping[str, Any]) -> Architecture:
         qkv_bias=attention_bias or model_type == "qwen2",
         out_bias=attention_bias and model_type != "qwen2",
         ffn_bias=bool(config.get("mlp_bias", False)) and model_type in ("llama", "smollm3"),
-        qk_norm=model_type in ("qwen3", "gemma3_text"),
+        qk_norm=model_type in ("qwen3", "qwen3_5_text", "gemma3_text"),
         query_scale=float(config["query_pre_attn_scalar"] if is_gemma else head_dim) ** -0.5,
+        zero_centered=is_gemma or is_hybrid,
         gemma=is_gemma,
         layers=_layers(config, layers, rope),
+        gated=is_hybrid,
+        delta=_delta(config) if is_hybrid else None,
     )
 
 
-def _layers(config: Mapping[str, Any], num_layers: int, rope: Rope) -> tuple[Attention, ...]:
-    """Return the attention of each layer; empty if all layers are alike and see all tokens."""
+def _delta(config: Mapping[str, Any]) -> DeltaSizes:
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    sizes = DeltaSizes(*(int(config[f"linear_{name}"]) for name in names))
+    if min(astuple(sizes)) < 1 or sizes.num_value_heads % sizes.num_key_heads:
+        raise ValueError(f"{sizes}: each key head needs as many value heads as the others")
+    return sizes
+
+
+def _layers(config: Mapping[str, Any], num_layers: int, rope: Rope) -> tuple[Attention | None, ...]:
+    """Return the attention of each layer, None for the delta rule; empty if all layers see all tokens."""
     model_type, window = config["model_type"], int(config.get("sliding_window") or 0)
     if model_type == "mistral":
         return (Attention(window, rope),) * num_layers if window else ()
@@ -266,6 +331,8 @@ def _layers(config: Mapping[str, Any], num_layers: int, rope: Rope) -> tuple[Att
         local = Attention(window, _rope(config, config["rope_parameters"]["sliding_attention"]))
         is_local = [kind == "sliding_attention" for kind in config["layer_types"]]
         return tuple(local if one else Attention(0, rope) for one in is_local)
+    if model_type == "qwen3_5_text":
+        return tuple(Attention(0, rope) if kind == "full_attention" else None for kind in config["layer_types"])
     return ()
 
 
@@ -275,16 +342,17 @@ def _rope(config: Mapping[str, Any], of_layers: Mapping[str, Any] | None = None)
     values = of_layers or config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = values.get("rope_type") or values.get("type") or "default"
     _require(kind in ROPE_TYPES, "rope_type", kind)
-    partial = values.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
-    _require(partial == 1.0, "partial_rotary_factor", partial)
+    share = float(values.get("partial_rotary_factor", config.get("partial_rotary_factor") or 1.0))
+    _require(share == 1.0 or config["model_type"] == "qwen3_5_text", "partial_rotary_factor", share)
     theta = float(values.get("rope_theta") or config.get("rope_theta") or 10_000.0)
     if kind == "default":
-        return Rope(kind, theta)
+        return Rope(kind, theta, share)
     if kind == "linear":
-        return Rope(kind, theta, float(values["factor"]))
+        return Rope(kind, theta, share, float(values["factor"]))
     return Rope(
         kind,
         theta,
+        share,
         float(values["factor"]),
         float(values["low_freq_factor"]),
         float(values["high_freq_factor"]),
