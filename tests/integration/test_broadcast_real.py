@@ -166,7 +166,9 @@ def wait(holds: Callable[[], bool], run: Run) -> None:
 def test_a_worker_that_was_away_gets_one_delta_and_one_with_a_full_disk_ends_alone(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    run = Run(tmp_path / "run", sort_model, "--run.max_steps", "2000", "--workers.count", "1", *SMALL_CHANGES).start()
+    # Long steps: a payload holds at most 24 deltas, so the learner must not be far ahead of what is read of the logs.
+    settings = ("--run.max_steps", "2000", "--workers.count", "1", "--schedule.groups_per_step", "64")
+    run = Run(tmp_path / "run", sort_model, *settings, *SMALL_CHANGES).start()
     wait(lambda: (run.out / "ticket").exists(), run)
     log, other_log = tmp_path / "away.log", tmp_path / "full.log"
     away = join(run, tmp_path / "away", log)
@@ -175,7 +177,7 @@ def test_a_worker_that_was_away_gets_one_delta_and_one_with_a_full_disk_ends_alo
     away.kill()
     away.wait()
     had = kept(tmp_path / "away")[-1]
-    # A payload holds at most 24 deltas. The other worker's log tells each version at once; the run's status does not.
+    # The other worker's log tells each version at once; the run's status does not.
     wait(lambda: max(installed(*worker_logs(run)), default=(0, ""))[0] >= had + 12, run)
     os.kill(run.pids()["learner"], signal.SIGSTOP)  # or a slow machine would be away for as long as it starts
     told = len(installed(log))

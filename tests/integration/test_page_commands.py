@@ -82,7 +82,7 @@ def prepared(command: str, number: int) -> list[str]:
         words += ["--out", f"outputs/run-{number}"]
     if "--head.advertise" in words or "--view" in words:
         words.append("--dry-run")  # an address of nobody; and a page is served below
-    return [*words, *ADDED.get(words[0], [])]
+    return words if "--here" in words else [*words, *ADDED.get(words[0], [])]
 
 
 def look(desk: Path, words: list[str]) -> None:
