@@ -166,7 +166,8 @@ class Bench:
 
         def read(directory: Path) -> Found:
             told = {step: last_json(directory / f"{step}.out") for step in ("before", "warm-up")}
-            found = {"untrained": (told["before"] or {}).get("eval/accuracy"), "warm-up": told["warm-up"]}
+            warmed = {key: value for key, value in (told["warm-up"] or {}).items() if key != "model"}  # a path
+            found = {"untrained": (told["before"] or {}).get("eval/accuracy"), "warm-up": warmed or None}
             return {**{key: value for key, value in found.items() if value is not None}, **read_run(directory)}
 
         return Job(f"{name}-{seed}", "workloads", chain, read, {"workload": name, "seed": seed})
