@@ -40,7 +40,7 @@ from echo2.engines.torch_engine import Model, TorchDecoder
 from echo2.weights.format.snapshot_files import end_tokens, read_config
 
 PREFILL_TOKENS = 1 << 15
-"""Prompt tokens prefilled at once (at least one prompt); bounds the memory of long prompts."""
+"""Prompt tokens prefilled at once (at least one prompt), a quarter in a hybrid; bounds the memory of many prompts."""
 PIECE_TOKENS = 1 << 8
 """Tokens of a sequence that `CompactModel.extend` reads at once; bounds the mask."""
 
@@ -160,7 +160,7 @@ class CompactModel(Model):
                 cache.kv[:, :, row, :, : one.longest] = one.kv[:, :, 0]
                 if cache.deltas is not None and one.deltas is not None:
                     cache.deltas.put(row, one.deltas)
-        step = max(1, PREFILL_TOKENS // max(1, room))
+        step = max(1, PREFILL_TOKENS // (1 if self._arch.delta is None else 4) // max(1, room))
         for read, rows in (
             (self._read, [row for row, first in enumerate(firsts) if not first and lengths[row]]),
             (self._read_on, [row for row, first in enumerate(firsts) if 0 < first < lengths[row]]),

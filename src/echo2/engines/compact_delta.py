@@ -10,7 +10,8 @@ Source: Yang, Kautz, Hatamizadeh: Gated Delta Networks (2024), equation 10; chun
 Parallelizing Linear Transformers with the Delta Rule (2024), section 3.2.
 
 Shape suffixes: L = layers of this kind, B = rows, T = tokens, N = key heads, H = value heads, K = key dim, V = value
-dim, W = channels of the convolution (2 N K + H V), J = tokens of the convolution before the newest.
+dim, W = channels of the convolution (2 N K + H V), J = tokens that the convolution sees (what is kept of them: J - 1),
+M = outputs of the layer's input maps.
 """
 
 from __future__ import annotations
@@ -91,25 +92,23 @@ class DeltaStates:
     def read(self, at: int, layer: DeltaLayer, mixed_RTM: Tensor, at_R: Tensor, lengths_R: Tensor) -> Tensor:
         """Read more tokens into the rows `at_R`. What lies behind `lengths_R` tokens of a row is padding, and leaves
         its state as it is. Returns [R, T, H V]."""
-        inputs_RTW, gates = _split(layer.sizes, mixed_RTM)
-        columns, behind = inputs_RTW.shape[1], layer.sizes.kernel - 1
-        all_RTW = torch.cat((self.inputs_LBJW[at, at_R], inputs_RTW), 1)
-        newest_RJ = lengths_R[:, None] + torch.arange(behind, device=lengths_R.device)
+        columns, before = mixed_RTM.shape[1], layer.sizes.kernel - 1
+        all_RTW = torch.cat((self.inputs_LBJW[at, at_R], _split(layer.sizes, mixed_RTM)[0]), 1)
+        newest_RJ = lengths_R[:, None] + torch.arange(before, device=lengths_R.device)
         self.inputs_LBJW[at, at_R] = all_RTW.gather(1, newest_RJ[..., None].expand(-1, -1, all_RTW.shape[2]))
-        convolved_RWT = functional.conv1d(all_RTW.mT, layer.conv_W1J.to(all_RTW.dtype), groups=all_RTW.shape[2])
-        q, k, v = _heads(layer, convolved_RWT.mT.float())
-        log_decay_RTH, strength_RTH = _gates(layer, gates)
         is_padding_RT1 = (torch.arange(columns, device=lengths_R.device) >= lengths_R[:, None])[..., None]
-        state_RHKV = self.states_LBHKV[at, at_R]
-        out, log_decay_RTH = [], log_decay_RTH.masked_fill(is_padding_RT1, 0.0)
-        strength_RTH = strength_RTH.masked_fill(is_padding_RT1, 0.0)
-        for start in range(0, columns, CHUNK_TOKENS):
+        state_RHKV, out = self.states_LBHKV[at, at_R], []
+        for start in range(0, columns, CHUNK_TOKENS):  # all of it: what lies between takes ten times the inputs' memory
             part = slice(start, start + CHUNK_TOKENS)
-            told = (each[:, part].transpose(1, 2) for each in (q, k, v, log_decay_RTH, strength_RTH))
-            out_RHTV, state_RHKV = _chunk(state_RHKV, *told)
-            out.append(out_RHTV.transpose(1, 2))
+            seen_RTW = all_RTW[:, start : start + CHUNK_TOKENS + before]
+            convolved_RWT = functional.conv1d(seen_RTW.mT, layer.conv_W1J, groups=all_RTW.shape[2])
+            gates = _split(layer.sizes, mixed_RTM[:, part])[1]
+            written = (one.masked_fill(is_padding_RT1[:, part], 0.0) for one in _gates(layer, gates))
+            read = (one.transpose(1, 2) for one in (*_heads(layer, convolved_RWT.mT), *written))
+            out_RHTV, state_RHKV = _chunk(state_RHKV, *read)
+            out.append(_gated(layer, out_RHTV.transpose(1, 2), gates))
         self.states_LBHKV[at, at_R] = state_RHKV
-        return _gated(layer, torch.cat(out, 1), gates)
+        return torch.cat(out, 1)
 
 
 def _chunk(
