@@ -45,8 +45,8 @@ def test_the_default_leaves_everything_open() -> None:
 
 def test_compact_is_taken_where_it_knows_the_model_and_transformers_elsewhere() -> None:
     assert str(in_worker(LLAMA)) == "engine compact: it knows llama models"
-    choice = in_worker({**LLAMA, "model_type": "gemma3"})
-    assert str(choice) == "engine transformers: compact does not support model_type = 'gemma3'"
+    choice = in_worker({**LLAMA, "model_type": "gemma4"})
+    assert str(choice) == "engine transformers: compact does not support model_type = 'gemma4'"
     assert in_worker({**LLAMA, "sliding_window": 4}).why == "compact does not support sliding_window = 4"
     assert in_worker({"model_type": "llama"}).name == "transformers"
 

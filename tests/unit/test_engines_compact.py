@@ -166,7 +166,7 @@ def test_bfloat16_weights_are_computed_in_bfloat16_with_float32_logits(family: s
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "gemma3"}, "gemma3"),
+        ({"model_type": "gemma4"}, "gemma4"),
         ({"model_type": "mamba"}, "mamba"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"sliding_window": 32, "use_sliding_window": True}, "32"),

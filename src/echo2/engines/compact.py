@@ -62,11 +62,11 @@ class CompactModel(Model):
         self._arch = arch
         weights = CompactWeights(arch, dtype, device)
         self.places = weights.places
-        self._embed_VD = weights.new(f"{arch.prefix}embed_tokens.weight")
-        self._final_norm_D = weights.new(f"{arch.prefix}norm.weight")
+        self._embed_VD = weights.new(f"{arch.prefixes.stored}embed_tokens.weight")
+        self._final_norm_D = weights.new(f"{arch.prefixes.stored}norm.weight")
         self._head = Linear(self._embed_VD if arch.tied else weights.new("lm_head.weight"))
         if arch.tied:
-            self.places["lm_head.weight"] = self.places[f"{arch.prefix}embed_tokens.weight"]
+            self.places["lm_head.weight"] = self.places[f"{arch.prefixes.stored}embed_tokens.weight"]
         kinds = arch.layers or (Attention(0, arch.rope),) * arch.num_layers
         self._layers = [weights.layer(layer, kinds) for layer in range(arch.num_layers)]
         self._attention = [one for one in kinds if one is not None]
@@ -78,7 +78,11 @@ class CompactModel(Model):
         self.dtype = self._embed_VD.dtype
         self.architecture: tuple[Architecture, torch.dtype] = (arch, self.dtype)
         shapes = arch.tensor_shapes().items()
-        self.linears = {name[:-7]: (shape[0], shape[1]) for name, shape in shapes if "proj" in name and len(shape) == 2}
+        self.linears = {
+            name.replace(arch.prefixes.stored, arch.prefixes.modules, 1)[:-7]: (shape[0], shape[1])
+            for name, shape in shapes
+            if "proj" in name and len(shape) == 2
+        }
         self._forms: dict[str, CompactModel] = {}  # of these weights; shared by all models over them
 
     def adapted(self, adapter: Adapter) -> CompactModel:
@@ -86,9 +90,10 @@ class CompactModel(Model):
         def fused(prefix: str, *names: str) -> LowRank | None:
             return join([(adapter.get(prefix + name), self.linears[prefix + name][0]) for name in names])
 
+        modules = self._arch.prefixes.modules
         return self._with(
             [
-                LayerAdapters(*(fused(f"{self._arch.prefix}layers.{at}.", *names) for names in fused_maps(layer.delta)))
+                LayerAdapters(*(fused(f"{modules}layers.{at}.", *names) for names in fused_maps(layer.delta)))
                 for at, layer in enumerate(self._layers)
             ]
         )
@@ -399,7 +404,6 @@ def build_compact(snapshot: Snapshot, device: torch.device) -> CompactModel:
     """
     arch = read_architecture(read_config(snapshot.files))
     model = CompactModel(arch, computing_dtype(snapshot), device, end_tokens(snapshot.files))
-    if arch.tower:
-        beside = {name: () for name in snapshot.tensors if name.startswith(arch.tower)}
-        model.places = {**model.places, **beside}
+    beside = {name: () for name in snapshot.tensors if name.startswith(arch.prefixes.beside)}
+    model.places = {**model.places, **beside}
     return model

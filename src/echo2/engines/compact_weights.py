@@ -81,7 +81,7 @@ class CompactWeights:
 
     def layer(self, number: int, kinds: Sequence[Attention | None]) -> Layer:
         """Allocate a layer. `kinds`: of all layers."""
-        prefix, has_delta = f"{self._arch.prefix}layers.{number}.", kinds[number] is None
+        prefix, has_delta = f"{self._arch.prefixes.stored}layers.{number}.", kinds[number] is None
         at = sum((kind is None) == has_delta for kind in kinds[:number])
         delta = self._delta(f"{prefix}linear_attn.", self._arch.delta) if has_delta and self._arch.delta else None
 

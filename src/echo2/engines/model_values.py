@@ -25,7 +25,7 @@ COMPUTED = ("num_hidden_layers", "layer_types")
 #: What llama.cpp and MLX compute here, too.
 PLAIN_TYPES = ("llama", "qwen2", "qwen3")
 #: Their config.json may leave out what their class has.
-WITH_DEFAULTS = ("mistral", "smollm3", "gemma3_text", "qwen3_5_text", "qwen3_5")
+WITH_DEFAULTS = ("mistral", "smollm3", "gemma3_text", "gemma3", "qwen3_5_text", "qwen3_5")
 MODEL_TYPES = (*PLAIN_TYPES, *WITH_DEFAULTS)
 ROPE_TYPES = ("default", "linear", "llama3")
 #: Eight times as many as the deepest models have. `tensor_shapes` lists every layer that a config.json claims.
@@ -124,6 +124,27 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True)
+class Prefixes:
+    """What names begin with.
+
+    stored   names of parameters
+    modules  names of modules, which adapters have
+    beside   names of the parameters of other parts, which are passed over
+    """
+
+    stored: str = "model."
+    modules: str = "model."
+    beside: tuple[str, ...] = ()
+
+
+#: Models with a vision tower, whose text model is computed.
+WITH_TOWER = {
+    "qwen3_5": Prefixes("model.language_model.", "model.language_model.", ("model.visual.",)),
+    "gemma3": Prefixes("language_model.model.", "model.language_model.", ("vision_tower.", "multi_modal_projector.")),
+}
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaSizes:
     """Sizes of layers with the gated delta rule (`compact_delta.py`). `kernel`: tokens that the convolution sees."""
 
@@ -165,7 +186,6 @@ class Architecture:
     layers         the attention of each layer, or None where it has `delta`; empty: all see all tokens and rotate by
                    `rope`
     gated          attention is multiplied by a gate, which lies behind each head's query
-    prefix, tower  what names of parameters begin with, and those of other parts that are passed over; empty: none
     """
 
     vocab_size: int
@@ -189,8 +209,7 @@ class Architecture:
     layers: tuple[Attention | None, ...] = ()
     gated: bool = False
     delta: DeltaSizes | None = None
-    prefix: str = "model."
-    tower: str = ""
+    prefixes: Prefixes = Prefixes()
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter by its Hugging Face name."""
@@ -201,8 +220,8 @@ class Architecture:
             self.num_kv_heads * self.head_dim,
         )
         shapes: dict[str, tuple[int, ...]] = {
-            f"{self.prefix}embed_tokens.weight": (self.vocab_size, d),
-            f"{self.prefix}norm.weight": (d,),
+            f"{self.prefixes.stored}embed_tokens.weight": (self.vocab_size, d),
+            f"{self.prefixes.stored}norm.weight": (d,),
         }
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab_size, d)
@@ -222,7 +241,10 @@ class Architecture:
             norms |= {"pre_feedforward_layernorm": d, "post_feedforward_layernorm": d}
         qk_norms = {"self_attn.q_norm": self.head_dim, "self_attn.k_norm": self.head_dim} if self.qk_norm else {}
         for layer in range(self.num_layers):
-            prefix, has_delta = f"{self.prefix}layers.{layer}.", bool(self.layers) and self.layers[layer] is None
+            prefix, has_delta = (
+                f"{self.prefixes.stored}layers.{layer}.",
+                bool(self.layers) and self.layers[layer] is None,
+            )
             for name, shape, has_bias in linears if has_delta else of_attention + linears:
                 shapes[f"{prefix}{name}.weight"] = shape
                 if has_bias:
@@ -248,9 +270,7 @@ def read_architecture(config: Mapping[str, Any], known: Sequence[str] = MODEL_TY
         found = _architecture(values)
         if found.layers and len(found.layers) != found.num_layers:
             raise ValueError(f"{len(found.layers)} layer_types of {found.num_layers} layers")
-        if config["model_type"] == "qwen3_5":
-            return replace(found, prefix="model.language_model.", tower="model.visual.")
-        return found
+        return replace(found, prefixes=WITH_TOWER.get(config["model_type"], found.prefixes))
     except UserError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
