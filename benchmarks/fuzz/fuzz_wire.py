@@ -140,7 +140,7 @@ _DEEPER: dict[type[Any], Callable[[Any], object]] = {
     wire.PublishRequest: lambda request: Manifest.from_bytes(request.manifest),
     wire.Delivery: _read_delivery,
     wire.Deliveries: _read_deliveries,
-    wire.FedGroups: lambda fed: [messages.parse_group(each) for each in fed.groups],
+    wire.FedGroups: lambda fed: [messages.read_group(each) for each in fed.groups],
 }
 
 
@@ -178,7 +178,7 @@ def _encoded(kind: type[WireMessage]) -> list[bytes]:
         wire.RolloutGroup: groups,
         wire.Delivery: deliveries,
         wire.Deliveries: [wire.Deliveries(items=deliveries)],
-        wire.FedGroups: [wire.FedGroups(groups=[each.SerializeToString() for each in groups])],
+        wire.FedGroups: [wire.FedGroups(groups=groups)],
         wire.Lease: leases,
         wire.Order: [wire.Order(leases=wire.LeaseBatch(leases=leases)), wire.Order(routes=routes)],
         wire.WorkerHello: [hello],
