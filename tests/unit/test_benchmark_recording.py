@@ -8,10 +8,8 @@ import sys
 from array import array
 from pathlib import Path
 
-import hostile
 import numpy as np
 import pytest
-import soak
 from count_copies import Finder
 from count_house import floors, settings
 from recording import HERE, child_environment, last, output_of, there
@@ -22,7 +20,7 @@ NODES = {"overlap_nodes", "idle_nodes", "broadcast_node", "lines"}
 
 def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
     scripts = [path for path in HERE.rglob("*.py") if "__main__" in path.read_text() and path.stem not in NODES]
-    assert len(scripts) > 20
+    assert len(scripts) >= 20
     assert [path.name for path in scripts if "rgument" not in path.read_text()] == []
     words = (sys.executable, str(HERE / "count_house.py"), "--help")
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
@@ -35,23 +33,12 @@ def test_the_error_about_a_missing_input_of_a_benchmark_is_one_line(tmp_path: Pa
         there(str(tmp_path / "missing"))
 
 
-def test_a_soak_without_a_trained_step_has_figures() -> None:
-    assert soak.waits([]) == {"steps": 0, "idle": None, "idle_predicted": None, "wait_seconds": {}}
-
-
 def test_the_error_of_a_failing_command_has_its_last_lines() -> None:
     said = "import sys; print('figures'); print('first\\n\\nerror: no such thing\\n', file=sys.stderr); sys.exit({})"
     assert output_of([sys.executable, "-c", said.format(0)]) == "figures"
     with pytest.raises(SystemExit, match=r"ended with status 2: first\nerror: no such thing$"):
         output_of([sys.executable, "-c", said.format(2)])
     assert last("") == "it said nothing"
-
-
-def test_the_error_says_why_a_run_did_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = 'print(\'{"error": "fleet is no fleet"}\'); raise SystemExit(2)'
-    monkeypatch.setattr(hostile, "ECHO2", (sys.executable, "-c", said))
-    with pytest.raises(SystemExit, match=r"the run did not start \(status 2\): .*fleet is no fleet"):
-        hostile.trial(tmp_path, "", 1, 1, 2, 0)
 
 
 def test_a_copy_is_memory_and_a_view_is_none() -> None:
