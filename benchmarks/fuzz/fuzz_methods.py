@@ -178,7 +178,7 @@ class World:
                 delivery = _delivery(lease_id, group.number, bool(self.environment))
                 await self.handlers["Deliver"](worker(OWN), wire.Deliveries(items=[delivery]))
             part = wire.FedGroups.FromString(await anext(feed))
-            fed += [messages.read_group(group).group.number for group in part.groups]
+            fed += [messages.parse_group(group).group.number for group in part.groups]
             is_done = part.HasField("done")
         report = wire.StepReport(groups=fed, metrics_json="{}", epoch=self.epoch)
         await self.handlers["ReportStep"](LEARNER, report)

@@ -140,7 +140,7 @@ _DEEPER: dict[type[Any], Callable[[Any], object]] = {
     wire.PublishRequest: lambda request: Manifest.from_bytes(request.manifest),
     wire.Delivery: _read_delivery,
     wire.Deliveries: _read_deliveries,
-    wire.FedGroups: lambda fed: [messages.read_group(each) for each in fed.groups],
+    wire.FedGroups: lambda fed: [messages.parse_group(each) for each in fed.groups],
 }
 
 

@@ -112,19 +112,14 @@ def _encode_rollout(rollout: Rollout) -> wire.Rollout:
     return message
 
 
-def parse_group(data: bytes) -> RolloutGroup:
-    """Parse a group from the bytes that the head stores. Raises as `read_group`."""
-    message: wire.RolloutGroup = parse(wire.RolloutGroup, data)
-    return read_group(message)
-
-
-def read_group(message: wire.RolloutGroup) -> RolloutGroup:
-    """Read a group that the head stored and feeds to the learner. The head checked its contents at delivery; they are
+def parse_group(data: bytes | wire.RolloutGroup) -> RolloutGroup:
+    """Parse a group that the head stored, or fed to the learner. The head checked its contents at delivery; they are
     not checked again.
 
     Raises:
         PeerError: "malformed": it is not a group.
     """
+    message: wire.RolloutGroup = parse(wire.RolloutGroup, data) if isinstance(data, bytes) else data
     try:
         scores = message.scores or [None] * len(message.rollouts)
         rollouts = tuple(_rollout(*pair) for pair in zip(message.rollouts, scores, strict=True))

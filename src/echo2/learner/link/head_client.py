@@ -42,7 +42,7 @@ from echo2.transport import wire_pb2 as wire
 from echo2.transport.base import Link
 from echo2.transport.limits import PROTOCOL_VERSION
 from echo2.transport.message_bytes import LearnerLogprobs, encode_logprobs
-from echo2.transport.messages import read_group
+from echo2.transport.messages import parse_group
 from echo2.transport.routes import RouteShape, encode_shape
 from echo2.weights.format.manifest import Manifest
 
@@ -120,7 +120,7 @@ class HeadClient:
             try:
                 async for fed in self._link.stream("TakeGroups", wire.TakeGroups(step=step, epoch=self._epoch)):
                     patience = Patience("TakeGroups", self._patience_seconds)
-                    for group in map(read_group, fed.groups):
+                    for group in map(parse_group, fed.groups):
                         if group.group.number not in seen:
                             seen.add(group.group.number)
                             yield group
