@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from array import array
@@ -16,6 +17,8 @@ from recording import HERE, child_environment, last, output_of, there
 
 #: Other benchmarks start these, with one argument in JSON.
 NODES = {"overlap_nodes", "idle_nodes", "broadcast_node", "lines"}
+#: Other benchmarks start these, too, with flags.
+PARTS = {"held_out", "trl_grpo", "distillation", "joining"}
 
 
 def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
@@ -25,6 +28,16 @@ def test_every_benchmark_knows_its_flags_and_gives_help() -> None:
     words = (sys.executable, str(HERE / "count_house.py"), "--help")
     done = subprocess.run(words, env=child_environment(), capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: count_house.py")
+
+
+def test_every_benchmark_that_a_person_starts_has_a_page_that_names_it_or_its_results() -> None:
+    folders = (HERE.parent, HERE.parent / "docs", HERE.parent / "docs" / "decisions")
+    pages = [page for folder in folders for page in folder.glob("*.md") if page.name not in ("log.md", "CHANGELOG.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    names = {path.stem for path in HERE.rglob("*.py") if "__main__" in path.read_text()} - NODES - PARTS
+    named = {name for name in names if re.search(rf"bench-{name}\b|\b{name}(\.py\b|-20\d{{6}})", text)}
+    assert len(names) > 20
+    assert names - named == set()
 
 
 def test_the_error_about_a_missing_input_of_a_benchmark_is_one_line(tmp_path: Path) -> None:
